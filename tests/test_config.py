@@ -1,0 +1,88 @@
+"""Options: flags and recipes are strict, flags win, and errors name the closest valid name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longctx.config import UserError, parse_args
+
+
+def test_flags_win_over_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("preset: tiny\nseq_len: 512\nbf16: true\nadam_beta2: 0.95\n")
+    model, _, train = parse_args(["--config", str(recipe), "--seq_len", "1024", "--use_cpu"])
+    assert (model.preset, model.seq_len) == ("tiny", 1024)
+    assert train.adam_beta2 == 0.95
+    assert train.bf16
+
+
+def test_recipe_lists_and_dicts(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "train_file: [a.txt, 'b c.txt']\nlr_scheduler_kwargs: {num_cycles: 2}\nmax_steps: null\n"
+    )
+    _, data, train = parse_args(["--config", str(recipe)])
+    assert data.train_file == ["a.txt", "b c.txt"]
+    assert train.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert train.max_steps == -1
+
+
+def test_the_default_recipe_serves_only_runs_that_name_no_job(tmp_path: Path) -> None:
+    recipe = tmp_path / "quickstart.yaml"
+    recipe.write_text("preset: tiny\nmax_steps: 7\n")
+    assert parse_args(["--class_type", "vanilla"], default_recipe=recipe)[2].max_steps == 7
+    for job in (["--preset", "tiny"], ["--train-file", "a.txt"], ["--model_name_or_path=m"]):
+        assert parse_args(job, default_recipe=recipe)[2].max_steps == -1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seqlen", "8"], "unknown option --seqlen; did you mean --seq_len?"),
+        (["--seq", "8"], "unknown option --seq; did you mean --"),  # no abbreviations
+        (["stray"], "unexpected word 'stray'"),
+        (["--class_type", "fast"], "invalid choice: 'fast'"),
+        (["--seq_len", "4k"], "invalid int value: '4k'"),
+        (["--seq_len", "0"], "--seq_len must be at least 1 token, got 0"),
+        (["--seq_len", "-4096"], "got -4096"),
+        (["--preset", "tiny", "--model_name_or_path", "m"], "not both"),
+        (["--train_file", "a", "--dataset_name", "b"], "not both"),
+        (["--streaming", "--train_file", "a"], "--streaming reads a --dataset_name"),
+        (["--dataset_name", "d", "--streaming"], "--max_steps"),
+        (["--peak_tflops", "0"], "--peak_tflops must be above 0"),
+        (["--save_strategy", "sometimes"], "sometimes"),
+        (["--config", "missing.yaml"], "cannot read the recipe missing.yaml"),
+    ],
+)
+def test_bad_flags_are_one_line(flags: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_args(flags)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seq_lenn: 8", "unknown key 'seq_lenn'; did you mean seq_len?"),
+        ("seq_len: [", "is not valid YAML"),
+        ("- a\n- b", "must hold `key: value` lines"),
+        ("seq_len: long", "invalid int value: 'long'"),
+        ("config: other.yaml", "unknown key 'config'"),
+        ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
+    ],
+)
+def test_bad_recipes_are_one_line(tmp_path: Path, text: str, message: str) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(text)
+    with pytest.raises(UserError) as error:
+        parse_args(["--config", str(recipe)])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_published_recipes_parse(recipe: Path) -> None:
+    parse_args(["--config", str(recipe)])
