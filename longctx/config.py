@@ -156,7 +156,7 @@ def parse_args(
     known, flags = config_parser.parse_known_args(argv)
 
     parser = _Parser(
-        (ModelArguments, DataArguments, TrainArguments),
+        (ModelArguments, DataArguments, TrainArguments),  # type: ignore[arg-type]
         prog="train.py",
         allow_abbrev=False,
         epilog="--config recipe.yaml reads the same options from a file; flags win.",

@@ -1,0 +1,111 @@
+"""Checkpoints that are whole or absent, and the checks that come before the first step.
+
+A checkpoint is written into `<output_dir>/.incomplete-<name>` and renamed to its place when every
+file is there. A rename is atomic, so a killed run leaves either the whole checkpoint or a folder
+that nothing takes for one; `prepare_output_dir` sweeps those up.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from transformers import PreTrainedModel
+from transformers.trainer_utils import get_last_checkpoint
+
+from longctx.config import TrainArguments, UserError
+from longctx.metrics import GIB
+
+_STAGING = ".incomplete-"
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+FINAL = "final"
+METRICS = "metrics.jsonl"
+
+
+def staging_path(path: Path) -> Path:
+    """An empty path beside `path` to write into."""
+    staging = path.with_name(_STAGING + path.name)
+    shutil.rmtree(staging, ignore_errors=True)
+    return staging
+
+
+def publish(staging: Path, path: Path) -> None:
+    """Moves a finished folder to its place; an older one there is replaced."""
+    if path.exists():
+        old = staging_path(path.with_name(path.name + "-replaced"))
+        path.rename(old)
+        staging.rename(path)
+        shutil.rmtree(old)
+    else:
+        staging.rename(path)
+
+
+def resolve_resume(args: TrainArguments) -> Path | None:
+    """The checkpoint to resume from. `last` (or `true`) means the newest one in output_dir.
+
+    Raises UserError for a folder that is not a checkpoint.
+    """
+    name = args.resume_from_checkpoint
+    if name is None or name.lower() == "false":
+        return None
+    if name.lower() in ("last", "true"):
+        output_dir = Path(str(args.output_dir))
+        last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+        if last is None:
+            raise UserError(f"nothing to resume: {output_dir} holds no checkpoint-N folder")
+        return Path(last)
+    path = Path(name)
+    if not path.is_dir():
+        raise UserError(f"--resume_from_checkpoint: no such folder: {path}")
+    if not (path / "trainer_state.json").is_file():
+        raise UserError(
+            f"--resume_from_checkpoint: {path} is no checkpoint (trainer_state.json is missing); "
+            "name a checkpoint-N folder, or `last`"
+        )
+    return path
+
+
+def prepare_output_dir(args: TrainArguments, resume: Path | None) -> Path:
+    """Makes the folder and sweeps up what a killed run left; refuses to overwrite a run.
+
+    Raises UserError if an earlier run is there that is neither resumed nor to be overwritten.
+    """
+    output_dir = Path(str(args.output_dir))
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create --output_dir {output_dir}: {error.strerror}") from error
+    earlier = [
+        path
+        for path in output_dir.iterdir()
+        if _CHECKPOINT.fullmatch(path.name) or path.name in (FINAL, METRICS)
+    ]
+    if earlier and resume is None:
+        if not args.overwrite_output_dir:
+            raise UserError(
+                f"{output_dir} holds an earlier run: continue it with --resume_from_checkpoint "
+                "last, replace it with --overwrite_output_dir, or choose another --output_dir"
+            )
+        for path in earlier:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in output_dir.glob(_STAGING + "*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return output_dir
+
+
+def check_disk_space(output_dir: Path, model: PreTrainedModel, args: TrainArguments) -> None:
+    """Raises UserError if the disk cannot take one checkpoint and the final model.
+
+    A checkpoint is the weights and, unless `save_only_model`, two Adam moments as large as them.
+    """
+    weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    saves_checkpoints = args.save_strategy != "no"
+    copies = 1 + (0 if not saves_checkpoints else 1 if args.save_only_model else 3)
+    needed_bytes, free_bytes = copies * weights_bytes, shutil.disk_usage(output_dir).free
+    if free_bytes < needed_bytes:
+        raise UserError(
+            f"no space for the checkpoint: {output_dir} has {free_bytes / GIB:.2f} GiB free and "
+            f"{needed_bytes / GIB:.2f} GiB are needed; free some, choose another --output_dir, "
+            "or use --save_strategy no --save_only_model"
+        )

@@ -1,0 +1,102 @@
+"""Fine-tunes a Llama-family model on long documents: text in, Hugging Face checkpoint out.
+
+    python train.py                                      the built-in quick start, on any machine
+    python train.py --config recipes/quickstart.yaml --class_type vanilla
+    accelerate launch train.py --model_name_or_path DIR --train_file data.jsonl --seq_len 131072
+
+`python train.py --help` lists every option (longctx/config.py documents them).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers import set_seed
+
+from longctx.checkpoint import FINAL, check_disk_space, prepare_output_dir, resolve_resume
+from longctx.config import TrainArguments, UserError, parse_args
+from longctx.data import build_dataset, check_sources, collate
+from longctx.metrics import peak_memory
+from longctx.model import load_config, load_model
+from longctx.tokenizer import load_tokenizer
+from longctx.trainer import LongTrainer
+
+QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
+
+
+def main(argv: list[str] | None = None) -> None:
+    # 1. Options: flags and recipe, checked together.
+    model_args, data_args, args = parse_args(argv, default_recipe=QUICKSTART)
+    resume = resolve_resume(args)
+    check_sources(data_args)
+
+    # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
+    tokenizer = load_tokenizer(model_args, data_args)
+    config = load_config(model_args, vocab_size=len(tokenizer))
+    output_dir = prepare_output_dir(args, resume)
+
+    # 3. Data: documents -> tokens -> packed rows of seq_len.
+    def rows(files: list[str] | None):
+        return build_dataset(
+            data_args,
+            tokenizer,
+            files=files,
+            seq_len=model_args.seq_len,
+            vocab_size=config.vocab_size,
+            seed=args.seed,
+        )
+
+    with args.main_process_first(desc="tokenising"):
+        train_rows = rows(data_args.train_file)
+        eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
+
+    # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
+    set_seed(args.seed)
+    model = load_model(model_args, config, device=args.device)
+    check_disk_space(output_dir, model, args)
+
+    # 5. Train.
+    trainer = LongTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        data_collator=collate,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if eval_rows is not None:
+        trainer.evaluate()
+
+    # 6. Save what `AutoModelForCausalLM.from_pretrained` loads, and say what happened.
+    trainer.save_final(output_dir / FINAL)
+    if trainer.is_world_process_zero():
+        summarise(trainer, args, output_dir)
+
+
+def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> None:
+    """First and last loss, throughput, peak memory, the checkpoint and what to try next."""
+    logged = [line for line in trainer.state.log_history if "loss" in line]
+    table = Table(title="Done", show_header=False)
+    if logged:
+        first, last = logged[0], logged[-1]
+        speeds = sorted(line["tokens_per_s"] for line in logged if "tokens_per_s" in line)
+        table.add_row("loss", f"{first['loss']:.4f} -> {last['loss']:.4f}")
+        if speeds:
+            table.add_row("tokens/s", f"{speeds[len(speeds) // 2]:,.0f} (median of logged steps)")
+    for name, gib in peak_memory(args.device).items():
+        table.add_row(name.removesuffix("_gib").replace("_", " "), f"{gib:.2f} GiB")
+    table.add_row("checkpoint", str(output_dir / FINAL))
+    table.add_row("metrics", str(output_dir / "metrics.jsonl"))
+    table.add_row("next", "python train.py --model_name_or_path YOUR_MODEL --train_file YOUR_FILES")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
