@@ -1,0 +1,282 @@
+"""lm_head and cross-entropy as one operation, in chunks of tokens whose logits never exceed a byte
+budget.
+
+    logits = hidden @ weight.T + bias              (N, V), never held whole
+    loss   = sum_i cross_entropy(logits_i, labels_i) / count
+
+The gradients are computed in forward, chunk by chunk, and backward only scales them:
+
+    d_logits = softmax(logits) - onehot(labels)    written by the kernel that computes the loss
+    d_hidden = d_logits @ weight
+    d_weight = sum over chunks of d_logits.T @ hidden, accumulated in fp32
+
+Rows whose label is ignored are dropped before the first product. FLOPs per remaining token: 6 V D
+(2 V D without gradients). Saved for backward: d_hidden (N, D) and the fp32 d_weight (V, D), which
+is rounded once, in backward, together with the scale.
+
+Precision. The logits are fp32 even for 16-bit operands, because rounding a logit of 10 to bf16
+moves its probability by 2%; the softmax gradient is rounded once, to the operands' dtype, for the
+two products. The scale 1 / count is split into a mantissa, applied before that rounding, and a
+power of two, applied in backward, so that no gradient is rounded twice and fp16 does not underflow.
+
+Memory: the fp32 logits of one chunk and the 16-bit gradients of several (see `_chunk_rows`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
+from longctx.kernels.launch import check_float, check_shape
+
+LOGITS_BYTES = 512 * 2**20
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,  # (N, D) or (B, S, D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (N,) or (B, S)
+    *,
+    bias: Tensor | None = None,
+    num_items: int | Tensor | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:  # scalar
+    """The same loss through ordinary autograd with all logits held: for tests, and to read."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (N, V)
+    z = logits if logits.dtype == torch.float64 else logits.float()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    y = labels.flatten()
+    loss = torch.nn.functional.cross_entropy(
+        z, y, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing
+    )
+    loss = loss + z_loss * (z.logsumexp(1)[y != IGNORE_INDEX] ** 2).sum()
+    if num_items is not None:
+        return loss / num_items
+    return loss / max(1, int((y != IGNORE_INDEX).sum())) if reduction == "mean" else loss
+
+
+def _chunk_rows(logits_bytes: int, vocab: int, dtype: torch.dtype, grad: bool) -> tuple[int, int]:
+    """Rows of logits per kernel call, and rows of gradient per pair of products (a multiple of the
+    first).
+    """
+    rows = max(1, logits_bytes // (4 * vocab))
+    rows = rows // 128 * 128 or rows
+    return rows, rows
+
+
+def _logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(rows, vocab), rows padded to 16-byte pieces for the tensor cores."""
+    buffer = torch.empty(rows, -(-vocab // 16) * 16, dtype=dtype, device=device)
+    buffer[:, vocab:] = (
+        0  # torch's bf16 product on the CPU multiplies what lies past a row's end by zero
+    )
+    return buffer[:, :vocab]
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b for a 16-bit or fp32 pair; out is fp32 or has the operands' dtype."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _addmm(acc: Tensor, a: Tensor, b: Tensor) -> None:
+    """acc += a @ b with acc in fp32."""
+    if a.is_cuda and a.dtype != acc.dtype:
+        torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
+    else:
+        torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), out=acc)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # (N, D)
+        weight: Tensor,  # (V, D)
+        bias: Tensor | None,  # (V,)
+        labels: Tensor,  # (N,)
+        count: int | Tensor | None,  # None: the number of rows that count
+        grad: bool,
+        logits_bytes: int,
+        options: dict[str, Any],
+    ) -> Tensor:
+        needs_hidden, needs_weight, needs_bias = (grad and n for n in ctx.needs_input_grad[:3])
+        grad = needs_hidden or needs_weight or needs_bias
+        (N, D), V, device = hidden.shape, weight.shape[0], hidden.device
+        kept = _kept_rows(labels, V)  # None if every row counts
+        n = N if kept is None else len(kept)
+
+        count = max(1, n) if count is None else count
+        scale = torch.as_tensor(count, dtype=torch.float32, device=device).reciprocal()
+        # fp16 gradients get 8 more bits above the smallest number: |d_logits| <= 256, far from
+        # 65504.
+        boost = 256.0 if hidden.dtype == torch.float16 else 1.0
+        mantissa, exponent = torch.frexp(scale)
+        ctx.rescale = torch.ldexp(torch.full_like(scale, 1 / boost), exponent)
+
+        rows, grad_rows = _chunk_rows(logits_bytes, V, hidden.dtype, grad)
+        rows, grad_rows = min(rows, n), min(grad_rows, n)
+        logits = _logits_buffer(rows, V, torch.float32, device)
+        d_logits = None  # fp32: the gradient overwrites the logits
+        if grad and hidden.dtype != torch.float32:
+            d_logits = _logits_buffer(grad_rows, V, hidden.dtype, device)
+        d_hidden = None
+        if needs_hidden:
+            d_hidden = torch.empty_like(hidden) if kept is None else torch.zeros_like(hidden)
+        d_weight = torch.empty(V, D, dtype=torch.float32, device=device) if needs_weight else None
+        d_bias = torch.zeros(V, dtype=torch.float32, device=device) if needs_bias else None
+        losses = torch.empty(n, dtype=torch.float32, device=device)
+        weight_t = weight.t()
+        if device.type == "cpu":
+            weight_t = weight_t.float()
+
+        for start in range(0, n, max(1, grad_rows)):
+            stop = min(start + grad_rows, n)
+            where = slice(start, stop) if kept is None else kept[start:stop]
+            h, y = hidden[where], labels[where]
+            for first in range(0, stop - start, rows):
+                part = slice(first, min(first + rows, stop - start))
+                z = logits[: part.stop - part.start]
+                g = None if not grad else z if d_logits is None else d_logits[part]
+                _mm(h[part], weight_t, z)
+                if bias is not None:
+                    z += bias
+                losses[start + part.start : start + part.stop] = cross_entropy(
+                    z, y[part], d_logits=g, scale=mantissa * boost, **options
+                )
+            if not grad:
+                continue
+            g = (logits if d_logits is None else d_logits)[: stop - start]
+            if d_hidden is not None:
+                if kept is None:
+                    _mm(g, weight, d_hidden[where])
+                else:
+                    d_hidden[where] = g @ weight
+            if d_weight is not None:
+                if start == 0:
+                    _mm(g.t(), h, d_weight)
+                else:
+                    _addmm(d_weight, g.t(), h)
+            if d_bias is not None:
+                d_bias += g.sum(0, dtype=torch.float32)
+        if n == 0 and d_weight is not None:
+            d_weight.zero_()
+
+        ctx.grads = (d_hidden, d_weight, d_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return losses.sum() * scale
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError(
+                "linear_cross_entropy: backward overwrites what it saved, so it runs once"
+            )
+        scale = (d_loss.float() * ctx.rescale).reshape(1)  # 1-d: multiplies in fp32, not in bf16
+        grads = tuple(
+            None if g is None else _scaled(g, scale, dtype)
+            for g, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+        )
+        ctx.grads = None
+        return *grads, None, None, None, None, None
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in fp32, rounded once to dtype; in place where the dtype allows."""
+    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    return torch.mul(x, scale, out=out)
+
+
+def _kept_rows(labels: Tensor, vocab: int) -> Tensor | None:
+    """Indices of the rows that count, or None if all do. Raises ValueError for a label outside [0,
+    vocab).
+    """
+    if labels.numel() == 0:
+        return None
+    kept = labels != IGNORE_INDEX
+    inside = labels.masked_fill(~kept, 0)
+    # One read-back for the three numbers; the second only if something is ignored.
+    n, low, high = torch.stack([kept.sum(), inside.amin(), inside.amax()]).tolist()
+    if low < 0 or high >= vocab:
+        raise ValueError(
+            f"labels must be in [0, {vocab}) or {IGNORE_INDEX}, got values in [{low}, {high}]"
+        )
+    return None if n == len(labels) else kept.nonzero().squeeze(1)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # (N, D) or (B, S, D)
+    weight: Tensor,  # (V, D)
+    labels: Tensor,  # (N,) or (B, S), already aligned with hidden: nothing is shifted here
+    *,
+    bias: Tensor | None = None,  # (V,)
+    num_items: int | Tensor | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logits_bytes: int = LOGITS_BYTES,
+) -> Tensor:  # () fp32
+    """Cross-entropy of hidden @ weight.T + bias, differentiable in hidden, weight and bias.
+
+    Labels of -100 are ignored. The sum over the others is divided by `num_items` if given (the
+    count over a whole gradient accumulation, HF's `num_items_in_batch`), else by their number
+    (`reduction="mean"`), else by nothing. Without any label that counts the loss is 0. `z_loss`
+    adds z_loss * lse^2, `softcap` bounds the logits by softcap * tanh(logits / softcap),
+    `logits_bytes` bounds the logits held at a time.
+
+    Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
+    run once. Raises ValueError for a wrong shape, dtype or value.
+    """
+    if hidden.dim() not in (2, 3):
+        raise ValueError(f"hidden must have shape (N, D) or (B, S, D), got {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight must have shape (V, {hidden.shape[-1]}), got {tuple(weight.shape)}"
+        )
+    check_shape("labels", labels, hidden.shape[:-1])
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {labels.dtype}")
+    if bias is not None:
+        check_shape("bias", bias, weight.shape[:1])
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+    if logits_bytes <= 0:
+        raise ValueError(f"logits_bytes must be positive, got {logits_bytes}")
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):  # as torch.nn.functional.linear would
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    check_float("hidden", hidden)
+    check_float("weight", weight, hidden.dtype)
+
+    labels = labels.flatten()
+    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
+    with torch.autocast(kind, enabled=False):
+        count = 1 if num_items is None and reduction == "sum" else num_items
+        return _LinearCrossEntropy.apply(
+            hidden.flatten(0, -2),
+            weight,
+            bias,
+            labels,
+            count,
+            torch.is_grad_enabled(),
+            logits_bytes,
+            options,
+        )
