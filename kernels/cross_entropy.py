@@ -50,11 +50,13 @@ def cross_entropy_reference(
     """The equations above in plain torch."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     z = x if softcap is None else softcap * torch.tanh(x / softcap)
-    ignored = labels == IGNORE_INDEX
-    y = labels.masked_fill(ignored, 0)[:, None]  # (N, 1)
+    ignored, outside = labels == IGNORE_INDEX, (labels < 0) | (labels >= z.shape[1])
+    y = labels.masked_fill(outside, 0)[:, None]  # (N, 1)
     lse = z.logsumexp(dim=1)
-    z_y = z.gather(1, y).squeeze(1)
-    loss = lse - (1 - label_smoothing) * z_y - label_smoothing * z.mean(dim=1) + z_loss * lse**2
+    z_y = z.gather(1, y).squeeze(1).masked_fill_(outside, float("nan"))
+    loss = lse - (1 - label_smoothing) * z_y + z_loss * lse**2
+    if label_smoothing:
+        loss -= label_smoothing * z.mean(dim=1)
     if d_logits is not None:
         grad = torch.exp(z - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]
         grad -= label_smoothing / z.shape[1]

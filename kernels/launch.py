@@ -28,7 +28,7 @@ except ImportError:
     HAS_TRITON = False
 
     class _Absent:
-        """Stands where `triton` and `tl` would, so that files with kernels import without Triton."""
+        """Stands where `triton` and `tl` would: files with kernels import without Triton."""
 
         def __getattr__(self, name: str) -> _Absent:
             return self
@@ -85,7 +85,7 @@ def on_device(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def sm_count(x: Tensor) -> int:
-    """Multiprocessors of the tensor's device: how many programs a persistent grid starts per wave."""
+    """Multiprocessors of the tensor's device, from which a persistent grid takes its size."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
