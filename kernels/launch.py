@@ -109,6 +109,18 @@ def check_rows(name: str, x: Tensor) -> None:
         )
 
 
+def as_rows(name: str, x: Tensor) -> Tensor:
+    """x (..., D) seen as (N, D) without a copy; ValueError where its strides do not allow that."""
+    check_rows(name, x)
+    try:
+        return x.view(-1, x.shape[-1])
+    except RuntimeError:
+        shape, strides = tuple(x.shape), tuple(x.stride())
+        raise ValueError(
+            f"{name} must be rows at one stride, got shape {shape} with strides {strides}"
+        ) from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """How one kernel is started."""
@@ -116,6 +128,8 @@ class Config:
     block: int
     """Elements along the dimension that the kernel walks."""
     num_warps: int
+    rows: int = 1
+    """Rows (or tokens) that one program holds at a time."""
     programs_per_sm: int = 1
     """For persistent grids: programs started per multiprocessor."""
     num_stages: int = 1

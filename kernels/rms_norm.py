@@ -1,0 +1,352 @@
+"""Root-mean-square norm, optionally of a sum, and its gradient, optionally added to a residual's.
+
+    h = x + residual (or x)        rstd = (mean_j h_j^2 + eps)^(-1/2)        n = h rstd
+    y = round(n) * w               with Llama's rounding: n is rounded to the dtype, then times w
+    y = n * w                      all in fp32, rounded once (`llama_rounding=False`)
+
+    d_n = dy * w
+    dh  = d_residual + rstd (d_n - n mean_j(d_n n))
+    dw += sum over rows of dy * n, in fp32 (n rounded as in forward)
+
+    dw += sum over rows of dy * n, in fp32 (n rounded as in forward)
+of 2 bytes: forward 4 D (8 D with a residual, whose sum is written too), backward 6 D (8 D with a
+residual's gradient).
+
+Backward starts a fixed number of programs, each of which walks rows and keeps its part of dw in
+registers; the parts are then added in a fixed order, so dw does not change from run to run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.launch import (
+    Config,
+    as_rows,
+    check_float,
+    check_shape,
+    choose,
+    on_device,
+    round_to,
+    runs_kernel,
+    sm_count,
+    tl,
+    triton,
+)
+
+MAX_HIDDEN = 32768
+"""A row is held in registers: 32 elements for each of a program's 1024 threads at most."""
+
+
+def rms_norm_reference(
+    x: Tensor,  # (..., D)
+    weight: Tensor,  # (D,)
+    eps: float,
+    llama_rounding: bool = True,
+) -> Tensor:  # (..., D)
+    """The first equations above in plain torch; differentiable."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if llama_rounding:
+        return n.to(x.dtype) * weight
+    return (n * weight.to(n.dtype)).to(x.dtype)
+
+
+def _backward_reference(
+    dy: Tensor,  # (N, D)
+    x: Tensor,  # (N, D)
+    weight: Tensor,  # (D,)
+    eps: float,
+    llama_rounding: bool,
+    d_residual: Tensor | None,  # (N, D)
+    dw: Tensor | None,  # (D,) fp32
+) -> Tensor:  # (N, D)
+    wide, d_n = x.float(), dy.float() * weight.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    n = wide * rstd
+    dx = rstd * (d_n - n * (d_n * n).mean(-1, keepdim=True))
+    if dw is not None:
+        dw += (dy.float() * (n.to(x.dtype).float() if llama_rounding else n)).sum(0)
+    return (dx if d_residual is None else dx + d_residual.float()).to(x.dtype)
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,  # (N, D)
+    residual_ptr,  # (N, D)
+    weight_ptr,  # (D,)
+    summed_ptr,  # (N, D)
+    out_ptr,  # (N, D)
+    N,
+    D,
+    stride_x,
+    stride_residual,
+    stride_summed,
+    stride_out,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    LLAMA_ROUNDING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
+    offs = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
+    mask = (rows < N) & (offs < D)
+    x = tl.load(x_ptr + rows * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + rows * stride_residual + offs, mask=mask, other=0.0)
+        # What is normalised is the sum as stored: backward will find only that.
+        summed = round_to(x + residual.to(tl.float32), x_ptr.dtype.element_ty)
+        tl.store(summed_ptr + rows * stride_summed + offs, summed, mask=mask)
+        x = summed.to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
+    n = x * rstd
+    if LLAMA_ROUNDING:
+        n = round_to(n, x_ptr.dtype.element_ty).to(tl.float32)
+    y = round_to(n * weight, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + rows * stride_out + offs, y, mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,  # (N, D)
+    x_ptr,  # (N, D)
+    weight_ptr,  # (D,)
+    d_residual_ptr,  # (N, D)
+    out_ptr,  # (N, D), may alias dy or d_residual
+    partial_ptr,  # (programs, D) fp32
+    N,
+    D,
+    stride_dy,
+    stride_x,
+    stride_d_residual,
+    stride_out,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_DW: tl.constexpr,
+    LLAMA_ROUNDING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
+    weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
+    dw = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        rows = tl.arange(0, ROWS)[:, None].to(tl.int64) + first  # (ROWS, 1)
+        mask = (rows < N) & (offs < D)
+        x = tl.load(x_ptr + rows * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows * stride_dy + offs, mask=mask, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            residual_offs = rows * stride_d_residual + offs
+            d_residual = tl.load(d_residual_ptr + residual_offs, mask=mask, other=0.0)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
+        n = x * rstd
+        d_n = dy * weight
+        dx = rstd * (d_n - n * (tl.sum(d_n * n, axis=1, keep_dims=True) / D))
+        if HAS_RESIDUAL:
+            dx += d_residual.to(tl.float32)
+        tl.store(out_ptr + rows * stride_out + offs, round_to(dx, out_ptr.dtype.element_ty), mask)
+        if HAS_DW:
+            if LLAMA_ROUNDING:
+                n = round_to(n, x_ptr.dtype.element_ty).to(tl.float32)
+            dw += dy * n
+    if HAS_DW:
+        dw_sum = tl.sum(dw, axis=0, keep_dims=True)
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * D + offs, dw_sum, mask=offs < D)
+
+
+def _check(x: Tensor, weight: Tensor, **others: Tensor | None) -> None:
+    check_float("x", x)
+    D = x.shape[-1]
+    if not 0 < D <= MAX_HIDDEN:
+        raise ValueError(f"x must have 1 to {MAX_HIDDEN} elements a row, got {D}")
+    check_shape("weight", weight, (D,))
+    check_float("weight", weight, x.dtype)
+    for name, other in others.items():
+        if other is not None:
+            check_shape(name, other, x.shape)
+            check_float(name, other, x.dtype)
+
+
+def rms_norm_forward(
+    x: Tensor,  # (..., D)
+    weight: Tensor,  # (D,)
+    eps: float,
+    *,
+    residual: Tensor | None = None,  # (..., D)
+    out: Tensor | None = None,  # (..., D)
+    summed: Tensor | None = None,  # (..., D), may alias x or residual
+    llama_rounding: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(y, h): the norm of h = x + residual, and h itself, which is x without a residual.
+
+    `out` and `summed` receive y and h if given. Not differentiable by autograd. Raises ValueError
+    for a wrong shape, dtype, device or layout.
+    """
+    _check(x, weight, residual=residual, out=out, summed=summed)
+    out = torch.empty_like(x) if out is None else out
+    if residual is None:
+        summed = x
+    elif summed is None:
+        summed = torch.empty_like(x)
+    if not runs_kernel(x, weight, residual, out, summed):
+        if residual is not None:
+            torch.add(x, residual, out=summed)
+        return out.copy_(rms_norm_reference(summed, weight, eps, llama_rounding)), summed
+
+    x_rows, out_rows, summed_rows = as_rows("x", x), as_rows("out", out), as_rows("summed", summed)
+    residual_rows = x_rows if residual is None else as_rows("residual", residual)
+    (N, D), weight = x_rows.shape, weight.contiguous()
+
+    def launch(config: Config) -> None:
+        _forward_kernel[(triton.cdiv(N, config.rows),)](
+            x_rows,
+            residual_rows,
+            weight,
+            summed_rows,
+            out_rows,
+            N,
+            D,
+            x_rows.stride(0),
+            residual_rows.stride(0),
+            summed_rows.stride(0),
+            out_rows.stride(0),
+            eps,
+            HAS_RESIDUAL=residual is not None,
+            LLAMA_ROUNDING=llama_rounding,
+            ROWS=config.rows,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+        )
+
+    if N:
+        block = triton.next_power_of_2(D)
+        others = [Config(block=block, num_warps=w, rows=r) for w in (4, 8, 16) for r in (1, 2, 4)]
+        with on_device(x):
+            key = (block, x.dtype, residual is not None)
+            written = [out, summed] if residual is not None else [out]
+            launch(choose("rms_norm_forward", key, forward_config(D), others, launch, written))
+    return out, summed
+
+
+def rms_norm_backward(
+    dy: Tensor,  # (..., D)
+    x: Tensor,  # (..., D), what forward normalised
+    weight: Tensor,  # (D,)
+    eps: float,
+    *,
+    d_residual: Tensor | None = None,  # (..., D)
+    dw: Tensor | None = None,  # (D,) fp32
+    out: Tensor | None = None,  # (..., D), may alias dy or d_residual
+    llama_rounding: bool = True,
+) -> Tensor:  # (..., D)
+    """d_residual + the gradient for x. The weight's gradient is *added* to `dw` if given.
+
+    So a long row's norm may be differentiated tile by tile into one `dw`. Raises ValueError for a
+    wrong shape, dtype, device or layout.
+    """
+    _check(x, weight, dy=dy, d_residual=d_residual, out=out)
+    if dw is not None:
+        check_shape("dw", dw, weight.shape)
+        check_float("dw", dw, torch.float32)
+    out = torch.empty_like(x) if out is None else out
+    if not runs_kernel(dy, x, weight, d_residual, dw, out):
+        rows = [None if t is None else t.reshape(-1, x.shape[-1]) for t in (dy, x, d_residual)]
+        dx = _backward_reference(rows[0], rows[1], weight, eps, llama_rounding, rows[2], dw)
+        return out.copy_(dx.view(x.shape))
+
+    x_rows, dy_rows, out_rows = as_rows("x", x), as_rows("dy", dy), as_rows("out", out)
+    residual_rows = x_rows if d_residual is None else as_rows("d_residual", d_residual)
+    (N, D), weight = x_rows.shape, weight.contiguous()
+
+    def launch(config: Config) -> None:
+        programs = min(triton.cdiv(N, config.rows), sm_count(x) * config.programs_per_sm)
+        partial = weight if dw is None else dw.new_empty(programs, D)
+        _backward_kernel[(programs,)](
+            dy_rows,
+            x_rows,
+            weight,
+            residual_rows,
+            out_rows,
+            partial,
+            N,
+            D,
+            dy_rows.stride(0),
+            x_rows.stride(0),
+            residual_rows.stride(0),
+            out_rows.stride(0),
+            eps,
+            HAS_RESIDUAL=d_residual is not None,
+            HAS_DW=dw is not None,
+            LLAMA_ROUNDING=llama_rounding,
+            ROWS=config.rows,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+        )
+        if dw is not None:
+            dw.add_(partial.sum(0))
+
+    if N:
+        block = triton.next_power_of_2(D)
+        others = [
+            Config(block=block, num_warps=w, rows=r, programs_per_sm=p)
+            for w, r, p in ((4, 1, 8), (8, 1, 4), (8, 2, 2), (16, 2, 2))
+        ]
+        with on_device(x):
+            key = (block, x.dtype, d_residual is not None)
+            written = [out] if dw is None else [out, dw]
+            launch(choose("rms_norm_backward", key, backward_config(D), others, launch, written))
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, llama_rounding: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.llama_rounding = eps, llama_rounding
+        return rms_norm_forward(x, weight, eps, llama_rounding=llama_rounding)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = torch.zeros_like(weight, dtype=torch.float32)
+        dx = rms_norm_backward(
+            dy.contiguous(), x, weight, ctx.eps, dw=dw, llama_rounding=ctx.llama_rounding
+        )
+        return dx, None if dw is None else dw.to(weight.dtype), None, None
+
+
+def rms_norm(
+    x: Tensor,  # (..., D)
+    weight: Tensor,  # (D,)
+    eps: float = 1e-6,
+    *,
+    llama_rounding: bool = True,
+) -> Tensor:  # (..., D)
+    """x / rms(x) * weight over the last dimension, differentiable in x and weight.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467). An input
+    that is not contiguous is copied. Raises ValueError for a wrong shape, dtype or device.
+    """
+    _check(x, weight)
+    return _RMSNorm.apply(x.contiguous(), weight, eps, llama_rounding)
+
+
+def forward_config(D: int) -> Config:
+    block = triton.next_power_of_2(D)
+    return Config(block=block, num_warps=min(16, max(4, block // 1024)), rows=max(1, 2048 // block))
+
+
+def backward_config(D: int) -> Config:
+    block = triton.next_power_of_2(D)
+    warps = min(16, max(4, block // 512))
+    return Config(
+        block=block, num_warps=warps, rows=max(1, 2048 // block), programs_per_sm=32 // warps
+    )

@@ -1,0 +1,304 @@
+"""Rotary position embedding of queries and keys, in place and in one launch, without a table.
+
+For the pair (j, j + d/2) of a head of size d at position p (HF's rotate-half layout):
+
+    angle = p * inv_freq_j, in fp32       c, s = scaling * cos(angle), scaling * sin(angle)
+    x_j'       = x_j c - x_{j+d/2} s
+    x_{j+d/2}' = x_{j+d/2} c + x_j s
+
+The gradient is the same rotation with -s (`inverse=True`), so nothing is saved but the positions.
+Bytes per token: each element of q and k read once and written once, 4 (H + K) d at 2 bytes.
+
+One program holds a token with all its heads, so an angle's sine and cosine are computed once. HF
+forms the angle in fp32 and so does this file, bit for bit: at position 4 million its rounding alone
+is worth 0.25 rad. The sine of so large an angle needs the angle modulo pi/2 to more digits than
+fp32 has: the quotient and the remainder are taken in fp64 (error 1e-9 at 4 million), then a
+polynomial in fp32. HF rounds cos and sin to the model's dtype; here they stay in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.launch import (
+    Config,
+    check_float,
+    check_rows,
+    check_shape,
+    choose,
+    on_device,
+    round_to,
+    runs_kernel,
+    tl,
+    triton,
+)
+
+
+def rope_reference(
+    x: Tensor,  # (N, H, d)
+    position_ids: Tensor,  # (N,)
+    inv_freq: Tensor,  # (d / 2,) fp32
+    scaling: float = 1.0,
+    *,
+    inverse: bool = False,
+) -> Tensor:  # (N, H, d)
+    """The rotation of one tensor in plain torch; differentiable."""
+    angle = position_ids.to(inv_freq.dtype)[:, None, None] * inv_freq  # (N, 1, d/2)
+    c, s = scaling * angle.cos(), scaling * (-angle if inverse else angle).sin()
+    a, b = x.to(torch.promote_types(x.dtype, c.dtype)).chunk(2, dim=-1)
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+
+
+@triton.jit
+def _sin_cos(angle):
+    """(sin, cos) of fp32 angles up to 1e8, as exact as fp32."""
+    wide = angle.to(tl.float64)
+    quarter = tl.floor(wide * 0.6366197723675814 + 0.5)
+    r = (wide - quarter * 1.5707963267948966).to(tl.float32)  # in [-pi/4, pi/4]
+    t = r * r
+    # Fitted to [-pi/4, pi/4] at Chebyshev's points: errors 1e-8 and 8e-10.
+    sin = r + r * t * (
+        -0.16666664649833968 + t * (0.008332745664123299 + t * -0.0001958730861286321)
+    )
+    cos = 0.041666664646523195 + t * (-0.0013888300362642637 + t * 2.4547348651772008e-05)
+    cos = 1.0 - 0.5 * t + t * t * cos
+    quadrant = quarter.to(tl.int64).to(tl.int32) & 3
+    odd = (quadrant & 1) == 1
+    s = tl.where(odd, cos, sin)
+    c = tl.where(odd, sin, cos)
+    return tl.where(quadrant >= 2, -s, s), tl.where((quadrant == 1) | (quadrant == 2), -c, c)
+
+
+@triton.jit
+def _rotate(
+    in_ptr,
+    out_ptr,
+    tokens,  # (TOKENS, 1, 1)
+    in_bounds,  # (TOKENS, 1, 1)
+    cos,  # (TOKENS, 1, HALF_BLOCK)
+    sin,  # (TOKENS, 1, HALF_BLOCK)
+    stride_token,
+    stride_head,
+    stride_out_token,
+    stride_out_head,
+    heads,
+    half,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    head = tl.arange(0, HEADS_BLOCK)[None, :, None]
+    offs = tl.arange(0, HALF_BLOCK)[None, None, :]
+    mask = in_bounds & (head < heads) & (offs < half)
+    first = tokens * stride_token + head * stride_head + offs
+    a = tl.load(in_ptr + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(in_ptr + first + half, mask=mask, other=0.0).to(tl.float32)
+    first = tokens * stride_out_token + head * stride_out_head + offs
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + first, round_to(a * cos - b * sin, dtype), mask=mask)
+    tl.store(out_ptr + first + half, round_to(b * cos + a * sin, dtype), mask=mask)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr,  # (N, H, d)
+    k_ptr,  # (N, K, d)
+    q_out_ptr,  # (N, H, d), may be q
+    k_out_ptr,  # (N, K, d), may be k
+    positions_ptr,  # (N,)
+    inv_freq_ptr,  # (d / 2,) fp32
+    N,
+    H,
+    K,
+    half,
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_q_out_token,
+    stride_q_out_head,
+    stride_k_out_token,
+    stride_k_out_head,
+    scaling,
+    INVERSE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    in_bounds = tokens < N
+    offs = tl.arange(0, HALF_BLOCK)[None, None, :]
+    positions = tl.load(positions_ptr + tokens, mask=in_bounds, other=0).to(tl.float32)
+    inv_freq = tl.load(inv_freq_ptr + offs, mask=offs < half, other=0.0)
+    sin, cos = _sin_cos(positions * inv_freq)
+    cos *= scaling
+    sin *= -scaling if INVERSE else scaling
+    _rotate(
+        q_ptr,
+        q_out_ptr,
+        tokens,
+        in_bounds,
+        cos,
+        sin,
+        stride_q_token,
+        stride_q_head,
+        stride_q_out_token,
+        stride_q_out_head,
+        H,
+        half,
+        Q_BLOCK,
+        HALF_BLOCK,
+    )
+    _rotate(
+        k_ptr,
+        k_out_ptr,
+        tokens,
+        in_bounds,
+        cos,
+        sin,
+        stride_k_token,
+        stride_k_head,
+        stride_k_out_token,
+        stride_k_out_head,
+        K,
+        half,
+        K_BLOCK,
+        HALF_BLOCK,
+    )
+
+
+def _check(q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 3 or x.shape[2] % 2 or x.shape[2] == 0:
+            raise ValueError(f"{name} must have shape (N, heads, even d), got {tuple(x.shape)}")
+        check_float(name, x, q.dtype)
+        check_rows(name, x)
+    check_shape("k", k, (q.shape[0], k.shape[1], q.shape[2]))
+    check_shape("position_ids", position_ids, q.shape[:1])
+    if position_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"position_ids must be int64 or int32, got {position_ids.dtype}")
+    check_shape("inv_freq", inv_freq, (q.shape[2] // 2,))
+    check_float("inv_freq", inv_freq, torch.float32)
+
+
+def _rotate_into(
+    q: Tensor,  # (N, H, d)
+    k: Tensor,  # (N, K, d)
+    q_out: Tensor,  # (N, H, d), may be q
+    k_out: Tensor,  # (N, K, d), may be k
+    position_ids: Tensor,  # (N,)
+    inv_freq: Tensor,  # (d / 2,) fp32
+    scaling: float,
+    inverse: bool,
+) -> None:
+    _check(q, k, position_ids, inv_freq)
+    if not runs_kernel(q, k, q_out, k_out, position_ids, inv_freq):
+        for x, out in ((q, q_out), (k, k_out)):
+            out.copy_(rope_reference(x, position_ids, inv_freq, scaling, inverse=inverse))
+        return
+    (N, H, d), K = q.shape, k.shape[1]
+    position_ids, inv_freq = position_ids.contiguous(), inv_freq.contiguous()
+
+    def launch(config: Config) -> None:
+        _rope_kernel[(triton.cdiv(N, config.rows),)](
+            q,
+            k,
+            q_out,
+            k_out,
+            position_ids,
+            inv_freq,
+            N,
+            H,
+            K,
+            d // 2,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *q_out.stride()[:2],
+            *k_out.stride()[:2],
+            scaling,
+            INVERSE=inverse,
+            TOKENS=config.rows,
+            Q_BLOCK=triton.next_power_of_2(H),
+            K_BLOCK=triton.next_power_of_2(K),
+            HALF_BLOCK=config.block,
+            num_warps=config.num_warps,
+        )
+
+    if N and H and K:
+        default = default_config(H, d)
+        others = [
+            Config(block=default.block, num_warps=w, rows=r) for w in (2, 4, 8) for r in (1, 2)
+        ]
+        with on_device(q):
+            key = (H, K, d, q.dtype)
+            launch(choose("rope", key, default, others, launch, [q_out, k_out]))
+
+
+def rope_(
+    q: Tensor,  # (N, H, d)
+    k: Tensor,  # (N, K, d)
+    position_ids: Tensor,  # (N,) int64 or int32
+    inv_freq: Tensor,  # (d / 2,) fp32
+    scaling: float = 1.0,
+    *,
+    inverse: bool = False,
+) -> None:
+    """Rotate q and k in place; `inverse` rotates back, which turns their gradients.
+
+    Tokens and heads may lie at any stride, as in the parts of a fused q|k|v buffer. Not
+    differentiable by autograd. Raises ValueError for a wrong shape, dtype, device or layout.
+    """
+    _rotate_into(q, k, q, k, position_ids, inv_freq, scaling, inverse)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(position_ids, inv_freq)
+        ctx.scaling = scaling
+        q, k = q.detach(), k.detach()
+        rope_(q, k, position_ids, inv_freq, scaling)
+        return q, k
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        position_ids, inv_freq = ctx.saved_tensors
+        # Not in place: autograd may have handed the same gradient to somebody else as well.
+        dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
+        dq_in, dk_in = torch.empty_like(dq), torch.empty_like(dk)
+        _rotate_into(dq, dk, dq_in, dk_in, position_ids, inv_freq, ctx.scaling, True)
+        return dq_in, dk_in, None, None, None
+
+
+def rope(
+    q: Tensor,  # (N, H, d)
+    k: Tensor,  # (N, K, d)
+    position_ids: Tensor,  # (N,) int64 or int32
+    inv_freq: Tensor,  # (d / 2,) fp32
+    scaling: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """(q, k) rotated, differentiable. q and k are overwritten: they share memory with the results.
+
+    Autograd raises if somebody saved their old values. Source: Su et al., RoFormer (arXiv
+    2104.09864). Raises ValueError for a wrong shape, dtype, device or layout, or for a leaf that
+    needs a gradient.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} is overwritten, so it must not be a leaf, got one")
+    _check(q, k, position_ids, inv_freq)
+    q_out, k_out = _Rope.apply(q, k, position_ids, inv_freq, scaling)
+    torch.autograd.graph.increment_version((q, k))
+    return q_out, k_out
+
+
+def default_config(heads: int, d: int) -> Config:
+    half = triton.next_power_of_2(d // 2)
+    elements = triton.next_power_of_2(heads) * half
+    return Config(block=half, num_warps=4, rows=max(1, 2048 // elements))
