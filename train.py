@@ -19,8 +19,8 @@ from transformers import set_seed
 from longctx.checkpoint import FINAL, check_disk_space, prepare_output_dir, resolve_resume
 from longctx.config import TrainArguments, UserError, parse_args
 from longctx.data import build_dataset, check_sources, collate
+from longctx.loading import load_config, load_model
 from longctx.metrics import peak_memory
-from longctx.model import load_config, load_model
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
 

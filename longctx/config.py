@@ -49,11 +49,30 @@ class ModelArguments:
     extend_context: bool = _option(
         False, "Allow --seq_len above the model's max_position_embeddings (prints what RoPE does)."
     )
-    attn_backend: Literal["auto", "sdpa", "eager", "fa2", "fa4"] = _option(
-        "auto", "Attention: auto takes fa4 (flash-attn-4) on CUDA when installed, otherwise sdpa."
+    attn_backend: Literal[
+        "auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"
+    ] = _option(
+        "auto",
+        "Attention. custom: fa4 (flash-attn-4), cudnn, flash or math; vanilla and liger: fa4, fa2, "
+        "sdpa or eager. auto takes the fastest that is installed.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "Dtype of weights and compute: auto is bfloat16 on CUDA and float32 on CPU."
+    )
+    keep_attention: bool = _option(
+        True, "custom: keep attention's output for backward, or run attention again (less memory)."
+    )
+    offload_activations: Literal["none", "all", "auto"] = _option(
+        "auto", "custom: what is kept lives on the GPU, in host memory, or fills the GPU first."
+    )
+    head_groups: int | None = _option(
+        None, "custom: parts in which attention runs. More need less memory. Default: by length."
+    )
+    tile_tokens: int | None = _option(
+        None, "custom: tokens the token-wise work takes at a time. Default: by length."
+    )
+    host_memory_gib: float | None = _option(
+        None, "Host memory that activations may use. Default: what is available."
     )
     tokenizer_name: str | None = _option(
         None, "Tokenizer folder or hub id, when it is not the model's own."
@@ -68,8 +87,10 @@ class ModelArguments:
                 "give --model_name_or_path or --preset, not both "
                 f"(got {self.model_name_or_path!r} and {self.preset!r})"
             )
-        if self.seq_len < 1:
-            raise UserError(f"--seq_len must be at least 1 token, got {self.seq_len}")
+        for name in ("seq_len", "head_groups", "tile_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,164 +1,141 @@
-"""Builds the model a run trains, and patches it as `--class_type` says.
+"""Patches a model as `--class_type` says.
 
     vanilla   Hugging Face's model as it is
     liger     Liger-Kernel's full patch (Liger replaces functions of transformers for the process)
     custom    one *instance* of Hugging Face's LlamaForCausalLM gets longctx's training forward;
               its class, its parameters, their names and the files it saves stay Hugging Face's
 
-With labels, the custom forward computes lm_head and cross-entropy together, chunk by chunk
-(`longctx/loss.py`), so that the (tokens, vocabulary) logits never exist: at 131072 tokens and a
-vocabulary of 128256 they are 31 GiB in bf16, and vanilla holds them twice more in fp32. Without
-labels (generation, logits) the call goes to Hugging Face's own forward.
+With labels, the custom forward runs the scheduled layers (`longctx/layer.py`), the final norm, and
+lm_head with cross-entropy chunk by chunk (`longctx/loss.py`), so that neither a layer's activations
+nor the (tokens, vocabulary) logits are ever there as a whole: at 131072 tokens and a vocabulary of
+128256 the logits are 31 GiB in bf16, and vanilla holds them twice more in fp32. Without labels
+(generation, logits), and for what the schedule does not cover, Hugging Face's own code runs.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from longctx.attention import Attention, Documents, choose_attention
 from longctx.config import ModelArguments, UserError
-from longctx.loss import linear_cross_entropy
-
-_LLAMA_3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    # 1.5M parameters over its embedding: a step of 4096 tokens takes about a second on two cores.
-    "tiny": dict(
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=True,
-    ),
-    "llama-3.2-1b": dict(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_parameters={**_LLAMA_3_ROPE, "factor": 32.0},
-        tie_word_embeddings=True,
-    ),
-    "llama-3.1-8b": dict(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_parameters={**_LLAMA_3_ROPE, "factor": 8.0},
-        tie_word_embeddings=False,
-    ),
-}
-
-_ATTENTION = {
-    "sdpa": "sdpa",
-    "eager": "eager",
-    "fa2": "flash_attention_2",
-    "fa4": "flash_attention_4",
-}
+from longctx.kernels.rms_norm import rms_norm
+from longctx.layer import Schedule, Weights, scheduled_layer
+from longctx.loss import LOGITS_BYTES, linear_cross_entropy
+from longctx.offload import ActivationStore
 
 
-def load_config(args: ModelArguments, *, vocab_size: int) -> PretrainedConfig:
-    """The model's configuration, checked against the run before any weight is touched.
-
-    `vocab_size` is the tokenizer's; a preset without a vocabulary of its own (tiny) takes it.
-    Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
-    """
-    if args.model_name_or_path is None:
-        config = LlamaConfig(**{"vocab_size": vocab_size, **PRESETS[args.preset or "tiny"]})
-    else:
-        name, where = _pretrained(args)
-        try:
-            config = AutoConfig.from_pretrained(name, **where)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"cannot load a model from {args.model_name_or_path!r}: {reason}"
-            ) from error
-    if args.class_type == "custom" and config.model_type != "llama":
-        raise UserError(
-            f"--class_type custom patches models of the Llama family; {args.model_name_or_path} "
-            f"is of type {config.model_type!r}: use --class_type vanilla or liger"
-        )
-    _check_context(config, args)
-    return config
-
-
-def load_model(
-    args: ModelArguments, config: PretrainedConfig, *, device: torch.device
-) -> PreTrainedModel:
-    """The model in `args.dtype`, patched as `args.class_type` says; prints what was patched.
-
-    Pretrained weights are read; a preset's are random (seed them with `transformers.set_seed`)
-    and made on `device`. Raises UserError where a package or a GPU is missing.
-    """
-    attention = _attention(args.attn_backend, device)
-    _check_liger(args, device)
-    dtype = _dtype(args.dtype, device)
-    if args.model_name_or_path is None:
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
-            )
-    else:
-        name, where = _pretrained(args)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation=attention, **where
-        )
-    patched = patch(model, args.class_type)
-    print(
-        f"{args.class_type}: {type(model).__name__}, {model.num_parameters() / 1e9:.3f}B parameters"
-        f" in {dtype}, {attention} attention; {patched}"
-    )
-    return model
-
-
-def patch(model: PreTrainedModel, class_type: str) -> str:
+def patch(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
     """Patches `model` in place and says in a few words what was patched."""
-    if class_type == "vanilla":
-        return "nothing patched"
-    if class_type == "liger":
+    if args.class_type == "vanilla":
+        return f"nothing patched; {model.config._attn_implementation} attention"
+    if args.class_type == "liger":
         return _patch_liger(model)
+    return _patch_custom(model, args, device)
+
+
+# --- custom ----------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Custom:
+    """What the patched instance carries, as `model.longctx`."""
+
+    args: ModelArguments
+    attention: Attention
+    store: ActivationStore
+    reserved_tokens: int = 0
+    """The longest batch for which the store has room."""
+    said: set[str] = field(default_factory=set)
+    """Reasons already printed for running Hugging Face's layers."""
+
+    def schedule(
+        self,
+        model: LlamaForCausalLM,
+        embedded: Tensor,  # (B, S, D)
+        position_ids: Tensor,  # (B, S)
+        attention_mask: Tensor | None,  # (B, S)
+    ) -> Schedule:
+        config, tokens = model.config, position_ids.numel()
+        rotary = model.model.rotary_emb
+        # Called for its side effect: dynamic RoPE sets inv_freq by the longest position.
+        rotary(embedded[:1, :1], position_ids.max().view(1, 1))
+        groups = self.args.head_groups or default_head_groups(tokens, config.num_key_value_heads)
+        if config.num_key_value_heads % groups:
+            raise UserError(
+                f"--head_groups {groups} must divide the model's {config.num_key_value_heads} "
+                "key/value heads"
+            )
+        return Schedule(
+            documents=Documents.from_position_ids(position_ids, attention_mask),
+            position_ids=position_ids.flatten(),
+            inv_freq=rotary.inv_freq.float(),
+            rope_scaling=rotary.attention_scaling,
+            head_dim=model.model.layers[0].self_attn.head_dim,
+            eps=config.rms_norm_eps,
+            attention=self.attention,
+            store=self.store,
+            tile_tokens=self.args.tile_tokens or default_tile_tokens(tokens),
+            head_groups=groups,
+            keep_attention=self.args.keep_attention,
+        )
+
+    def reserve(self, model: LlamaForCausalLM, tokens: int) -> None:
+        """Makes room for the activations of `tokens` tokens, once per longest batch so far."""
+        if tokens <= self.reserved_tokens:
+            return
+        self.reserved_tokens = tokens
+        config, itemsize = model.config, model.dtype.itemsize
+        row_bytes = config.hidden_size * itemsize
+        kept_bytes = row_bytes
+        if self.args.keep_attention:
+            heads = config.num_attention_heads
+            kept_bytes += heads * (model.model.layers[0].self_attn.head_dim * itemsize + 4)
+        # Yet to come: gradients and Adam's two moments (a sharded parameter has no elements here).
+        trained_bytes = sum(p.numel() * itemsize for p in model.parameters() if p.requires_grad)
+        # Backward holds five rows a token, and the fp32 gradient of an MLP or, before it, lm_head.
+        widest = max(3 * config.intermediate_size, config.vocab_size)
+        working_bytes = 5 * tokens * row_bytes + 4 * config.hidden_size * widest + 2 * LOGITS_BYTES
+        self.store.plan(
+            config.num_hidden_layers, tokens * kept_bytes + 2048, working_bytes + 3 * trained_bytes
+        )
+
+
+def default_head_groups(tokens: int, kv_heads: int) -> int:
+    """One group is fastest; from 64K tokens on its q, k, v (up to 3 units) are worth splitting."""
+    return kv_heads if tokens >= 65536 else 1
+
+
+def default_tile_tokens(tokens: int) -> int:
+    return 4096
+
+
+def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
     if not isinstance(model, LlamaForCausalLM):
         raise UserError(f"custom patches LlamaForCausalLM, got {type(model).__name__}")
-    model.forward = MethodType(_custom_forward, model)
-    return "patched: lm_head + cross-entropy in chunks (training and evaluation)"
+    backend, attention = choose_attention(args.attn_backend, device, model.dtype)
+    store = ActivationStore(device, args.offload_activations, args.host_memory_gib)
+    # Not a submodule and not a buffer: nothing of it reaches the state dict.
+    model.longctx = Custom(args=args, attention=attention, store=store)
+    model.forward = MethodType(_model_forward, model)
+    for layer in model.model.layers:
+        layer.forward = MethodType(_layer_forward, layer)
+    kept = "input and attention output" if args.keep_attention else "input"
+    return (
+        f"patched: {len(model.model.layers)} scheduled decoder layers (keep their {kept}, offload "
+        f"{args.offload_activations}), {backend} attention, RMSNorm, lm_head + cross-entropy"
+    )
 
 
 @can_return_tuple
-def _custom_forward(
+def _model_forward(
     self: LlamaForCausalLM,
     input_ids: Tensor | None = None,  # (B, S)
     attention_mask: Tensor | None = None,  # (B, S)
@@ -182,30 +159,111 @@ def _custom_forward(
         use_cache=use_cache,
         **kwargs,
     )
-    wants_all_of_hf = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-    if labels is None or wants_all_of_hf:
+    wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
+    if labels is None or wants_logits:
         loss_inputs = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
         given = {k: v for k, v in loss_inputs.items() if v is not None}
-        return LlamaForCausalLM.forward(
+        return type(self).forward(
             self, labels=labels, logits_to_keep=logits_to_keep, **inputs, **given
         )
-    outputs = self.model(**inputs)
+    reason = _not_covered(self, inputs)
+    if reason is None:
+        hidden = _scheduled_forward(self, input_ids, attention_mask, position_ids, inputs_embeds)
+        output = CausalLMOutputWithPast()
+    else:
+        if reason not in self.longctx.said:
+            print(f"custom: Hugging Face's layers run for calls with {reason}")
+            self.longctx.said.add(reason)
+        base = self.model(**inputs)
+        hidden = base.last_hidden_state
+        output = CausalLMOutputWithPast(
+            past_key_values=base.past_key_values,
+            hidden_states=base.hidden_states,
+            attentions=base.attentions,
+        )
     if shift_labels is None:
-        shift_labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
-    hidden = outputs.last_hidden_state
-    loss = linear_cross_entropy(
+        shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+    output.loss = linear_cross_entropy(
         hidden,
         self.lm_head.weight,
         shift_labels.to(hidden.device),
         bias=self.lm_head.bias,
         num_items=num_items_in_batch,
     )
-    return CausalLMOutputWithPast(
-        loss=loss,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
+    return output
+
+
+def _not_covered(model: LlamaForCausalLM, inputs: dict[str, Any]) -> str | None:
+    """Why this call cannot run the scheduled layers, in a few words; None if it can."""
+    config, mask = model.config, inputs["attention_mask"]
+    known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
+    unknown = {k for k, v in inputs.items() if k not in known and v is not None and v is not False}
+    if unknown:
+        return ", ".join(sorted(unknown))
+    if inputs["use_cache"]:
+        return "a key/value cache"
+    if config.output_attentions or config.output_hidden_states:
+        return "output_attentions or output_hidden_states"
+    if mask is not None and mask.dim() != 2:
+        return f"a {mask.dim()}-dimensional attention mask"
+    if config.attention_dropout and model.training:
+        return "attention dropout"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"hidden_act {config.hidden_act!r}"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast (use --dtype bfloat16 instead of --bf16 for the schedule)"
+    return None
+
+
+def _scheduled_forward(
+    model: LlamaForCausalLM,
+    input_ids: Tensor | None,  # (B, S)
+    attention_mask: Tensor | None,  # (B, S)
+    position_ids: Tensor | None,  # (B, S)
+    inputs_embeds: Tensor | None,  # (B, S, D)
+) -> Tensor:  # (B, S, D)
+    """Embedding, scheduled layers, final norm."""
+    base, custom = model.model, model.longctx
+    x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    B, S, D = x.shape
+    if position_ids is None:
+        position_ids = torch.arange(S, device=x.device)[None]
+    position_ids = position_ids.expand(B, S)
+    if torch.is_grad_enabled():
+        custom.reserve(model, B * S)
+    schedule = custom.schedule(model, x, position_ids, attention_mask)
+    x = x.reshape(B * S, D)
+    for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
+        # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
+        # that Hugging Face's layer class would put around the schedule.
+        x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
+    return rms_norm(x, base.norm.weight, base.norm.variance_epsilon).view(B, S, D)
+
+
+def _layer_forward(
+    self: Any,
+    hidden_states: Tensor,  # (T, D) with a schedule
+    *args: Any,
+    schedule: Schedule | None = None,
+    layers_above: int = 0,
+    **kwargs: Any,
+) -> Tensor:
+    if schedule is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    attn, mlp = self.self_attn, self.mlp
+    linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj)
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    weights = Weights(
+        self.input_layernorm.weight,
+        *(linear.weight for linear in linears),
+        self.post_attention_layernorm.weight,
+        *(linear.weight for linear in (gate, up, down)),
+        *(linear.bias for linear in (*linears, gate, up, down)),
     )
+    return scheduled_layer(hidden_states, schedule, layers_above, weights)
+
+
+# --- liger -----------------------------------------------------------------------------------
 
 
 def _patch_liger(model: PreTrainedModel) -> str:
@@ -216,80 +274,8 @@ def _patch_liger(model: PreTrainedModel) -> str:
     if apply is None:
         raise UserError(f"Liger-Kernel has no patch for {kind!r} models: use --class_type vanilla")
     apply(model=model)
-    return "patched by Liger-Kernel: RMSNorm, RoPE, SwiGLU, fused linear cross-entropy"
-
-
-def _check_liger(args: ModelArguments, device: torch.device) -> None:
-    if args.class_type != "liger":
-        return
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError("--class_type liger needs Liger-Kernel: pip install 'longctx[liger]'")
-    if device.type == "cpu":
-        raise UserError(
-            "--class_type liger needs a GPU (Liger-Kernel has Triton kernels only); "
-            "on this machine use --class_type vanilla or custom"
-        )
-
-
-def _attention(backend: str, device: torch.device) -> str:
-    """Hugging Face's name of the attention implementation behind `--attn_backend`."""
-    modules = {"fa2": "flash_attn", "fa4": "flash_attn.cute"}
-    if backend == "auto":
-        backend = "fa4" if device.type == "cuda" and _installed(modules["fa4"]) else "sdpa"
-    if backend in modules:
-        if device.type != "cuda":
-            raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")
-        if not _installed(modules[backend]):
-            package = {"fa2": "flash-attn", "fa4": "'longctx[fa4]'"}[backend]
-            raise UserError(f"--attn_backend {backend} is not installed: pip install {package}")
-    return _ATTENTION[backend]
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, name)
-
-
-def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` takes: a folder or hub id, and the keywords a GGUF file needs."""
-    name = args.model_name_or_path
-    assert name is not None
-    where: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
-    if name.endswith(".gguf"):
-        path = Path(name)
-        if not path.is_file():
-            raise UserError(f"no such GGUF file: {name}")
-        if not _installed("gguf"):
-            raise UserError(f"{name} needs the gguf package: pip install gguf")
-        return str(path.parent), {**where, "gguf_file": path.name}
-    return name, where
-
-
-def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
-    """Refuses rows longer than the model's positions, or says what RoPE does with them."""
-    limit = config.max_position_embeddings
-    if args.seq_len <= limit:
-        return
-    if not args.extend_context:
-        raise UserError(
-            f"--seq_len {args.seq_len} is above the model's max_position_embeddings {limit}: "
-            "shorten it, or add --extend_context to train beyond"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    says = {
-        "default": "keeps its frequencies, so the new positions are extrapolated",
-        "dynamic": f"raises its base for rows beyond {limit}",
-    }.get(kind, f"keeps its factor {rope.get('factor')}, so the new positions are extrapolated")
-    # yarn, dynamic and longrope compute their frequencies from max_position_embeddings.
-    if kind in ("default", "linear", "llama3"):
-        config.max_position_embeddings = args.seq_len
-    print(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind!r} {says}")
+    attention = model.config._attn_implementation
+    return (
+        "patched by Liger-Kernel: RMSNorm, RoPE, SwiGLU, fused linear cross-entropy; "
+        f"{attention} attention"
+    )

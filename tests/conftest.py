@@ -18,3 +18,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors take the plain torch references, as they do for users. The interpreter would take
+    seconds a layer; the kernels have tests of their own."""
+    from longctx.kernels import launch
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)

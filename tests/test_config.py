@@ -45,7 +45,7 @@ def test_the_default_recipe_serves_only_runs_that_name_no_job(tmp_path: Path) ->
         (["stray"], "unexpected word 'stray'"),
         (["--class_type", "fast"], "invalid choice: 'fast'"),
         (["--seq_len", "4k"], "invalid int value: '4k'"),
-        (["--seq_len", "0"], "--seq_len must be at least 1 token, got 0"),
+        (["--seq_len", "0"], "--seq_len must be at least 1, got 0"),
         (["--seq_len", "-4096"], "got -4096"),
         (["--preset", "tiny", "--model_name_or_path", "m"], "not both"),
         (["--train_file", "a", "--dataset_name", "b"], "not both"),

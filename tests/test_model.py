@@ -11,7 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from longctx.config import ModelArguments, UserError
-from longctx.model import PRESETS, load_config, load_model, patch
+from longctx.loading import PRESETS, load_config, load_model
+from longctx.model import patch
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 CPU = torch.device("cpu")
 
@@ -31,14 +34,14 @@ def tiny_config(**changes) -> LlamaConfig:
     )
 
 
-def vanilla_and_custom(**changes) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+def vanilla_and_custom(arguments=None, **changes) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     torch.manual_seed(0)
     vanilla = LlamaForCausalLM(tiny_config(**changes))
     with torch.no_grad():  # a fresh norm weight is 1 and a fresh bias 0: hide nothing behind them
         for parameter in vanilla.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     custom = copy.deepcopy(vanilla)
-    patch(custom, "custom")
+    patch(custom, ModelArguments(**(arguments or {})), CPU)
     return vanilla, custom
 
 
@@ -218,7 +221,7 @@ def test_presets_are_the_published_architectures() -> None:
 
 
 def test_load_model_prints_once_what_was_patched(capsys) -> None:
-    for class_type, says in (("vanilla", "nothing patched"), ("custom", "patched: lm_head")):
+    for class_type, says in (("vanilla", "nothing patched"), ("custom", "patched: 4 scheduled")):
         args = ModelArguments(preset="tiny", class_type=class_type)
         load_model(args, load_config(args, vocab_size=100), device=CPU)
         assert capsys.readouterr().out.count(says) == 1

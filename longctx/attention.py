@@ -1,0 +1,374 @@
+"""Causal grouped-query attention over packed documents, as a pair of functions per backend.
+
+    o, lse     = attention.forward(q, k, v, documents)                     4 L^2 H d / 2 FLOPs
+    dq, dk, dv = attention.backward(do, q, k, v, o, lse, documents)        2.5 times that
+
+for each document of L tokens, with s = scale * q @ k.T (causal), o = softmax(s) @ v and
+lse = logsumexp(s). Nothing of size L x L exists and no mask is built: documents are given by their
+boundaries, and a packed row costs the attention of its documents, not of the whole row.
+
+Tokens of all rows of a batch stand one after another (T of them), heads are last but one:
+
+    q, o, do, dq (T, H, d)      k, v, dk, dv (T, K, d)      lse (H, T) fp32      H a multiple of K
+
+Backends, in the order of choice on CUDA:
+
+    fa4     flash-attn-4 (optional package), all documents in one launch     Hopper and newer
+    cudnn   torch's cuDNN op, a launch per document                          Ampere and newer
+    flash   torch's FlashAttention-2 op, all documents in one launch; on CPUs torch's own flash op
+    math    plain torch in tiles of queries: any device and dtype, the reference
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from longctx.config import UserError
+
+aten = torch.ops.aten
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Where the documents of a batch lie in its T flattened tokens. Made once per batch.
+
+    Two rows, the first packed from documents of 3 and 5 tokens:
+
+        position_ids [[0 1 2 0 1 2 3 4], [0 1 2 3 4 5 6 7]]  ->  lengths (3, 5, 8)
+                                                                 cu_seqlens [0 3 8 16]
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor  # (documents + 1,) int32, on the device of the tokens
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        position_ids: Tensor,  # (B, S)
+        attention_mask: Tensor | None = None,  # (B, S), 0 at padding
+    ) -> Documents:
+        """A document starts with a row, where positions do not go on, and where padding starts or
+        ends, so that no real token sees padding. Reads back the boundaries: one synchronisation.
+        """
+        starts = torch.ones_like(position_ids, dtype=torch.bool)  # (B, S)
+        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        if attention_mask is not None:
+            starts[:, 1:] |= attention_mask[:, 1:] != attention_mask[:, :-1]
+        bounds = [*starts.flatten().nonzero().squeeze(1).tolist(), starts.numel()]
+        return cls.of([b - a for a, b in zip(bounds, bounds[1:], strict=False)], starts.device)
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> Documents:
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths=tuple(lengths), cu_seqlens=bounds.to(device, non_blocking=True))
+
+    def slices(self) -> Iterator[slice]:
+        start = 0
+        for length in self.lengths:
+            yield slice(start, start + length)
+            start += length
+
+
+class Math:
+    """Plain torch, in tiles of queries so that scores stay at (H, TILE, L)."""
+
+    TILE = 1024
+
+    def forward(
+        self,
+        q: Tensor,  # (T, H, d)
+        k: Tensor,  # (T, K, d)
+        v: Tensor,  # (T, K, d)
+        documents: Documents,
+        *,
+        scale: float,
+        o: Tensor,  # (T, H, d), written
+        lse: Tensor,  # (H, T) fp32 (fp64 for fp64 inputs), written
+    ) -> None:
+        for doc in documents.slices():
+            keys, values = _heads_first(k[doc], q), _heads_first(v[doc], q)
+            for tile in _tiles(doc, self.TILE):
+                scores = _scores(q[tile], keys, tile.start - doc.start, scale)
+                lse[:, tile] = scores.logsumexp(-1)
+                p = torch.exp(scores - lse[:, tile, None])
+                o[tile] = (p @ values.to(p.dtype)).transpose(0, 1).to(o.dtype)
+
+    def backward(
+        self,
+        do: Tensor,  # (T, H, d)
+        q: Tensor,  # (T, H, d)
+        k: Tensor,  # (T, K, d)
+        v: Tensor,  # (T, K, d)
+        o: Tensor,  # (T, H, d)
+        lse: Tensor,  # (H, T)
+        documents: Documents,
+        *,
+        scale: float,
+    ) -> Gradients:
+        """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q."""
+        dq = torch.empty_like(q)
+        dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+        for doc in documents.slices():
+            keys, values = _heads_first(k[doc], q), _heads_first(v[doc], q)
+            for tile in _tiles(doc, self.TILE):
+                p = torch.exp(
+                    _scores(q[tile], keys, tile.start - doc.start, scale) - lse[:, tile, None]
+                )
+                do_HTd = do[tile].transpose(0, 1).to(p.dtype)
+                delta = (do_HTd * o[tile].transpose(0, 1).to(p.dtype)).sum(-1, keepdim=True)
+                ds = p * (do_HTd @ values.to(p.dtype).mT - delta) * scale
+                dq[tile] = (ds @ keys.to(p.dtype)).transpose(0, 1).to(q.dtype)
+                dk[doc] += _sum_groups(ds.mT @ q[tile].transpose(0, 1).to(p.dtype), k)
+                dv[doc] += _sum_groups(p.mT @ do_HTd, v)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+class FlashAttention4:
+    """flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`), variable-length form."""
+
+    def __init__(self) -> None:
+        from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+        self._forward, self._backward = _flash_attn_fwd, _flash_attn_bwd
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        self._forward(
+            q, k, v, softmax_scale=scale, causal=True, out=o, lse=lse, **_bounds(documents)
+        )
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+    ) -> Gradients:
+        dq, dk, dv = self._backward(
+            *(q, k, v, o, do, lse),
+            softmax_scale=scale,
+            causal=True,
+            # dq is summed with atomics otherwise, in an order that changes from run to run.
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_bounds(documents),
+        )
+        return dq, dk, dv
+
+
+class Flash:
+    """torch's FlashAttention-2 on CUDA, variable-length form; torch's CPU flash op on CPUs."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        if q.is_cuda:
+            bounds, longest = documents.cu_seqlens, max(documents.lengths)
+            o_new, lse_new, *_ = aten._flash_attention_forward(
+                *(q, k, v, bounds, bounds, longest, longest, 0.0, True, False), scale=scale
+            )
+            o.copy_(o_new)
+            lse.copy_(lse_new)
+            return
+        for doc in documents.slices():
+            o_BHTd, lse_BHT = aten._scaled_dot_product_flash_attention_for_cpu(
+                *_batched(q[doc], _repeat(k[doc], q), _repeat(v[doc], q)), 0.0, True, scale=scale
+            )
+            o[doc] = o_BHTd[0].transpose(0, 1)
+            lse[:, doc] = lse_BHT[0]
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+    ) -> Gradients:
+        if q.is_cuda:
+            bounds, longest = documents.cu_seqlens, max(documents.lengths)
+            no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
+            return aten._flash_attention_backward(
+                *(do, q, k, v, o, lse, bounds, bounds, longest, longest, 0.0, True),
+                *(no_dropout, no_dropout[:0]),
+                scale=scale,
+            )
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for doc in documents.slices():
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *_batched(do[doc], q[doc], _repeat(k[doc], q), _repeat(v[doc], q), o[doc]),
+                lse[None, :, doc],
+                0.0,
+                True,
+                scale=scale,
+            )
+            dq[doc] = grads[0][0].transpose(0, 1)
+            dk[doc] = _sum_groups(grads[1][0].to(lse.dtype), k).to(k.dtype)
+            dv[doc] = _sum_groups(grads[2][0].to(lse.dtype), v).to(v.dtype)
+        return dq, dk, dv
+
+
+class Cudnn:
+    """torch's cuDNN attention op. It has no variable-length form, so documents are looped over."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        for doc in documents.slices():
+            o_BHTd, lse_BHT1, *_ = aten._scaled_dot_product_cudnn_attention(
+                *_batched(q[doc], k[doc], v[doc]), None, True, 0.0, True, scale=scale
+            )
+            o[doc] = o_BHTd[0].transpose(0, 1)
+            lse[:, doc] = lse_BHT1[0].reshape(lse.shape[0], -1)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        documents: Documents,
+        *,
+        scale: float,
+    ) -> Gradients:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        for doc in documents.slices():
+            length = doc.stop - doc.start
+            grads = aten._scaled_dot_product_cudnn_attention_backward(
+                *_batched(do[doc], q[doc], k[doc], v[doc], o[doc]),
+                lse[None, :, doc, None].contiguous(),
+                *(no_dropout, no_dropout, None, None, None, length, length, 0.0, True),
+                scale=scale,
+            )
+            for out, grad in zip((dq, dk, dv), grads, strict=True):
+                out[doc] = grad[0].transpose(0, 1)
+        return dq, dk, dv
+
+
+Attention = Math | FlashAttention4 | Flash | Cudnn
+
+
+def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Attention]:
+    """The backend `name` asks for, or for `auto` the fastest that runs here, and its name.
+
+    Raises UserError if what was asked for cannot run on this device or with this dtype.
+    """
+    if name in ("fa2", "sdpa", "eager"):
+        raise UserError(
+            f"--attn_backend {name} is for --class_type vanilla and liger; "
+            "custom takes fa4, cudnn, flash, math or auto"
+        )
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device.type == "cpu":
+        if name == "auto":
+            name = "flash" if dtype in (torch.float32, torch.float64, torch.bfloat16) else "math"
+        if name not in ("flash", "math"):
+            raise UserError(f"--attn_backend {name} needs a GPU; on this machine use flash or math")
+        return name, {"flash": Flash, "math": Math}[name]()
+    has_fa4 = _has_fa4(device)
+    if name == "auto":
+        name = "math" if not half else "fa4" if has_fa4 else "cudnn"
+    if name != "math" and not half:
+        raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
+    if name == "fa4" and not has_fa4:
+        raise UserError(
+            "--attn_backend fa4 needs flash-attn-4 and a Hopper or newer GPU: "
+            "pip install 'longctx[fa4]', or use cudnn or flash"
+        )
+    backends = {"fa4": FlashAttention4, "cudnn": Cudnn, "flash": Flash, "math": Math}
+    return name, backends[name]()
+
+
+def _has_fa4(device: torch.device) -> bool:
+    try:
+        found = importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+    return found and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _bounds(documents: Documents) -> dict[str, Tensor | int]:
+    bounds, longest = documents.cu_seqlens, max(documents.lengths)
+    return dict(
+        cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest
+    )
+
+
+def _tiles(doc: slice, size: int) -> Iterator[slice]:
+    for start in range(doc.start, doc.stop, size):
+        yield slice(start, min(start + size, doc.stop))
+
+
+def _batched(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(L, H, d) -> (1, H, L, d) views"""
+    return tuple(x.transpose(0, 1)[None] for x in tensors)
+
+
+def _repeat(kv: Tensor, q: Tensor) -> Tensor:
+    """(L, K, d) -> (L, H, d): each kv head stands before the H/K query heads that share it"""
+    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+
+
+def _heads_first(kv: Tensor, q: Tensor) -> Tensor:
+    """(L, K, d) -> (H, L, d)"""
+    return _repeat(kv, q).transpose(0, 1)
+
+
+def _sum_groups(grad_HLd: Tensor, kv: Tensor) -> Tensor:
+    """(H, L, d) -> (L, K, d): a kv head's gradient is the sum over its query heads"""
+    K = kv.shape[1]
+    return grad_HLd.unflatten(0, (K, -1)).sum(1).transpose(0, 1)
+
+
+def _scores(q_THd: Tensor, keys_HLd: Tensor, offset: int, scale: float) -> Tensor:
+    """(H, T, L) in fp32 or fp64, -inf above the diagonal; the tile's first query is at `offset`."""
+    dtype = torch.float64 if q_THd.dtype == torch.float64 else torch.float32
+    scores = (q_THd.transpose(0, 1).to(dtype) @ keys_HLd.to(dtype).mT) * scale
+    T, L = scores.shape[-2:]
+    rows = torch.arange(offset, offset + T, device=scores.device)[:, None]
+    columns = torch.arange(L, device=scores.device)
+    return scores.masked_fill_(columns > rows, float("-inf"))

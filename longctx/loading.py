@@ -1,0 +1,215 @@
+"""Loads what a run trains: configuration, weights and dtype, checked before heavy work.
+
+A model comes from a folder, a GGUF file or the hub, or is a preset: the published architecture with
+random weights, so that tests and benchmarks need no download.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from longctx.config import ModelArguments, UserError
+from longctx.model import patch
+
+_LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # 1.5M parameters over its embedding: a step of 4096 tokens takes about a second on two cores.
+    "tiny": dict(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=True,
+    ),
+    "llama-3.2-1b": dict(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={**_LLAMA_3_ROPE, "factor": 32.0},
+        tie_word_embeddings=True,
+    ),
+    "llama-3.1-8b": dict(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={**_LLAMA_3_ROPE, "factor": 8.0},
+        tie_word_embeddings=False,
+    ),
+}
+
+_HF_ATTENTION = {
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "fa2": "flash_attention_2",
+    "fa4": "flash_attention_4",
+}
+
+
+def load_config(args: ModelArguments, *, vocab_size: int) -> PretrainedConfig:
+    """The model's configuration, checked against the run before any weight is touched.
+
+    `vocab_size` is the tokenizer's; a preset without a vocabulary of its own (tiny) takes it.
+    Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
+    """
+    if args.model_name_or_path is None:
+        config = LlamaConfig(**{"vocab_size": vocab_size, **PRESETS[args.preset or "tiny"]})
+    else:
+        name, where = _pretrained(args)
+        try:
+            config = AutoConfig.from_pretrained(name, **where)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"cannot load a model from {args.model_name_or_path!r}: {reason}"
+            ) from error
+    if args.class_type == "custom" and config.model_type != "llama":
+        raise UserError(
+            f"--class_type custom patches models of the Llama family; {args.model_name_or_path} "
+            f"is of type {config.model_type!r}: use --class_type vanilla or liger"
+        )
+    _check_context(config, args)
+    return config
+
+
+def load_model(
+    args: ModelArguments, config: PretrainedConfig, *, device: torch.device
+) -> PreTrainedModel:
+    """The model in `args.dtype`, patched as `args.class_type` says; prints what was patched.
+
+    Pretrained weights are read; a preset's are random (seed them with `transformers.set_seed`)
+    and made on `device`. Raises UserError where a package or a GPU is missing.
+    """
+    _check_liger(args, device)
+    dtype = _dtype(args.dtype, device)
+    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
+    if args.model_name_or_path is None:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            )
+    else:
+        name, where = _pretrained(args)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, attn_implementation=attention, **where
+        )
+    patched = patch(model, args, device)
+    print(
+        f"{args.class_type}: {type(model).__name__}, {model.num_parameters() / 1e9:.3f}B parameters"
+        f" in {dtype}; {patched}"
+    )
+    return model
+
+
+def _check_liger(args: ModelArguments, device: torch.device) -> None:
+    if args.class_type != "liger":
+        return
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise UserError("--class_type liger needs Liger-Kernel: pip install 'longctx[liger]'")
+    if device.type == "cpu":
+        raise UserError(
+            "--class_type liger needs a GPU (Liger-Kernel has Triton kernels only); "
+            "on this machine use --class_type vanilla or custom"
+        )
+
+
+def _hf_attention(args: ModelArguments, device: torch.device) -> str:
+    """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger."""
+    backend: str = args.attn_backend
+    modules = {"fa2": "flash_attn", "fa4": "flash_attn.cute"}
+    if backend == "auto":
+        backend = "fa4" if device.type == "cuda" and _installed(modules["fa4"]) else "sdpa"
+    if backend not in _HF_ATTENTION:
+        raise UserError(
+            f"--attn_backend {backend} is for --class_type custom; {args.class_type} takes "
+            f"{', '.join(_HF_ATTENTION)} or auto"
+        )
+    if backend in modules:
+        if device.type != "cuda":
+            raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")
+        if not _installed(modules[backend]):
+            package = {"fa2": "flash-attn", "fa4": "'longctx[fa4]'"}[backend]
+            raise UserError(f"--attn_backend {backend} is not installed: pip install {package}")
+    return _HF_ATTENTION[backend]
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` takes: a folder or hub id, and the keywords a GGUF file needs."""
+    name = args.model_name_or_path
+    assert name is not None
+    where: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    if name.endswith(".gguf"):
+        path = Path(name)
+        if not path.is_file():
+            raise UserError(f"no such GGUF file: {name}")
+        if not _installed("gguf"):
+            raise UserError(f"{name} needs the gguf package: pip install gguf")
+        return str(path.parent), {**where, "gguf_file": path.name}
+    return name, where
+
+
+def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
+    """Refuses rows longer than the model's positions, or says what RoPE does with them."""
+    limit = config.max_position_embeddings
+    if args.seq_len <= limit:
+        return
+    if not args.extend_context:
+        raise UserError(
+            f"--seq_len {args.seq_len} is above the model's max_position_embeddings {limit}: "
+            "shorten it, or add --extend_context to train beyond"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    says = {
+        "default": "keeps its frequencies, so the new positions are extrapolated",
+        "dynamic": f"raises its base for rows beyond {limit}",
+    }.get(kind, f"keeps its factor {rope.get('factor')}, so the new positions are extrapolated")
+    # yarn, dynamic and longrope compute their frequencies from max_position_embeddings.
+    if kind in ("default", "linear", "llama3"):
+        config.max_position_embeddings = args.seq_len
+    print(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind!r} {says}")

@@ -1,0 +1,63 @@
+"""Writes `profiling/results/*.json`: rows with the hardware, versions, commit, command and date."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = "torch triton transformers accelerate liger-kernel flash-attn-4 deepspeed".split()
+
+
+def describe_run() -> dict[str, Any]:
+    """Everything in a results file but its rows. The commit is that of the working tree, or
+    `LONGCTX_COMMIT` where the tree is a copy without its history."""
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        hardware = f"{count}x {torch.cuda.get_device_name()}, {os.cpu_count()} CPU cores"
+    else:
+        hardware = f"{os.cpu_count()} CPU cores, no GPU"
+    versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "hardware": hardware,
+        "versions": versions,
+        "commit": os.environ.get("LONGCTX_COMMIT") or _commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def write_results(
+    path: Path, rows: Iterable[dict[str, Any]], *, key: Sequence[str] | None = None
+) -> None:
+    """Writes rows under a fresh description. With `key`, a row replaces the one in the file that
+    agrees with it in these columns, and the others stay."""
+    rows = list(rows)
+    if key is not None and path.exists():
+        fresh = [tuple(row.get(k) for k in key) for row in rows]
+        old = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = [r for r in old if tuple(r.get(k) for k in key) not in fresh] + rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    head = json.dumps(describe_run(), indent=2).removesuffix("\n}")
+    path.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
