@@ -8,9 +8,9 @@
     dh  = d_residual + rstd (d_n - n mean_j(d_n n))
     dw += sum over rows of dy * n, in fp32 (n rounded as in forward)
 
-    dw += sum over rows of dy * n, in fp32 (n rounded as in forward)
-of 2 bytes: forward 4 D (8 D with a residual, whose sum is written too), backward 6 D (8 D with a
-residual's gradient).
+Saved: the input alone. Backward reads it anyway, so it recomputes rstd. Bytes per token at D
+elements of 2 bytes: forward 4 D (8 D with a residual, whose sum is written too), backward 6 D (8 D
+with a residual's gradient).
 
 Backward starts a fixed number of programs, each of which walks rows and keeps its part of dw in
 registers; the parts are then added in a fixed order, so dw does not change from run to run.
@@ -255,8 +255,9 @@ def rms_norm_backward(
         check_float("dw", dw, torch.float32)
     out = torch.empty_like(x) if out is None else out
     if not runs_kernel(dy, x, weight, d_residual, dw, out):
-        rows = [None if t is None else t.reshape(-1, x.shape[-1]) for t in (dy, x, d_residual)]
-        dx = _backward_reference(rows[0], rows[1], weight, eps, llama_rounding, rows[2], dw)
+        dy, rows = dy.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1])
+        added = None if d_residual is None else d_residual.reshape(rows.shape)
+        dx = _backward_reference(dy, rows, weight, eps, llama_rounding, added, dw)
         return out.copy_(dx.view(x.shape))
 
     x_rows, dy_rows, out_rows = as_rows("x", x), as_rows("dy", dy), as_rows("out", out)
