@@ -21,7 +21,7 @@ Backends, in the order of choice on CUDA:
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -242,7 +242,10 @@ class Flash:
 
 
 class Cudnn:
-    """torch's cuDNN attention op. It has no variable-length form, so documents are looped over."""
+    """torch's cuDNN attention op. It has no variable-length form, so documents are looped over.
+
+    It refuses documents of one token; there o = v, dv = do, dq = dk = 0 and lse is the score.
+    """
 
     def forward(
         self,
@@ -256,6 +259,10 @@ class Cudnn:
         lse: Tensor,
     ) -> None:
         for doc in documents.slices():
+            if doc.stop - doc.start == 1:
+                o[doc] = _repeat(v[doc], q)
+                lse[:, doc] = (q[doc] * _repeat(k[doc], q)).sum(-1, dtype=lse.dtype).t() * scale
+                continue
             o_BHTd, lse_BHT1, *_ = aten._scaled_dot_product_cudnn_attention(
                 *_batched(q[doc], k[doc], v[doc]), None, True, 0.0, True, scale=scale
             )
@@ -278,6 +285,10 @@ class Cudnn:
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         for doc in documents.slices():
             length = doc.stop - doc.start
+            if length == 1:
+                dq[doc], dk[doc] = 0, 0
+                dv[doc] = do[doc].unflatten(1, (k.shape[1], -1)).sum(2)
+                continue
             grads = aten._scaled_dot_product_cudnn_attention_backward(
                 *_batched(do[doc], q[doc], k[doc], v[doc], o[doc]),
                 lse[None, :, doc, None].contiguous(),
@@ -324,11 +335,13 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
 
 
 def _has_fa4(device: torch.device) -> bool:
-    try:
-        found = importlib.util.find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:
+    if torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    return found and torch.cuda.get_device_capability(device) >= (9, 0)
+    try:
+        importlib.import_module("flash_attn.cute.interface")
+    except ImportError:
+        return False
+    return True
 
 
 def _bounds(documents: Documents) -> dict[str, Tensor | int]:

@@ -66,7 +66,7 @@ class ActivationStore:
         self.offload = offload
         self.host_limit_gib = host_limit_gib
         self.layers_on_gpu = 1
-        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._pinned = PinnedSlab(0, device)
         self._stack: list[weakref.ref[Saved]] = []
         self._buffers: list[Tensor] = []
         self._filled_for: Saved | None = None
@@ -91,8 +91,8 @@ class ActivationStore:
         needed_bytes = (layers - self.layers_on_gpu) * layer_bytes
         if needed_bytes > self._slab.numel() and not self._alive():
             self._check_host(needed_bytes - self._slab.numel())
-            self._free_slab()
-            self._slab = _pinned(needed_bytes, self.device)
+            self._pinned = PinnedSlab(0, self.device)  # gives the old one back first
+            self._pinned = PinnedSlab(needed_bytes, self.device)
 
     def _check_host(self, more_bytes: int) -> None:
         free_gib = psutil.virtual_memory().available / GIB
@@ -105,11 +105,6 @@ class ActivationStore:
                 "that offloaded activations need: set --keep_attention false (half of it), "
                 "--offload_activations auto or none (GPU memory first), or a shorter --seq_len"
             )
-
-    def _free_slab(self) -> None:
-        if self.device.type == "cuda" and self._slab.numel():
-            torch.cuda.cudart().cudaHostUnregister(self._slab.data_ptr())
-        self._slab = torch.empty(0, dtype=torch.uint8)
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -223,6 +218,10 @@ class ActivationStore:
 
     # --- the slab --------------------------------------------------------------------------
 
+    @property
+    def _slab(self) -> Tensor:
+        return self._pinned.data
+
     def _alive(self) -> list[Saved]:
         return [s for ref in self._stack if (s := ref()) is not None and not s.used]
 
@@ -253,16 +252,26 @@ def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:
     return -(-shape.numel() * dtype.itemsize // 512) * 512
 
 
-def _pinned(nbytes: int, device: torch.device) -> Tensor:
-    slab = torch.empty(nbytes, dtype=torch.uint8)
-    if device.type == "cuda" and nbytes:
-        code = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), nbytes, 0)
-        if int(code) != 0:
-            raise UserError(
-                f"cannot page-lock {nbytes / GIB:.1f} GiB of host memory for activations "
-                f"(cudaHostRegister: error {int(code)}); check `ulimit -l` and free memory"
-            )
-    return slab
+class PinnedSlab:
+    """Page-locked host memory of exactly `nbytes` bytes (plain memory where there is no GPU)."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.data = torch.empty(nbytes, dtype=torch.uint8)
+        self._locked = device.type == "cuda" and nbytes > 0
+        if self._locked:
+            code = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), nbytes, 0))
+            if code != 0:
+                self._locked = False
+                raise UserError(
+                    f"cannot page-lock {nbytes / GIB:.1f} GiB of host memory for activations "
+                    f"(cudaHostRegister: error {code}); check `ulimit -l` and free memory"
+                )
+
+    def __del__(self) -> None:
+        # Memory that is freed while registered makes copies from its next owner fail.
+        if self._locked and torch is not None and torch.cuda is not None:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
 
 
 def _free_gpu_bytes(device: torch.device) -> int:
