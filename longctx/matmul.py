@@ -32,9 +32,11 @@ def linear_add(
     *,
     out: Tensor | None = None,  # (T, O), may be base
 ) -> Tensor:  # (T, O)
-    """base + x weight' + bias, rounded once (twice with a bias)"""
-    out = torch.addmm(base, x, weight.t(), out=out)
-    return out if bias is None else out.add_(bias)
+    """base + x weight' + bias, rounded once; with a bias twice, the first time without base, which
+    is the larger part of a residual stream."""
+    if bias is None:
+        return torch.addmm(base, x, weight.t(), out=out)
+    return torch.add(base, linear(x, weight, bias), out=out)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:

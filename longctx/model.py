@@ -114,7 +114,8 @@ def default_head_groups(tokens: int, kv_heads: int) -> int:
 
 
 def default_tile_tokens(tokens: int) -> int:
-    return 4096
+    """8192 is 0.5% faster than 4096 at 131072 tokens of Llama-3.1-8B, for 0.3 GiB of the MLP's."""
+    return 8192 if tokens >= 65536 else 4096
 
 
 def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:

@@ -134,7 +134,9 @@ class _Console(ProgressCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kw: Any
     ) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and logs:
+        if not logs or not {"loss", "eval_loss"} & logs.keys():
+            return
+        if state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(format_line(state.global_step, state.max_steps, logs))
 
 

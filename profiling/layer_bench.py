@@ -4,7 +4,8 @@
     python profiling/layer_bench.py --case tokens=131072,layers=4,head_groups=8,offload=all
 
 A case is `layers` decoder layers and the final norm on one row of random activations: no embedding
-and no lm_head, so the figures are the layers'. Each case has a process of its own, so that one out
+and no lm_head, so the figures are the layers'. As in training, nobody but the layers holds on to
+their input and output (`Source` and `Sink` stand for embedding and loss). Each case has a process of its own, so that one out
 of memory is a row with that status and the next starts clean. `layer_s` is forward + backward over
 `layers`, the median of `--repeats` after one warm-up; `peak_gib` is the allocator's peak less
 weights and gradients (bf16, the same size each); `host_gib` the process's peak resident memory.
@@ -101,6 +102,32 @@ def build(case: dict[str, Any]):
     return model
 
 
+def source_and_sink():
+    """Stand-ins for embedding and loss that keep nothing of a row's size."""
+    import torch
+
+    class Source(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, anchor, tokens, hidden):
+            return torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16)
+
+        @staticmethod
+        def backward(ctx, dx):
+            return dx[0, 0, 0].float(), None, None
+
+    class Sink(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            ctx.like = y.shape, y.dtype
+            return y.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, d_loss):
+            return torch.randn(ctx.like[0], dtype=ctx.like[1], device=d_loss.device)
+
+    return Source.apply, Sink.apply
+
+
 def run_case(case: dict[str, Any], repeats: int) -> dict[str, Any]:
     """One row of the results, from this process."""
     import torch
@@ -113,29 +140,29 @@ def run_case(case: dict[str, Any], repeats: int) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(case["limit_gib"] * GIB / total_bytes)
     torch.manual_seed(0)
     model = build(case)
-    tokens, hidden = case["tokens"], model.config.hidden_size
+    tokens = case["tokens"]
     positions = torch.arange(tokens, device="cuda")[None]
+    anchor = torch.zeros((), device="cuda", requires_grad=True)
+    source, sink = source_and_sink()
+
+    def layers_of(x: torch.Tensor) -> torch.Tensor:
+        if case["class_type"] == "custom":
+            return _scheduled_forward(model, None, None, positions, x)
+        inputs = dict(inputs_embeds=x, position_ids=positions, use_cache=False)
+        return model.model(**inputs).last_hidden_state
+
     weights_bytes = sum(p.numel() * p.element_size() for p in model.model.layers.parameters())
     forward_s, backward_s = [], []
     row = {key: value for key, value in case.items() if key != "limit_gib"}
     try:
         for step in range(repeats + 1):
-            x = torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16)
-            x.requires_grad_()
             model.zero_grad(set_to_none=True)
             events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             events[0].record()
-            if case["class_type"] == "custom":
-                y = _scheduled_forward(model, None, None, positions, x)
-            else:
-                y = model.model(
-                    inputs_embeds=x, position_ids=positions, use_cache=False
-                ).last_hidden_state
-            dy = torch.randn_like(y)
+            loss = sink(layers_of(source(anchor, tokens, model.config.hidden_size)))
             events[1].record()
-            y.backward(dy)
+            loss.backward()
             events[2].record()
-            del x, y, dy
             torch.cuda.synchronize()
             if step:  # the first compiles kernels and makes the slab
                 forward_s.append(events[0].elapsed_time(events[1]) / 1e3)

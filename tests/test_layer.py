@@ -92,7 +92,7 @@ def batches(lengths: list[list[int]]) -> list[dict[str, Tensor]]:
     return [batch(lengths, seed) for seed in (1, 2, 3, 4)]
 
 
-PACKED = [[20, 27, 1]]
+PACKED = [[60, 83, 1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,8 +110,8 @@ def test_gqa_and_head_dims(dtype, head_dim, kv_heads) -> None:
     ("groups", "tile"),
     [
         (1, 4096),  # one group, one tile
-        (2, 7),  # neither 48 tokens nor the documents are multiples of the tile
-        (4, 48),  # one kv head a group, the tile is the row
+        (2, 7),  # neither the row nor its documents are multiples of the tile
+        (4, 144),  # one kv head a group, the tile is the row
     ],
 )
 def test_every_setting(dtype, keep, offload, groups, tile) -> None:
@@ -123,7 +123,7 @@ def test_every_setting(dtype, keep, offload, groups, tile) -> None:
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize(
-    "lengths", [[[48]], [[5, 43], [48], [16, 16, 16]]], ids=["one-document", "batched"]
+    "lengths", [[[144]], [[5, 43], [48], [16, 16, 16]]], ids=["one-document", "batched"]
 )
 def test_rows_batches_and_biases(biases, lengths) -> None:
     models = trio(torch.bfloat16, attention_bias=biases, mlp_bias=biases)
