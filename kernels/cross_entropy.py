@@ -111,7 +111,13 @@ def _cross_entropy_kernel(
     lane_total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         mask = start + offs < V
-        z = tl.load(logits_ptr + start + offs, mask=mask, other=float("-inf")).to(tl.float32)
+        # Kept in L2 for the second pass where it fits; what the second pass touches is not.
+        z = tl.load(
+            logits_ptr + start + offs,
+            mask=mask,
+            other=float("-inf"),
+            eviction_policy="evict_last",
+        ).to(tl.float32)
         if HAS_SOFTCAP:
             z = tl.where(mask, _cap(z, softcap), float("-inf"))
         if HAS_SMOOTHING:
@@ -137,7 +143,12 @@ def _cross_entropy_kernel(
         y_scale = scale * (1 - label_smoothing)
         for start in range(0, V, BLOCK):
             mask = start + offs < V
-            z = tl.load(logits_ptr + start + offs, mask=mask, other=float("-inf")).to(tl.float32)
+            z = tl.load(
+                logits_ptr + start + offs,
+                mask=mask,
+                other=float("-inf"),
+                eviction_policy="evict_first",
+            ).to(tl.float32)
             if HAS_SOFTCAP:
                 z = _cap(z, softcap)
             grad = p_scale * tl.exp(z - lse) - tl.where(start + offs == label, y_scale, 0.0)
@@ -146,7 +157,7 @@ def _cross_entropy_kernel(
             if HAS_SOFTCAP:
                 grad *= 1 - (z / softcap) * (z / softcap)
             grad = round_to(grad, d_logits_ptr.dtype.element_ty)
-            tl.store(d_logits_ptr + start + offs, grad, mask=mask)
+            tl.store(d_logits_ptr + start + offs, grad, mask=mask, eviction_policy="evict_first")
 
 
 def cross_entropy(
@@ -215,7 +226,7 @@ def cross_entropy(
             num_stages=config.num_stages,
         )
 
-    default = default_config(V)
+    default = default_config(V, label_smoothing == 0 and softcap is None)
     candidates = [Config(block=b, num_warps=w) for b in (2048, 4096, 8192) for w in (4, 8, 16)]
     if N:
         with on_device(logits):
@@ -224,6 +235,8 @@ def cross_entropy(
     return loss
 
 
-def default_config(V: int) -> Config:
-    block = min(4096, max(128, triton.next_power_of_2(V)))
-    return Config(block=block, num_warps=8 if block == 4096 else 4)
+def default_config(V: int, plain: bool = True) -> Config:
+    """One row per multiprocessor at a time (1024 threads) leaves L2 room for the second read."""
+    largest = 16384 if plain else 4096  # smoothing and soft-capping need more registers a thread
+    block = min(largest, max(128, triton.next_power_of_2(V)))
+    return Config(block=block, num_warps=32 if block == 16384 else 8 if block >= 4096 else 4)

@@ -19,7 +19,9 @@ moves its probability by 2%; the softmax gradient is rounded once, to the operan
 two products. The scale 1 / count is split into a mantissa, applied before that rounding, and a
 power of two, applied in backward, so that no gradient is rounded twice and fp16 does not underflow.
 
-Memory: the fp32 logits of one chunk and the 16-bit gradients of several (see `_chunk_rows`).
+Memory: `logits_bytes` bounds the fp32 logits; they and their gradients share one workspace of twice
+that, at any length (see `_pieces`). Each product into the fp32 d_weight reads and writes 8 V D
+bytes, so gradients of as many rows as fit are gathered for it.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.kernels.launch import check_float, check_shape
+from longctx.kernels.scale import scale_into
 
 LOGITS_BYTES = 512 * 2**20
 
@@ -61,22 +64,20 @@ def linear_cross_entropy_reference(
     return loss / max(1, int((y != IGNORE_INDEX).sum())) if reduction == "mean" else loss
 
 
-def _chunk_rows(logits_bytes: int, vocab: int, dtype: torch.dtype, grad: bool) -> tuple[int, int]:
-    """Rows of logits per kernel call, and rows of gradient per pair of products (a multiple of the
-    first).
+def _pieces(logits_rows: int) -> list[int]:
+    """How many rows of fp32 logits at a time fill the 16-bit gradients of one pair of products.
+
+    The workspace holds 4 * logits_rows rows of 16 bits. Gradients grow from its front, and the next
+    piece's logits lie at its end, so the pieces shrink as the gradients need the space. At a
+    vocabulary of 128256 and 512 MiB of logits (1045 rows): 1024 + 1024 + 640 + 384 = 3072 rows.
     """
-    rows = max(1, logits_bytes // (4 * vocab))
-    rows = rows // 128 * 128 or rows
-    return rows, rows
-
-
-def _logits_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(rows, vocab), rows padded to 16-byte pieces for the tensor cores."""
-    buffer = torch.empty(rows, -(-vocab // 16) * 16, dtype=dtype, device=device)
-    buffer[:, vocab:] = (
-        0  # torch's bf16 product on the CPU multiplies what lies past a row's end by zero
-    )
-    return buffer[:, :vocab]
+    pieces: list[int] = []
+    while True:
+        rows = min(logits_rows, (4 * logits_rows - sum(pieces)) // 3)
+        rows = rows // 128 * 128 or rows  # whole tiles of the matrix product
+        if rows < max(1, logits_rows // 3):  # too few to keep the tensor cores busy
+            return pieces
+        pieces.append(rows)
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -95,6 +96,36 @@ def _addmm(acc: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
     else:
         torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), out=acc)
+
+
+class _Workspace:
+    """One buffer for the fp32 logits of a piece and the gradients of all pieces so far."""
+
+    def __init__(self, pieces: list[int], n: int, vocab: int, hidden: Tensor, grad: bool):
+        self.vocab = vocab
+        self.separate = grad and hidden.dtype != torch.float32
+        stride = -(-vocab // 64) * 64  # rows of whole 128-byte lines, which the tensor cores want
+        lines = done = 0
+        for rows in pieces:
+            rows = min(rows, n - done)
+            done += rows
+            lines = max(lines, done + 2 * rows if self.separate else rows)
+        dtype = hidden.dtype if self.separate else torch.float32
+        self.buffer = torch.empty(lines, stride, dtype=dtype, device=hidden.device)
+
+    def logits_and_gradients(self, part: slice) -> tuple[Tensor, Tensor]:
+        """(logits, gradients) of the rows `part`; gradients share the logits' memory if fp32."""
+        rows = part.stop - part.start
+        if not self.separate:
+            z = self.buffer[:rows, : self.vocab]
+            return z, z
+        tail = self.buffer[len(self.buffer) - 2 * rows :].view(-1).view(torch.float32)
+        return tail.view(rows, -1)[:, : self.vocab], self.buffer[part, : self.vocab]
+
+    def gradients(self, rows: int) -> Tensor:
+        g = self.buffer[:rows]
+        g[:, self.vocab :] = 0  # torch's bf16 product on the CPU multiplies what follows a row by 0
+        return g[:, : self.vocab]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -124,39 +155,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mantissa, exponent = torch.frexp(scale)
         ctx.rescale = torch.ldexp(torch.full_like(scale, 1 / boost), exponent)
 
-        rows, grad_rows = _chunk_rows(logits_bytes, V, hidden.dtype, grad)
-        rows, grad_rows = min(rows, n), min(grad_rows, n)
-        logits = _logits_buffer(rows, V, torch.float32, device)
-        d_logits = None  # fp32: the gradient overwrites the logits
-        if grad and hidden.dtype != torch.float32:
-            d_logits = _logits_buffer(grad_rows, V, hidden.dtype, device)
+        logits_rows = max(1, logits_bytes // (4 * V))
+        pieces = _pieces(logits_rows)
+        if not grad or hidden.dtype == torch.float32:  # nothing else to hold: gradients in place
+            pieces = [logits_rows // 128 * 128 or logits_rows]
+        work = _Workspace(pieces, n, V, hidden, grad)
         d_hidden = None
         if needs_hidden:
             d_hidden = torch.empty_like(hidden) if kept is None else torch.zeros_like(hidden)
         d_weight = torch.empty(V, D, dtype=torch.float32, device=device) if needs_weight else None
         d_bias = torch.zeros(V, dtype=torch.float32, device=device) if needs_bias else None
         losses = torch.empty(n, dtype=torch.float32, device=device)
-        weight_t = weight.t()
-        if device.type == "cpu":
-            weight_t = weight_t.float()
+        weight_t = weight.t().float() if device.type == "cpu" else weight.t()
 
-        for start in range(0, n, max(1, grad_rows)):
-            stop = min(start + grad_rows, n)
+        for start in range(0, n, sum(pieces)):
+            stop = min(start + sum(pieces), n)
             where = slice(start, stop) if kept is None else kept[start:stop]
             h, y = hidden[where], labels[where]
-            for first in range(0, stop - start, rows):
-                part = slice(first, min(first + rows, stop - start))
-                z = logits[: part.stop - part.start]
-                g = None if not grad else z if d_logits is None else d_logits[part]
+            done = 0
+            for rows in pieces:
+                part = slice(done, min(done + rows, stop - start))
+                if part.start >= part.stop:
+                    break
+                z, g = work.logits_and_gradients(part)
                 _mm(h[part], weight_t, z)
                 if bias is not None:
                     z += bias
                 losses[start + part.start : start + part.stop] = cross_entropy(
-                    z, y[part], d_logits=g, scale=mantissa * boost, **options
+                    z, y[part], d_logits=g if grad else None, scale=mantissa * boost, **options
                 )
+                done = part.stop
             if not grad:
                 continue
-            g = (logits if d_logits is None else d_logits)[: stop - start]
+            g = work.gradients(stop - start)
             if d_hidden is not None:
                 if kept is None:
                     _mm(g, weight, d_hidden[where])
@@ -183,19 +214,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "linear_cross_entropy: backward overwrites what it saved, so it runs once"
             )
-        scale = (d_loss.float() * ctx.rescale).reshape(1)  # 1-d: multiplies in fp32, not in bf16
+        scale = d_loss.float() * ctx.rescale
         grads = tuple(
-            None if g is None else _scaled(g, scale, dtype)
-            for g, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+            None
+            if g is None
+            else scale_into(g, scale, g if g.dtype == t else g.new_empty(g.shape, dtype=t))
+            for g, t in zip(ctx.grads, ctx.dtypes, strict=True)
         )
         ctx.grads = None
         return *grads, None, None, None, None, None
-
-
-def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in fp32, rounded once to dtype; in place where the dtype allows."""
-    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-    return torch.mul(x, scale, out=out)
 
 
 def _kept_rows(labels: Tensor, vocab: int) -> Tensor | None:

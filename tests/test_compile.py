@@ -25,7 +25,7 @@ def _cases():
 
     Sizes are those of Llama-3.1-8B; the configurations those that the public functions choose.
     """
-    from longctx.kernels import cross_entropy, rms_norm, rope, swiglu
+    from longctx.kernels import cross_entropy, rms_norm, rope, scale, swiglu
 
     def norm(c, **flags):
         return {**flags, "LLAMA_ROUNDING": True, "ROWS": c.rows, "BLOCK": c.block}, c.num_warps
@@ -45,8 +45,9 @@ def _cases():
             strides = {f"stride_{n}": D for n in ("dy", "x", "d_residual", "out")}
             sizes = {"partial_ptr": "*fp32", "N": 131072, "D": D, **strides, "eps": "fp32"}
             for residual in (False, True):
-                flags = {"HAS_RESIDUAL": residual, "HAS_DW": True}
-                constants, warps = norm(rms_norm.backward_config(D), **flags)
+                c = rms_norm.backward_config(D)
+                flags = {"HAS_RESIDUAL": residual, "HAS_DW": True, "STAGES": c.num_stages}
+                constants, warps = norm(c, **flags)
                 arguments = {**pointers, **sizes, **constants}
                 yield f"rms_norm_backward {D}", rms_norm._backward_kernel, t, arguments, warps
 
@@ -76,16 +77,21 @@ def _cases():
         arguments |= {f"stride_{n}": 14336 for n in names}
         yield "swiglu_backward", swiglu._backward_kernel, t, arguments, c.num_warps
 
-        c = cross_entropy.default_config(128256)
+        arguments = {
+            **{"x_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": p, "N": 2**29, "BLOCK": 2048}
+        }
+        yield "scale", scale._scale_kernel, t, arguments, 4
+
         arguments = {
             **{"logits_ptr": "*fp32", "d_logits_ptr": p, "labels_ptr": "*i64"},
             **{"loss_ptr": "*fp32", "scale_ptr": "*fp32", "V": 128256},
             **{"stride_logits": 128256, "stride_d_logits": 128256},
             **{"label_smoothing": "fp32", "z_loss": "fp32", "softcap": "fp32"},
-            **{"HAS_GRAD": True, "HAS_SCALE": True, "BLOCK": c.block},
+            **{"HAS_GRAD": True, "HAS_SCALE": True},
         }
         for extra in (False, True):
-            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra}
+            c = cross_entropy.default_config(128256, not extra)
+            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra, "BLOCK": c.block}
             kernel = cross_entropy._cross_entropy_kernel
             yield "cross_entropy", kernel, t, arguments | flags, c.num_warps
 
@@ -146,7 +152,7 @@ def reports() -> list[dict]:
 
 def test_every_kernel_compiles_for_both_architectures(reports):
     names = {"rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward"}
-    names |= {"swiglu_backward", "cross_entropy"}
+    names |= {"swiglu_backward", "cross_entropy", "scale"}
     compiled = {(r["name"].split()[0], r["arch"], r["dtype"]) for r in reports}
     assert compiled == {(n, a, t) for n in names for a in (80, 90) for t in ("bf16", "fp32")}
 

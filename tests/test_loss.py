@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, assert_exact
 
+from exactness import DEVICE, DTYPES, assert_exact
 from longctx import loss as loss_module
 from longctx.loss import linear_cross_entropy, linear_cross_entropy_reference
 
