@@ -1,0 +1,151 @@
+"""Documents into rows of `seq_len` tokens, without cutting a document that fits.
+
+A document longer than a row is cut into pieces that are documents of their own. A piece goes into
+the open row with the least room that still holds it (best fit, online). Full rows leave at once;
+the fullest leaves early when a piece fits nowhere and all open rows are taken. What stays
+free is padding, marked as one last document. seq_len 8, documents `abcde` and `xy`, padding `_`:
+
+    input_ids      a    b  c  d  e     x  y     _
+    labels      -100    b  c  d  e  -100  y  -100
+    position_ids   0    1  2  3  4     0  1     0
+
+Labels are NOT shifted here: the loss shifts once, so that logits at `a` predict the label at `b`.
+The first label of a piece is -100 because the token before it belongs to another document.
+Attention reads document boundaries off the zeros in `position_ids`.
+
+Memory: `OPEN_ROWS` rows of 5 bytes a token while packing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+IGNORED = -100
+# Padding of the standard library at 4096 tokens: 16 open rows 2.3%, 64 0.6%, 256 0.4%.
+OPEN_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a part of one that shares no attention with the rest."""
+
+    input_ids: np.ndarray  # (n,) int32
+    trained: np.ndarray  # (n,) bool; the first is False
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(kw_only=True)
+class PackingStats:
+    """What became of the documents, in tokens unless the name says otherwise."""
+
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    truncated_tokens: int = 0
+    untrained_tokens: int = 0
+    """Tokens of pieces without a single label, left out because they would only cost time."""
+    rows: int = 0
+    padding_tokens: int = 0
+    largest_token_id: int = -1
+
+    def summary(self, seq_len: int) -> str:
+        share = self.padding_tokens / max(1, self.rows * seq_len)
+        return (
+            f"{self.documents:,} documents, {self.tokens:,} tokens -> {self.rows:,} rows of "
+            f"{seq_len:,} ({self.truncated_tokens:,} tokens dropped by truncation, "
+            f"{self.untrained_tokens:,} left out with nothing to train, "
+            f"{self.padding_tokens:,} padding = {share:.1%})"
+        )
+
+
+def pack(
+    documents: Iterable[Piece],
+    seq_len: int,
+    *,
+    long_documents: Literal["split", "truncate"],
+    pad_token_id: int,
+    stats: PackingStats,
+    open_rows: int = OPEN_ROWS,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields rows {input_ids, labels, position_ids}, each (seq_len,) int32; counts in `stats`."""
+    for pieces in _best_fit(_cut(documents, seq_len, long_documents, stats), seq_len, open_rows):
+        stats.rows += 1
+        stats.padding_tokens += seq_len - sum(map(len, pieces))
+        yield build_row(pieces, seq_len, pad_token_id)
+
+
+def build_row(pieces: list[Piece], seq_len: int, pad_token_id: int) -> dict[str, np.ndarray]:
+    """Lays pieces one after another into a row and fills it up with padding."""
+    input_ids = np.full(seq_len, pad_token_id, dtype=np.int32)
+    labels = np.full(seq_len, IGNORED, dtype=np.int32)
+    position_ids = np.empty(seq_len, dtype=np.int32)
+    start = 0
+    for piece in pieces:
+        end = start + len(piece)
+        input_ids[start:end] = piece.input_ids
+        labels[start:end] = np.where(piece.trained, piece.input_ids, IGNORED)
+        labels[start] = IGNORED
+        position_ids[start:end] = np.arange(len(piece))
+        start = end
+    position_ids[start:] = np.arange(seq_len - start)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def _cut(
+    documents: Iterable[Piece], seq_len: int, long_documents: str, stats: PackingStats
+) -> Iterator[Piece]:
+    """Pieces of at most seq_len tokens that train something."""
+    for document in documents:
+        if not len(document):
+            continue
+        stats.documents += 1
+        stats.tokens += len(document)
+        stats.largest_token_id = max(stats.largest_token_id, int(document.input_ids.max()))
+        end = len(document)
+        if long_documents == "truncate" and end > seq_len:
+            stats.truncated_tokens += end - seq_len
+            end = seq_len
+        start = 0
+        while start < end:
+            stop = min(start + seq_len, end)
+            # A tail of one token would train nothing: it gets company from the piece before.
+            if end - stop == 1 and stop - start > 2:
+                stop -= 1
+            piece = Piece(document.input_ids[start:stop], document.trained[start:stop])
+            trained = int(piece.trained[1:].sum())
+            if trained:
+                stats.trained_tokens += trained
+                yield piece
+            else:
+                stats.untrained_tokens += len(piece)
+            start = stop
+
+
+def _best_fit(pieces: Iterable[Piece], seq_len: int, open_rows: int) -> Iterator[list[Piece]]:
+    rows: dict[int, list[Piece]] = {}
+    free: list[tuple[int, int]] = []  # (free tokens, row number), fullest and oldest first
+    opened = 0
+    for piece in pieces:
+        found = bisect_left(free, (len(piece), -1))
+        if found < len(free):
+            room, row = free.pop(found)
+        else:
+            if len(free) == open_rows:
+                yield rows.pop(free.pop(0)[1])
+            room, row = seq_len, opened
+            rows[row] = []
+            opened += 1
+        rows[row].append(piece)
+        if room > len(piece):
+            insort(free, (room - len(piece), row))
+        else:
+            yield rows.pop(row)
+    for _, row in free:
+        yield rows.pop(row)
