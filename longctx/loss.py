@@ -58,7 +58,8 @@ def linear_cross_entropy_reference(
     loss = torch.nn.functional.cross_entropy(
         z, y, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing
     )
-    loss = loss + z_loss * (z.logsumexp(1)[y != IGNORE_INDEX] ** 2).sum()
+    if z_loss:
+        loss = loss + z_loss * (z.logsumexp(1)[y != IGNORE_INDEX] ** 2).sum()
     if num_items is not None:
         return loss / num_items
     return loss / max(1, int((y != IGNORE_INDEX).sum())) if reduction == "mean" else loss
@@ -166,6 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.empty(V, D, dtype=torch.float32, device=device) if needs_weight else None
         d_bias = torch.zeros(V, dtype=torch.float32, device=device) if needs_bias else None
         losses = torch.empty(n, dtype=torch.float32, device=device)
+        kernel_scale = mantissa * boost
         weight_t = weight.t().float() if device.type == "cpu" else weight.t()
 
         for start in range(0, n, sum(pieces)):
@@ -182,7 +184,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if bias is not None:
                     z += bias
                 losses[start + part.start : start + part.stop] = cross_entropy(
-                    z, y[part], d_logits=g if grad else None, scale=mantissa * boost, **options
+                    z, y[part], d_logits=g if grad else None, scale=kernel_scale, **options
                 )
                 done = part.stop
             if not grad:
