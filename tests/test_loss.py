@@ -7,7 +7,8 @@ import torch
 
 from exactness import DEVICE, DTYPES, assert_exact
 from longctx import loss as loss_module
-from longctx.loss import linear_cross_entropy, linear_cross_entropy_reference
+from longctx.kernels.scale import scale_into, scale_reference
+from longctx.loss import _pieces, linear_cross_entropy, linear_cross_entropy_reference
 
 IGNORED = -100
 
@@ -203,6 +204,34 @@ def test_autocast():
     assert torch.equal(loss, low[0])
     assert grads["weight"].dtype == torch.float32
     assert torch.equal(grads["weight"], low[1]["weight"].float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_last_scaling_rounds_once(dtype):
+    x = torch.randn(3, 1001, device=DEVICE)
+    scale = torch.tensor(1 / 3, device=DEVICE)
+    out = scale_into(x, scale, torch.empty_like(x, dtype=dtype))
+    assert torch.equal(out, scale_reference(x, scale, dtype))
+    expected = scale_reference(x, scale, x.dtype)
+    assert torch.equal(scale_into(x, scale, x), expected)  # in place
+    with pytest.raises(ValueError, match=r"out must have shape \(3, 1001\), got \(1001,\)"):
+        scale_into(x, scale, x[0])
+    with pytest.raises(ValueError, match=r"x must be contiguous, got strides \(1, 1001\)"):
+        scale_into(x.t(), scale, x.t())
+
+
+@pytest.mark.parametrize("logits_rows", [1, 2, 3, 100, 128, 1045, 5000])
+def test_the_workspace_holds_what_it_should(logits_rows):
+    """No piece's logits touch the gradients before them, within 4 16-bit rows a row of logits."""
+    pieces = _pieces(logits_rows)
+    done = 0
+    for rows in pieces:
+        assert 0 < rows <= logits_rows
+        assert done + rows + 2 * rows <= 4 * logits_rows
+        done += rows
+    assert done >= logits_rows
+    if logits_rows == 1045:  # Llama 3 at 512 MiB
+        assert pieces == [1024, 1024, 640, 384]
 
 
 def test_backward_runs_once():
