@@ -306,9 +306,7 @@ def main() -> None:
     torch.manual_seed(0)
 
     copy, (matmul, sustained) = copy_rate(), matmul_rates()
-    print(
-        f"copy {copy:.3f} TB/s, lm_head products {matmul:.0f} TFLOP/s alone, {sustained:.0f} in turn"
-    )
+    print(f"copy {copy:.3f} TB/s, matmul {matmul:.0f} TFLOP/s alone, {sustained:.0f} in turn")
     print(f"{'op':22s}{'impl':16s}{'tokens':>8s}   fwd ms  both ms peak GiB    TB/s fraction")
     rows = []
     for op in options.ops:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, assert_exact
 from torch import Tensor
 
+from exactness import DEVICE, DTYPES, assert_exact
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, cross_entropy_reference
 
 SHAPES = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, assert_exact
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from exactness import DEVICE, DTYPES, assert_exact
 from longctx.kernels.rms_norm import (
     rms_norm,
     rms_norm_backward,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, assert_exact, relative_error
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from exactness import DEVICE, DTYPES, assert_exact, relative_error
 from longctx.kernels.rope import rope, rope_, rope_reference
 
 SHAPES = [
