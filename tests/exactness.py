@@ -7,9 +7,7 @@ tensor, the relative Frobenius error of ours may be at most 1.1 times naive's, p
 Without a GPU the kernels' tests run under Triton's interpreter. With one the same tests run them
 compiled, and the tests marked `gpu` go past 2^31 elements. For memory errors, on a GPU:
 
-    compute-sanitizer --tool memcheck python -m pytest -m "not gpu" -k "127" \\
-        tests/test_rms_norm.py tests/test_rope.py tests/test_swiglu.py tests/test_cross_entropy.py \\
-        tests/test_loss.py
+    compute-sanitizer --tool memcheck python -m pytest -m "not gpu" -k "127" tests/
 """
 
 from __future__ import annotations
