@@ -49,12 +49,12 @@ class ModelArguments:
     extend_context: bool = _option(
         False, "Allow --seq_len above the model's max_position_embeddings (prints what RoPE does)."
     )
-    attn_backend: Literal[
-        "auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"
-    ] = _option(
-        "auto",
-        "Attention. custom: fa4 (flash-attn-4), cudnn, flash or math; vanilla and liger: fa4, fa2, "
-        "sdpa or eager. auto takes the fastest that is installed.",
+    attn_backend: Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"] = (
+        _option(
+            "auto",
+            "Attention. custom: fa4 (flash-attn-4), cudnn, flash or math, auto takes the fastest that "
+            "is installed; vanilla and liger: sdpa (auto), fa4, fa2 or eager.",
+        )
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "Dtype of weights and compute: auto is bfloat16 on CUDA and float32 on CPU."

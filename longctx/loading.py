@@ -150,7 +150,9 @@ def _hf_attention(args: ModelArguments, device: torch.device) -> str:
     backend: str = args.attn_backend
     modules = {"fa2": "flash_attn", "fa4": "flash_attn.cute"}
     if backend == "auto":
-        backend = "fa4" if device.type == "cuda" and _installed(modules["fa4"]) else "sdpa"
+        # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,
+        # which it refuses.
+        backend = "sdpa"
     if backend not in _HF_ATTENTION:
         raise UserError(
             f"--attn_backend {backend} is for --class_type custom; {args.class_type} takes "
