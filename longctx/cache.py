@@ -24,7 +24,15 @@ from transformers import PreTrainedTokenizerBase
 from longctx.config import UserError
 
 BATCH_BYTES = 64 << 20
-CODE_FILES = ("cache.py", "data.py", "encoding.py", "packing.py", "records.py", "sources.py")
+CODE_FILES = (
+    "cache.py",
+    "data.py",
+    "encoding.py",
+    "packing.py",
+    "records.py",
+    "sources.py",
+    "tokenizer.py",
+)
 
 
 def digest(*parts: Any) -> str:

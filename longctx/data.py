@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.utils import tqdm
@@ -64,7 +65,7 @@ ROW_FEATURES = Features(
 )
 BATCH_DOCUMENTS = 256
 SHUFFLE_BUFFER_DOCUMENTS = 256  # of a streamed dataset
-# Fast tokenizers use every core by themselves. Chat templates run in Python: see _processes.
+# 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
 DOCUMENTS_PER_PROCESS = 5_000
 
 
@@ -111,7 +112,11 @@ def build_dataset(
         else:
             replaced = {}
         tokens = _tokens(
-            cache_dir / f"tokens-{tokens_key}.arrow", records, args, tokenizer, vocab_size
+            cache_dir / f"tokens-{tokens_key}.arrow",
+            records,
+            None if paths else args.dataset_name,
+            tokenizer,
+            vocab_size,
         )
         stats = PackingStats()
         rows = write_arrow(
@@ -168,7 +173,9 @@ def _documents(path: Path, files: list[Path]) -> Dataset:
     cached = open_arrow(path)
     if cached is not None:
         return cached
-    documents = tqdm(read_documents(files), desc="Reading", unit=" documents", leave=False)
+    documents = tqdm(
+        read_documents(files), desc="Reading", unit=" documents", leave=False, disable=None
+    )
     return write_arrow(path, DOCUMENT_FEATURES, map(columns, documents))
 
 
@@ -184,15 +191,15 @@ def _replaced_bytes(documents: Dataset) -> dict[str, int]:
 
 def _tokens(
     path: Path,
-    records: Dataset,  # our documents, or the rows of --dataset_name
-    args: DataArguments,
+    records: Dataset,
+    name: str | None,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
 ) -> Dataset:
+    """One row a record: the rows of the dataset `name`, or our documents where that is None."""
     cached = open_arrow(path, len(records))
     if cached is not None:
         return cached
-    name = None if records.features == DOCUMENT_FEATURES else args.dataset_name
 
     def tokenise(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[np.ndarray]]:
         records = [
@@ -214,7 +221,7 @@ def _tokens(
             "trained": [piece.trained for piece in pieces],
         }
 
-    with writable(path.parent):
+    def build(reuse: bool) -> Dataset:
         return records.map(
             tokenise,
             batched=True,
@@ -225,9 +232,16 @@ def _tokens(
             features=TOKEN_FEATURES,
             num_proc=_processes(records, tokenizer),
             cache_file_name=str(path),
+            load_from_cache_file=reuse,
             new_fingerprint=path.stem,
             desc="Tokenising",
         )
+
+    with writable(path.parent):
+        try:
+            return build(reuse=True)  # several processes leave several files, which only map knows
+        except pa.ArrowException:
+            return build(reuse=False)
 
 
 def _encode(
@@ -245,7 +259,10 @@ def _encode(
 
 
 def _processes(records: Dataset, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Worker processes for tokenising; None where one is fastest."""
+    """Worker processes for tokenising; None where this one is fastest.
+
+    Fast tokenizers use every core by themselves, chat templates and slow tokenizers only one.
+    """
     if tokenizer.is_fast and not {"messages", "conversations"} & set(records.column_names):
         if "kind" not in records.column_names or "chat" not in records.unique("kind"):
             return None
@@ -257,7 +274,7 @@ def _processes(records: Dataset, tokenizer: PreTrainedTokenizerBase) -> int | No
 def _shuffled(tokens: Dataset, seed: int) -> Iterator[Piece]:
     column = {name: tokens.data.column(name) for name in TOKEN_FEATURES}
     order = np.random.default_rng(seed).permutation(len(tokens))
-    for i in tqdm(order, desc="Packing", unit=" documents", leave=False):
+    for i in tqdm(order, desc="Packing", unit=" documents", leave=False, disable=None):
         ids, trained = (column[name][int(i)].values for name in TOKEN_FEATURES)
         yield Piece(ids.to_numpy(zero_copy_only=False), trained.to_numpy(zero_copy_only=False))
 

@@ -7,8 +7,8 @@ The default is a byte-level BPE with 8192 tokens, trained on the standard librar
     chat        <|bos|><|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                                             ^^^^^^^^^^^^^^^ trained
 
-Measured on two cores with Python 3.11: 1.7 s to train on 9.6 MB; 4096 tokens read 3.3 characters
-a token, 8192 read 3.8 and 16384 read 4.0 but double the `tiny` preset's embedding.
+Two cores train it in 1.7 s on 10.4 MB. 4096 tokens read 3.6 characters a token, 8192 read 4.0 and
+16384 read 4.2, but twice the tokens double the embedding of the `tiny` preset.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from longctx.cache import write_text
+from longctx.cache import digest, write_text
 from longctx.config import DataArguments, ModelArguments, UserError
 from longctx.sources import read_documents, stdlib_files
 
@@ -55,8 +55,8 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
 
 def default_tokenizer(cache_dir: Path, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Trains the default tokenizer, or loads it from `cache_dir`; a corrupt file is replaced."""
-    versions = f"py{platform.python_version()}-tokenizers{tokenizers.__version__}"
-    path = cache_dir / f"tokenizer-{vocab_size}-{versions}.json"
+    key = digest(vocab_size, platform.python_version(), tokenizers.__version__)
+    path = cache_dir / f"tokenizer-{key}.json"
     backend = _load_backend(path)
     if backend is None:
         print(f"training a tokenizer of {vocab_size} tokens on Python's standard library")
