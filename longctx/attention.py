@@ -319,7 +319,7 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
             name = "flash" if dtype in (torch.float32, torch.float64, torch.bfloat16) else "math"
         if name not in ("flash", "math"):
             raise UserError(f"--attn_backend {name} needs a GPU; on this machine use flash or math")
-        return name, {"flash": Flash, "math": Math}[name]()
+        return name, Flash() if name == "flash" else Math()
     has_fa4 = _has_fa4(device)
     if name == "auto":
         name = "math" if not half else "fa4" if has_fa4 else "cudnn"
@@ -330,7 +330,12 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
             "--attn_backend fa4 needs flash-attn-4 and a Hopper or newer GPU: "
             "pip install 'longctx[fa4]', or use cudnn or flash"
         )
-    backends = {"fa4": FlashAttention4, "cudnn": Cudnn, "flash": Flash, "math": Math}
+    backends: dict[str, type[Attention]] = {
+        "fa4": FlashAttention4,
+        "cudnn": Cudnn,
+        "flash": Flash,
+        "math": Math,
+    }
     return name, backends[name]()
 
 

@@ -67,11 +67,11 @@ class Custom:
         rotary = model.model.rotary_emb
         # Called for its side effect: dynamic RoPE sets inv_freq by the longest position.
         rotary(embedded[:1, :1], position_ids.max().view(1, 1))
-        groups = self.args.head_groups or default_head_groups(tokens, config.num_key_value_heads)
-        if config.num_key_value_heads % groups:
+        kv_heads: int = config.num_key_value_heads or config.num_attention_heads
+        groups = self.args.head_groups or default_head_groups(tokens, kv_heads)
+        if kv_heads % groups:
             raise UserError(
-                f"--head_groups {groups} must divide the model's {config.num_key_value_heads} "
-                "key/value heads"
+                f"--head_groups {groups} must divide the model's {kv_heads} key/value heads"
             )
         return Schedule(
             documents=Documents.from_position_ids(position_ids, attention_mask),
@@ -108,6 +108,10 @@ class Custom:
         )
 
 
+def custom_of(model: PreTrainedModel) -> Custom:
+    return model.longctx  # type: ignore[return-value]
+
+
 def default_head_groups(tokens: int, kv_heads: int) -> int:
     """One group is fastest; from 64K tokens on its q, k, v (up to 3 units) are worth splitting."""
     return kv_heads if tokens >= 65536 else 1
@@ -124,7 +128,8 @@ def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.de
     backend, attention = choose_attention(args.attn_backend, device, model.dtype)
     store = ActivationStore(device, args.offload_activations, args.host_memory_gib)
     # Not a submodule and not a buffer: nothing of it reaches the state dict.
-    model.longctx = Custom(args=args, attention=attention, store=store)
+    custom: Any = Custom(args=args, attention=attention, store=store)
+    model.longctx = custom
     model.forward = MethodType(_model_forward, model)
     for layer in model.model.layers:
         layer.forward = MethodType(_layer_forward, layer)
@@ -172,9 +177,10 @@ def _model_forward(
         hidden = _scheduled_forward(self, input_ids, attention_mask, position_ids, inputs_embeds)
         output = CausalLMOutputWithPast()
     else:
-        if reason not in self.longctx.said:
+        said = custom_of(self).said
+        if reason not in said:
             print(f"custom: Hugging Face's layers run for calls with {reason}")
-            self.longctx.said.add(reason)
+            said.add(reason)
         base = self.model(**inputs)
         hidden = base.last_hidden_state
         output = CausalLMOutputWithPast(
@@ -224,7 +230,7 @@ def _scheduled_forward(
     inputs_embeds: Tensor | None,  # (B, S, D)
 ) -> Tensor:  # (B, S, D)
     """Embedding, scheduled layers, final norm."""
-    base, custom = model.model, model.longctx
+    base, custom = model.model, custom_of(model)
     x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     B, S, D = x.shape
     if position_ids is None:
@@ -251,17 +257,29 @@ def _layer_forward(
 ) -> Tensor:
     if schedule is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    attn, mlp = self.self_attn, self.mlp
-    linears = (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj)
-    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    weights = Weights(
-        self.input_layernorm.weight,
-        *(linear.weight for linear in linears),
-        self.post_attention_layernorm.weight,
-        *(linear.weight for linear in (gate, up, down)),
-        *(linear.bias for linear in (*linears, gate, up, down)),
+    return scheduled_layer(hidden_states, schedule, layers_above, _weights(self))
+
+
+def _weights(layer: Any) -> Weights:
+    attn, mlp = layer.self_attn, layer.mlp
+    return Weights(
+        norm1=layer.input_layernorm.weight,
+        q=attn.q_proj.weight,
+        k=attn.k_proj.weight,
+        v=attn.v_proj.weight,
+        o=attn.o_proj.weight,
+        norm2=layer.post_attention_layernorm.weight,
+        gate=mlp.gate_proj.weight,
+        up=mlp.up_proj.weight,
+        down=mlp.down_proj.weight,
+        q_bias=attn.q_proj.bias,
+        k_bias=attn.k_proj.bias,
+        v_bias=attn.v_proj.bias,
+        o_bias=attn.o_proj.bias,
+        gate_bias=mlp.gate_proj.bias,
+        up_bias=mlp.up_proj.bias,
+        down_bias=mlp.down_proj.bias,
     )
-    return scheduled_layer(hidden_states, schedule, layers_above, weights)
 
 
 # --- liger -----------------------------------------------------------------------------------

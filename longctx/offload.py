@@ -72,8 +72,8 @@ class ActivationStore:
         self._filled_for: Saved | None = None
         self._tile_ready: dict[int, Any] = {}
         on_gpu = device.type == "cuda"
-        self._out = torch.cuda.Stream(device) if on_gpu else None
-        self._in = torch.cuda.Stream(device) if on_gpu else None
+        self._out: Any = torch.cuda.Stream(device) if on_gpu else None
+        self._in: Any = torch.cuda.Stream(device) if on_gpu else None
 
     # --- before the first step -------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""train.py end to end on the CPU: it learns, resumes exactly, saves whole, and refuses bad input."""
+"""train.py end to end on the CPU: it learns, resumes exactly, saves whole, refuses bad input."""
 
 from __future__ import annotations
 
@@ -95,9 +95,8 @@ def test_gradient_accumulation_is_one_larger_batch(run) -> None:
 
 
 def test_same_seed_same_losses(run) -> None:
-    first, second, other = (
-        losses(run("--seed", seed, output=name)) for name, seed in (("a", "1"), ("b", "1"), ("c", "2"))
-    )
+    seeds = {"a": "1", "b": "1", "c": "2"}
+    first, second, other = (losses(run("--seed", s, output=o)) for o, s in seeds.items())
     assert first == second != other
 
 
