@@ -38,7 +38,7 @@ from longctx.kernels.launch import (
 )
 
 MAX_HIDDEN = 32768
-"""A row is held in registers: 32 elements for each of a program's 1024 threads at most."""
+"""A row is held in registers; past 8192 elements backward spills some of them (sm_80)."""
 
 
 def rms_norm_reference(
@@ -307,7 +307,8 @@ def rms_norm_backward(
         with on_device(x):
             key = (block, x.dtype, d_residual is not None)
             written = [out] if dw is None else [out, dw]
-            launch(choose("rms_norm_backward", key, backward_config(D), others, launch, written))
+            default = backward_config(D, x.element_size())
+            launch(choose("rms_norm_backward", key, default, others, launch, written))
     return out
 
 
@@ -352,12 +353,14 @@ def forward_config(D: int) -> Config:
     return Config(block=block, num_warps=min(16, max(4, block // 1024)), rows=max(1, 2048 // block))
 
 
-def backward_config(D: int) -> Config:
+def backward_config(D: int, itemsize: int = 2) -> Config:
     block = triton.next_power_of_2(D)
+    # Rows fetched ahead wait in shared memory: three stages of 32 KiB rows would need 192 KiB.
+    row_bytes = block * itemsize
     return Config(
         block=block,
         num_warps=min(16, max(4, block // 512)),
         rows=max(1, 2048 // block),
-        programs_per_sm=2 if block <= 8192 else 1,
-        num_stages=3 if block <= 8192 else 1,
+        programs_per_sm=2 if row_bytes <= 16384 else 1,
+        num_stages=3 if row_bytes <= 16384 else 2 if row_bytes <= 32768 else 1,
     )

@@ -45,7 +45,7 @@ def _cases():
             strides = {f"stride_{n}": D for n in ("dy", "x", "d_residual", "out")}
             sizes = {"partial_ptr": "*fp32", "N": 131072, "D": D, **strides, "eps": "fp32"}
             for residual in (False, True):
-                c = rms_norm.backward_config(D)
+                c = rms_norm.backward_config(D, 2 if t == "bf16" else 4)
                 flags = {"HAS_RESIDUAL": residual, "HAS_DW": True, "STAGES": c.num_stages}
                 constants, warps = norm(c, **flags)
                 arguments = {**pointers, **sizes, **constants}
