@@ -95,6 +95,7 @@ def build_dataset(
         paths = stdlib_files() if files is None else find_files(files)
         identity = [file_identity(path) for path in paths]
 
+    name = ", ".join(files or [args.dataset_name or "the standard library"])
     cache_dir = Path(args.cache_dir).expanduser()
     pad_token_id = _pad_token_id(tokenizer, vocab_size)
     source_key = digest(identity)
@@ -111,6 +112,8 @@ def build_dataset(
             replaced = _replaced_bytes(records)
         else:
             replaced = {}
+        if not len(records):
+            raise _blank(name)
         tokens = _tokens(
             cache_dir / f"tokens-{tokens_key}.arrow",
             records,
@@ -134,10 +137,10 @@ def build_dataset(
         write_text(report_path, json.dumps(report))
 
     stats = PackingStats(**report["stats"])
-    for name, count in report["replaced_bytes"].items():
-        _say(f"{name}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
+    for file, count in report["replaced_bytes"].items():
+        _say(f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
     _check_vocabulary(stats.largest_token_id, vocab_size)
-    _check_trainable(stats, ", ".join(files or [args.dataset_name or "the standard library"]))
+    _check_trainable(stats, name)
     _say(stats.summary(seq_len))
     return rows
 
@@ -344,12 +347,16 @@ def _check_vocabulary(largest_token_id: int, vocab_size: int | None) -> None:
 
 def _check_trainable(stats: PackingStats, name: str) -> None:
     if stats.documents == 0:
-        raise UserError(f"no readable text in {name}: everything in it is blank")
+        raise _blank(name)
     if stats.rows == 0:
         raise UserError(
             f"nothing to train on in {name}: no document has a trained token after its first "
             "within --seq_len"
         )
+
+
+def _blank(name: str) -> UserError:
+    return UserError(f"no readable text in {name}: everything in it is blank")
 
 
 def _say(line: str) -> None:

@@ -179,7 +179,7 @@ def _expand(pattern: str) -> list[Path]:
 def _check_file(path: Path) -> None:
     try:
         size_bytes = path.stat().st_size
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # ValueError: a NUL in the name
         raise UserError(f"{path} does not exist: check the path") from None
     if not path.is_file():
         raise UserError(f"{path} is not a regular file or a folder: give text or JSONL files")

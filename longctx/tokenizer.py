@@ -14,7 +14,7 @@ Two cores train it in 1.7 s on 10.4 MB. 4096 tokens read 3.6 characters a token,
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
@@ -63,6 +63,11 @@ def default_tokenizer(cache_dir: Path, vocab_size: int = VOCAB_SIZE) -> PreTrain
         texts = (document.content for document in read_documents(stdlib_files()))
         backend = train_backend(texts, vocab_size)
         write_text(path, backend.to_str())
+    return as_pretrained(backend)
+
+
+def as_pretrained(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """A backend of `train_backend` with its special tokens' roles and the chat template."""
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS,
@@ -73,7 +78,7 @@ def default_tokenizer(cache_dir: Path, vocab_size: int = VOCAB_SIZE) -> PreTrain
     )
 
 
-def train_backend(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+def train_backend(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE with the four special tokens first and <|bos|> before every text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
