@@ -119,9 +119,13 @@ def trained_characters(
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt, _ = render(messages[:i], add_generation_prompt=True)
         turn, _ = render(messages[: i + 1])
-        if not (turn.startswith(prompt) and whole.startswith(turn)):
+        if i > 0:
+            prompt, _ = render(messages[:i], add_generation_prompt=True)
+        else:  # templates need a turn; the generation prompt is what they would add after it
+            header = render(messages[:1], add_generation_prompt=True)[0].removeprefix(turn)
+            prompt = turn[: turn.find(header) + len(header)] if header and header in turn else ""
+        if not (prompt and turn.startswith(prompt) and whole.startswith(turn)):
             raise UserError(
                 f"{document.where}: the chat template rewrites earlier turns (turn {i + 1}), so "
                 "the trained tokens cannot be told; use a template with {% generation %} markers"

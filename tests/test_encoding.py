@@ -24,6 +24,11 @@ LLAMA2 = (
     "{{ bos_token + '[INST] ' + (sys if loop.first else '') + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+# Like SmolLM2: a system turn appears where none is given, but not before an empty conversation.
+DEFAULT_SYSTEM = (
+    "{% if messages and messages[0]['role'] != 'system' %}<|im_start|>system\nI help.<|im_end|>\n"
+    "{% endif %}" + PLAIN_CHATML.replace("{{ bos_token }}", "")
+)
 # Like reasoning models: earlier turns lose what stands before </think>.
 REWRITES_HISTORY = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -95,7 +100,7 @@ def test_markers_prefixes_and_hugging_face_agree_token_by_token(turns):
 
 def test_several_answers_in_a_row_and_an_answer_first():
     turns = [("assistant", "first"), ("user", "u"), ("assistant", "a"), ("assistant", "b")]
-    for template in ("default", PLAIN_CHATML):
+    for template in ("default", PLAIN_CHATML, DEFAULT_SYSTEM):
         tokenizer = small_tokenizer(template)
         (piece,) = encode([chat(turns)], tokenizer)
         assert trained_runs(piece, tokenizer) == answers(turns)
@@ -130,6 +135,16 @@ def test_offsets_that_leave_out_spaces():
             r"rewrites earlier turns \(turn 2\)",
         ),
         ([("user", "u"), ("user", "v"), ("assistant", "b")], LLAMA2, "refuses .*must alternate"),
+        (
+            [("assistant", "a")],
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            r"rewrites earlier turns \(turn 1\)",
+        ),
+        (
+            [("assistant", "a")],
+            PLAIN_CHATML.replace("assistant\n{% endif", "bot\n{% endif"),
+            r"rewrites earlier turns \(turn 1\)",
+        ),
         (CONVERSATIONS["one turn"], "{{ messages[7]['content'] }}", "refuses this conversation"),
         (
             CONVERSATIONS["one turn"],
@@ -138,7 +153,16 @@ def test_offsets_that_leave_out_spaces():
         ),
         (CONVERSATIONS["one turn"], "{% broken", "refuses this conversation"),
     ],
-    ids=["no template", "rewrites", "order", "undefined", "marks nothing", "syntax"],
+    ids=[
+        "no template",
+        "rewrites",
+        "no prompt",
+        "odd prompt",
+        "order",
+        "undefined",
+        "marks nothing",
+        "syntax",
+    ],
 )
 def test_a_conversation_without_an_exact_mask_is_refused(turns, template, message):
     with pytest.raises(UserError, match=f"^chats.jsonl:3: .*{message}") as error:
