@@ -156,9 +156,9 @@ def test_offsets_that_leave_out_spaces():
     ids=[
         "no template",
         "rewrites",
+        "order",
         "no prompt",
         "odd prompt",
-        "order",
         "undefined",
         "marks nothing",
         "syntax",
