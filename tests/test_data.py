@@ -78,6 +78,7 @@ def test_split_keeps_and_truncate_drops(build, capsys):
     padding = len(split) * 64 - tokens
     assert f"{padding:,} padding" in out
     kept = sum(len(ids) for ids in documents_in(build(long_documents="truncate")))
+    assert kept < tokens
     assert f"({tokens - kept:,} tokens dropped by truncation" in capsys.readouterr().out
 
 

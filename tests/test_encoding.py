@@ -123,6 +123,12 @@ def test_offsets_that_leave_out_spaces():
     turns = [("user", "u"), ("assistant", "  key"), ("user", "v"), ("assistant", " \n value ")]
     (piece,) = encode([chat(turns)], tokenizer)
     assert trained_runs(piece, tokenizer) == answers(turns)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (piece,) = encode([chat([("user", "u"), ("assistant", "ends with  ")])], tokenizer)
+    assert trained_runs(piece, tokenizer) == ["ends with  "]
 
 
 @pytest.mark.parametrize(
