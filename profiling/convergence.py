@@ -2,11 +2,11 @@
 
     python profiling/convergence.py --output profiling/results/h200_convergence.json
 
-bf16 runs that differ only in the order of their sums drift apart. How far two *vanilla* runs drift
-that use different kernels (Hugging Face's eager layers with sdpa, and torch.compile's) is the
-noise; another class type is right if it stays within.
-Each row holds a run's losses and their root-mean-square distance from the first vanilla run, in
-units of that noise. Anything after `--` goes to train.py, for all runs.
+bf16 runs that differ only in the order of their sums drift apart. How far *vanilla* runs drift from
+each other that use different kernels (sdpa or eager attention, torch.compile) is the noise; another
+class type is right if it stays within. Each row holds a run's losses and their root-mean-square
+distance from the first vanilla run, in units of that noise. Anything after `--` goes to train.py,
+for all runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import math
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from first_run import run
 from results import write_results
@@ -30,7 +31,6 @@ RUNS = {
     "custom": ["--class_type", "custom"],
     "liger": ["--class_type", "liger"],
 }
-NOISE = "vanilla, torch.compile"
 
 
 def distance(a: list[float], b: list[float]) -> float:
@@ -48,10 +48,17 @@ def main() -> None:
         for name, flags in RUNS.items():
             lines = run(name, [*JOB, *flags, *args.flags], Path(folder) / name.replace(" ", "_"))
             losses[name] = [line["loss"] for line in lines if "loss" in line]
-    noise = distance(losses[NOISE], losses["vanilla"])
+    rows = compare(losses)
+    write_results(args.output, rows)
+
+
+def compare(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """One row a run. The noise is the largest distance of a vanilla run from the first one."""
+    vanilla = losses["vanilla"]
+    noise = max(distance(run, vanilla) for name, run in losses.items() if "vanilla" in name)
     rows = []
     for name, run_losses in losses.items():
-        away = distance(run_losses, losses["vanilla"])
+        away = distance(run_losses, vanilla)
         print(f"{name:25} last loss {run_losses[-1]:.4f}  distance {away / noise:.2f} x noise")
         rows.append(
             {
@@ -61,7 +68,7 @@ def main() -> None:
                 "losses": run_losses,
             }
         )
-    write_results(args.output, rows)
+    return rows
 
 
 if __name__ == "__main__":

@@ -18,14 +18,17 @@ import torch
 _PACKAGES = "torch triton transformers accelerate liger-kernel flash-attn-4 deepspeed".split()
 
 
-def describe_run() -> dict[str, Any]:
-    """Everything in a results file but its rows. The commit is that of the working tree, or
-    `LONGCTX_COMMIT` where the tree is a copy without its history."""
+def describe_run(path: Path) -> dict[str, Any]:
+    """Everything in the results file `path` but its rows. The commit is that of the working tree,
+    or `LONGCTX_COMMIT` where the tree is a copy without its history; the command writes to its
+    place in the repository, wherever this run wrote."""
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         hardware = f"{count}x {torch.cuda.get_device_name()}, {os.cpu_count()} CPU cores"
     else:
         hardware = f"{os.cpu_count()} CPU cores, no GPU"
+    published = f"profiling/results/{path.name}"
+    words = [published if word == str(path) else word for word in sys.argv]
     versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
     for package in _PACKAGES:
         try:
@@ -36,7 +39,7 @@ def describe_run() -> dict[str, Any]:
         "hardware": hardware,
         "versions": versions,
         "commit": os.environ.get("LONGCTX_COMMIT") or _commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": " ".join(["python", *map(shlex.quote, words)]),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -59,5 +62,5 @@ def write_results(
         rows = [r for r in old if tuple(r.get(k) for k in key) not in fresh] + rows
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    head = json.dumps(describe_run(), indent=2).removesuffix("\n}")
+    head = json.dumps(describe_run(path), indent=2).removesuffix("\n}")
     path.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")

@@ -9,6 +9,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what determinism asks of cuBLAS
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; a lookup would hang offline
 
 
