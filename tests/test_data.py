@@ -159,7 +159,7 @@ def test_a_run_in_another_process_finds_the_same_cache(build, corpus, tmp_path):
         "vocab_size=None, seed=0)"
     )
     paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "7"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *sys.path]), "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == before
 
