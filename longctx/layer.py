@@ -327,3 +327,29 @@ def scheduled_layer(x: Tensor, s: Schedule, layers_above: int, w: Weights) -> Te
     `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
     """
     return _ScheduledLayer.apply(x, s, layers_above, *w)
+
+
+class _FinalNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm_forward(x, weight, eps)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        dy = dy.contiguous()
+        dx = rms_norm_backward(dy, x, weight, ctx.eps, dw=dw, out=dy)
+        return dx, None if dw is None else dw.to(weight.dtype), None
+
+
+def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # (T, D), (D,) -> (T, D)
+    """RMSNorm between the last layer and the loss, whose gradient it overwrites with its own.
+
+    There the last layer's x, o and output and the loss's gradient are all alive: a fifth unit for
+    dx would be the peak of the whole backward pass.
+    """
+    return _FinalNorm.apply(x, weight, eps)

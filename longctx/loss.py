@@ -34,6 +34,7 @@ from torch import Tensor
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.kernels.launch import check_float, check_shape
 from longctx.kernels.scale import scale_into
+from longctx.matmul import addmm_, mm
 
 LOGITS_BYTES = 512 * 2**20
 
@@ -79,24 +80,6 @@ def _pieces(logits_rows: int) -> list[int]:
         if rows < max(1, logits_rows // 3):  # too few to keep the tensor cores busy
             return pieces
         pieces.append(rows)
-
-
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b for a 16-bit or fp32 pair; out is fp32 or has the operands' dtype."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
-def _addmm(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc += a @ b with acc in fp32."""
-    if a.is_cuda and a.dtype != acc.dtype:
-        torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
-    else:
-        torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), out=acc)
 
 
 class _Workspace:
@@ -180,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if part.start >= part.stop:
                     break
                 z, g = work.logits_and_gradients(part)
-                _mm(h[part], weight_t, z)
+                mm(h[part], weight_t, z)
                 if bias is not None:
                     z += bias
                 losses[start + part.start : start + part.stop] = cross_entropy(
@@ -192,14 +175,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             g = work.gradients(stop - start)
             if d_hidden is not None:
                 if kept is None:
-                    _mm(g, weight, d_hidden[where])
+                    mm(g, weight, d_hidden[where])
                 else:
                     d_hidden[where] = g @ weight
             if d_weight is not None:
                 if start == 0:
-                    _mm(g.t(), h, d_weight)
+                    mm(g.t(), h, d_weight)
                 else:
-                    _addmm(d_weight, g.t(), h)
+                    addmm_(d_weight, g.t(), h)
             if d_bias is not None:
                 d_bias += g.sum(0, dtype=torch.float32)
         if n == 0 and d_weight is not None:

@@ -26,8 +26,7 @@ from transformers.utils import can_return_tuple
 
 from longctx.attention import Attention, Documents, choose_attention
 from longctx.config import ModelArguments, UserError
-from longctx.kernels.rms_norm import rms_norm
-from longctx.layer import Schedule, Weights, scheduled_layer
+from longctx.layer import Schedule, Weights, final_norm, scheduled_layer
 from longctx.loss import LOGITS_BYTES, linear_cross_entropy
 from longctx.offload import ActivationStore
 
@@ -244,7 +243,7 @@ def _scheduled_forward(
         # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
         # that Hugging Face's layer class would put around the schedule.
         x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-    return rms_norm(x, base.norm.weight, base.norm.variance_epsilon).view(B, S, D)
+    return final_norm(x, base.norm.weight, base.norm.variance_epsilon).view(B, S, D)
 
 
 def _layer_forward(
