@@ -16,14 +16,21 @@ from rich.console import Console
 from rich.table import Table
 from transformers import set_seed
 
-from longctx.checkpoint import FINAL, check_disk_space, prepare_output_dir, resolve_resume
+from longctx.checkpoint import (
+    FINAL,
+    check_disk_space,
+    check_output_dir,
+    clear_output_dir,
+    resolve_resume,
+)
 from longctx.config import TrainArguments, UserError, parse_args
 from longctx.data import build_dataset, check_sources, collate
-from longctx.loading import load_config, load_model
+from longctx.loading import load_config, load_model, weights_bytes
 from longctx.metrics import peak_memory
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
 
+SPECIAL = ("bos", "eos", "pad")
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
 
@@ -35,8 +42,10 @@ def main(argv: list[str] | None = None) -> None:
 
     # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
     tokenizer = load_tokenizer(model_args, data_args)
-    config = load_config(model_args, vocab_size=len(tokenizer))
-    output_dir = prepare_output_dir(args, resume)
+    special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
+    config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
+    output_dir = check_output_dir(args, resume)
+    check_disk_space(output_dir, weights_bytes(model_args, config, args.device), args)
 
     # 3. Data: documents -> tokens -> packed rows of seq_len.
     def rows(files: list[str] | None):
@@ -56,9 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)
     model = load_model(model_args, config, device=args.device)
-    check_disk_space(output_dir, model, args)
 
     # 5. Train.
+    if args.process_index == 0:
+        clear_output_dir(output_dir, resume)
     trainer = LongTrainer(
         model=model,
         args=args,

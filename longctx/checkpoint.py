@@ -2,7 +2,7 @@
 
 A checkpoint is written into `<output_dir>/.incomplete-<name>` and renamed to its place when every
 file is there. A rename is atomic, so a killed run leaves either the whole checkpoint or a folder
-that nothing takes for one; `prepare_output_dir` sweeps those up.
+that nothing takes for one; `clear_output_dir` sweeps those up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import shutil
 from pathlib import Path
 
-from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
 from longctx.config import TrainArguments, UserError
@@ -66,8 +65,8 @@ def resolve_resume(args: TrainArguments) -> Path | None:
     return path
 
 
-def prepare_output_dir(args: TrainArguments, resume: Path | None) -> Path:
-    """Makes the folder and sweeps up what a killed run left; refuses to overwrite a run.
+def check_output_dir(args: TrainArguments, resume: Path | None) -> Path:
+    """Makes the folder if need be. Nothing in it is touched yet.
 
     Raises UserError if an earlier run is there that is neither resumed nor to be overwritten.
     """
@@ -76,30 +75,37 @@ def prepare_output_dir(args: TrainArguments, resume: Path | None) -> Path:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create --output_dir {output_dir}: {error.strerror}") from error
-    earlier = [
+    if resume is None and not args.overwrite_output_dir and _earlier_run(output_dir):
+        raise UserError(
+            f"{output_dir} holds an earlier run: continue it with --resume_from_checkpoint last, "
+            "replace it with --overwrite_output_dir, or choose another --output_dir"
+        )
+    return output_dir
+
+
+def clear_output_dir(output_dir: Path, resume: Path | None) -> None:
+    """Deletes what a killed run left half done and, unless resuming, the run to be overwritten.
+
+    Called when everything else is known to work, by one process.
+    """
+    leftovers = list(output_dir.glob(_STAGING + "*"))
+    for path in leftovers + ([] if resume else _earlier_run(output_dir)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _earlier_run(output_dir: Path) -> list[Path]:
+    return [
         path
         for path in output_dir.iterdir()
         if _CHECKPOINT.fullmatch(path.name) or path.name in (FINAL, METRICS)
     ]
-    if earlier and resume is None:
-        if not args.overwrite_output_dir:
-            raise UserError(
-                f"{output_dir} holds an earlier run: continue it with --resume_from_checkpoint "
-                "last, replace it with --overwrite_output_dir, or choose another --output_dir"
-            )
-        for path in earlier:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in output_dir.glob(_STAGING + "*"):
-        shutil.rmtree(path, ignore_errors=True)
-    return output_dir
 
 
-def check_disk_space(output_dir: Path, model: PreTrainedModel, args: TrainArguments) -> None:
+def check_disk_space(output_dir: Path, weights_bytes: int, args: TrainArguments) -> None:
     """Raises UserError if the disk cannot take one checkpoint and the final model.
 
     A checkpoint is the weights and, unless `save_only_model`, two Adam moments as large as them.
     """
-    weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     saves_checkpoints = args.save_strategy != "no"
     copies = 1 + (0 if not saves_checkpoints else 1 if args.save_only_model else 3)
     needed_bytes, free_bytes = copies * weights_bytes, shutil.disk_usage(output_dir).free

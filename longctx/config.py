@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -154,6 +155,8 @@ class TrainArguments(TrainingArguments):
             # Newer transformers rename it to activation_checkpointing; 5.17 has only this name.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
             super().__post_init__()
+        if not torch.cuda.is_available():
+            self.dataloader_pin_memory = False  # or torch warns that there is nothing to pin for
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise UserError(f"--peak_tflops must be above 0, got {self.peak_tflops}")
 

@@ -7,6 +7,7 @@ random weights, so that tests and benchmarks need no download.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,18 @@ _HF_ATTENTION = {
 }
 
 
-def load_config(args: ModelArguments, *, vocab_size: int) -> PretrainedConfig:
+def load_config(
+    args: ModelArguments, *, vocab_size: int, special_ids: Mapping[str, int | None] | None = None
+) -> PretrainedConfig:
     """The model's configuration, checked against the run before any weight is touched.
 
-    `vocab_size` is the tokenizer's; a preset without a vocabulary of its own (tiny) takes it.
+    `vocab_size` and `special_ids` (`bos_token_id`, ...) are the tokenizer's. A preset takes the
+    latter and, if it has no vocabulary of its own (tiny), the former.
     Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
     """
     if args.model_name_or_path is None:
-        config = LlamaConfig(**{"vocab_size": vocab_size, **PRESETS[args.preset or "tiny"]})
+        preset = PRESETS[args.preset or "tiny"]
+        config = LlamaConfig(**{"vocab_size": vocab_size, **preset, **(special_ids or {})})
     else:
         name, where = _pretrained(args)
         try:
@@ -102,6 +107,13 @@ def load_config(args: ModelArguments, *, vocab_size: int) -> PretrainedConfig:
         )
     _check_context(config, args)
     return config
+
+
+def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
+    """The size of the model's parameters, without making them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(args.dtype, device))
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def load_model(
@@ -125,6 +137,8 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             name, config=config, dtype=dtype, attn_implementation=attention, **where
         )
+        if "gguf_file" in where:
+            _forget_gguf(model)
     patched = patch(model, args, device)
     print(
         f"{args.class_type}: {type(model).__name__}, {model.num_parameters() / 1e9:.3f}B parameters"
@@ -193,6 +207,15 @@ def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
             raise UserError(f"{name} needs the gguf package: pip install gguf")
         return str(path.parent), {**where, "gguf_file": path.name}
     return name, where
+
+
+def _forget_gguf(model: Any) -> None:
+    """A GGUF's weights are dequantised on loading, but the model still says it is quantised, and
+    then can be neither trained nor saved."""
+    model.is_quantized = False
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, name):
+            delattr(owner, name)
 
 
 def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
 from longctx.checkpoint import (
     check_disk_space,
-    prepare_output_dir,
+    check_output_dir,
+    clear_output_dir,
     publish,
     resolve_resume,
     staging_path,
@@ -39,7 +39,7 @@ def test_leftovers_of_a_killed_run_are_swept_up(tmp_path: Path) -> None:
     (staging / "model.safetensors").write_text("half")
     with pytest.raises(UserError, match="holds no checkpoint-N"):
         resolve_resume(arguments(tmp_path, resume_from_checkpoint="last"))
-    prepare_output_dir(arguments(tmp_path), resume=None)
+    clear_output_dir(check_output_dir(arguments(tmp_path), None), None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,21 +68,22 @@ def test_an_earlier_run_is_refused_resumed_or_overwritten(tmp_path: Path) -> Non
     old.mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="--overwrite_output_dir"):
-        prepare_output_dir(arguments(tmp_path), resume=None)
-    prepare_output_dir(arguments(tmp_path), resume=old)
+        check_output_dir(arguments(tmp_path), None)
+    clear_output_dir(check_output_dir(arguments(tmp_path), old), old)
     assert old.exists()
-    prepare_output_dir(arguments(tmp_path, overwrite_output_dir=True), resume=None)
+    check_output_dir(arguments(tmp_path, overwrite_output_dir=True), None)
+    assert old.exists()  # until everything else is known to work
+    clear_output_dir(tmp_path, None)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_disk_space_for_weights_and_adam_states(tmp_path: Path, monkeypatch) -> None:
-    model = nn.Linear(256, 1024, bias=False)  # 1 MiB in fp32
     free_mib = {"value": 4}
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(free=free_mib["value"] * 2**20)
     )
-    check_disk_space(tmp_path, model, arguments(tmp_path))
+    check_disk_space(tmp_path, 2**20, arguments(tmp_path))
     free_mib["value"] = 3
     with pytest.raises(UserError, match="no space for the checkpoint"):
-        check_disk_space(tmp_path, model, arguments(tmp_path))
-    check_disk_space(tmp_path, model, arguments(tmp_path, save_only_model=True))
+        check_disk_space(tmp_path, 2**20, arguments(tmp_path))
+    check_disk_space(tmp_path, 2**20, arguments(tmp_path, save_only_model=True))

@@ -5,10 +5,18 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from longctx.config import ModelArguments, UserError
 from longctx.loading import PRESETS, load_config, load_model
@@ -259,3 +267,46 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
     GPT2Config(n_layer=1).save_pretrained(tmp_path)  # a configuration without weights
     with pytest.raises(UserError, match="'gpt2': use --class_type vanilla"):
         load_config(ModelArguments(model_name_or_path=str(tmp_path)), vocab_size=9)
+
+
+def write_gguf(path: Path, layers: int = 1) -> None:
+    """A GGUF file of a tiny Llama with unquantised tensors, as llama.cpp names them."""
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(331)
+    shapes = {"token_embd": (331, 64), "output_norm": (64,), "output": (331, 64)}
+    for i in range(layers):
+        shapes |= {f"blk.{i}.attn_{n}": (64, 64) for n in ("q", "output")}
+        shapes |= {f"blk.{i}.attn_{n}": (32, 64) for n in "kv"}
+        shapes |= {f"blk.{i}.ffn_{n}": (96, 64) for n in ("gate", "up")}
+        shapes |= {f"blk.{i}.ffn_down": (64, 96)}
+        shapes |= {f"blk.{i}.{n}_norm": (64,) for n in ("attn", "ffn")}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape, scale=0.1).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_trained_and_saved_like_any_model(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    args = ModelArguments(model_name_or_path=str(tmp_path / "tiny.gguf"), seq_len=48)
+    model = load_model(args, load_config(args, vocab_size=331), device=CPU)
+    assert model.config.num_key_value_heads == 2
+    model(**packed_batch()).loss.backward()
+    assert Trainer(model, TrainingArguments(str(tmp_path / "t"), use_cpu=True)).model is model
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(
+        torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True)
+    )
