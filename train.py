@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     check_sources(data_args)
 
     # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
-    tokenizer = load_tokenizer(model_args, data_args)
+    with args.main_process_first(desc="tokenizer"):
+        tokenizer = load_tokenizer(model_args, data_args)
     special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
     output_dir = check_output_dir(args, resume)
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
             seed=args.seed,
         )
 
-    with args.main_process_first(desc="tokenising"):
+    with args.main_process_first(desc="data"):
         train_rows = rows(data_args.train_file)
         eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
 

@@ -21,7 +21,7 @@ import transformers
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
-from longctx.config import UserError
+from longctx.config import UserError, say
 
 BATCH_BYTES = 64 << 20
 CODE_FILES = (
@@ -71,7 +71,7 @@ def open_arrow(path: Path, rows: int | None = None) -> Dataset | None:
         reason = f"{len(dataset)} of {rows} rows"
     except (OSError, ValueError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())
-    print(f"rebuilding the damaged cache file {path} ({reason})")
+    say(f"rebuilding the damaged cache file {path} ({reason})")
     path.unlink()
     return None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
 import warnings
 from argparse import ArgumentParser
@@ -27,6 +28,12 @@ from transformers import HfArgumentParser, TrainingArguments
 
 class UserError(Exception):
     """Bad input. The message is one line that names what is wrong and what to do."""
+
+
+def say(line: str) -> None:
+    """Tells the user something, once however many processes run."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
 
 
 def _option(default: Any, help: str) -> Any:

@@ -39,7 +39,7 @@ from longctx.cache import (
     write_arrow,
     write_text,
 )
-from longctx.config import DataArguments, UserError
+from longctx.config import DataArguments, UserError, say
 from longctx.encoding import encode
 from longctx.packing import PackingStats, Piece, pack
 from longctx.records import Document, as_document
@@ -138,10 +138,10 @@ def build_dataset(
 
     stats = PackingStats(**report["stats"])
     for file, count in report["replaced_bytes"].items():
-        _say(f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
+        say(f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
     _check_vocabulary(stats.largest_token_id, vocab_size)
     _check_trainable(stats, name)
-    _say(stats.summary(seq_len))
+    say(stats.summary(seq_len))
     return rows
 
 
@@ -309,7 +309,7 @@ def _stream(
         ):
             yield {key: values.tolist() for key, values in row.items()}
         _check_trainable(stats, name)
-        _say(stats.summary(seq_len))
+        say(stats.summary(seq_len))
 
     return IterableDataset.from_generator(rows, features=ROW_FEATURES)
 
@@ -357,8 +357,3 @@ def _check_trainable(stats: PackingStats, name: str) -> None:
 
 def _blank(name: str) -> UserError:
     return UserError(f"no readable text in {name}: everything in it is blank")
-
-
-def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(line)

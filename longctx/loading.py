@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from longctx.config import ModelArguments, UserError
+from longctx.config import ModelArguments, UserError, say
 from longctx.model import patch
 
 _LLAMA_3_ROPE = {
@@ -140,7 +140,7 @@ def load_model(
         if "gguf_file" in where:
             _forget_gguf(model)
     patched = patch(model, args, device)
-    print(
+    say(
         f"{args.class_type}: {type(model).__name__}, {model.num_parameters() / 1e9:.3f}B parameters"
         f" in {dtype}; {patched}"
     )
@@ -237,4 +237,4 @@ def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
     # yarn, dynamic and longrope compute their frequencies from max_position_embeddings.
     if kind in ("default", "linear", "llama3"):
         config.max_position_embeddings = args.seq_len
-    print(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind!r} {says}")
+    say(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind!r} {says}")

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from longctx.attention import Attention, Documents, choose_attention
-from longctx.config import ModelArguments, UserError
+from longctx.config import ModelArguments, UserError, say
 from longctx.layer import Schedule, Weights, final_norm, scheduled_layer
 from longctx.loss import LOGITS_BYTES, linear_cross_entropy
 from longctx.offload import ActivationStore
@@ -50,6 +50,7 @@ class Custom:
     args: ModelArguments
     attention: Attention
     store: ActivationStore
+    label_smoothing: float = 0.0
     reserved_tokens: int = 0
     """The longest batch for which the store has room."""
     said: set[str] = field(default_factory=set)
@@ -178,7 +179,7 @@ def _model_forward(
     else:
         said = custom_of(self).said
         if reason not in said:
-            print(f"custom: Hugging Face's layers run for calls with {reason}")
+            say(f"custom: Hugging Face's layers run for calls with {reason}")
             said.add(reason)
         base = self.model(**inputs)
         hidden = base.last_hidden_state
@@ -195,6 +196,7 @@ def _model_forward(
         shift_labels.to(hidden.device),
         bias=self.lm_head.bias,
         num_items=num_items_in_batch,
+        label_smoothing=custom_of(self).label_smoothing,
     )
     return output
 

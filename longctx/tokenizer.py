@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import logging as transformers_logging
 
 from longctx.cache import digest, write_text
-from longctx.config import DataArguments, ModelArguments, UserError
+from longctx.config import DataArguments, ModelArguments, UserError, say
 from longctx.sources import read_documents, stdlib_files
 
 VOCAB_SIZE = 8192
@@ -59,7 +59,7 @@ def default_tokenizer(cache_dir: Path, vocab_size: int = VOCAB_SIZE) -> PreTrain
     path = cache_dir / f"tokenizer-{key}.json"
     backend = _load_backend(path)
     if backend is None:
-        print(f"training a tokenizer of {vocab_size} tokens on Python's standard library")
+        say(f"training a tokenizer of {vocab_size} tokens on Python's standard library")
         texts = (document.content for document in read_documents(stdlib_files()))
         backend = train_backend(texts, vocab_size)
         write_text(path, backend.to_str())
@@ -104,7 +104,7 @@ def _load_backend(path: Path) -> Tokenizer | None:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot parse
-        print(f"rebuilding the cached tokenizer {path}: {_one_line(error)}")
+        say(f"rebuilding the cached tokenizer {path}: {_one_line(error)}")
         return None
 
 

@@ -16,6 +16,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from longctx.checkpoint import METRICS, publish, staging_path
 from longctx.config import TrainArguments
 from longctx.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
+from longctx.model import Custom
 
 
 class LongTrainer(Trainer):
@@ -23,14 +24,19 @@ class LongTrainer(Trainer):
 
     args: TrainArguments
 
-    def __init__(self, *, model: PreTrainedModel, **kwargs: Any) -> None:
-        super().__init__(model=model, **kwargs)
+    def __init__(self, *, model: PreTrainedModel, args: TrainArguments, **kwargs: Any) -> None:
+        super().__init__(model=model, args=args, **kwargs)
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),
             self.args.world_size,
             self.args.peak_tflops or device_peak_tflops(self.args.device),
         )
+        if args.label_smoothing_factor and isinstance(
+            custom := getattr(model, "longctx", None), Custom
+        ):
+            # Trainer's own smoothing would ask the model for all logits.
+            custom.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
         self.add_callback(_Clock(self.throughput))

@@ -87,6 +87,22 @@ def test_vanilla_and_custom_agree_step_by_step(run) -> None:
     assert custom == pytest.approx(vanilla, rel=2e-5)
 
 
+def test_label_smoothing_agrees_without_full_logits(run, monkeypatch) -> None:
+    flags = ("--label_smoothing_factor", "0.1", "--gradient_accumulation_steps", "2")
+    vanilla = losses(run("--class_type", "vanilla", *flags, output="vanilla"))
+    monkeypatch.setattr(torch.nn.Linear, "forward", refuse_vocabulary(torch.nn.Linear.forward))
+    custom = losses(run("--class_type", "custom", *flags, output="custom"))
+    assert custom == pytest.approx(vanilla, rel=2e-5)
+
+
+def refuse_vocabulary(forward):
+    def checked(self, x):
+        assert self.out_features != 8192, "lm_head was called for full logits"
+        return forward(self, x)
+
+    return checked
+
+
 def test_gradient_accumulation_is_one_larger_batch(run) -> None:
     """Rows differ in trained tokens, so a mean of means would differ."""
     whole = losses(run("--per_device_train_batch_size", "2", output="whole"))
