@@ -25,7 +25,7 @@ from longctx.checkpoint import (
 )
 from longctx.config import TrainArguments, UserError, parse_args
 from longctx.data import build_dataset, check_sources, collate
-from longctx.loading import load_config, load_model, weights_bytes
+from longctx.loading import check_request, load_config, load_model, weights_bytes
 from longctx.metrics import peak_memory
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = parse_args(argv, default_recipe=QUICKSTART)
     resume = resolve_resume(args)
     check_sources(data_args)
+    check_request(model_args, args.device)
 
     # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
     with args.main_process_first(desc="tokenizer"):

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from longctx.attention import choose_attention
 from longctx.config import ModelArguments, UserError, say
 from longctx.model import patch
 
@@ -109,6 +110,16 @@ def load_config(
     return config
 
 
+def check_request(args: ModelArguments, device: torch.device) -> None:
+    """Raises UserError where the class type or the attention needs a package or GPU that is not
+    there. Cheap: call it before data is read."""
+    if args.class_type == "custom":
+        choose_attention(args.attn_backend, device, _dtype(args.dtype, device))
+    else:
+        _check_liger(args, device)
+        _hf_attention(args, device)
+
+
 def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
     """The size of the model's parameters, without making them."""
     with torch.device("meta"):
@@ -124,7 +135,7 @@ def load_model(
     Pretrained weights are read; a preset's are random (seed them with `transformers.set_seed`)
     and made on `device`. Raises UserError where a package or a GPU is missing.
     """
-    _check_liger(args, device)
+    check_request(args, device)
     dtype = _dtype(args.dtype, device)
     attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
     if args.model_name_or_path is None:

@@ -197,6 +197,7 @@ def test_a_saved_model_is_trained_further(run, tmp_path: Path) -> None:
     [
         (["--train_file", "/no/such/file.txt"], "/no/such/file.txt"),
         (["--class_type", "liger"], "liger"),
+        (["--attn_backend", "cudnn"], "--attn_backend cudnn needs a GPU"),
         (["--seq_len", "999999999"], "--extend_context"),
         (["--resume_from_checkpoint", "/no/such/folder"], "no such folder"),
     ],
