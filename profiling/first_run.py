@@ -2,8 +2,9 @@
 
     python profiling/first_run.py --output profiling/results/h200_first_run.json
 
-The default is Llama-3.2-1B's architecture on real text (Python's standard library), rows of 32768
-tokens, bf16, ten steps. Anything after `--` goes to train.py, for all class types.
+The job is recipes/llama-3.2-1b_32k.yaml: Llama-3.2-1B's architecture on real text (Python's
+standard library), rows of 32768 tokens, bf16, ten steps. Anything after `--` goes to train.py, for
+all class types.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from results import write_results
 
 ROOT = Path(__file__).parent.parent
 CLASS_TYPES = ("vanilla", "liger", "custom")
-JOB = "--preset llama-3.2-1b --seq_len 32768 --dtype bfloat16 --max_steps 10".split()
+JOB = ["--config", "recipes/llama-3.2-1b_32k.yaml"]
 QUIET = ["--save_strategy", "no", "--disable_tqdm", "true"]
 
 
