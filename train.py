@@ -27,6 +27,7 @@ from longctx.config import TrainArguments, UserError, parse_args
 from longctx.data import build_dataset, check_sources, collate
 from longctx.loading import check_request, load_config, load_model, weights_bytes
 from longctx.metrics import peak_memory
+from longctx.model import custom_of
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
 
@@ -79,6 +80,8 @@ def main(argv: list[str] | None = None) -> None:
         data_collator=collate,
         processing_class=tokenizer,
     )
+    if model_args.class_type == "custom":  # host memory that is short shows now, not in step 1
+        custom_of(model).reserve(model, args.per_device_train_batch_size * model_args.seq_len)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if eval_rows is not None:
         trainer.evaluate()

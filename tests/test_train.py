@@ -192,6 +192,12 @@ def test_a_saved_model_is_trained_further(run, tmp_path: Path) -> None:
     assert losses(metrics(tmp_path / "second"))[0] < first[0]
 
 
+def test_short_host_memory_is_named_before_the_first_step(run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="GiB short.*--keep_attention false"):
+        run("--offload_activations", "all", "--host_memory_gib", "0.0001")
+    assert not (tmp_path / "run" / METRICS).exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
