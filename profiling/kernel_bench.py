@@ -27,11 +27,6 @@ Tuning notes (one H200, 131072 tokens, hidden 4096, bf16, fractions of the copy 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +38,8 @@ from triton.testing import do_bench
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from results import write_results  # noqa: E402
 
 from longctx.kernels.rms_norm import rms_norm, rms_norm_reference  # noqa: E402
 from longctx.kernels.rope import rope, rope_reference  # noqa: E402
@@ -305,7 +302,6 @@ def main() -> None:
     parser.add_argument("--rep-ms", type=int, default=200, help="time spent on each measurement")
     parser.add_argument("--impls", nargs="+", help="only these implementations")
     parser.add_argument("--out", type=Path, default=ROOT / "profiling/results/h200_kernels.json")
-    parser.add_argument("--commit", default=os.environ.get("LONGCTX_COMMIT"))
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(0)
@@ -344,37 +340,12 @@ def main() -> None:
                 )
     errors = gradient_errors() if "linear_cross_entropy" in options.ops else []
 
-    commit = options.commit
-    if commit is None:
-        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-    import triton
-
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    versions |= {"cuda": torch.version.cuda, "triton": triton.__version__}
-    for name in ("transformers", "liger_kernel", "cut_cross_entropy"):
-        try:
-            from importlib.metadata import version
-
-            versions[name] = version(name.replace("_", "-"))
-        except ImportError:
-            versions[name] = None
-    result = {
-        "hardware": torch.cuda.get_device_name(),
-        "versions": versions,
-        "commit": commit,
-        "command": "python profiling/kernel_bench.py " + " ".join(sys.argv[1:]),
-        "date": datetime.date.today().isoformat(),
-        "ceilings": {
-            "copy_tb_per_s": copy,
-            "matmul_tflop_per_s": matmul,
-            "matmul_in_turn_tflop_per_s": sustained,
-        },
-        "rows": rows,
-        "gradient_errors": errors,
+    ceilings = {
+        "copy_tb_per_s": copy,
+        "matmul_tflop_per_s": matmul,
+        "matmul_in_turn_tflop_per_s": sustained,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_results(options.out, rows, extra={"ceilings": ceilings, "gradient_errors": errors})
     chart(rows, options.out.with_suffix(".png"))
     print(f"wrote {options.out}")
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-_PACKAGES = "torch triton transformers accelerate liger-kernel flash-attn-4 deepspeed".split()
+_PACKAGES = (
+    "torch triton transformers accelerate liger-kernel cut-cross-entropy flash-attn-4 deepspeed"
+).split()
 
 
 def describe_run(path: Path) -> dict[str, Any]:
@@ -51,10 +53,14 @@ def _commit() -> str:
 
 
 def write_results(
-    path: Path, rows: Iterable[dict[str, Any]], *, key: Sequence[str] | None = None
+    path: Path,
+    rows: Iterable[dict[str, Any]],
+    *,
+    key: Sequence[str] | None = None,
+    extra: dict[str, Any] | None = None,
 ) -> None:
-    """Writes rows under a fresh description. With `key`, a row replaces the one in the file that
-    agrees with it in these columns, and the others stay."""
+    """Writes rows under a fresh description, which `extra` adds to. With `key`, a row replaces the
+    one in the file that agrees with it in these columns, and the others stay."""
     rows = list(rows)
     if key is not None and path.exists():
         fresh = [tuple(row.get(k) for k in key) for row in rows]
@@ -62,5 +68,5 @@ def write_results(
         rows = [r for r in old if tuple(r.get(k) for k in key) not in fresh] + rows
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    head = json.dumps(describe_run(path), indent=2).removesuffix("\n}")
+    head = json.dumps(describe_run(path) | (extra or {}), indent=2).removesuffix("\n}")
     path.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")

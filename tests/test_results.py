@@ -1,0 +1,48 @@
+"""Results files: described by the run that made them, renewed row by row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "profiling"))
+    import results
+
+    return results
+
+
+def test_rows_are_replaced_by_key_and_the_command_names_no_machine(
+    results, tmp_path: Path, monkeypatch
+) -> None:
+    path = tmp_path / "cpu_step.json"
+    monkeypatch.setattr(sys, "argv", ["profiling/step.py", "--output", str(path)])
+    monkeypatch.setenv("LONGCTX_COMMIT", "abc")
+    results.write_results(path, [{"tokens": 1, "s": 2.0}, {"tokens": 2, "s": 3.0}])
+    results.write_results(path, [{"tokens": 2, "s": 9.0}], key=["tokens"], extra={"rate": 7})
+    written = json.loads(path.read_text())
+    assert written["rows"] == [{"tokens": 1, "s": 2.0}, {"tokens": 2, "s": 9.0}]
+    assert written["rate"] == 7
+    assert written["commit"] == "abc"
+    assert written["command"] == (
+        "python profiling/step.py --output profiling/results/cpu_step.json"
+    )
+    assert {"hardware", "versions", "date"} <= written.keys()
+    assert str(tmp_path) not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "profiling/results").glob("*.json")), ids=lambda p: p.stem
+)
+def test_published_results_say_where_they_come_from(path: Path) -> None:
+    published = json.loads(path.read_text())
+    assert {"hardware", "versions", "commit", "command", "date", "rows"} <= published.keys()
+    assert len(published["commit"]) == 40
+    assert published["rows"]
