@@ -120,7 +120,8 @@ class _MetricsFile(TrainerCallback):
         path = Path(args.output_dir) / METRICS
         if not state.is_world_process_zero or not path.exists():
             return
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
+        lines = text[: text.rfind("\n") + 1].splitlines()  # a killed run may leave half a line
         kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

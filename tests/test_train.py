@@ -122,6 +122,8 @@ def test_resume_continues_with_identical_losses(run, tmp_path: Path) -> None:
     run(*save, output="parts")
     checkpoint = tmp_path / "parts" / "checkpoint-3"
     before = load_file(tmp_path / "parts" / "final" / "model.safetensors")
+    with (tmp_path / "parts" / METRICS).open("a") as file:
+        file.write('{"step": 7, "lo')  # killed while it wrote a line
     resumed = run(*save, "--resume_from_checkpoint", str(checkpoint), output="parts")
     assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
     for key in ("loss", "grad_norm", "learning_rate"):
