@@ -15,11 +15,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from longctx.config import TrainArguments, UserError
 from longctx.metrics import GIB
+from longctx.report import METRICS
 
 _STAGING = ".incomplete-"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 FINAL = "final"
-METRICS = "metrics.jsonl"
 
 
 def staging_path(path: Path) -> Path:

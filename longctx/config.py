@@ -25,9 +25,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-
-class UserError(Exception):
-    """Bad input. The message is one line that names what is wrong and what to do."""
+from longctx.errors import UserError
 
 
 def say(line: str) -> None:

@@ -1,0 +1,42 @@
+"""`longctx COMMAND ...`: what people run beside train.py.
+
+A command is a module with `main(argv)`; its docstring's first line is its help. Modules are
+imported when they are called, so `longctx report` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from longctx.errors import UserError
+
+COMMANDS = {
+    "report": "longctx.report",
+}
+"""Command -> module."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console command; ends with one line on stderr for a UserError."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return
+    try:
+        if argv[0] not in COMMANDS:
+            close = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown command {argv[0]!r}; did you mean longctx {close}?")
+        importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def usage() -> str:
+    lines = ["usage: longctx COMMAND ...", ""]
+    for name, module in COMMANDS.items():
+        doc = importlib.import_module(module).__doc__ or ""
+        lines.append(f"  {name:10} {doc.splitlines()[0]}")
+    return "\n".join([*lines, "", "longctx COMMAND --help shows a command's options."])
