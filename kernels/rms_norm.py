@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.annotate import annotated
 from longctx.kernels.launch import (
     Config,
     as_rows,
@@ -178,6 +179,7 @@ def _check(x: Tensor, weight: Tensor, **others: Tensor | None) -> None:
             check_float(name, other, x.dtype)
 
 
+@annotated("norm")
 def rms_norm_forward(
     x: Tensor,  # (..., D)
     weight: Tensor,  # (D,)
@@ -239,6 +241,7 @@ def rms_norm_forward(
     return out, summed
 
 
+@annotated("norm")
 def rms_norm_backward(
     dy: Tensor,  # (..., D)
     x: Tensor,  # (..., D), what forward normalised

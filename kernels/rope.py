@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.annotate import annotated
 from longctx.kernels.launch import (
     Config,
     check_float,
@@ -237,6 +238,7 @@ def _rotate_into(
             launch(choose("rope", key, default, others, launch, [q_out, k_out]))
 
 
+@annotated("rope")
 def rope_(
     q: Tensor,  # (N, H, d)
     k: Tensor,  # (N, K, d)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.annotate import annotate, annotated, each
 from longctx.attention import Attention, Documents
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
@@ -108,6 +109,7 @@ def head_groups(w: Weights, s: Schedule) -> Iterator[Group]:
 # --- forward ---------------------------------------------------------------------------------
 
 
+@annotated("projections")
 def project_qkv(
     x: Tensor,  # (T, D)
     w: Weights,
@@ -122,7 +124,7 @@ def project_qkv(
         columns = (group.q, group.kv, group.kv)
         bias = torch.cat([b[c] for b, c in zip(biases, columns, strict=True) if b is not None])
     qkv = x.new_empty(x.shape[0], weight.shape[0])
-    for tile in s.tiles(x.shape[0]):
+    for tile in each("tile", s.tiles(x.shape[0])):
         n1, _ = rms_norm_forward(x[tile], w.norm1, s.eps)
         linear(n1, weight, bias, out=qkv[tile])
     h, k = (group.q.stop - group.q.start), (group.kv.stop - group.kv.start)
@@ -139,20 +141,23 @@ def attention_forward(
     T, Hd = x.shape[0], w.q.shape[0]
     o = x.new_empty(T, Hd)
     lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
-    for group in head_groups(w, s):
+    for group in each("head group", head_groups(w, s)):
         q, k, v = project_qkv(x, w, s, group)
         o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
-        s.attention.forward(
-            q, k, v, s.documents, scale=s.head_dim**-0.5, o=o_group, lse=lse[group.lse]
-        )
+        with annotate("attention"):
+            s.attention.forward(
+                q, k, v, s.documents, scale=s.head_dim**-0.5, o=o_group, lse=lse[group.lse]
+            )
     return o, lse
 
 
+@annotated("mlp")
 def mlp_forward(x: Tensor, o: Tensor, w: Weights, s: Schedule) -> Tensor:
     """y = h + mlp(rms_norm(h)) with h = x + o Wo', tile by tile."""
     y = torch.empty_like(x)
-    for tile in s.tiles(x.shape[0]):
-        h = linear_add(x[tile], o[tile], w.o, w.o_bias)
+    for tile in each("tile", s.tiles(x.shape[0])):
+        with annotate("projections"):
+            h = linear_add(x[tile], o[tile], w.o, w.o_bias)
         n2, _ = rms_norm_forward(h, w.norm2, s.eps)
         gate, up = linear(n2, w.gate, w.gate_bias), linear(n2, w.up, w.up_bias)
         product = swiglu_forward(gate, up, out=gate)
@@ -186,6 +191,7 @@ class Gradients:
             self.done[name] = None if grad is None else grad.to(dtype)
 
 
+@annotated("mlp")
 def mlp_backward_(
     dy: Tensor,  # (T, D), overwritten by dh
     x: Tensor,  # (T, D)
@@ -197,10 +203,11 @@ def mlp_backward_(
     """Step 1: from dy to dh = dy + rms_norm'(h, dn2), and the gradients of down, gate, up, o."""
     d_o, d_gate, d_up, d_down = (grads.linear(name) for name in ("o", "gate", "up", "down"))
     d_norm2 = grads.norm("norm2")
-    for tile in s.tiles(x.shape[0]):
+    for tile in each("tile", s.tiles(x.shape[0])):
         s.store.wait(tile)
         dy_t, o_t = dy[tile], o[tile]
-        h = linear_add(x[tile], o_t, w.o, w.o_bias)
+        with annotate("projections"):
+            h = linear_add(x[tile], o_t, w.o, w.o_bias)
         n2, _ = rms_norm_forward(h, w.norm2, s.eps)
         gate, up = linear(n2, w.gate, w.gate_bias), linear(n2, w.up, w.up_bias)
         product = dy_t @ w.down  # d_product, until the next line writes the product over it
@@ -210,12 +217,14 @@ def mlp_backward_(
         d_up.add(up, n2)
         dn2 = torch.addmm(gate @ w.gate, up, w.up)
         rms_norm_backward(dn2, h, w.norm2, s.eps, d_residual=dy_t, dw=d_norm2, out=dy_t)
-        d_o.add(dy_t, o_t)
+        with annotate("projections"):
+            d_o.add(dy_t, o_t)
     for name, grad in (("o", d_o), ("gate", d_gate), ("up", d_up), ("down", d_down)):
         grads.finish(name, grad)
     grads.finish("norm2", d_norm2)
 
 
+@annotated("projections")
 def attention_backward_(
     dh: Tensor,  # (T, D)
     x: Tensor,  # (T, D)
@@ -227,14 +236,15 @@ def attention_backward_(
     """Step 2: dq, dk, dv of the unrotated projections, one head group at a time."""
     Kd = w.k.shape[0]
     dkv = x.new_empty(x.shape[0], 2 * Kd)
-    for group in head_groups(w, s):
+    for group in each("head group", head_groups(w, s)):
         q, k, v = project_qkv(x, w, s, group)
         heads = (-1, s.head_dim)
         do = (dh @ w.o[:, group.q]).unflatten(1, heads)
-        dq, dk, dv = s.attention.backward(
-            *(do, q, k, v, o[:, group.q].unflatten(1, heads), lse[group.lse], s.documents),
-            scale=s.head_dim**-0.5,
-        )
+        with annotate("attention"):
+            dq, dk, dv = s.attention.backward(
+                *(do, q, k, v, o[:, group.q].unflatten(1, heads), lse[group.lse], s.documents),
+                scale=s.head_dim**-0.5,
+            )
         rope_(dq, dk, s.position_ids, s.inv_freq, s.rope_scaling, inverse=True)
         o[:, group.q] = dq.flatten(1)
         dkv[:, group.kv] = dk.flatten(1)
@@ -242,6 +252,7 @@ def attention_backward_(
     return dkv
 
 
+@annotated("projections")
 def input_backward_(
     dh: Tensor,  # (T, D), overwritten by dx
     x: Tensor,  # (T, D)
@@ -261,7 +272,7 @@ def input_backward_(
         bool(wants.q_bias or wants.k_bias or wants.v_bias),
     )
     d_norm1 = grads.norm("norm1")
-    for tile in s.tiles(x.shape[0]):
+    for tile in each("tile", s.tiles(x.shape[0])):
         n1, _ = rms_norm_forward(x[tile], w.norm1, s.eps)
         dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
         d_qkv.add(dqkv, n1)
@@ -277,6 +288,7 @@ def input_backward_(
 
 class _ScheduledLayer(torch.autograd.Function):
     @staticmethod
+    @annotated("layer forward")
     def forward(
         ctx: Any,
         x: Tensor,  # (T, D)
@@ -301,6 +313,7 @@ class _ScheduledLayer(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @annotated("layer backward")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         s: Schedule = ctx.schedule
         w = Weights(*ctx.saved_tensors)

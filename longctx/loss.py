@@ -31,6 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from longctx.annotate import annotated
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.kernels.launch import check_float, check_shape
 from longctx.kernels.scale import scale_into
@@ -114,6 +115,7 @@ class _Workspace:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @annotated("loss")
     def forward(
         ctx: Any,
         hidden: Tensor,  # (N, D)
@@ -194,6 +196,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @annotated("loss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(

@@ -28,6 +28,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from longctx.annotate import annotate
 from longctx.config import UserError
 
 GIB = 2**30
@@ -123,7 +124,7 @@ class ActivationStore:
         if offset + saved.nbytes > self._slab.numel():
             return saved
         saved.offset = offset
-        with _after_compute(self._out):
+        with annotate("offload out"), _after_compute(self._out):
             if self._out is not None:
                 self._out.wait_stream(self._in)  # what is overwritten may still be on its way in
             assert saved.on_gpu is not None
@@ -200,14 +201,14 @@ class ActivationStore:
         """Starts to fill the buffers; the log-sum-exp goes first and whole."""
         self._filled_for = saved
         self._tile_ready = {}
-        with _after_compute(self._in):
+        with annotate("offload in"), _after_compute(self._in):
             if self._in is not None:
                 self._in.wait_stream(self._out)
             for buffer, host in self._pairs(saved)[saved.rows :]:
                 buffer.copy_(host, non_blocking=True)
 
     def _fill(self, saved: Saved, tile: slice) -> None:
-        with _after_compute(self._in):
+        with annotate("offload in"), _after_compute(self._in):
             for buffer, host in self._pairs(saved)[: saved.rows]:
                 buffer[tile].copy_(host[tile], non_blocking=True)
             if self._in is not None:
