@@ -25,9 +25,9 @@ from longctx.checkpoint import (
 )
 from longctx.config import TrainArguments, UserError, parse_args
 from longctx.data import build_dataset, check_sources, collate
+from longctx.engine import check_engine, check_resume, leave
 from longctx.loading import check_request, load_config, load_model, weights_bytes
 from longctx.metrics import peak_memory
-from longctx.model import custom_of
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
 
@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = parse_args(argv, default_recipe=QUICKSTART)
     resume = resolve_resume(args)
     check_sources(data_args)
+    check_engine(args)
+    check_resume(args, resume)
     check_request(model_args, args.device)
 
     # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)
-    model = load_model(model_args, config, device=args.device)
+    model = load_model(model_args, config, device=args.device, engine=args.engine)
 
     # 5. Train.
     if args.process_index == 0:
@@ -75,13 +77,12 @@ def main(argv: list[str] | None = None) -> None:
     trainer = LongTrainer(
         model=model,
         args=args,
+        seq_len=model_args.seq_len,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         data_collator=collate,
         processing_class=tokenizer,
     )
-    if model_args.class_type == "custom":  # host memory that is short shows now, not in step 1
-        custom_of(model).reserve(model, args.per_device_train_batch_size * model_args.seq_len)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if eval_rows is not None:
         trainer.evaluate()
@@ -90,6 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer.save_final(output_dir / FINAL)
     if trainer.is_world_process_zero():
         summarise(trainer, args, output_dir)
+    leave(args)
 
 
 def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> None:

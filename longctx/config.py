@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import socket
 import sys
 import warnings
 from argparse import ArgumentParser
@@ -26,6 +27,8 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from longctx.errors import UserError
+
+Engine = Literal["plain", "deepspeed", "fsdp"]
 
 
 def say(line: str) -> None:
@@ -145,6 +148,11 @@ class TrainArguments(TrainingArguments):
     gradient_checkpointing: bool | None = _option(
         True, "Recompute a layer's activations in backward instead of keeping them."
     )
+    bf16: bool | None = _option(  # type: ignore[assignment]
+        None,
+        "Mixed precision: bf16 compute over fp32 weights. Default: on with DeepSpeed or FSDP on "
+        "GPUs, which keep the fp32 weights; else off, and --dtype says what is trained.",
+    )
     logging_steps: float = _option(1, "Steps between two logged lines.")
     report_to: None | str | list[str] = _option("none", "tensorboard, wandb, ...; none by default.")
     prediction_loss_only: bool = _option(
@@ -155,7 +163,24 @@ class TrainArguments(TrainingArguments):
         None, "The device's dense peak in TFLOP/s, for MFU. Known for common GPUs."
     )
 
+    @property
+    def engine(self) -> Engine:
+        """Which engine the flags, or `accelerate launch` through the environment, ask for."""
+        if self.deepspeed or _is_set("ACCELERATE_USE_DEEPSPEED"):
+            return "deepspeed"
+        return "fsdp" if self.fsdp or _is_set("ACCELERATE_USE_FSDP") else "plain"
+
     def __post_init__(self) -> None:
+        for name in ("deepspeed", "fsdp_config"):
+            file = getattr(self, name)
+            if isinstance(file, str) and not file.lstrip().startswith("{"):
+                if not Path(file).is_file():
+                    raise UserError(f"--{name}: no such file: {file}")
+        if self.engine != "plain":
+            _launch_alone()
+        if self.bf16 is None:
+            on_gpu = torch.cuda.is_available() and not self.use_cpu
+            self.bf16 = self.engine != "plain" and on_gpu and not self.fp16
         with warnings.catch_warnings():
             # Newer transformers rename it to activation_checkpointing; 5.17 has only this name.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
@@ -164,6 +189,21 @@ class TrainArguments(TrainingArguments):
             self.dataloader_pin_memory = False  # or torch warns that there is nothing to pin for
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise UserError(f"--peak_tflops must be above 0, got {self.peak_tflops}")
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
+
+
+def _launch_alone() -> None:
+    """Lets `python train.py --deepspeed FILE` run as one process without a launcher."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ |= {name: str(value) for name, value in alone.items()}
 
 
 class _Parser(HfArgumentParser):
@@ -200,6 +240,10 @@ def parse_args(
         model, data, train = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, TypeError) as error:
         raise UserError(str(error).splitlines()[0]) from error
+    if train.bf16 and model.dtype not in ("auto", "bfloat16"):
+        raise UserError(
+            f"--dtype {model.dtype} with bf16 compute: add --bf16 false, or drop --dtype"
+        )
     if data.streaming and train.max_steps < 1:
         raise UserError("--streaming has no known length: say how long to train with --max_steps")
     return model, data, train

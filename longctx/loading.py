@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
@@ -21,7 +22,8 @@ from transformers import (
 )
 
 from longctx.attention import choose_attention
-from longctx.config import ModelArguments, UserError, say
+from longctx.config import Engine, ModelArguments, UserError, say
+from longctx.engine import elements, random_weights
 from longctx.model import patch
 
 _LLAMA_3_ROPE = {
@@ -121,25 +123,34 @@ def check_request(args: ModelArguments, device: torch.device) -> None:
 
 
 def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
-    """The size of the model's parameters, without making them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=_dtype(args.dtype, device))
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    """The size of the model's parameters, without making them; 0 for a class that is not
+    transformers' own."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        return 0
+    with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes
+        model = kind(config)
+    return sum(p.numel() for p in model.parameters()) * _dtype(args.dtype, device).itemsize
 
 
 def load_model(
-    args: ModelArguments, config: PretrainedConfig, *, device: torch.device
+    args: ModelArguments,
+    config: PretrainedConfig,
+    *,
+    device: torch.device,
+    engine: Engine = "plain",
 ) -> PreTrainedModel:
     """The model in `args.dtype`, patched as `args.class_type` says; prints what was patched.
 
-    Pretrained weights are read; a preset's are random (seed them with `transformers.set_seed`)
-    and made on `device`. Raises UserError where a package or a GPU is missing.
+    Pretrained weights are read (under ZeRO-3 and FSDP2 by the first process, which hands the others
+    their parts); a preset's are random (seed them with `transformers.set_seed`).
+    Raises UserError where a package or a GPU is missing.
     """
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
     attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
     if args.model_name_or_path is None:
-        with torch.device(device):
+        with random_weights(device, engine):
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention
             )
@@ -152,8 +163,8 @@ def load_model(
             _forget_gguf(model)
     patched = patch(model, args, device)
     say(
-        f"{args.class_type}: {type(model).__name__}, {model.num_parameters() / 1e9:.3f}B parameters"
-        f" in {dtype}; {patched}"
+        f"{args.class_type}: {type(model).__name__}, "
+        f"{sum(map(elements, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
     )
     return model
 

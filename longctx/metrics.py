@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.engine import elements
+
 GIB = 2**30
 
 # Dense bf16 peaks from the vendors' datasheets, in TFLOP/s.
@@ -50,7 +52,8 @@ def device_peak_tflops(device: torch.device) -> float | None:
 def matmul_parameters(model: PreTrainedModel) -> int:
     """Parameters that multiply every token: all but the input embedding (tied lm_head counts)."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-    return model.num_parameters(exclude_embeddings=lm_head.weight is not embedding.weight)
+    tied = lm_head.weight is embedding.weight
+    return sum(elements(p) for p in model.parameters() if tied or p is not embedding.weight)
 
 
 def step_flops(

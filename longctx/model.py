@@ -25,7 +25,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from longctx.attention import Attention, Documents, choose_attention
-from longctx.config import ModelArguments, UserError, say
+from longctx.config import Engine, ModelArguments, UserError, say
+from longctx.engine import gather_layers_whole, pending_bytes
 from longctx.layer import Schedule, Weights, final_norm, scheduled_layer
 from longctx.loss import LOGITS_BYTES, linear_cross_entropy
 from longctx.offload import ActivationStore
@@ -50,6 +51,7 @@ class Custom:
     args: ModelArguments
     attention: Attention
     store: ActivationStore
+    engine: Engine = "plain"
     label_smoothing: float = 0.0
     reserved_tokens: int = 0
     """The longest batch for which the store has room."""
@@ -98,13 +100,13 @@ class Custom:
         if self.args.keep_attention:
             heads = config.num_attention_heads
             kept_bytes += heads * (model.model.layers[0].self_attn.head_dim * itemsize + 4)
-        # Yet to come: gradients and Adam's two moments (a sharded parameter has no elements here).
-        trained_bytes = sum(p.numel() * itemsize for p in model.parameters() if p.requires_grad)
         # Backward holds five rows a token, and the fp32 gradient of an MLP or, before it, lm_head.
         widest = max(3 * config.intermediate_size, config.vocab_size)
         working_bytes = 5 * tokens * row_bytes + 4 * config.hidden_size * widest + 2 * LOGITS_BYTES
         self.store.plan(
-            config.num_hidden_layers, tokens * kept_bytes + 2048, working_bytes + 3 * trained_bytes
+            config.num_hidden_layers,
+            tokens * kept_bytes + 2048,
+            working_bytes + pending_bytes(model, self.engine),
         )
 
 
@@ -130,9 +132,15 @@ def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.de
     # Not a submodule and not a buffer: nothing of it reaches the state dict.
     custom: Any = Custom(args=args, attention=attention, store=store)
     model.longctx = custom
-    model.forward = MethodType(_model_forward, model)
-    for layer in model.model.layers:
-        layer.forward = MethodType(_layer_forward, layer)
+    forwards: list[tuple[Any, Any]] = [
+        (model, _model_forward),
+        *((layer, _layer_forward) for layer in model.model.layers),
+        (model.model.norm, _norm_forward),
+        (model.lm_head, _head_forward),
+    ]
+    for module, forward in forwards:
+        module.forward = MethodType(forward, module)
+    gather_layers_whole(model.model.layers)
     kept = "input and attention output" if args.keep_attention else "input"
     return (
         f"patched: {len(model.model.layers)} scheduled decoder layers (keep their {kept}, offload "
@@ -190,11 +198,9 @@ def _model_forward(
         )
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
-    output.loss = linear_cross_entropy(
+    output.loss = self.lm_head(
         hidden,
-        self.lm_head.weight,
-        shift_labels.to(hidden.device),
-        bias=self.lm_head.bias,
+        labels=shift_labels.to(hidden.device),
         num_items=num_items_in_batch,
         label_smoothing=custom_of(self).label_smoothing,
     )
@@ -245,7 +251,7 @@ def _scheduled_forward(
         # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
         # that Hugging Face's layer class would put around the schedule.
         x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-    return final_norm(x, base.norm.weight, base.norm.variance_epsilon).view(B, S, D)
+    return base.norm(x, scheduled=True).view(B, S, D)
 
 
 def _layer_forward(
@@ -259,6 +265,23 @@ def _layer_forward(
     if schedule is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
     return scheduled_layer(hidden_states, schedule, layers_above, _weights(self))
+
+
+def _norm_forward(self: Any, x: Tensor, scheduled: bool = False) -> Tensor:
+    if not scheduled:
+        return type(self).forward(self, x)
+    return final_norm(x, self.weight, self.variance_epsilon)
+
+
+def _head_forward(
+    self: Any,
+    hidden: Tensor,  # (B, S, D)
+    labels: Tensor | None = None,  # (B, S), already shifted
+    **options: Any,
+) -> Tensor:  # the logits, or with labels the loss
+    if labels is None:
+        return type(self).forward(self, hidden)
+    return linear_cross_entropy(hidden, self.weight, labels, bias=self.bias, **options)
 
 
 def _weights(layer: Any) -> Weights:

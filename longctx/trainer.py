@@ -15,6 +15,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from longctx.checkpoint import METRICS, publish, staging_path
 from longctx.config import TrainArguments
+from longctx.engine import configure
 from longctx.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
 from longctx.model import Custom
 
@@ -24,19 +25,22 @@ class LongTrainer(Trainer):
 
     args: TrainArguments
 
-    def __init__(self, *, model: PreTrainedModel, args: TrainArguments, **kwargs: Any) -> None:
+    def __init__(
+        self, *, model: PreTrainedModel, args: TrainArguments, seq_len: int, **kwargs: Any
+    ) -> None:
         super().__init__(model=model, args=args, **kwargs)
+        configure(self, args)
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),
             self.args.world_size,
             self.args.peak_tflops or device_peak_tflops(self.args.device),
         )
-        if args.label_smoothing_factor and isinstance(
-            custom := getattr(model, "longctx", None), Custom
-        ):
+        if isinstance(custom := getattr(model, "longctx", None), Custom):
+            custom.engine = args.engine
             # Trainer's own smoothing would ask the model for all logits.
             custom.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
+            self.add_callback(_Reserve(custom, args.per_device_train_batch_size * seq_len))
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
         self.add_callback(_Clock(self.throughput))
@@ -89,11 +93,32 @@ class LongTrainer(Trainer):
         """Writes the model and tokenizer that `from_pretrained` loads, whole or not at all."""
         staging = staging_path(path)
         self.accelerator.wait_for_everyone()
-        self.save_model(str(staging))
+        if self.args.engine == "fsdp":
+            self._save_whole(staging)
+        else:
+            self.save_model(str(staging))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             publish(staging, path)
         self.accelerator.wait_for_everyone()
+
+    def _save_whole(self, path: Path) -> None:
+        """Gathers FSDP2's fp32 shards (Trainer would write nothing) and saves the model's dtype."""
+        model: Any = self.model
+        weights = self.accelerator.get_state_dict(model)
+        if self.args.should_save:
+            self._save(str(path), {k: v.to(model.config.dtype) for k, v in weights.items()})
+
+
+class _Reserve(TrainerCallback):
+    """Makes room for the activations when everything else has its memory, before the first step:
+    host memory that is short shows there."""
+
+    def __init__(self, custom: Custom, tokens: int) -> None:
+        self.custom, self.tokens = custom, tokens
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.custom.reserve(kwargs["model"], self.tokens)
 
 
 class _Clock(TrainerCallback):
