@@ -12,8 +12,16 @@ Nothing is saved: the gradient may be written over the logits themselves (same d
 buffer of another dtype, so that fp32 logits become one bf16 gradient with a single rounding. A row
 whose label is IGNORE_INDEX has loss 0 and gradient 0; a label outside [0, V) gives loss NaN.
 
-Bytes per row: the logits are read twice (running maximum and sum, then the gradient) and the
-gradient is written once. One program walks one row, whose second read partly comes from L2.
+Bytes per row: the logits are read once and the gradient is written once (fp32 to bf16: 6 a logit).
+A row of 128256 is more than a multiprocessor can hold next to others, so several programs, its
+parts, hold a slice each in registers: a part publishes its slice's maximum and sum of exponentials,
+waits for those of the other parts, and then has the lse that its slice of the gradient needs.
+
+Waiting parts must not keep the parts they wait for from starting. Parts are therefore handed out by
+a ticket counter, row by row, in the order in which programs really start: all parts of the first
+unfinished row are held by running programs as soon as the device can run that many at once (see
+`_parts`), whatever order the programs are dispatched in. A published pair is one 64-bit word, zero
+until then, so that seeing it is having it: no other memory has to be ordered against it.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.launch import (
+    INTERPRETED,
     Config,
     check_float,
     check_rows,
@@ -30,6 +39,7 @@ from longctx.kernels.launch import (
     on_device,
     round_to,
     runs_kernel,
+    sm_count,
     tl,
     triton,
 )
@@ -75,6 +85,35 @@ def _cap(x, softcap):
     return softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
 
 
+_WAIT = tl.constexpr("""{
+    .reg .pred absent;
+again:
+    ld.relaxed.gpu.global.b64 $0, [$1];
+    setp.eq.b64 absent, $0, 0;
+    @absent bra again;
+}""")
+
+
+@triton.jit
+def _exchange(words_ptr, part, a, b, PARTS: tl.constexpr, LANES: tl.constexpr):
+    """The pairs (a, b) of all parts of a row, as two vectors of LANES >= PARTS; past PARTS, b is 0.
+
+    A pair of two zeros cannot be told from one that is yet to come: the caller never publishes it.
+    """
+    word = a.to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | b.to(tl.uint32, bitcast=True)
+    tl.atomic_xchg(words_ptr + part, word.to(tl.int64, bitcast=True), sem="relaxed")
+    lane = tl.arange(0, LANES)
+    address = (words_ptr + tl.minimum(lane, PARTS - 1)).to(tl.int64)
+    # A loop in Triton around a load could put a barrier between threads that leave it at different
+    # times. Here each thread waits by itself. "&": the address is needed after the first load.
+    words = tl.inline_asm_elementwise(
+        _WAIT, "=&l,l", [address], dtype=tl.uint64, is_pure=False, pack=1
+    )
+    a = (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    b = words.to(tl.uint32).to(tl.float32, bitcast=True)
+    return a, tl.where(lane < PARTS, b, 0.0)
+
+
 @triton.jit
 def _cross_entropy_kernel(
     logits_ptr,  # (N, V)
@@ -82,6 +121,8 @@ def _cross_entropy_kernel(
     labels_ptr,  # (N,)
     loss_ptr,  # (N,) fp32
     scale_ptr,  # () fp32
+    ticket_ptr,  # () int64, 0; None for one part
+    words_ptr,  # (N, 2 if HAS_SMOOTHING else 1, PARTS) int64, all 0; None for one part
     V,
     stride_logits,
     stride_d_logits,
@@ -93,71 +134,67 @@ def _cross_entropy_kernel(
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # PARTS * BLOCK >= V
+    LANES: tl.constexpr,  # the next power of two
 ):
-    row = tl.program_id(0).to(tl.int64)
+    if PARTS == 1:
+        row, part = tl.program_id(0).to(tl.int64), 0
+    else:
+        ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
+        row, part = ticket // PARTS, (ticket % PARTS).to(tl.int32)
+        words_ptr += row * (2 * PARTS if HAS_SMOOTHING else PARTS)
     logits_ptr += row * stride_logits
-    offs = tl.arange(0, BLOCK)
+    offs = part * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < V
+    z = tl.load(
+        logits_ptr + offs, mask=mask, other=float("-inf"), eviction_policy="evict_first"
+    ).to(tl.float32)
     label = tl.load(labels_ptr + row)
     ignored = label == -100
     in_range = (label >= 0) & (label < V)
-    x_y = tl.load(logits_ptr + label, mask=in_range, other=float("nan")).to(tl.float32)
-    z_y = _cap(x_y, softcap) if HAS_SOFTCAP else x_y
+    # Only the part that holds the label reads its logit: others may write there before this one.
+    holds_label = part == tl.where(in_range, label // BLOCK, 0)
+    x_y = tl.load(logits_ptr + label, mask=in_range & holds_label, other=float("nan"))
+    z_y = x_y.to(tl.float32)
+    if HAS_SOFTCAP:
+        z_y = _cap(z_y, softcap)
+        z = tl.where(mask, _cap(z, softcap), float("-inf"))
 
-    # Every lane keeps its own maximum and sum, so that no iteration waits for a reduction over the
-    # row. The maximum starts at a finite value: (-inf) - (-inf) would be NaN in a lane past the
-    # end.
-    lane_max = tl.full([BLOCK], -1e30, tl.float32)
-    lane_sum = tl.zeros([BLOCK], tl.float32)
-    lane_total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        mask = start + offs < V
-        # Kept in L2 for the second pass where it fits; what the second pass touches is not.
-        z = tl.load(
-            logits_ptr + start + offs,
-            mask=mask,
-            other=float("-inf"),
-            eviction_policy="evict_last",
-        ).to(tl.float32)
-        if HAS_SOFTCAP:
-            z = tl.where(mask, _cap(z, softcap), float("-inf"))
-        if HAS_SMOOTHING:
-            lane_total += tl.where(mask, z, 0.0)
-        new_max = tl.maximum(lane_max, z)
-        lane_sum = lane_sum * tl.exp(lane_max - new_max) + tl.exp(z - new_max)
-        lane_max = new_max
-    row_max = tl.max(lane_max, axis=0)
-    lse = row_max + tl.log(tl.sum(lane_sum * tl.exp(lane_max - row_max), axis=0))
+    # The maximum is finite even of a slice of -inf: (-inf) - (-inf) would be NaN. Then the sum is 0
+    # and the maximum is not; else the sum is 1 or more: never a pair of zeros.
+    top = tl.maximum(tl.max(z, axis=0), -1e30)
+    total = tl.sum(tl.exp(z - top), axis=0)
+    if PARTS > 1:
+        tops, totals = _exchange(words_ptr, part, top, total, PARTS, LANES)
+        top = tl.max(tops, axis=0)
+        total = tl.sum(totals * tl.exp(tops - top), axis=0)
+    lse = top + tl.log(total)
 
     loss = lse - (1 - label_smoothing) * z_y + z_loss * lse * lse
     if HAS_SMOOTHING:
-        loss -= label_smoothing * tl.sum(lane_total, axis=0) / V
-    tl.store(loss_ptr + row, tl.where(ignored, 0.0, loss))
+        z_sum = tl.sum(tl.where(mask, z, 0.0), axis=0)
+        if PARTS > 1:
+            one = tl.full((), 1.0, tl.float32)  # a mark: all logits may be 0
+            _, z_sums = _exchange(words_ptr + PARTS, part, one, z_sum, PARTS, LANES)
+            z_sum = tl.sum(z_sums, axis=0)
+        loss -= label_smoothing * z_sum / V
+    tl.store(loss_ptr + row, tl.where(ignored, 0.0, loss), mask=holds_label)
 
     if HAS_GRAD:
-        d_logits_ptr += row * stride_d_logits
         scale = 1.0
         if HAS_SCALE:
             scale = tl.load(scale_ptr)
         scale = tl.where(ignored, 0.0, scale)
         p_scale = scale * (1 + 2 * z_loss * lse)
         y_scale = scale * (1 - label_smoothing)
-        for start in range(0, V, BLOCK):
-            mask = start + offs < V
-            z = tl.load(
-                logits_ptr + start + offs,
-                mask=mask,
-                other=float("-inf"),
-                eviction_policy="evict_first",
-            ).to(tl.float32)
-            if HAS_SOFTCAP:
-                z = _cap(z, softcap)
-            grad = p_scale * tl.exp(z - lse) - tl.where(start + offs == label, y_scale, 0.0)
-            if HAS_SMOOTHING:
-                grad -= scale * label_smoothing / V
-            if HAS_SOFTCAP:
-                grad *= 1 - (z / softcap) * (z / softcap)
-            grad = round_to(grad, d_logits_ptr.dtype.element_ty)
-            tl.store(d_logits_ptr + start + offs, grad, mask=mask, eviction_policy="evict_first")
+        grad = p_scale * tl.exp(z - lse) - tl.where(offs == label, y_scale, 0.0)
+        if HAS_SMOOTHING:
+            grad -= scale * label_smoothing / V
+        if HAS_SOFTCAP:
+            grad *= 1 - (z / softcap) * (z / softcap)
+        grad = round_to(grad, d_logits_ptr.dtype.element_ty)
+        d_logits_ptr += row * stride_d_logits
+        tl.store(d_logits_ptr + offs, grad, mask=mask, eviction_policy="evict_first")
 
 
 def cross_entropy(
@@ -205,12 +242,20 @@ def cross_entropy(
     labels = labels.contiguous()
 
     def launch(config: Config) -> None:
-        _cross_entropy_kernel[(N,)](
+        parts = _parts(logits, config)
+        ticket = words = None
+        if parts > 1:
+            pairs = 2 if label_smoothing else 1
+            zeros = logits.new_zeros(16 + N * parts * pairs, dtype=torch.int64)
+            ticket, words = zeros, zeros[16:]  # on different 128-byte lines
+        _cross_entropy_kernel[(N * parts,)](
             logits,
             logits if d_logits is None else d_logits,
             labels,
             loss,
             scale,
+            ticket,
+            words,
             V,
             logits.stride(0),
             logits.stride(0) if d_logits is None else d_logits.stride(0),
@@ -222,12 +267,18 @@ def cross_entropy(
             HAS_SMOOTHING=label_smoothing != 0,
             HAS_SOFTCAP=softcap is not None,
             BLOCK=config.block,
+            PARTS=parts,
+            LANES=triton.next_power_of_2(parts),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
 
-    default = default_config(V, label_smoothing == 0 and softcap is None)
-    candidates = [Config(block=b, num_warps=w) for b in (2048, 4096, 8192) for w in (4, 8, 16)]
+    default = default_config(V)
+    candidates = [
+        Config(block=block, num_warps=warps)
+        for block, warps in ((4096, 4), (8192, 8), (16384, 8), (32768, 32))
+        if block < 2 * V
+    ]
     if N:
         with on_device(logits):
             key = (triton.next_power_of_2(V), logits.dtype)
@@ -235,8 +286,22 @@ def cross_entropy(
     return loss
 
 
-def default_config(V: int, plain: bool = True) -> Config:
-    """One row per multiprocessor at a time (1024 threads) leaves L2 room for the second read."""
-    largest = 16384 if plain else 4096  # smoothing and soft-capping need more registers a thread
-    block = min(largest, max(128, triton.next_power_of_2(V)))
-    return Config(block=block, num_warps=32 if block == 16384 else 8 if block >= 4096 else 4)
+def default_config(V: int) -> Config:
+    """Slices of 32 KB in 64 registers a thread: four of them, 128 KB, on a multiprocessor."""
+    block = max(128, triton.next_power_of_2(V))
+    # Triton's interpreter runs one program after the other, so that none may wait for another.
+    return Config(block=block if INTERPRETED else min(8192, block), num_warps=4)
+
+
+def _parts(logits: Tensor, config: Config) -> int:
+    """Programs that share a row. All of them have to run at the same time, which is certain of as
+    many as registers have room for at 255 a thread. Raises ValueError for a longer row.
+    """
+    parts = -(-logits.shape[1] // config.block)
+    limit = sm_count(logits) * max(1, 8 // config.num_warps)
+    if 1 < parts > limit:
+        raise ValueError(
+            f"a row of {logits.shape[1]} logits needs {parts} programs of {config.block} at once, "
+            f"but this device is only sure to run {limit}"
+        )
+    return parts

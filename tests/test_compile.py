@@ -87,11 +87,13 @@ def _cases():
             **{"loss_ptr": "*fp32", "scale_ptr": "*fp32", "V": 128256},
             **{"stride_logits": 128256, "stride_d_logits": 128256},
             **{"label_smoothing": "fp32", "z_loss": "fp32", "softcap": "fp32"},
-            **{"HAS_GRAD": True, "HAS_SCALE": True},
+            **{"ticket_ptr": "*i64", "words_ptr": "*i64", "HAS_GRAD": True, "HAS_SCALE": True},
         }
+        c = cross_entropy.default_config(128256)
+        parts = -(-128256 // c.block)
+        arguments |= {"BLOCK": c.block, "PARTS": parts, "LANES": 1 << (parts - 1).bit_length()}
         for extra in (False, True):
-            c = cross_entropy.default_config(128256, not extra)
-            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra, "BLOCK": c.block}
+            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra}
             kernel = cross_entropy._cross_entropy_kernel
             yield "cross_entropy", kernel, t, arguments | flags, c.num_warps
 

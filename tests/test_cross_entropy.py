@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from exactness import DEVICE, DTYPES, assert_exact
-from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, cross_entropy_reference
+from longctx.kernels import cross_entropy as module
+from longctx.kernels.cross_entropy import (
+    IGNORE_INDEX,
+    _parts,
+    cross_entropy,
+    cross_entropy_reference,
+)
+from longctx.kernels.launch import Config
 
 SHAPES = [
     (1, 64),  # one row, narrower than a block
@@ -82,6 +89,43 @@ def test_in_place_and_into_another_dtype():
     assert padded[:, 300:].isnan().all()  # nothing is written past the vocabulary
 
 
+def test_labels_at_the_edges_of_a_part():
+    """Whichever program holds a label's logit: it counts once, in place too."""
+    V = 128256
+    y = torch.tensor([0, 8191, 8192, 122879, 122880, V - 1, IGNORE_INDEX], device=DEVICE)
+    x = _inputs(len(y), V, torch.float32)[0]
+    truth, naive = _truth(x.double(), y), _truth(x, y)
+    loss = cross_entropy(x, y, d_logits=x)
+    assert_exact("loss", loss, naive[0], truth[0])
+    assert_exact("d_logits", x, naive[1], truth[1])
+
+
+def test_a_part_of_nothing_but_minus_infinity():
+    """Half the vocabulary is masked out: programs whose slice has no probability at all."""
+    x, y = _inputs(3, 128256, torch.float32)
+    x[:, 60_000:] = float("-inf")
+    y %= 60_000
+    grad = torch.empty_like(x)
+    truth, naive = _truth(x.double(), y), _truth(x, y)
+    assert_exact("loss", cross_entropy(x, y, d_logits=grad), naive[0], truth[0])
+    assert_exact("d_logits", grad, naive[1], truth[1])
+
+
+def test_all_logits_zero():
+    """Programs with nothing but zeros to tell each other: a word of zeros means "not yet"."""
+    x = torch.zeros(2, 20_000, device=DEVICE)
+    loss = cross_entropy(x, torch.tensor([0, 19_999], device=DEVICE), label_smoothing=0.1)
+    assert_exact("loss", loss, loss, torch.full_like(loss, 20_000, dtype=torch.float64).log())
+
+
+def test_too_few_programs_at_once():
+    """Programs that cannot run together would wait for each other for ever."""
+    config = Config(block=128, num_warps=4)
+    logits = torch.empty(1, 1 << 20, device=DEVICE)
+    with pytest.raises(ValueError, match="1048576 logits needs 8192 programs of 128 at once"):
+        _parts(logits, config)
+
+
 def test_extreme_logits():
     """Masked-out words (-inf), large logits, and a row that is certain of its label."""
     x = torch.tensor(
@@ -137,3 +181,57 @@ def test_more_than_2_to_the_31_elements():
     ours = cross_entropy(x, y, d_logits=x)
     assert_exact("loss", ours[rows], naive_loss, loss)
     assert_exact("d_logits", x[rows], naive_grad, grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("block", [1024, 8192, 16384])
+def test_parts_wait_for_each_other(block, in_place, monkeypatch):
+    """4096 rows whose maxima and sums all differ, and in every row a slice that outweighs the
+    others: a pair that is stale, torn or another row's changes the result. Products on another
+    stream take and free multiprocessors meanwhile, so that parts start in ever changing order.
+    """
+    monkeypatch.setattr(module, "default_config", lambda V: Config(block=block, num_warps=4))
+    N, V = 4096, 128_256
+    torch.manual_seed(0)
+    logits = torch.randn(N, V, device="cuda") + torch.randn(N, 1, device="cuda") * 20
+    logits[torch.arange(N), torch.randint(V, (N,))] += 15
+    y = torch.randint(V, (N,), device="cuda")
+    y[::7] = IGNORE_INDEX
+    expected = torch.empty_like(logits)
+    expected_loss = cross_entropy_reference(logits, y, d_logits=expected)
+    d_logits = torch.empty_like(logits, dtype=torch.float32 if in_place else torch.bfloat16)
+
+    side, a = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    first = None
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                a @ a
+        if in_place:
+            d_logits.copy_(logits)
+        else:
+            d_logits.fill_(float("nan"))
+        loss = cross_entropy(d_logits if in_place else logits, y, d_logits=d_logits)
+        if first is None:
+            first = loss, d_logits.clone()
+            assert_exact("loss", loss, expected_loss, expected_loss)
+            error = (d_logits.float() - expected).norm(dim=1)  # row by row
+            limit = 1e-4 if in_place else 2**-8  # an lse near 100 is good to 8e-6
+            assert (error <= limit * expected.norm(dim=1)).all()
+        assert torch.equal(loss, first[0]) and torch.equal(d_logits, first[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_at_full_vocabulary(options):
+    """The options where parts share a row; test_options has rows of one part."""
+    x, y = _inputs(300, 128_256, torch.float32)
+    loss, grad = _truth(x.double(), y, **options)
+    naive_loss, naive_grad = _truth(x, y, **options)
+    into_bf16 = torch.empty_like(x, dtype=torch.bfloat16)
+    ours = cross_entropy(x, y, d_logits=into_bf16, **options)
+    assert_exact("loss", ours, naive_loss, loss)
+    assert_exact("d_logits", into_bf16, naive_grad.bfloat16(), grad)
+    assert torch.equal(cross_entropy(x, y, d_logits=x, **options), ours)
+    assert_exact("d_logits in place", x, naive_grad, grad)
