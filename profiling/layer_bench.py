@@ -18,17 +18,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from cases import Case, parse_case, run_cases
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 GIB = 2**30
 WARM_UP_TOKENS = 131072
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Case = {
     "class_type": "custom",
     "tokens": 131072,
     "layers": 4,
@@ -41,7 +42,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def h200_cases() -> list[dict[str, Any]]:
+def h200_cases() -> list[Case]:
     """The cases of the published table."""
     long = [
         dict(head_groups=8, backend="fa4"),
@@ -68,7 +69,7 @@ def h200_cases() -> list[dict[str, Any]]:
     return [*long, *peers, *extreme]
 
 
-def build(case: dict[str, Any]):
+def build(case: Case):
     import torch
     from transformers import LlamaForCausalLM
 
@@ -131,7 +132,7 @@ def source_and_sink():
     return Source.apply, Sink.apply
 
 
-def run_case(case: dict[str, Any], repeats: int) -> dict[str, Any]:
+def run_case(case: Case, repeats: int) -> dict[str, Any]:
     """One row of the results, from this process."""
     import torch
 
@@ -194,18 +195,6 @@ def run_case(case: dict[str, Any], repeats: int) -> dict[str, Any]:
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 
 
-def parse_case(text: str) -> dict[str, Any]:
-    """`tokens=8192,offload=none` -> a case; unknown keys are refused."""
-    case = {}
-    for pair in filter(None, text.split(",")):
-        key, _, value = pair.partition("=")
-        if key not in DEFAULTS:
-            sys.exit(f"error: unknown key {key!r} in --case; known: {', '.join(DEFAULTS)}")
-        words = {"true": True, "false": False, "none": "none" if key == "offload" else None}
-        case[key] = words.get(value, int(value) if value.isdigit() else value)
-    return case
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--cases", choices=["h200"], help="the published table")
@@ -215,32 +204,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    cases = [{**DEFAULTS, **parse_case(text)} for text in args.case]
+    cases = [{**DEFAULTS, **parse_case(text, DEFAULTS)} for text in args.case]
     if args.child:
-        print(json.dumps(run_case(cases[0], args.repeats)))
+        print(json.dumps([run_case(cases[0], args.repeats)]))
         return
     if args.cases:
-        wanted = parse_case(args.only or "").items()
+        wanted = parse_case(args.only or "", DEFAULTS).items()
         published = [{**DEFAULTS, **case} for case in h200_cases()]
         cases += [case for case in published if wanted <= case.items()]
     if not cases:
         parser.error("nothing to run: give --case or --cases")
 
-    from results import write_results  # beside this script
+    def child(case: Case, text: str) -> list[str]:
+        return [sys.executable, __file__, "--child", "--case", text, "--repeats", str(args.repeats)]
 
-    for number, case in enumerate(cases, 1):
-        text = ",".join(f"{k}={str(v).lower()}" for k, v in case.items() if v != DEFAULTS[k])
-        print(f"[{number}/{len(cases)}] {text or 'defaults'}", flush=True)
-        command = [sys.executable, __file__, "--child", "--case", text]
-        command += ["--repeats", str(args.repeats)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            print(f"    failed with exit code {done.returncode}", flush=True)
-            continue
-        row = json.loads(done.stdout.splitlines()[-1])
-        print("    " + json.dumps(row), flush=True)
-        if args.output:
-            write_results(args.output, [row], key=tuple(DEFAULTS))
+    run_cases(cases, DEFAULTS, child, args.output, key=tuple(DEFAULTS))
 
 
 if __name__ == "__main__":

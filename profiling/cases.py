@@ -1,0 +1,58 @@
+"""Cases of a benchmark as `key=value,...`, each run in a process of its own.
+
+A case that runs out of memory is a row with that status, and the next one starts clean.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from results import write_results
+
+Case = dict[str, Any]
+
+
+def parse_case(text: str, defaults: Case) -> Case:
+    """`tokens=8192,offload=none` -> a case without its defaults; unknown keys are refused."""
+    case = {}
+    for pair in filter(None, text.split(",")):
+        key, _, value = pair.partition("=")
+        if key not in defaults:
+            sys.exit(f"error: unknown key {key!r} in --case; known: {', '.join(defaults)}")
+        words = {"true": True, "false": False, "none": "none" if key == "offload" else None}
+        case[key] = words.get(value, int(value) if value.isdigit() else value)
+    return case
+
+
+def case_text(case: Case, defaults: Case) -> str:
+    return ",".join(f"{k}={str(v).lower()}" for k, v in case.items() if v != defaults[k])
+
+
+def run_cases(
+    cases: Sequence[Case],
+    defaults: Case,
+    command: Callable[[Case, str], list[str]],  # a case and its text -> the child's command line
+    output: Path | None,
+    key: Sequence[str],
+) -> None:
+    """Runs each case; the child prints a JSON list of rows as its last line.
+
+    Rows are written as they come, in place of those of an earlier run that agree in `key`."""
+    for number, case in enumerate(cases, 1):
+        text = case_text(case, defaults)
+        print(f"[{number}/{len(cases)}] {text or 'defaults'}", flush=True)
+        done = subprocess.run(command(case, text), stdout=subprocess.PIPE, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+        if done.returncode or not lines:
+            print(f"    failed with exit code {done.returncode}", flush=True)
+            continue
+        rows = json.loads(lines[-1])
+        for row in rows:
+            print("    " + json.dumps(row), flush=True)
+        if output:
+            write_results(output, rows, key=key)

@@ -1,0 +1,262 @@
+"""Times whole optimizer steps under each engine: forward, backward, optimizer, and where memory
+peaks.
+
+    python profiling/step_bench.py --case engine=zero3_cpu,tokens=8192+131072
+    python profiling/step_bench.py --cases h200 --output profiling/results/h200_step.json
+    python profiling/step_bench.py --cases h200_x2 --output profiling/results/h200_step.json
+
+A case runs train.py's own trainer on rows of random tokens, one document a row, with the engine's
+file from ds_configs/ or fsdp_configs/ (`engine=plain`: none), one process a GPU. Several lengths
+(`tokens=8192+131072`) share one process, because making an 8B model and its Adam states on the host
+takes two minutes. A step of at most 8192 tokens comes first and compiles the kernels; each length
+then has `--repeats` steps, the median is reported. vanilla and liger checkpoint their layers and
+offload the checkpoints (`offload=none`: keep them on the GPU).
+
+`fwd_s`, `bwd_s`, `opt_s` end with a synchronisation; gradients are reduced, moved and clipped in
+`bwd_s` or, under DeepSpeed, partly in `opt_s`; `step_s` is the whole. `peak_gib` and `reserved_gib`
+are one GPU's peaks over the steps of that length, `host_gib` the whole machine's memory in use.
+`tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from cases import Case, parse_case, run_cases
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+WARM_UP_TOKENS = 8192
+KEY = ("class_type", "engine", "gpus", "tokens", "layers", "backend", "offload")
+DEFAULTS: Case = {
+    "class_type": "custom",
+    "engine": "zero3_cpu",
+    "gpus": 1,
+    "tokens": 131072,
+    "layers": 32,
+    "backend": "auto",
+    "offload": "all",
+    "preset": "llama-3.1-8b",
+}
+
+
+def published_cases(name: str) -> list[Case]:
+    if name == "h200":
+        return [
+            dict(class_type="custom", tokens="8192+131072"),
+            dict(class_type="liger", tokens="8192+131072", backend="fa4"),
+            dict(class_type="vanilla", tokens="8192+131072"),
+        ]
+    return [
+        dict(engine=engine, class_type=class_type, gpus=2, tokens=32768, backend="fa4")
+        for engine in ("zero3", "fsdp2")
+        for class_type in ("custom", "liger")
+    ]
+
+
+def engine_flags(engine: str) -> list[str]:
+    if engine == "plain":
+        return []
+    if engine.startswith("fsdp"):
+        return ["--fsdp", "true", "--fsdp_config", str(ROOT / f"fsdp_configs/{engine}.json")]
+    return ["--deepspeed", str(ROOT / f"ds_configs/{engine}.json")]
+
+
+def train_flags(case: Case, longest: int, folder: str) -> list[str]:
+    flags = dict(
+        preset=case["preset"],
+        class_type=case["class_type"],
+        attn_backend=case["backend"],
+        seq_len=longest,
+        extend_context=True,
+        output_dir=folder,
+        save_strategy="no",
+        disable_tqdm=True,
+        log_level="error",
+    )
+    if case["class_type"] == "custom":
+        flags["offload_activations"] = case["offload"]
+        flags["host_memory_gib"] = 100
+    else:
+        flags["gradient_checkpointing_kwargs"] = json.dumps(
+            {"use_reentrant": False, "offload": case["offload"] != "none"}
+        )
+    return [f"--{k}={v}" for k, v in flags.items()] + engine_flags(case["engine"])
+
+
+def run_case(case: Case, repeats: int) -> list[dict[str, Any]]:
+    """Rows of the results, a row per length, from this process (one per GPU)."""
+    import torch
+    from transformers import set_seed
+
+    from longctx.config import parse_args
+    from longctx.loading import load_config, load_model
+
+    lengths = [int(n) for n in str(case["tokens"]).split("+")]
+    schedule = [min(WARM_UP_TOKENS, *lengths)] + [n for n in lengths for _ in range(repeats)]
+    with tempfile.TemporaryDirectory() as folder:
+        model_args, _, args = parse_args(train_flags(case, max(lengths), folder))
+        args.max_steps = len(schedule)
+        config = load_config(model_args, vocab_size=128256)
+        config.num_hidden_layers = case["layers"]
+        set_seed(0)
+        model = load_model(model_args, config, device=args.device, engine=args.engine)
+        trainer = timed_trainer(model, args, schedule, config.vocab_size)
+        try:
+            trainer.train()
+        except torch.OutOfMemoryError as error:
+            print(error, file=sys.stderr)
+    measured = trainer.steps[1:]
+    by_length = {n: [step for step in measured if step["tokens"] == n] for n in lengths}
+    rows = [
+        row_of(case, n, steps, trainer) for n, steps in by_length.items() if len(steps) == repeats
+    ]
+    for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
+        rows.append({**described(case), "tokens": length, "status": "oom"})
+    return rows
+
+
+def described(case: Case) -> dict[str, Any]:
+    return {key: value for key, value in case.items() if key != "preset"}
+
+
+def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
+    from longctx.metrics import device_peak_tflops, step_flops
+
+    times = ("fwd_s", "bwd_s", "opt_s", "step_s")
+    peaks = ("peak_gib", "reserved_gib", "host_gib")
+    row = {**described(case), "tokens": length}
+    row |= {name: statistics.median(step[name] for step in steps) for name in times}
+    flops = step_flops(trainer.model.config, trainer.throughput.parameters, length, length**2)
+    peak_flops = (device_peak_tflops(trainer.args.device) or float("nan")) * 1e12
+    row["tokens_per_s"] = case["gpus"] * length / row["step_s"]
+    row["mfu"] = flops / row["step_s"] / peak_flops
+    row |= {name: max(step[name] for step in steps) for name in peaks}
+    row["status"] = "ok"
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def timed_trainer(model: Any, args: Any, schedule: list[int], vocab_size: int) -> Any:
+    """A LongTrainer on one row per step and process, whose `steps` hold what each step took."""
+    import psutil
+    import torch
+    from torch.utils.data import Dataset, SequentialSampler
+    from transformers import TrainerCallback
+
+    from longctx.trainer import LongTrainer
+
+    class Rows(Dataset):
+        def __len__(self) -> int:
+            return len(schedule) * args.world_size
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            length = schedule[index // args.world_size]
+            seeded = torch.Generator().manual_seed(index)
+            ids = torch.randint(vocab_size, (length,), generator=seeded)
+            return dict(input_ids=ids, labels=ids, position_ids=torch.arange(length))
+
+    class Timed(LongTrainer):
+        steps: list[dict[str, float]] = []
+        seconds: dict[str, float] = {}
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def clocked(self, name: str, function: Any) -> Any:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                result = function(*args, **kwargs)
+                torch.cuda.synchronize()
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+                return result
+
+            return timed
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return self.clocked("fwd_s", super().compute_loss)(*args, **kwargs)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self.clocked("pass_s", super().training_step)(*args, **kwargs)
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            stepper = trainer.deepspeed or kwargs["optimizer"]
+            stepper.step = trainer.clocked("opt_s", stepper.step)
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            trainer.seconds = {}
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize()
+            step = {"tokens": schedule[len(trainer.steps)], **trainer.seconds}
+            step["step_s"] = time.perf_counter() - self.start
+            in_pass_s = step["opt_s"] if trainer.deepspeed else 0.0  # engine.step is in the pass
+            step["bwd_s"] = step.pop("pass_s") - step["fwd_s"] - in_pass_s
+            memory = psutil.virtual_memory()
+            step["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            step["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            step["host_gib"] = (memory.total - memory.available) / 2**30
+            print(f"    {step}", file=sys.stderr, flush=True)
+            trainer.steps.append(step)
+
+    trainer = Timed(
+        model=model,
+        args=args,
+        seq_len=max(schedule),
+        train_dataset=Rows(),
+        data_collator=lambda rows: {k: torch.stack([r[k] for r in rows]) for k in rows[0]},
+    )
+    trainer.add_callback(Clock())
+    return trainer
+
+
+def child_command(case: Case, text: str, repeats: int) -> list[str]:
+    launcher = [sys.executable]
+    if case["gpus"] > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        launcher += [str(case["gpus"])]
+    return [*launcher, __file__, "--child", "--case", text, "--repeats", str(repeats)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--cases", choices=["h200", "h200_x2"], help="the published tables")
+    parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    cases = [{**DEFAULTS, **parse_case(text, DEFAULTS)} for text in args.case]
+    if args.child:
+        rows = run_case(cases[0], args.repeats)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(rows), flush=True)
+        os._exit(0)  # an engine that ran out of memory may hang in its own clean-up
+    if args.cases:
+        cases += [{**DEFAULTS, **case} for case in published_cases(args.cases)]
+    if not cases:
+        parser.error("nothing to run: give --case or --cases")
+    run_cases(
+        cases,
+        DEFAULTS,
+        lambda case, text: child_command(case, text, args.repeats),
+        args.output,
+        KEY,
+    )
+
+
+if __name__ == "__main__":
+    main()
