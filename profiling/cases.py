@@ -46,13 +46,23 @@ def run_cases(
     for number, case in enumerate(cases, 1):
         text = case_text(case, defaults)
         print(f"[{number}/{len(cases)}] {text or 'defaults'}", flush=True)
-        done = subprocess.run(command(case, text), stdout=subprocess.PIPE, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
-        if done.returncode or not lines:
-            print(f"    failed with exit code {done.returncode}", flush=True)
-            continue
-        rows = json.loads(lines[-1])
-        for row in rows:
-            print("    " + json.dumps(row), flush=True)
-        if output:
+        rows = run_child(command(case, text))
+        if rows and output:
             write_results(output, rows, key=key)
+
+
+def run_child(command: list[str], timeout_s: float | None = None) -> list[dict[str, Any]]:
+    """The rows that a child prints as its last line; none, and the reason shown, if it fails."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        print(f"    failed: not done after {timeout_s:.0f} s", flush=True)
+        return []
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
+    if done.returncode or not lines:
+        print(f"    failed with exit code {done.returncode}", flush=True)
+        return []
+    rows: list[dict[str, Any]] = json.loads(lines[-1])
+    for row in rows:
+        print("    " + json.dumps(row), flush=True)
+    return rows

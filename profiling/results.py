@@ -69,4 +69,6 @@ def write_results(
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(describe_run(path) | (extra or {}), indent=2).removesuffix("\n}")
-    path.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+    temporary = path.with_suffix(".tmp")  # an interrupted write loses no rows
+    temporary.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+    os.replace(temporary, path)

@@ -15,6 +15,7 @@ offload the checkpoints (`offload=none`: keep them on the GPU).
 `fwd_s`, `bwd_s`, `opt_s` end with a synchronisation; gradients are reduced, moved and clipped in
 `bwd_s` or, under DeepSpeed, partly in `opt_s`; `step_s` is the whole. `peak_gib` and `reserved_gib`
 are one GPU's peaks over the steps of that length, `host_gib` the whole machine's memory in use.
+Without a GPU (`gpus=0`) there are no peaks and no MFU. What comes after `--` goes to train.py.
 `tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
 """
 
@@ -27,15 +28,18 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cases import Case, parse_case, run_cases
+from cases import Case, case_text, parse_case, run_cases
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 WARM_UP_TOKENS = 8192
+VOCABULARY = 8192  # of a preset without one of its own
+GIB = 2**30
 KEY = ("class_type", "engine", "gpus", "tokens", "layers", "backend", "offload")
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -93,7 +97,7 @@ def train_flags(case: Case, longest: int, folder: str) -> list[str]:
     return [f"--{k}={v}" for k, v in flags.items()] + engine_flags(case["engine"])
 
 
-def run_case(case: Case, repeats: int) -> list[dict[str, Any]]:
+def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]:
     """Rows of the results, a row per length, from this process (one per GPU)."""
     import torch
     from transformers import set_seed
@@ -104,10 +108,10 @@ def run_case(case: Case, repeats: int) -> list[dict[str, Any]]:
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     schedule = [min(WARM_UP_TOKENS, *lengths)] + [n for n in lengths for _ in range(repeats)]
     with tempfile.TemporaryDirectory() as folder:
-        model_args, _, args = parse_args(train_flags(case, max(lengths), folder))
+        model_args, _, args = parse_args(train_flags(case, max(lengths), folder) + flags)
         args.max_steps = len(schedule)
-        config = load_config(model_args, vocab_size=128256)
-        config.num_hidden_layers = case["layers"]
+        config = load_config(model_args, vocab_size=VOCABULARY)
+        config.num_hidden_layers = case["layers"] or config.num_hidden_layers
         set_seed(0)
         model = load_model(model_args, config, device=args.device, engine=args.engine)
         trainer = timed_trainer(model, args, schedule, config.vocab_size)
@@ -133,13 +137,13 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     from longctx.metrics import device_peak_tflops, step_flops
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")
-    peaks = ("peak_gib", "reserved_gib", "host_gib")
+    peaks = [name for name in steps[0] if name.endswith("_gib")]
     row = {**described(case), "tokens": length}
     row |= {name: statistics.median(step[name] for step in steps) for name in times}
-    flops = step_flops(trainer.model.config, trainer.throughput.parameters, length, length**2)
-    peak_flops = (device_peak_tflops(trainer.args.device) or float("nan")) * 1e12
-    row["tokens_per_s"] = case["gpus"] * length / row["step_s"]
-    row["mfu"] = flops / row["step_s"] / peak_flops
+    row["tokens_per_s"] = trainer.args.world_size * length / row["step_s"]
+    if peak_tflops := device_peak_tflops(trainer.args.device):
+        flops = step_flops(trainer.model.config, trainer.throughput.parameters, length, length**2)
+        row["mfu"] = flops / row["step_s"] / (peak_tflops * 1e12)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
@@ -153,6 +157,9 @@ def timed_trainer(model: Any, args: Any, schedule: list[int], vocab_size: int) -
     from transformers import TrainerCallback
 
     from longctx.trainer import LongTrainer
+
+    on_gpu = args.device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
 
     class Rows(Dataset):
         def __len__(self) -> int:
@@ -173,10 +180,10 @@ def timed_trainer(model: Any, args: Any, schedule: list[int], vocab_size: int) -
 
         def clocked(self, name: str, function: Any) -> Any:
             def timed(*args: Any, **kwargs: Any) -> Any:
-                torch.cuda.synchronize()
+                synchronize()
                 start = time.perf_counter()
                 result = function(*args, **kwargs)
-                torch.cuda.synchronize()
+                synchronize()
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
                 return result
 
@@ -194,21 +201,24 @@ def timed_trainer(model: Any, args: Any, schedule: list[int], vocab_size: int) -
             stepper.step = trainer.clocked("opt_s", stepper.step)
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            synchronize()
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
             trainer.seconds = {}
             self.start = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            torch.cuda.synchronize()
+            synchronize()
             step = {"tokens": schedule[len(trainer.steps)], **trainer.seconds}
             step["step_s"] = time.perf_counter() - self.start
             in_pass_s = step["opt_s"] if trainer.deepspeed else 0.0  # engine.step is in the pass
             step["bwd_s"] = step.pop("pass_s") - step["fwd_s"] - in_pass_s
             memory = psutil.virtual_memory()
-            step["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            step["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-            step["host_gib"] = (memory.total - memory.available) / 2**30
+            if on_gpu:
+                step["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+                step["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+                step["capacity_gib"] = torch.cuda.get_device_properties(0).total_memory / GIB
+            step["host_gib"] = (memory.total - memory.available) / GIB
             print(f"    {step}", file=sys.stderr, flush=True)
             trainer.steps.append(step)
 
@@ -223,12 +233,14 @@ def timed_trainer(model: Any, args: Any, schedule: list[int], vocab_size: int) -
     return trainer
 
 
-def child_command(case: Case, text: str, repeats: int) -> list[str]:
+def child_command(case: Case, repeats: int, flags: Sequence[str] = ()) -> list[str]:
     launcher = [sys.executable]
     if case["gpus"] > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         launcher += [str(case["gpus"])]
-    return [*launcher, __file__, "--child", "--case", text, "--repeats", str(repeats)]
+    text = case_text(case, DEFAULTS)
+    command = [*launcher, __file__, "--child", "--case", text, "--repeats", str(repeats)]
+    return [*command, "--", *flags]
 
 
 def main() -> None:
@@ -238,10 +250,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
     args = parser.parse_args()
     cases = [{**DEFAULTS, **parse_case(text, DEFAULTS)} for text in args.case]
     if args.child:
-        rows = run_case(cases[0], args.repeats)
+        rows = run_case(cases[0], args.repeats, args.flags)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(rows), flush=True)
         os._exit(0)  # an engine that ran out of memory may hang in its own clean-up
@@ -252,7 +265,7 @@ def main() -> None:
     run_cases(
         cases,
         DEFAULTS,
-        lambda case, text: child_command(case, text, args.repeats),
+        lambda case, _: child_command(case, args.repeats, args.flags),
         args.output,
         KEY,
     )

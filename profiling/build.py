@@ -1,0 +1,135 @@
+"""A trainer for measuring: train.py's building blocks, on rows that need no data.
+
+Each row is one document of random tokens, so attention sees the whole row and no figure depends on
+how text happens to be packed. With --train_file or --dataset_name among the flags, the rows are
+those that train.py would train on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+from transformers import TrainerCallback, set_seed
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from longctx.config import DataArguments, ModelArguments, parse_args
+from longctx.data import build_dataset, check_sources, collate
+from longctx.engine import check_engine
+from longctx.loading import check_request, load_config, load_model
+from longctx.tokenizer import load_tokenizer
+from longctx.trainer import LongTrainer
+
+VOCABULARY = 8192
+"""Of presets that have none of their own (tiny takes its tokenizer's in train.py)."""
+_QUIET = "--save_strategy no --report_to none --disable_tqdm true --overwrite_output_dir".split()
+
+
+class RandomRows(Dataset[dict[str, torch.Tensor]]):
+    """`rows` rows of `tokens` random tokens, the same ones in every run."""
+
+    def __init__(self, rows: int, tokens: int, vocabulary: int) -> None:
+        self.rows, self.tokens, self.vocabulary = rows, tokens, vocabulary
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        random = torch.Generator().manual_seed(index)
+        ids = torch.randint(self.vocabulary, (self.tokens,), generator=random)
+        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(self.tokens)}
+
+
+def build_trainer(
+    flags: list[str], *, steps: int, output_dir: Path, layers: int | None = None
+) -> tuple[LongTrainer, ModelArguments]:
+    """A trainer of `steps` steps that saves nothing, from train.py's flags.
+
+    `layers` replaces the model's number of layers (presets only). Raises UserError.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    flags = [*flags, *_QUIET, "--max_steps", str(steps), "--output_dir", str(output_dir)]
+    model_args, data_args, args = parse_args(flags)
+    check_engine(args)
+    check_request(model_args, args.device)
+    own_data = bool(data_args.train_file or data_args.dataset_name)
+    tokenizer = load_tokenizer(model_args, data_args) if own_data else None
+    config = load_config(model_args, vocab_size=len(tokenizer) if tokenizer else VOCABULARY)
+    if layers is not None:
+        config.num_hidden_layers = layers
+    if tokenizer:
+        rows: Any = _rows(model_args, data_args, tokenizer, config.vocab_size, args.seed)
+    else:
+        batches = steps * args.gradient_accumulation_steps * args.world_size
+        count = batches * args.per_device_train_batch_size
+        rows = RandomRows(count, model_args.seq_len, config.vocab_size)
+    set_seed(args.seed)
+    model = load_model(model_args, config, device=args.device, engine=args.engine)
+    trainer = LongTrainer(
+        model=model,
+        args=args,
+        seq_len=model_args.seq_len,
+        train_dataset=rows,
+        data_collator=collate if own_data else default_collate,
+    )
+    return trainer, model_args
+
+
+def _rows(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    tokenizer: Any,
+    vocabulary: int,
+    seed: int,
+) -> Any:
+    check_sources(data_args)
+    return build_dataset(
+        data_args,
+        tokenizer,
+        files=data_args.train_file,
+        seq_len=model_args.seq_len,
+        vocab_size=vocabulary,
+        seed=seed,
+    )
+
+
+class PhaseMarks(TrainerCallback):
+    """Calls `mark(name)` where a phase of a step begins: `forward` and `backward` (once a
+    micro-batch), `optimizer` (clipping included), and `end` when the step is over.
+
+    Under DeepSpeed the optimizer runs within accelerate's backward, so its engine is asked.
+    """
+
+    def __init__(self, trainer: LongTrainer, mark: Callable[[str], None]) -> None:
+        self.trainer, self.mark = trainer, mark
+
+    def on_train_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        accelerator = self.trainer.accelerator
+        model.register_forward_pre_hook(lambda *_: self.mark("forward"))
+        model.register_forward_hook(lambda *_: self.mark("backward"))
+        deepspeed = getattr(accelerator, "deepspeed_engine_wrapped", None)
+        if deepspeed is not None:
+            engine_step = deepspeed.engine.step
+
+            def step(*args: Any, **kwargs: Any) -> Any:
+                self.mark("optimizer")
+                return engine_step(*args, **kwargs)
+
+            deepspeed.engine.step = step
+            return
+        accelerator_backward = accelerator.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            accelerator_backward(*args, **kwargs)
+            if accelerator.sync_gradients:
+                self.mark("optimizer")
+
+        accelerator.backward = backward
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.mark("end")
