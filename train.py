@@ -25,7 +25,7 @@ from longctx.checkpoint import (
 )
 from longctx.config import TrainArguments, UserError, parse_args
 from longctx.data import build_dataset, check_sources, collate
-from longctx.engine import check_engine, check_resume, leave
+from longctx.engine import check_resume, leave, start_engine
 from longctx.loading import check_request, load_config, load_model, weights_bytes
 from longctx.metrics import peak_memory
 from longctx.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     model_args, data_args, args = parse_args(argv, default_recipe=QUICKSTART)
     resume = resolve_resume(args)
     check_sources(data_args)
-    check_engine(args)
+    start_engine(args)
     check_resume(args, resume)
     check_request(model_args, args.device)
 

@@ -176,6 +176,8 @@ class TrainArguments(TrainingArguments):
             if isinstance(file, str) and not file.lstrip().startswith("{"):
                 if not Path(file).is_file():
                     raise UserError(f"--{name}: no such file: {file}")
+        if str(self.fsdp).lower() in ("true", "false"):  # words, from a recipe
+            self.fsdp = str(self.fsdp).lower() == "true"  # type: ignore[assignment]
         if self.engine != "plain":
             _launch_alone()
         if self.bf16 is None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ from longctx.errors import UserError
 # --- before the model ------------------------------------------------------------------------
 
 
-def check_engine(args: TrainArguments) -> None:
+def start_engine(args: TrainArguments) -> None:
     """Raises UserError where the engine would fail later, or would silently be another one."""
-    if args.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    if args.engine == "deepspeed" and not installed("deepspeed"):
         raise UserError("this run asks for DeepSpeed: pip install 'longctx[deepspeed]'")
     if args.engine == "fsdp" and args.device.type == "cpu":
         raise UserError(
@@ -48,6 +49,17 @@ def check_engine(args: TrainArguments) -> None:
     version = given.get("fsdp_version", os.environ.get("FSDP_VERSION", "2"))
     if args.engine == "fsdp" and str(version) != "2":
         raise UserError(f"FSDP{version} is not supported: set fsdp_version to 2, see fsdp_configs/")
+    if args.engine == "deepspeed":
+        import deepspeed
+
+        # Torch 2.13 deprecates collectives that DeepSpeed calls many times a step.
+        warnings.filterwarnings("ignore", ".*torch.distributed.*deprecated", FutureWarning)
+        backend = "gloo" if args.device.type == "cpu" else "nccl"
+        deepspeed.init_distributed(dist_backend=backend, verbose=False)  # before zero.Init asks it
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def check_resume(args: TrainArguments, checkpoint: Path | None) -> None:

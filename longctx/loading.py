@@ -125,7 +125,7 @@ def check_request(args: ModelArguments, device: torch.device) -> None:
 def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
     """The size of the model's parameters, without making them; 0 for a class that is not
     transformers' own."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         return 0
     with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes

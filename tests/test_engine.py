@@ -1,0 +1,231 @@
+"""Real engines on the CPU: DeepSpeed through train.py, torch's fully_shard through a worker.
+
+One tiny pretrained model and one corpus; the reference is vanilla in one process. Losses, gradient
+norms and saved weights of every engine and number of processes are compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import train
+from longctx import engine
+from longctx.checkpoint import METRICS
+from longctx.config import TrainArguments
+from longctx.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+STEPS = 5
+ROWS_A_STEP = 4
+
+needs_deepspeed = pytest.mark.skipif(
+    not engine.installed("deepspeed"), reason="deepspeed is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> list[str]:
+    """Flags of the same training run, whatever the engine: a saved model and a few documents."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "text").mkdir()
+    for i in range(30):
+        words = " ".join(f"{(i * j) % 97} bottles of {j % 13}" for j in range(40 + 9 * i))
+        (folder / "text" / f"{i}.txt").write_text(words)
+    flags = [
+        "--train_file",
+        f"{folder}/text",
+        "--cache_dir",
+        f"{folder}/cache",
+        "--use_cpu",
+        "true",
+    ]
+    flags += ["--seq_len", "128", "--learning_rate", "0.003", "--disable_tqdm", "true"]
+    flags += ["--attn_backend", "auto", "--eval_file", f"{folder}/text/29.txt"]
+    start = ["--preset", "tiny", "--max_steps", "1", "--output_dir", f"{folder}/start"]
+    train.main([*flags, *start, "--learning_rate", "0", "--save_strategy", "no"])
+    model = ["--model_name_or_path", f"{folder}/start/final", "--max_steps", str(STEPS)]
+    return [*flags, *model]
+
+
+@pytest.fixture(scope="module")
+def vanilla(job: list[str], tmp_path_factory) -> Path:
+    """The reference: Hugging Face's model, one process, no engine."""
+    folder = tmp_path_factory.mktemp("vanilla")
+    train.main([*job, "--class_type", "vanilla", "--output_dir", str(folder), *batch(1)])
+    return folder
+
+
+def batch(processes: int) -> list[str]:
+    return ["--gradient_accumulation_steps", str(ROWS_A_STEP // processes)]
+
+
+def environment() -> dict[str, str]:
+    """One thread a process: two processes with two each on two cores are slower than one."""
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def launch(processes: int, *words: str) -> list[str]:
+    if processes == 1 and words[0] == "train.py":
+        return [sys.executable, *words]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc_per_node", str(processes), *words]
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def on_cpu(config: Path, folder: Path) -> str:
+    """The published file without pinned memory, which a machine without a GPU has not."""
+    path = folder / config.name
+    path.write_text(config.read_text().replace('"pin_memory": true', '"pin_memory": false'))
+    return str(path)
+
+
+def lines_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+def assert_same_run(folder: Path, vanilla: Path) -> None:
+    """fp32 on both sides: they differ by the order of sums."""
+    ours, theirs = lines_of(folder), lines_of(vanilla)
+    # DeepSpeed's norm of the same gradients differs by 1e-4 from torch's, for vanilla as well.
+    for key, rel in (("loss", 2e-5), ("eval_loss", 2e-5), ("grad_norm", 5e-4)):
+        a, b = ([line[key] for line in lines if key in line] for lines in (ours, theirs))
+        assert len(b) >= 1
+        assert a == pytest.approx(b, rel=rel), key
+    model, truth = (AutoModelForCausalLM.from_pretrained(f / "final") for f in (folder, vanilla))
+    for (name, p), q in zip(model.named_parameters(), truth.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-4, msg=name)  # Adam moves 3e-3 a step
+
+
+# --- DeepSpeed -------------------------------------------------------------------------------
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("config", DS_CONFIGS, ids=lambda path: path.stem)
+def test_each_deepspeed_file_trains(
+    config: Path, job: list[str], vanilla: Path, tmp_path: Path
+) -> None:
+    if "nvme" in config.stem:
+        builder = pytest.importorskip("deepspeed.ops.op_builder").AsyncIOBuilder()
+        if not builder.is_compatible():
+            pytest.skip("DeepSpeed's asynchronous I/O needs libaio (apt install libaio-dev)")
+    path = Path(on_cpu(config, tmp_path))
+    path.write_text(path.read_text().replace("/local_nvme", str(tmp_path)))
+    flags = ["--deepspeed", str(path), "--output_dir", f"{tmp_path}/run", "--save_strategy", "no"]
+    run(launch(1, "train.py", *job, *flags, *batch(1)))
+    assert_same_run(tmp_path / "run", vanilla)
+
+
+@needs_deepspeed
+def test_zero3_offload_on_two_processes_killed_and_resumed(
+    job: list[str], vanilla: Path, tmp_path: Path
+) -> None:
+    config = on_cpu(ROOT / "ds_configs" / "zero3_cpu.json", tmp_path)
+    flags = [*job, "--deepspeed", config, "--output_dir", f"{tmp_path}/run", *batch(2)]
+    flags += ["--save_steps", "2"]
+    command = launch(2, "train.py", *flags)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE)
+    while not (tmp_path / "run" / "checkpoint-2").exists():
+        assert process.poll() is None, process.stderr.read()[-3000:]
+        time.sleep(0.05)
+    launcher = psutil.Process(process.pid)
+    for victim in [*launcher.children(recursive=True), launcher]:  # workers have their own session
+        victim.kill()
+    process.wait()
+    assert not (tmp_path / "run" / "final").exists()
+    run([*command, "--resume_from_checkpoint", "last"])
+    assert_same_run(tmp_path / "run", vanilla)
+
+    alone = ["--resume_from_checkpoint", "last", "--overwrite_output_dir"]
+    done = subprocess.run(
+        launch(1, "train.py", *flags, *alone),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "saved by 2 processes" in done.stderr.splitlines()[-1]
+
+
+@needs_deepspeed
+def test_accelerate_launch_with_a_deepspeed_yaml(
+    job: list[str], vanilla: Path, tmp_path: Path
+) -> None:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", "ds_configs/zero2.yaml", "train.py"]
+    run([*launcher, *job, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(1)])
+    assert_same_run(tmp_path / "run", vanilla)
+
+
+# --- FSDP2 -----------------------------------------------------------------------------------
+
+
+def test_fully_shard_on_two_processes_resumes_on_one(job: list[str], tmp_path: Path) -> None:
+    """The worker wraps as accelerate does on GPUs, and asserts that parameters are sharded."""
+    model = job[job.index("--model_name_or_path") + 1]
+    worker = "tests/fsdp_worker.py"
+    runs = {
+        "vanilla": (1, ["--class_type", "vanilla", "--stop", "4"]),
+        "two": (2, ["--stop", "2", "--save", f"{tmp_path}/saved"]),
+        "one": (1, ["--stop", "4", "--resume", f"{tmp_path}/saved"]),
+    }
+    losses = {}
+    for name, (processes, flags) in runs.items():
+        run(launch(processes, worker, model, f"{tmp_path}/{name}.json", *flags))
+        losses[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert losses["two"] + losses["one"] == pytest.approx(losses["vanilla"], rel=2e-5)
+
+
+def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
+    flags = ["--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json", "--use_cpu", "true"]
+    command = launch(1, "train.py", "--preset", "tiny", *flags, "--output_dir", f"{tmp_path}/run")
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "silently runs DDP" in done.stderr.splitlines()[-1]
+
+
+# --- the files and the checks ----------------------------------------------------------------
+
+
+def test_each_yaml_says_what_its_json_says() -> None:
+    for path in DS_CONFIGS:
+        settings = yaml.safe_load(path.with_suffix(".yaml").read_text())
+        assert settings["deepspeed_config"]["deepspeed_config_file"] == f"ds_configs/{path.name}"
+        stage = json.loads(path.read_text())["zero_optimization"]["stage"]
+        assert settings["deepspeed_config"]["zero3_init_flag"] == (stage == 3)
+    for path in (ROOT / "fsdp_configs").glob("*.json"):
+        theirs = yaml.safe_load(path.with_suffix(".yaml").read_text())["fsdp_config"]
+        ours = json.loads(path.read_text())
+        ours["offload_params"] = ours.pop("cpu_offload")
+        ours["transformer_layer_cls_to_wrap"] = ",".join(ours["transformer_layer_cls_to_wrap"])
+        assert theirs == {f"fsdp_{key}": value for key, value in ours.items()}
+
+
+def test_a_checkpoint_of_another_engine_is_refused(tmp_path: Path) -> None:
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True)
+    (tmp_path / "checkpoint-1" / "global_step1").mkdir(parents=True)
+    with pytest.raises(UserError, match="saved with engine deepspeed .* --model_name_or_path"):
+        engine.check_resume(args, tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-2").mkdir()
+    engine.check_resume(args, tmp_path / "checkpoint-2")
