@@ -28,6 +28,7 @@ from longctx.data import build_dataset, check_sources, collate
 from longctx.engine import check_resume, leave, start_engine
 from longctx.loading import check_request, load_config, load_model, weights_bytes
 from longctx.metrics import peak_memory
+from longctx.oom import explained_oom
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
 
@@ -83,9 +84,10 @@ def main(argv: list[str] | None = None) -> None:
         data_collator=collate,
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    if eval_rows is not None:
-        trainer.evaluate()
+    with explained_oom(trainer, model_args):
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        if eval_rows is not None:
+            trainer.evaluate()
 
     # 6. Save what `AutoModelForCausalLM.from_pretrained` loads, and say what happened.
     trainer.save_final(output_dir / FINAL)

@@ -159,6 +159,11 @@ class TrainArguments(TrainingArguments):
         True, "Evaluation returns the loss only: logits of a long row do not fit in memory."
     )
     save_total_limit: int | None = _option(2, "Checkpoints kept; the oldest is deleted.")
+    memory_snapshot_on_oom: bool = _option(
+        False,
+        "Record allocations and, when the GPU's memory runs out, write them to --output_dir for "
+        "PyTorch's memory viewer.",
+    )
     peak_tflops: float | None = _option(
         None, "The device's dense peak in TFLOP/s, for MFU. Known for common GPUs."
     )
@@ -189,6 +194,8 @@ class TrainArguments(TrainingArguments):
             super().__post_init__()
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # or torch warns that there is nothing to pin for
+        if self.memory_snapshot_on_oom and (self.use_cpu or not torch.cuda.is_available()):
+            raise UserError("--memory_snapshot_on_oom needs a GPU: CPU memory has no snapshot")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise UserError(f"--peak_tflops must be above 0, got {self.peak_tflops}")
 

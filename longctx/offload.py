@@ -217,6 +217,11 @@ class ActivationStore:
     def _pairs(self, saved: Saved) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self._buffers, self._host(saved), strict=True))
 
+    def tensors_on_gpu(self) -> list[Tensor]:
+        """What layers keep on the GPU now, the buffers of backward included."""
+        kept = [ref() for ref in self._stack]
+        return [*self._buffers, *(t for saved in kept if saved for t in saved.on_gpu or ())]
+
     # --- the slab --------------------------------------------------------------------------
 
     @property
