@@ -202,7 +202,7 @@ def _model_forward(
         hidden,
         labels=shift_labels.to(hidden.device),
         num_items=num_items_in_batch,
-        label_smoothing=custom_of(self).label_smoothing,
+        label_smoothing=custom_of(self).label_smoothing if self.training else 0.0,
     )
     return output
 

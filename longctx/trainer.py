@@ -54,6 +54,36 @@ class LongTrainer(Trainer):
         self.throughput.count(inputs["position_ids"])
         return super().training_step(model, inputs, *args, **kwargs)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, but the loss is the mean over all tokens, on any number of processes.
+
+        Trainer takes the mean of the rows' means, which weights a token of a short row more, and
+        differs with the number of processes.
+        """
+        self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(*args, **kwargs)
+        loss_sum, tokens = self.accelerator.reduce(self.evaluated, "sum").tolist()
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        assert output.metrics is not None
+        output.metrics[f"{prefix}_loss"] = loss_sum / max(tokens, 1)
+        return output
+
+    @torch.no_grad()
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None, None]:
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs["labels"]  # (B, S)
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:  # rows repeated to fill up processes
+            first = self.args.process_index * len(labels)
+            labels = inputs["labels"] = labels.clone()
+            labels[max(0, state.remainder - first) :] = -100
+        loss_sum = model(**inputs, num_items_in_batch=1).loss
+        tokens = (labels[:, 1:] != -100).sum()
+        self.evaluated += torch.stack([loss_sum.double(), tokens.double()])
+        return loss_sum / tokens.clamp(min=1), None, None
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self.throughput.read() | peak_memory(self.args.device)
