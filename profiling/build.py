@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from longctx.config import DataArguments, ModelArguments, parse_args
 from longctx.data import build_dataset, check_sources, collate
-from longctx.engine import check_engine
+from longctx.engine import start_engine
 from longctx.loading import check_request, load_config, load_model
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
@@ -55,7 +55,7 @@ def build_trainer(
     output_dir.mkdir(parents=True, exist_ok=True)
     flags = [*flags, *_QUIET, "--max_steps", str(steps), "--output_dir", str(output_dir)]
     model_args, data_args, args = parse_args(flags)
-    check_engine(args)
+    start_engine(args)
     check_request(model_args, args.device)
     own_data = bool(data_args.train_file or data_args.dataset_name)
     tokenizer = load_tokenizer(model_args, data_args) if own_data else None

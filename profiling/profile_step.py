@@ -1,0 +1,286 @@
+"""Where a training step's time and memory go: trace, phase table, memory snapshot and timeline.
+
+    python profiling/profile_step.py --preset llama-3.1-8b --layers 4 --seq_len 131072
+    python profiling/profile_step.py --config recipes/quickstart.yaml --use_cpu
+    accelerate launch --config_file ds_configs/zero3.yaml profiling/profile_step.py --preset ...
+
+All options but the ones below are train.py's (after `--`, if you like). The rows are documents of
+random tokens unless --train_file or --dataset_name is given. After `--wait` steps, which compile
+kernels, and `--warmup` steps, `--active` steps are recorded; on a GPU one more step follows,
+without the profiler, whose allocations are recorded. Into --profile_dir go, for each process N,
+
+    trace_rankN.json.gz     open it at https://ui.perfetto.dev or in chrome://tracing
+    phases_rankN.json       the table by phase (profiling/phases.py)
+    memory_rankN.pickle     open it at https://pytorch.org/memory_viz
+    memory_rankN.json.gz    what profiling/memory_timeline.py draws
+
+and, from the first process, profile.html, memory.png and memory.html. docs/reading_a_profile.md
+says how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import memory_timeline
+import torch
+from build import PhaseMarks, build_trainer
+from memory_categories import Marks
+from phases import LINES, Table, phase_table, read_trace, show
+from results import describe_run, write_results
+from torch.profiler import ProfilerActivity, profile, schedule
+from transformers import TrainerCallback
+
+from longctx.annotate import annotated
+from longctx.engine import leave
+from longctx.errors import UserError
+from longctx.oom import explained_oom
+from longctx.page import code, figure, heading, paragraph, pyplot, table, write_page
+from longctx.trainer import LongTrainer
+
+GIB = 2**30
+_RECORDED = 1_000_000
+"""Allocations and frees of the recorded step; a record takes about 1 KB of host memory."""
+
+
+class RecordTime(TrainerCallback):
+    """Runs torch's profiler over the first steps and writes a trace."""
+
+    def __init__(self, args: argparse.Namespace, trace: Path, on_gpu: bool) -> None:
+        self.left = args.wait + args.warmup + args.active
+        # No stacks: together with named ranges they make torch's own tables fail at random.
+        self.profiler = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=schedule(wait=args.wait, warmup=args.warmup, active=args.active, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
+        )
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.profiler.start()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.left == 0:
+            return
+        self.left -= 1
+        self.profiler.step()
+        if self.left == 0:
+            self.profiler.stop()
+
+
+class RecordMemory(TrainerCallback):
+    """Records the allocations of step `number` (from 0) and writes snapshot and timeline."""
+
+    def __init__(self, trainer: LongTrainer, number: int, about: dict[str, Any], stem: Path):
+        self.trainer, self.number, self.about, self.stem = trainer, number, about, stem
+        self.marks = Marks(phases=[])
+        self.recording = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.number:
+            return
+        torch.cuda.synchronize()
+        self.marks.before = self._held()
+        torch.cuda.memory._record_memory_history(
+            max_entries=_RECORDED, context="alloc", stacks="python"
+        )
+        self.recording = True
+
+    def mark(self, name: str) -> None:
+        if not self.recording:
+            return
+        now_us = time.time_ns() // 1000
+        if name == "optimizer":
+            gradients = (p.grad for p in self.trainer.model.parameters())
+            self.marks.gradients = dict.fromkeys(map(_address, gradients), now_us)
+        if name == "end":
+            self._write()
+        else:
+            self.marks.phases.append((name, now_us))
+
+    def _held(self) -> dict[int, str]:
+        """Address -> category of what lives from step to step."""
+        model: Any = self.trainer.model
+        parameters = list(model.parameters())
+        states = (getattr(self.trainer.optimizer, "state", None) or {}).values()
+        held = {_address(p.grad): "gradients" for p in parameters}
+        held |= {_address(t): "optimizer" for state in states for t in state.values()}
+        shards = [getattr(p, "ds_tensor", None) for p in parameters]  # ZeRO-3's
+        held |= {_address(t): "weights" for t in [*parameters, *model.buffers(), *shards]}
+        return held
+
+    def _write(self) -> None:
+        torch.cuda.synchronize()
+        snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self.recording = False
+        with self.stem.with_suffix(".pickle").open("wb") as file:
+            pickle.dump(snapshot, file)
+        timeline = memory_timeline.record(
+            snapshot, self.marks, self.about, torch.cuda.current_device()
+        )
+        memory_timeline.save(timeline, self.stem.with_suffix(".json.gz"))
+
+
+def _address(tensor: Any) -> int | None:
+    """Where the tensor's memory on the GPU starts; None for anything else."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not isinstance(local, torch.Tensor) or not local.is_cuda:
+        return None
+    return local.untyped_storage().data_ptr()
+
+
+def name_modules(model: Any) -> None:
+    """Names the parts of a model that runs Hugging Face's layers, as longctx's own code does."""
+    names = {"Attention": "attention", "MLP": "mlp", "RMSNorm": "norm", "Layer": "layer forward"}
+    for module in model.modules():
+        kind = type(module).__name__
+        name = next((name for end, name in names.items() if kind.endswith(end)), None)
+        if name is not None:
+            module.forward = annotated(name)(module.forward)
+        if kind.endswith("Attention"):
+            for projection in module.children():
+                projection.forward = annotated("projections")(projection.forward)
+            code_of = sys.modules[type(module).__module__]
+            rotate: Any = getattr(code_of, "apply_rotary_pos_emb", None)
+            if rotate is not None and not hasattr(rotate, "__wrapped__"):
+                code_of.apply_rotary_pos_emb = annotated("rope")(rotate)  # type: ignore[attr-defined]
+    model.lm_head.forward = annotated("loss")(model.lm_head.forward)
+    model.loss_function = annotated("loss")(model.loss_function)
+
+
+def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """This script's options, and train.py's. Raises UserError."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--profile_dir", type=Path, default=Path("runs/profile"))
+    parser.add_argument("--wait", type=int, default=1, help="steps before the profiler (1)")
+    parser.add_argument("--warmup", type=int, default=1, help="steps that warm it up (1)")
+    parser.add_argument("--active", type=int, default=1, help="recorded steps (1)")
+    parser.add_argument("--layers", type=int, help="instead of the preset's, to fit a machine")
+    args, flags = parser.parse_known_args(argv)
+    for name, least in (("wait", 0), ("warmup", 0), ("active", 1), ("layers", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} must be at least {least}, got {value}")
+    return args, [flag for flag in flags if flag != "--"]
+
+
+def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:
+    """Trains the steps and writes everything. Raises UserError, OutOfMemory among them."""
+    args.profile_dir.mkdir(parents=True, exist_ok=True)
+    on_gpu = torch.cuda.is_available() and "--use_cpu" not in flags
+    recorded = args.wait + args.warmup + args.active
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, model_args = build_trainer(
+            flags, steps=recorded + on_gpu, output_dir=Path(folder), layers=args.layers
+        )
+        if model_args.class_type != "custom":
+            name_modules(trainer.model)
+        rank = trainer.args.process_index
+        about = describe(trainer, model_args, args.profile_dir)
+        trace = args.profile_dir / f"trace_rank{rank}.json.gz"
+        stem = args.profile_dir / f"memory_rank{rank}"
+        trainer.add_callback(RecordTime(args, trace, on_gpu))
+        if on_gpu:
+            memory = RecordMemory(trainer, recorded, about, stem)
+            trainer.add_callback(memory)
+            trainer.add_callback(PhaseMarks(trainer, memory.mark))
+        with explained_oom(trainer, model_args):
+            trainer.train()
+    by_phase = phase_table(read_trace(trace))
+    rows = [{**row, **what(about)} for row in by_phase.rows()]
+    extra = {"step_s": by_phase.step_s, "copies_s": by_phase.copies_s}
+    write_results(args.profile_dir / f"phases_rank{rank}.json", rows, extra=extra)
+    if trainer.is_world_process_zero():
+        show(by_phase)
+        timeline = memory_timeline.read(stem.with_suffix(".json.gz")) if on_gpu else None
+        if timeline:
+            memory_timeline.write([timeline], args.profile_dir / "memory")
+        else:
+            print("no GPU: no memory timeline (torch records none of a CPU's memory)")
+        write_profile(args.profile_dir / "profile.html", about, by_phase, timeline)
+        print(f"wrote {args.profile_dir}/profile.html and, beside it, {trace.name}")
+    return trainer
+
+
+def describe(trainer: LongTrainer, model_args: Any, folder: Path) -> dict[str, Any]:
+    """What ran and where, for the pages and files."""
+    about = describe_run(folder / "phases.json")
+    if torch.cuda.is_available():
+        total_bytes = torch.cuda.get_device_properties(trainer.args.device).total_memory
+        about["capacity_gib"] = total_bytes / GIB
+    return {
+        **about,
+        "class_type": model_args.class_type,
+        "engine": trainer.args.engine,
+        "tokens": model_args.seq_len,
+        "layers": trainer.model.config.num_hidden_layers,  # type: ignore[union-attr]
+    }
+
+
+def what(about: dict[str, Any]) -> dict[str, Any]:
+    return {name: about[name] for name in ("class_type", "engine", "tokens", "layers")}
+
+
+def write_profile(
+    path: Path, about: dict[str, Any], by_phase: Table, timeline: dict[str, Any] | None
+) -> None:
+    caption = (
+        "Share of a step, by what the GPU computes; copies and communication only where nothing "
+        "computes beside them."
+    )
+    if not by_phase.on_gpu:
+        caption = "Share of a step, by what the CPU computes. There is no GPU in this profile."
+    rows = [
+        {"phase": r["phase"], "s a step": r["s_per_step"], "share": f"{r['share']:.1%}"}
+        for r in by_phase.rows()
+    ]
+    parts = [
+        paragraph(f"{about['hardware']}; commit {about['commit']}; {about['date']}."),
+        code(about["command"]),
+        heading(f"Time: {by_phase.step_s:.3f} s a step under the profiler"),
+        figure(draw_shares(by_phase), caption),
+        table(rows),
+    ]
+    if by_phase.copies_s:
+        parts.append(
+            paragraph(f"Copies between host and GPU take {by_phase.copies_s:.3f} s a step in all.")
+        )
+    if timeline:
+        parts += [heading("Memory"), *memory_timeline.parts([timeline])]
+    else:
+        parts.append(paragraph("Memory: a timeline needs a GPU."))
+    title = f"Profile: {about['class_type']}, {about['tokens']:,} tokens, {about['layers']} layers"
+    write_page(path, title, parts)
+
+
+def draw_shares(by_phase: Table) -> Any:
+    """A bar a line of the table, longest work first as the table has it."""
+    plt = pyplot()
+    rows = by_phase.rows()[::-1]
+    drawn, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1))
+    colours = ["#999999" if r["phase"] in LINES[-3:] else "#4c72b0" for r in rows]
+    axes.barh([r["phase"] for r in rows], [100 * r["share"] for r in rows], color=colours)
+    axes.set_xlabel("% of the step")
+    plt.close(drawn)
+    return drawn
+
+
+def main() -> None:
+    try:
+        args, flags = parse()
+        trainer = run(args, flags)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    leave(trainer.args)
+
+
+if __name__ == "__main__":
+    main()
