@@ -45,7 +45,7 @@ def record(
     `about` says what ran (`class_type`, `tokens`, ...) and is kept as it is.
     """
     changes = categorise(snapshot, marks, device)
-    first = changes[0].time_us
+    first = min([changes[0].time_us, *(time_us for _, time_us in marks.phases)])
     span = max(1, changes[-1].time_us - first)
     live = dict.fromkeys(CATEGORIES, 0)
     reserved = total = 0
@@ -101,9 +101,8 @@ def _panel(axes: Any, timeline: dict[str, Any]) -> None:
     series = [timeline["allocated_gib"][name] for name in CATEGORIES]
     colours = [COLOURS[name] for name in CATEGORIES]
     axes.stackplot(time_s, series, labels=CATEGORIES, colors=colours, step="post", linewidth=0)
-    axes.plot(
-        time_s, timeline["reserved_gib"], color="black", linewidth=1, label="reserved", ls=":"
-    )
+    style = dict(color="black", linewidth=1, linestyle=":", drawstyle="steps-post")
+    axes.plot(time_s, timeline["reserved_gib"], label="reserved", **style)
     top = max(timeline["reserved_gib"])
     capacity = timeline.get("capacity_gib")
     if capacity and top > 0.6 * capacity:

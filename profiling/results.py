@@ -29,8 +29,13 @@ def describe_run(path: Path) -> dict[str, Any]:
         hardware = f"{count}x {torch.cuda.get_device_name()}, {os.cpu_count()} CPU cores"
     else:
         hardware = f"{os.cpu_count()} CPU cores, no GPU"
-    published = f"profiling/results/{path.name}"
-    words = [published if word == str(path) else word for word in sys.argv]
+    published = Path("profiling/results") / path.name
+    places = {
+        str(path): str(published),
+        str(path.with_suffix("")): str(published.with_suffix("")),  # of several files
+        str(path.parent): f"runs/{path.parent.name}",
+    }
+    words = [places.get(word, word) for word in sys.argv]
     versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
     for package in _PACKAGES:
         try:

@@ -38,6 +38,16 @@ def test_rows_are_replaced_by_key_and_the_command_names_no_machine(
     assert str(tmp_path) not in path.read_text()
 
 
+def test_the_recorded_command_names_places_in_the_repository(results, monkeypatch) -> None:
+    path = Path("/machine/out/profile_custom/phases_rank0.json")
+    command = ["profiling/profile_step.py", "--profile_dir", "/machine/out/profile_custom"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert results.describe_run(path)["command"].endswith("--profile_dir runs/profile_custom")
+    monkeypatch.setattr(sys, "argv", ["profiling/compare.py", "--output", "/machine/out/compare"])
+    described = results.describe_run(Path("/machine/out/compare.json"))
+    assert described["command"].endswith("--output profiling/results/compare")
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "profiling/results").glob("*.json")), ids=lambda p: p.stem
 )
