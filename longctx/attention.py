@@ -22,6 +22,7 @@ Backends, in the order of choice on CUDA:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,7 +30,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from longctx.config import UserError
+from longctx.config import UserError, say
 
 aten = torch.ops.aten
 
@@ -342,9 +343,12 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
 def _has_fa4(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
     try:
         importlib.import_module("flash_attn.cute.interface")
-    except ImportError:
+    except Exception as error:  # half installed, its CUDA libraries refuse to load with any of them
+        say(f"flash-attn-4 is installed but does not load: {' '.join(str(error).split())[:200]}")
         return False
     return True
 

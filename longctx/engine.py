@@ -163,13 +163,14 @@ def _complete_deepspeed(config: dict[str, Any], model: Any, args: TrainArguments
 
 def _complete_fsdp(plugin: Any, args: TrainArguments) -> None:
     """fp32 weights in shards, bf16 in compute, fp32 sums. accelerate's own policy would sum in bf16
-    and round each module's output, the loss among them, to bf16."""
+    and round what goes into and comes out of each module, RoPE's frequencies and the loss among
+    them, to bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if args.bf16 or args.fp16:
         dtype = torch.bfloat16 if args.bf16 else torch.float16
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.float32
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
 
 

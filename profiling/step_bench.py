@@ -61,7 +61,14 @@ def published_cases(name: str) -> list[Case]:
             dict(class_type="vanilla", tokens="8192+131072"),
         ]
     return [
-        dict(engine=engine, class_type=class_type, gpus=2, tokens=32768, backend="fa4")
+        dict(
+            engine=engine,
+            class_type=class_type,
+            gpus=2,
+            tokens=32768,
+            backend="fa4",
+            offload="none",
+        )
         for engine in ("zero3", "fsdp2")
         for class_type in ("custom", "liger")
     ]
