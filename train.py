@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,12 +22,14 @@ from longctx.checkpoint import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
+    open_output_dir,
     resolve_resume,
 )
 from longctx.config import TrainArguments, UserError, parse_args
-from longctx.data import build_dataset, check_sources, collate
+from longctx.data import build_dataset, check_sources, collate, document_names
 from longctx.engine import check_resume, leave, start_engine
 from longctx.loading import check_request, load_config, load_model, weights_bytes
+from longctx.lock import lock_folder
 from longctx.metrics import peak_memory
 from longctx.oom import explained_oom
 from longctx.tokenizer import load_tokenizer
@@ -50,7 +53,9 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = load_tokenizer(model_args, data_args)
     special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
-    output_dir = check_output_dir(args, resume)
+    output_dir = open_output_dir(args)
+    lock = lock_folder(output_dir) if args.process_index == 0 else None
+    check_output_dir(output_dir, args, resume)
     check_disk_space(output_dir, weights_bytes(model_args, config, args.device), args)
 
     # 3. Data: documents -> tokens -> packed rows of seq_len.
@@ -83,6 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=eval_rows,
         data_collator=collate,
         processing_class=tokenizer,
+        document_names=partial(document_names, data_args, data_args.train_file),
     )
     with explained_oom(trainer, model_args):
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
@@ -93,6 +99,8 @@ def main(argv: list[str] | None = None) -> None:
     trainer.save_final(output_dir / FINAL)
     if trainer.is_world_process_zero():
         summarise(trainer, args, output_dir)
+    if lock:
+        lock.close()
     leave(args)
 
 

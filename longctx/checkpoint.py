@@ -11,11 +11,10 @@ import re
 import shutil
 from pathlib import Path
 
-from transformers.trainer_utils import get_last_checkpoint
-
-from longctx.config import TrainArguments, UserError
+from longctx.config import TrainArguments, UserError, say
 from longctx.metrics import GIB
 from longctx.report import METRICS
+from longctx.resume import damage
 
 _STAGING = ".incomplete-"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
@@ -41,46 +40,57 @@ def publish(staging: Path, path: Path) -> None:
 
 
 def resolve_resume(args: TrainArguments) -> Path | None:
-    """The checkpoint to resume from. `last` (or `true`) means the newest one in output_dir.
+    """The checkpoint to resume from. `last` (or `true`) means the newest whole one in output_dir.
 
-    Raises UserError for a folder that is not a checkpoint.
+    Raises UserError for a folder that is not a whole checkpoint.
     """
     name = args.resume_from_checkpoint
     if name is None or name.lower() == "false":
         return None
     if name.lower() in ("last", "true"):
-        output_dir = Path(str(args.output_dir))
-        last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-        if last is None:
-            raise UserError(f"nothing to resume: {output_dir} holds no checkpoint-N folder")
-        return Path(last)
+        return _last_whole(Path(str(args.output_dir)))
     path = Path(name)
     if not path.is_dir():
         raise UserError(f"--resume_from_checkpoint: no such folder: {path}")
-    if not (path / "trainer_state.json").is_file():
+    if problem := damage(path):
         raise UserError(
-            f"--resume_from_checkpoint: {path} is no checkpoint (trainer_state.json is missing); "
+            f"--resume_from_checkpoint: {path} is no whole checkpoint ({problem}); "
             "name a checkpoint-N folder, or `last`"
         )
     return path
 
 
-def check_output_dir(args: TrainArguments, resume: Path | None) -> Path:
-    """Makes the folder if need be. Nothing in it is touched yet.
+def _last_whole(output_dir: Path) -> Path:
+    found = [p for p in output_dir.glob("checkpoint-*") if _CHECKPOINT.fullmatch(p.name)]
+    for path in sorted(found, key=lambda p: int(p.name.split("-")[1]), reverse=True):
+        problem = damage(path)
+        if problem is None:
+            return path
+        say(f"not resuming from {path}: {problem}")
+    whole = "whole " if found else ""
+    raise UserError(f"nothing to resume: {output_dir} holds no {whole}checkpoint-N folder")
 
-    Raises UserError if an earlier run is there that is neither resumed nor to be overwritten.
-    """
+
+def open_output_dir(args: TrainArguments) -> Path:
+    """Makes the folder if need be. Raises UserError where that is impossible."""
     output_dir = Path(str(args.output_dir))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create --output_dir {output_dir}: {error.strerror}") from error
+    return output_dir
+
+
+def check_output_dir(output_dir: Path, args: TrainArguments, resume: Path | None) -> None:
+    """Raises UserError if an earlier run is there that is neither resumed nor to be overwritten.
+
+    Nothing in the folder is touched yet.
+    """
     if resume is None and not args.overwrite_output_dir and _earlier_run(output_dir):
         raise UserError(
             f"{output_dir} holds an earlier run: continue it with --resume_from_checkpoint last, "
             "replace it with --overwrite_output_dir, or choose another --output_dir"
         )
-    return output_dir
 
 
 def clear_output_dir(output_dir: Path, resume: Path | None) -> None:

@@ -164,6 +164,16 @@ class TrainArguments(TrainingArguments):
         "Record allocations and, when the GPU's memory runs out, write them to --output_dir for "
         "PyTorch's memory viewer.",
     )
+    remove_unused_columns: bool = _option(
+        False,
+        "Drop columns the model does not take. Rows carry their documents' numbers for errors.",
+    )
+    on_save_error: Literal["stop", "continue"] = _option(
+        "stop", "A checkpoint that cannot be written (full disk): end the run, or train on."
+    )
+    on_nonfinite: Literal["stop", "skip"] = _option(
+        "stop", "A loss or gradient that is not finite: end the run, or leave out the step."
+    )
     peak_tflops: float | None = _option(
         None, "The device's dense peak in TFLOP/s, for MFU. Known for common GPUs."
     )

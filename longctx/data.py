@@ -2,9 +2,10 @@
 
     sources.py, records.py   files, folders, globs, datasets -> checked documents
     encoding.py              a document                      -> token ids, and which are trained
-    packing.py               tokenised documents, shuffled   -> input_ids, labels, position_ids
+    packing.py               tokenised documents, shuffled   -> input_ids, labels, position_ids,
+                                                                documents
     cache.py                 three Arrow files under cache_dir: the documents, their tokens
-                             (4 bytes and a bit a token), the rows (12 bytes a token)
+                             (4 bytes and a bit a token), the rows (12 bytes a token, 4 a document)
 
 The files' names are hashes of all they depend on: the files' identities, the tokenizer, seq_len,
 seed and this code. With --streaming nothing is kept: the same steps run while training reads.
@@ -17,7 +18,8 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +62,8 @@ DOCUMENT_FEATURES = Features(
     }
 )
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "trained": List(Value("bool"))})
-ROW_FEATURES = Features(
-    {name: List(Value("int32")) for name in ("input_ids", "labels", "position_ids")}
-)
+TOKEN_COLUMNS = ("input_ids", "labels", "position_ids")
+ROW_FEATURES = Features({name: List(Value("int32")) for name in (*TOKEN_COLUMNS, "documents")})
 BATCH_DOCUMENTS = 256
 SHUFFLE_BUFFER_DOCUMENTS = 256  # of a streamed dataset
 # 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
@@ -80,9 +81,10 @@ def build_dataset(
 ) -> Dataset | IterableDataset:
     """Packed rows from `files`, else from --dataset_name, else from the standard library.
 
-    Each row is {input_ids, labels, position_ids}, lists of seq_len ints. The same arguments give
-    the same rows in the same order. Prints one summary line. Raises UserError for bad sources, a
-    record that cannot be trained on, and a token id of `vocab_size` or more.
+    Each row is {input_ids, labels, position_ids}, lists of seq_len ints, and {documents}, one
+    number a document (`document_names` turns them into names). The same arguments give the same
+    rows in the same order. Prints one summary line. Raises UserError for bad sources, a record
+    that cannot be trained on, and a token id of `vocab_size` or more.
     """
     paths: list[Path] = []
     records: Dataset | None = None
@@ -108,7 +110,7 @@ def build_dataset(
     rows = open_arrow(rows_path, report["stats"]["rows"]) if report else None
     if report is None or rows is None:
         if records is None:
-            records = _documents(cache_dir / f"documents-{source_key}.arrow", paths)
+            records = _documents(_documents_path(args, paths), paths)
             replaced = _replaced_bytes(records)
         else:
             replaced = {}
@@ -155,15 +157,41 @@ def check_sources(args: DataArguments) -> None:
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks rows into int64 tensors (B, seq_len): input_ids, labels, position_ids.
+    """Stacks rows into int64 tensors (B, seq_len): input_ids, labels, position_ids, documents.
 
     No attention_mask: an all-ones mask switches HF's packing detection off, and `position_ids`
-    already say where documents begin.
+    already say where documents begin. `documents` is filled up with -1, to a width that is the
+    same in every process; LongTrainer takes it out before the model is called.
     """
-    return {
+    batch = {
         name: torch.from_numpy(np.stack([np.asarray(row[name], dtype=np.int64) for row in rows]))
-        for name in ROW_FEATURES
+        for name in TOKEN_COLUMNS
     }
+    documents = torch.full_like(batch["input_ids"], -1)
+    for filled, row in zip(documents, rows, strict=True):
+        filled[: len(row["documents"])] = torch.as_tensor(row["documents"])
+    return {**batch, "documents": documents}
+
+
+def document_names(
+    args: DataArguments, files: list[str] | None, numbers: Iterable[int]
+) -> list[str]:
+    """Where the records of a row came from (`file`, `file:line`), given its `documents`.
+
+    `args` and `files` are those of `build_dataset`.
+    """
+    known = [number for number in numbers if number >= 0]
+    if files is None and args.dataset_name:
+        kind = "streamed record" if args.streaming else "row"
+        return [f"{args.dataset_name} {kind} {number}" for number in known]
+    paths = stdlib_files() if files is None else find_files(files)
+    documents = _documents(_documents_path(args, paths), paths)
+    return [documents[number]["where"] for number in known]
+
+
+def _documents_path(args: DataArguments, files: list[Path]) -> Path:
+    key = digest([file_identity(path) for path in files])
+    return Path(args.cache_dir).expanduser() / f"documents-{key}.arrow"
 
 
 def _documents(path: Path, files: list[Path]) -> Dataset:
@@ -279,7 +307,9 @@ def _shuffled(tokens: Dataset, seed: int) -> Iterator[Piece]:
     order = np.random.default_rng(seed).permutation(len(tokens))
     for i in tqdm(order, desc="Packing", unit=" documents", leave=False, disable=None):
         ids, trained = (column[name][int(i)].values for name in TOKEN_FEATURES)
-        yield Piece(ids.to_numpy(zero_copy_only=False), trained.to_numpy(zero_copy_only=False))
+        yield Piece(
+            ids.to_numpy(zero_copy_only=False), trained.to_numpy(zero_copy_only=False), int(i)
+        )
 
 
 def _stream(
@@ -320,13 +350,11 @@ def _streamed(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
 ) -> Iterator[Piece]:
-    documents: list[Document | None] = []
-    for number, record in enumerate(records):
-        documents.append(as_document(record, f"{name} streamed record {number}"))
-        if len(documents) == 16:
-            yield from _encode(documents, tokenizer, vocab_size)
-            documents = []
-    yield from _encode(documents, tokenizer, vocab_size)
+    numbered = enumerate(records)
+    while batch := list(islice(numbered, 16)):
+        documents = [as_document(record, f"{name} streamed record {n}") for n, record in batch]
+        for (n, _), piece in zip(batch, _encode(documents, tokenizer, vocab_size), strict=True):
+            yield replace(piece, record=n)
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:

@@ -40,6 +40,10 @@ def start_engine(args: TrainArguments) -> None:
     """Raises UserError where the engine would fail later, or would silently be another one."""
     if args.engine == "deepspeed" and not installed("deepspeed"):
         raise UserError("this run asks for DeepSpeed: pip install 'longctx[deepspeed]'")
+    if args.engine == "deepspeed" and args.on_nonfinite == "skip":
+        raise UserError(
+            "--on_nonfinite skip is impossible with DeepSpeed, which steps by itself: use stop"
+        )
     if args.engine == "fsdp" and args.device.type == "cpu":
         raise UserError(
             "FSDP needs GPUs (on CPUs accelerate silently runs DDP instead): "

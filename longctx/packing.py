@@ -8,6 +8,7 @@ free is padding, marked as one last document. seq_len 8, documents `abcde` and `
     input_ids      a    b  c  d  e     x  y     _
     labels      -100    b  c  d  e  -100  y  -100
     position_ids   0    1  2  3  4     0  1     0
+    documents      the numbers of the two records, -1 for none known
 
 Labels are NOT shifted here: the loss shifts once, so that logits at `a` predict the label at `b`.
 The first label of a piece is -100 because the token before it belongs to another document.
@@ -37,6 +38,8 @@ class Piece:
 
     input_ids: np.ndarray  # (n,) int32
     trained: np.ndarray  # (n,) bool; the first is False
+    record: int = -1
+    """Which record of the data it comes from, so that a bad row can name its documents."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -75,7 +78,8 @@ def pack(
     stats: PackingStats,
     open_rows: int = OPEN_ROWS,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields rows {input_ids, labels, position_ids}, each (seq_len,) int32; counts in `stats`."""
+    """Yields rows {input_ids, labels, position_ids}, each (seq_len,) int32, and {documents}, one
+    record number a piece; counts in `stats`."""
     for pieces in _best_fit(_cut(documents, seq_len, long_documents, stats), seq_len, open_rows):
         stats.rows += 1
         stats.padding_tokens += seq_len - sum(map(len, pieces))
@@ -96,7 +100,13 @@ def build_row(pieces: list[Piece], seq_len: int, pad_token_id: int) -> dict[str,
         position_ids[start:end] = np.arange(len(piece))
         start = end
     position_ids[start:] = np.arange(seq_len - start)
-    return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+    documents = np.array([piece.record for piece in pieces], dtype=np.int32)
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "position_ids": position_ids,
+        "documents": documents,
+    }
 
 
 def _cut(
@@ -119,7 +129,9 @@ def _cut(
             # A tail of one token would train nothing: it gets company from the piece before.
             if end - stop == 1 and stop - start > 2:
                 stop -= 1
-            piece = Piece(document.input_ids[start:stop], document.trained[start:stop])
+            piece = Piece(
+                document.input_ids[start:stop], document.trained[start:stop], document.record
+            )
             trained = int(piece.trained[1:].sum())
             if trained:
                 stats.trained_tokens += trained

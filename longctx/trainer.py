@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 from longctx.checkpoint import METRICS, publish, staging_path
-from longctx.config import TrainArguments
+from longctx.config import TrainArguments, say
 from longctx.engine import configure
+from longctx.interrupts import Interrupts
 from longctx.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
 from longctx.model import Custom
+from longctx.nonfinite import Names, NonFinite
+from longctx.resume import mapped_files, reading
+from longctx.saving import attempt, place, report, require_space, rotate
 
 
 class LongTrainer(Trainer):
@@ -26,10 +30,22 @@ class LongTrainer(Trainer):
     args: TrainArguments
 
     def __init__(
-        self, *, model: PreTrainedModel, args: TrainArguments, seq_len: int, **kwargs: Any
+        self,
+        *,
+        model: PreTrainedModel,
+        args: TrainArguments,
+        seq_len: int,
+        document_names: Names | None = None,
+        **kwargs: Any,
     ) -> None:
+        """`document_names` names the records that rows carry as `documents`, for errors."""
         super().__init__(model=model, args=args, **kwargs)
         configure(self, args)
+        names = document_names or (lambda numbers: [f"record {number}" for number in numbers])
+        self.nonfinite = NonFinite(action=args.on_nonfinite, names=names)
+        self.interrupts = Interrupts()
+        self._checkpoint_bytes = 0
+        self._skipped_steps = 0
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),
@@ -45,14 +61,37 @@ class LongTrainer(Trainer):
             self.remove_callback(default)
         self.add_callback(_Clock(self.throughput))
         self.add_callback(_MetricsFile())
+        self.add_callback(self.interrupts)
         if not self.args.disable_tqdm:
             self.add_callback(_Console())
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self.interrupts:
+            result = super().train(*args, **kwargs)
+        last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        self.interrupts.exit_if_stopped(saved=last.is_dir())
+        return result
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         self.throughput.count(inputs["position_ids"])
-        return super().training_step(model, inputs, *args, **kwargs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.nonfinite.saw(inputs, loss)
+        return loss
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with: the batch without its documents' numbers."""
+        return super()._prepare_inputs({k: v for k, v in inputs.items() if k != "documents"})
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Called once a step, before the optimizer: the place to keep a broken step out of it."""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        scaled = self.accelerator.scaler is not None  # fp16: the scaler skips overflows by itself
+        if self.nonfinite.check(model, 0.0 if scaled else grad_norm, self.state.global_step + 1):
+            model.zero_grad()  # an optimizer without gradients changes nothing
+            self._skipped_steps += 1
+        return grad_norm
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, but the loss is the mean over all tokens, on any number of processes.
@@ -87,31 +126,65 @@ class LongTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self.throughput.read() | peak_memory(self.args.device)
+            self._log_skipped(logs)
         super().log(logs, start_time)
 
+    def _log_skipped(self, logs: dict[str, float]) -> None:
+        """Skipped steps are counted; a line of nothing else has no loss (Trainer would say 0)."""
+        if self._skipped_steps:
+            logs["skipped_steps"] = self._skipped_steps
+            if self._skipped_steps >= self.args.logging_steps:
+                del logs["loss"], logs["grad_norm"]
+        self._skipped_steps = 0
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Saves into a staging folder, then renames; see `longctx/checkpoint.py`."""
+        """Saves whole or not at all; see `longctx/saving.py`."""
         run_dir = Path(self._get_output_dir(trial))
         checkpoint = run_dir / f"checkpoint-{self.state.global_step}"
         staging = staging_path(checkpoint)
+        best = self.state.best_model_checkpoint
         self.accelerator.wait_for_everyone()
-        self._get_output_dir = lambda trial: str(staging)  # type: ignore[method-assign]
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            del self._get_output_dir
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self._forget_staging(staging / checkpoint.name, checkpoint)
-            publish(staging / checkpoint.name, checkpoint)
-            staging.rmdir()
-            rotate_checkpoints(
-                output_dir=str(run_dir),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-        self.accelerator.wait_for_everyone()
+
+        def write() -> None:
+            self._get_output_dir = lambda trial: str(staging)  # type: ignore[method-assign]
+            try:
+                super(LongTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                del self._get_output_dir
+
+        def publish_it() -> None:
+            if self.args.should_save:
+                self._forget_staging(staging / checkpoint.name, checkpoint)
+                self._checkpoint_bytes = place(staging / checkpoint.name, checkpoint)
+                newest = {checkpoint, Path(self.state.best_model_checkpoint or checkpoint)}
+                rotate(run_dir, self.args.save_total_limit, newest)
+
+        problem = (
+            attempt(lambda: require_space(run_dir, self._checkpoint_bytes))
+            or attempt(write)
+            or attempt(publish_it)
+        )
+        if problem:
+            self.state.best_model_checkpoint = best
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+            report(problem, checkpoint, stop=self.args.on_save_error == "stop")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with reading(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with reading(checkpoint), mapped_files():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with reading(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _forget_staging(self, staged: Path, checkpoint: Path) -> None:
         """The best checkpoint's path was recorded while it lay in the staging folder."""
@@ -123,14 +196,21 @@ class LongTrainer(Trainer):
         """Writes the model and tokenizer that `from_pretrained` loads, whole or not at all."""
         staging = staging_path(path)
         self.accelerator.wait_for_everyone()
-        if self.args.engine == "fsdp":
-            self._save_whole(staging)
-        else:
-            self.save_model(str(staging))
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            publish(staging, path)
-        self.accelerator.wait_for_everyone()
+
+        def write() -> None:
+            if self.args.engine == "fsdp":
+                self._save_whole(staging)
+            else:
+                self.save_model(str(staging))
+
+        def publish_it() -> None:
+            if self.args.should_save:
+                publish(staging, path)
+
+        problem = attempt(write) or attempt(publish_it)
+        if problem:
+            shutil.rmtree(staging, ignore_errors=True)
+            report(problem, path, stop=True)
 
     def _save_whole(self, path: Path) -> None:
         """Gathers FSDP2's fp32 shards (Trainer would write nothing) and saves the model's dtype."""
@@ -177,7 +257,7 @@ class _MetricsFile(TrainerCallback):
             return
         text = path.read_text(encoding="utf-8")
         lines = text[: text.rfind("\n") + 1].splitlines()  # a killed run may leave half a line
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        kept = [line for line in lines if _step(line) <= state.global_step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
@@ -185,9 +265,22 @@ class _MetricsFile(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kw: Any
     ) -> None:
-        if state.is_world_process_zero:
-            with (Path(args.output_dir) / METRICS).open("a", encoding="utf-8") as file:
+        if not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / METRICS
+        try:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+        except OSError as error:
+            say(f"step {state.global_step} is missing in {path}: {error.strerror}")
+
+
+def _step(line: str) -> float:
+    """The step of a line of metrics.jsonl; beyond all steps for one that a full disk cut off."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return float("inf")
 
 
 class _Console(ProgressCallback):

@@ -39,7 +39,7 @@ def test_leftovers_of_a_killed_run_are_swept_up(tmp_path: Path) -> None:
     (staging / "model.safetensors").write_text("half")
     with pytest.raises(UserError, match="holds no checkpoint-N"):
         resolve_resume(arguments(tmp_path, resume_from_checkpoint="last"))
-    clear_output_dir(check_output_dir(arguments(tmp_path), None), None)
+    clear_output_dir(tmp_path, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,10 +68,11 @@ def test_an_earlier_run_is_refused_resumed_or_overwritten(tmp_path: Path) -> Non
     old.mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="--overwrite_output_dir"):
-        check_output_dir(arguments(tmp_path), None)
-    clear_output_dir(check_output_dir(arguments(tmp_path), old), old)
+        check_output_dir(tmp_path, arguments(tmp_path), None)
+    check_output_dir(tmp_path, arguments(tmp_path), old)
+    clear_output_dir(tmp_path, old)
     assert old.exists()
-    check_output_dir(arguments(tmp_path, overwrite_output_dir=True), None)
+    check_output_dir(tmp_path, arguments(tmp_path, overwrite_output_dir=True), None)
     assert old.exists()  # until everything else is known to work
     clear_output_dir(tmp_path, None)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]

@@ -13,7 +13,7 @@ from small_tokenizer import small_tokenizer
 
 from longctx import data
 from longctx.config import DataArguments, UserError
-from longctx.data import build_dataset, check_sources, collate
+from longctx.data import build_dataset, check_sources, collate, document_names
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def documents_in(rows) -> list[list[int]]:
 def test_rows_hold_the_text(build, corpus, capsys):
     rows = build(seq_len=4096)
     assert rows.features == {
-        name: List(Value("int32")) for name in ("input_ids", "labels", "position_ids")
+        name: List(Value("int32")) for name in ("input_ids", "labels", "position_ids", "documents")
     }
     texts = [small_tokenizer().decode(ids) for ids in documents_in(rows)]
     expected = [f"<|bos|>{path.read_text()}<|im_end|>" for path in corpus.iterdir()]
@@ -337,9 +337,41 @@ def test_streaming_checks_as_it_goes(build, saved, tmp_path):
 def test_collate(build):
     rows = build()
     batch = collate([rows[0], rows[1]])
-    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    assert set(batch) == {"input_ids", "labels", "position_ids", "documents"}
     for name, tensor in batch.items():
         assert tensor.dtype == torch.int64 and tensor.shape == (2, 64)
-        assert tensor.tolist() == [rows[0][name], rows[1][name]]
+        for filled, row in zip(tensor.tolist(), rows, strict=False):
+            assert filled == row[name] + [-1] * (64 - len(row[name]))
     formatted = rows.with_format("numpy")
     assert all(torch.equal(collate([formatted[0]])[name][0], batch[name][0]) for name in batch)
+
+
+def pieces_of(row) -> list[list[int]]:
+    starts = [i for i, p in enumerate(row["position_ids"]) if p == 0] + [len(row["labels"])]
+    return [row["input_ids"][a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def test_every_row_names_the_documents_of_its_pieces(build, corpus, tmp_path):
+    args = DataArguments(cache_dir=str(tmp_path / "cache"))
+    for _ in range(2):  # fresh, and from the cache
+        for row in build():
+            names = document_names(args, [str(corpus)], row["documents"])
+            for name, ids in zip(names, pieces_of(row), strict=False):
+                assert small_tokenizer().decode(ids, skip_special_tokens=True) in (
+                    Path(name).read_text()
+                )
+    assert document_names(args, [str(corpus)], [-1, 3]) == [str(corpus / "03.txt")]
+
+
+def test_rows_of_datasets_name_their_records(build, streamable):
+    stored, streamed = (build(dataset_name=streamable, streaming=s) for s in (False, True))
+    texts = Dataset.load_from_disk(streamable)["text"]
+    for row in stored:
+        for number, ids in zip(row["documents"], pieces_of(row), strict=False):
+            assert small_tokenizer().decode(ids, skip_special_tokens=True) in texts[number]
+    numbers = [number for row in streamed for number in row["documents"]]
+    assert sorted(set(numbers)) == list(range(100))
+    args = DataArguments(dataset_name="d")
+    assert document_names(args, None, [4, -1]) == ["d row 4"]
+    args = DataArguments(dataset_name="d", streaming=True)
+    assert document_names(args, None, [4]) == ["d streamed record 4"]

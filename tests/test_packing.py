@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from longctx.data import TOKEN_COLUMNS
 from longctx.packing import IGNORED, PackingStats, Piece, build_row, pack
 
 
@@ -38,10 +40,12 @@ def packed(documents, seq_len, long_documents="split", pad_token_id=7, open_rows
 
 
 def test_the_worked_example():
-    row = build_row([document(5, 10), document(2, 20)], 8, pad_token_id=7)
+    pieces = [replace(document(5, 10), record=4), replace(document(2, 20), record=9)]
+    row = build_row(pieces, 8, pad_token_id=7)
     assert row["input_ids"].tolist() == [10, 11, 12, 13, 14, 20, 21, 7]
     assert row["labels"].tolist() == [-100, 11, 12, 13, 14, -100, 21, -100]
     assert row["position_ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+    assert row["documents"].tolist() == [4, 9]
     assert all(column.dtype == np.int32 for column in row.values())
 
 
@@ -60,7 +64,7 @@ def test_split_keeps_every_token_exactly_once(seq_len, open_rows):
         assert stats.untrained_tokens == 0
     assert stats.padding_tokens == padding
     assert stats.tokens == len(given) and stats.rows == len(rows)
-    assert all(len(column) == seq_len for row in rows for column in row.values())
+    assert all(len(row[name]) == seq_len for row in rows for name in TOKEN_COLUMNS)
 
 
 @pytest.mark.parametrize("long_documents", ["split", "truncate"])

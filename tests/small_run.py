@@ -1,0 +1,65 @@
+"""A run of train.py that takes a fraction of a second: a Llama of 30,000 parameters, and data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_tokenizer import small_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+
+import train
+from longctx.checkpoint import METRICS
+from longctx.trainer import LongTrainer
+
+
+def prepare(folder: Path) -> list[str]:
+    """Writes model and data into `folder`; returns the flags that train on them."""
+    torch.manual_seed(0)
+    tokenizer = small_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    for i in range(12):
+        text = f"Chapter {i}. The quick brown fox number {i} jumps over the lazy dog. " * 12
+        (folder / "data" / f"{i}.txt").write_text(text)
+    flags = ["--model_name_or_path", str(folder / "model"), "--seq_len", "64", "--use_cpu"]
+    flags += ["--train_file", str(folder / "data"), "--cache_dir", str(folder / "cache")]
+    return [*flags, "--learning_rate", "0.003", "--disable_tqdm", "true", "--save_steps", "2"]
+
+
+def run(flags: list[str], output: Path, *more: str) -> list[dict[str, float]]:
+    """Trains, and returns the logged lines that have a loss."""
+    train.main([*flags, "--output_dir", str(output), *more])
+    return logged(output)
+
+
+def logged(output: Path) -> list[dict[str, float]]:
+    lines = map(json.loads, (output / METRICS).read_text().splitlines())
+    return [line for line in lines if "loss" in line]
+
+
+def add_callback(monkeypatch: pytest.MonkeyPatch, callback: TrainerCallback) -> None:
+    """Trainers made from now on have the callback too."""
+    make = LongTrainer.__init__
+
+    def init(self, **kwargs) -> None:
+        make(self, **kwargs)
+        self.add_callback(callback)
+
+    monkeypatch.setattr(LongTrainer, "__init__", init)
