@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
@@ -54,12 +56,23 @@ def logged(output: Path) -> list[dict[str, float]]:
     return [line for line in lines if "loss" in line]
 
 
-def add_callback(monkeypatch: pytest.MonkeyPatch, callback: TrainerCallback) -> None:
-    """Trainers made from now on have the callback too."""
+def add_callback(callback: TrainerCallback, patch: Any = None) -> None:
+    """Trainers made from now on have the callback too; `patch` (monkeypatch) undoes it."""
     make = LongTrainer.__init__
 
     def init(self, **kwargs) -> None:
         make(self, **kwargs)
         self.add_callback(callback)
 
-    monkeypatch.setattr(LongTrainer, "__init__", init)
+    (patch.setattr if patch else setattr)(LongTrainer, "__init__", init)
+
+
+class SendAt(TrainerCallback):
+    """Sends this process a signal while step `step` runs."""
+
+    def __init__(self, number: signal.Signals, step: int) -> None:
+        self.number, self.step = number, step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), self.number)

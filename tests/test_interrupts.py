@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from small_run import add_callback, logged, prepare, run
-from transformers import TrainerCallback
+from small_run import SendAt, add_callback, logged, prepare, run
 
 from longctx.interrupts import Interrupts
 
@@ -19,24 +22,13 @@ def flags(tmp_path_factory) -> list[str]:
     return [*prepare(tmp_path_factory.mktemp("small")), "--max_steps", "6"]
 
 
-class SendAt(TrainerCallback):
-    """Sends this process a signal while step `step` runs."""
-
-    def __init__(self, number: signal.Signals, step: int) -> None:
-        self.number, self.step = number, step
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
-        if state.global_step + 1 == self.step:
-            os.kill(os.getpid(), self.number)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_stops_and_resumes_exactly(
     flags, monkeypatch, tmp_path, number, capsys
 ) -> None:
     whole = run(flags, tmp_path / "whole")
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    add_callback(monkeypatch, SendAt(number, 3))
+    add_callback(SendAt(number, 3), monkeypatch)
     with pytest.raises(SystemExit) as stop:
         run(flags, tmp_path / "run")
     assert stop.value.code == 128 + number
@@ -51,7 +43,7 @@ def test_a_signal_saves_stops_and_resumes_exactly(
 
 
 def test_save_strategy_no_saves_nothing(flags, monkeypatch, tmp_path, capsys) -> None:
-    add_callback(monkeypatch, SendAt(signal.SIGTERM, 3))
+    add_callback(SendAt(signal.SIGTERM, 3), monkeypatch)
     with pytest.raises(SystemExit):
         run(flags, tmp_path / "run", "--save_strategy", "no")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
@@ -66,3 +58,37 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+
+
+AT_STEP_TWO = """
+import os, signal, sys, train
+from small_run import SendAt, add_callback
+if os.environ["RANK"] == "1":
+    add_callback(SendAt(signal.SIGTERM, 2))
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_step(flags, tmp_path) -> None:
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent), str(here)])
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", AT_STEP_TWO, *flags, "--output_dir", str(tmp_path / "run")]
+    processes = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=here.parent,
+            env={**os.environ, **ranks, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": paths},
+        )
+        for rank in ("0", "1")
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], outputs
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert outputs[0].count("stopped by SIGTERM: continue with") == 1

@@ -50,7 +50,7 @@ class Breaks(TrainerCallback):
 def test_it_stops_and_names_step_layer_token_and_document(
     flags, monkeypatch, tmp_path, class_type
 ) -> None:
-    add_callback(monkeypatch, Breaks())
+    add_callback(Breaks(), monkeypatch)
     with pytest.raises(UserError) as error:
         run(flags, tmp_path / "run", "--class_type", class_type)
     step = json.loads((tmp_path / "run" / METRICS).read_text().splitlines()[-1])["step"] + 1
@@ -63,7 +63,7 @@ def test_it_stops_and_names_step_layer_token_and_document(
 
 def test_a_skipped_step_leaves_no_trace(flags, monkeypatch, tmp_path, capsys) -> None:
     run([*flags, "--max_steps", "0"], tmp_path / "begin")
-    add_callback(monkeypatch, Breaks())
+    add_callback(Breaks(), monkeypatch)
     lines = run(flags, tmp_path / "run", "--on_nonfinite", "skip", "--num_train_epochs", "1")
     out = capsys.readouterr().out
     assert "bad.txt; skipped" in out and "model.layers.1" in out
@@ -87,7 +87,7 @@ def test_skipping_without_end_is_an_error(flags, monkeypatch, tmp_path) -> None:
         def on_train_begin(self, args, state, control, model=None, **kwargs) -> None:
             model.model.norm.weight.data.fill_(torch.nan)
 
-    add_callback(monkeypatch, Always())
+    add_callback(Always(), monkeypatch)
     with pytest.raises(UserError, match="the weight model.norm.weight was broken.*the 9 steps"):
         run(flags, tmp_path / "run", "--on_nonfinite", "skip")
 
@@ -99,7 +99,7 @@ def test_a_broken_gradient_names_its_parameter_and_the_rows(flags, monkeypatch, 
                 weight = model.model.layers[i].mlp.up_proj.weight
                 weight.register_hook(lambda grad: grad * torch.inf)
 
-    add_callback(monkeypatch, Gradient())
+    add_callback(Gradient(), monkeypatch)
     with pytest.raises(UserError) as error:
         run(flags, tmp_path / "run", "--gradient_accumulation_steps", "2")
     message = str(error.value)
@@ -116,7 +116,7 @@ def test_a_finite_step_costs_no_forward_and_no_hook(flags, monkeypatch, tmp_path
             found = [h for m in model.modules() for h in m._forward_hooks.values()]
             hooks.extend(h for h in found if h.__module__ == "longctx.nonfinite")
 
-    add_callback(monkeypatch, Look())
+    add_callback(Look(), monkeypatch)
     run([*flags, "--max_steps", "3"], tmp_path / "run")
     assert hooks == []
 

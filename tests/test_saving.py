@@ -33,7 +33,7 @@ class FullDisk(TrainerCallback):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    add_callback(monkeypatch, FullDisk())
+    add_callback(FullDisk(), monkeypatch)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
@@ -113,7 +113,7 @@ def test_final_reports_a_full_disk(flags, tmp_path, monkeypatch) -> None:
         def on_train_end(self, *args, **kwargs) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
 
-    add_callback(monkeypatch, AtTheEnd())
+    add_callback(AtTheEnd(), monkeypatch)
     try:
         with pytest.raises(UserError, match="final was not saved in"):
             run(flags, tmp_path / "run")
