@@ -18,6 +18,7 @@ from transformers import TrainerCallback, set_seed
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from longctx.annotate import annotate
 from longctx.config import DataArguments, ModelArguments, parse_args
 from longctx.data import build_dataset, check_sources, collate
 from longctx.engine import start_engine
@@ -118,7 +119,8 @@ class PhaseMarks(TrainerCallback):
 
             def step(*args: Any, **kwargs: Any) -> Any:
                 self.mark("optimizer")
-                return engine_step(*args, **kwargs)
+                with annotate("optimizer"):
+                    return engine_step(*args, **kwargs)
 
             deepspeed.engine.step = step
             return

@@ -103,7 +103,7 @@ def _blocks(trace: list[dict[str, Any]], segments: list[dict[str, Any]]) -> Iter
     """Every allocation that lived during the trace, also those from before it."""
     live: dict[int, _Block] = {}
     for event in trace:
-        address = event["addr"]
+        address = event.get("addr", 0)
         if event["action"] == "alloc":
             live[address] = _Block(
                 size=event["size"],

@@ -105,8 +105,8 @@ def read_trace(path: Path) -> dict[str, Any]:
 def phase_table(trace: dict[str, Any]) -> Table:
     """The table of a trace's profiled steps. Raises ValueError if it has no `ProfilerStep`."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X" and "dur" in e]
-    steps = [e for e in events if e["name"].startswith("ProfilerStep#") and _cat(e) not in _GPU]
-    steps = [e for e in steps if _cat(e) == "user_annotation"]
+    steps = [e for e in events if _cat(e) == "user_annotation"]
+    steps = [e for e in steps if e["name"].startswith("ProfilerStep#")]
     if not steps:
         raise ValueError("the trace has no ProfilerStep: it was not recorded over steps")
     window = (min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps))

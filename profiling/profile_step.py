@@ -7,31 +7,32 @@
 All options but the ones below are train.py's (after `--`, if you like). The rows are documents of
 random tokens unless --train_file or --dataset_name is given. After `--wait` steps, which compile
 kernels, and `--warmup` steps, `--active` steps are recorded; on a GPU one more step follows,
-without the profiler, whose allocations are recorded. Into --profile_dir go, for each process N,
+without the profiler, whose allocations are recorded. Memory is asked for by the host, ahead of the
+GPU; with `--memory_only` every kernel is waited for, so the timeline shows when memory is used, and
+no trace is made. Into --profile_dir go, for each process N,
 
     trace_rankN.json.gz     open it at https://ui.perfetto.dev or in chrome://tracing
     phases_rankN.json       the table by phase (profiling/phases.py)
     memory_rankN.pickle     open it at https://pytorch.org/memory_viz
     memory_rankN.json.gz    what profiling/memory_timeline.py draws
 
-and, from the first process, profile.html, memory.png and memory.html. docs/reading_a_profile.md
-says how to read them.
+and, from the first process, profile.html with all of it, profile.png, memory.png and memory.html.
+docs/reading_a_profile.md says how to read them.
 """
 
 from __future__ import annotations
 
 import argparse
-import pickle
+import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import memory_timeline
 import torch
 from build import PhaseMarks, build_trainer
-from memory_categories import Marks
+from memory_recorder import RecordMemory
 from phases import LINES, Table, phase_table, read_trace, show
 from results import describe_run, write_results
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -45,8 +46,6 @@ from longctx.page import code, figure, heading, paragraph, pyplot, table, write_
 from longctx.trainer import LongTrainer
 
 GIB = 2**30
-_RECORDED = 1_000_000
-"""Allocations and frees of the recorded step; a record takes about 1 KB of host memory."""
 
 
 class RecordTime(TrainerCallback):
@@ -73,71 +72,10 @@ class RecordTime(TrainerCallback):
             self.profiler.stop()
 
 
-class RecordMemory(TrainerCallback):
-    """Records the allocations of step `number` (from 0) and writes snapshot and timeline."""
-
-    def __init__(self, trainer: LongTrainer, number: int, about: dict[str, Any], stem: Path):
-        self.trainer, self.number, self.about, self.stem = trainer, number, about, stem
-        self.marks = Marks(phases=[])
-        self.recording = False
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != self.number:
-            return
-        torch.cuda.synchronize()
-        self.marks.before = self._held()
-        torch.cuda.memory._record_memory_history(
-            max_entries=_RECORDED, context="alloc", stacks="python"
-        )
-        self.recording = True
-
-    def mark(self, name: str) -> None:
-        if not self.recording:
-            return
-        now_us = time.time_ns() // 1000
-        if name == "optimizer":
-            gradients = (p.grad for p in self.trainer.model.parameters())
-            self.marks.gradients = dict.fromkeys(map(_address, gradients), now_us)
-        if name == "end":
-            self._write()
-        else:
-            self.marks.phases.append((name, now_us))
-
-    def _held(self) -> dict[int, str]:
-        """Address -> category of what lives from step to step."""
-        model: Any = self.trainer.model
-        parameters = list(model.parameters())
-        states = (getattr(self.trainer.optimizer, "state", None) or {}).values()
-        held = {_address(p.grad): "gradients" for p in parameters}
-        held |= {_address(t): "optimizer" for state in states for t in state.values()}
-        shards = [getattr(p, "ds_tensor", None) for p in parameters]  # ZeRO-3's
-        held |= {_address(t): "weights" for t in [*parameters, *model.buffers(), *shards]}
-        return held
-
-    def _write(self) -> None:
-        torch.cuda.synchronize()
-        snapshot = torch.cuda.memory._snapshot()
-        torch.cuda.memory._record_memory_history(enabled=None)
-        self.recording = False
-        with self.stem.with_suffix(".pickle").open("wb") as file:
-            pickle.dump(snapshot, file)
-        timeline = memory_timeline.record(
-            snapshot, self.marks, self.about, torch.cuda.current_device()
-        )
-        memory_timeline.save(timeline, self.stem.with_suffix(".json.gz"))
-
-
-def _address(tensor: Any) -> int | None:
-    """Where the tensor's memory on the GPU starts; None for anything else."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not isinstance(local, torch.Tensor) or not local.is_cuda:
-        return None
-    return local.untyped_storage().data_ptr()
-
-
 def name_modules(model: Any) -> None:
     """Names the parts of a model that runs Hugging Face's layers, as longctx's own code does."""
     names = {"Attention": "attention", "MLP": "mlp", "RMSNorm": "norm", "Layer": "layer forward"}
+    sources = set()
     for module in model.modules():
         kind = type(module).__name__
         name = next((name for end, name in names.items() if kind.endswith(end)), None)
@@ -146,10 +84,10 @@ def name_modules(model: Any) -> None:
         if kind.endswith("Attention"):
             for projection in module.children():
                 projection.forward = annotated("projections")(projection.forward)
-            code_of = sys.modules[type(module).__module__]
-            rotate: Any = getattr(code_of, "apply_rotary_pos_emb", None)
-            if rotate is not None and not hasattr(rotate, "__wrapped__"):
-                code_of.apply_rotary_pos_emb = annotated("rope")(rotate)  # type: ignore[attr-defined]
+            sources.add(sys.modules[type(module).__module__])
+    for source in sources:  # the rotation is a function of the model's source file
+        if hasattr(source, "apply_rotary_pos_emb"):
+            source.apply_rotary_pos_emb = annotated("rope")(source.apply_rotary_pos_emb)
     model.lm_head.forward = annotated("loss")(model.lm_head.forward)
     model.loss_function = annotated("loss")(model.loss_function)
 
@@ -164,50 +102,71 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--warmup", type=int, default=1, help="steps that warm it up (1)")
     parser.add_argument("--active", type=int, default=1, help="recorded steps (1)")
     parser.add_argument("--layers", type=int, help="instead of the preset's, to fit a machine")
+    parser.add_argument("--memory_only", action="store_true", help="no trace; kernels waited for")
     args, flags = parser.parse_known_args(argv)
     for name, least in (("wait", 0), ("warmup", 0), ("active", 1), ("layers", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name} must be at least {least}, got {value}")
+    if args.memory_only and not _on_gpu(flags):
+        raise UserError("--memory_only needs a GPU: torch records none of a CPU's memory")
     return args, [flag for flag in flags if flag != "--"]
+
+
+def _on_gpu(flags: list[str]) -> bool:
+    return torch.cuda.is_available() and "--use_cpu" not in flags
 
 
 def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:
     """Trains the steps and writes everything. Raises UserError, OutOfMemory among them."""
+    on_gpu = _on_gpu(flags)
     args.profile_dir.mkdir(parents=True, exist_ok=True)
-    on_gpu = torch.cuda.is_available() and "--use_cpu" not in flags
-    recorded = args.wait + args.warmup + args.active
+    if args.memory_only:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
+    before = 1 if args.memory_only else args.wait + args.warmup + args.active
     with tempfile.TemporaryDirectory() as folder:
         trainer, model_args = build_trainer(
-            flags, steps=recorded + on_gpu, output_dir=Path(folder), layers=args.layers
+            flags, steps=before + on_gpu, output_dir=Path(folder), layers=args.layers
         )
-        if model_args.class_type != "custom":
-            name_modules(trainer.model)
         rank = trainer.args.process_index
-        about = describe(trainer, model_args, args.profile_dir)
         trace = args.profile_dir / f"trace_rank{rank}.json.gz"
         stem = args.profile_dir / f"memory_rank{rank}"
-        trainer.add_callback(RecordTime(args, trace, on_gpu))
-        if on_gpu:
-            memory = RecordMemory(trainer, recorded, about, stem)
+        about = describe(trainer, model_args, args.profile_dir)
+        if model_args.class_type != "custom":
+            name_modules(trainer.model)
+        if not args.memory_only:
+            trainer.add_callback(RecordTime(args, trace, on_gpu))
+        memory = RecordMemory(trainer, before, about, stem) if on_gpu else None
+        if memory:
             trainer.add_callback(memory)
-            trainer.add_callback(PhaseMarks(trainer, memory.mark))
+        trainer.add_callback(PhaseMarks(trainer, memory.mark if memory else lambda name: None))
         with explained_oom(trainer, model_args):
             trainer.train()
-    by_phase = phase_table(read_trace(trace))
-    rows = [{**row, **what(about)} for row in by_phase.rows()]
-    extra = {"step_s": by_phase.step_s, "copies_s": by_phase.copies_s}
-    write_results(args.profile_dir / f"phases_rank{rank}.json", rows, extra=extra)
+    by_phase = None if args.memory_only else phase_table(read_trace(trace))
+    if by_phase:
+        rows = [{**row, **what(about)} for row in by_phase.rows()]
+        extra = {"step_s": by_phase.step_s, "copies_s": by_phase.copies_s}
+        write_results(args.profile_dir / f"phases_rank{rank}.json", rows, extra=extra)
     if trainer.is_world_process_zero():
-        show(by_phase)
         timeline = memory_timeline.read(stem.with_suffix(".json.gz")) if on_gpu else None
-        if timeline:
-            memory_timeline.write([timeline], args.profile_dir / "memory")
-        else:
-            print("no GPU: no memory timeline (torch records none of a CPU's memory)")
-        write_profile(args.profile_dir / "profile.html", about, by_phase, timeline)
-        print(f"wrote {args.profile_dir}/profile.html and, beside it, {trace.name}")
+        publish(args.profile_dir, about, by_phase, timeline)
     return trainer
+
+
+def publish(
+    folder: Path, about: dict[str, Any], by_phase: Table | None, timeline: dict[str, Any] | None
+) -> None:
+    """Prints the table and writes the pictures and pages."""
+    if by_phase:
+        show(by_phase)
+        draw_shares(by_phase).savefig(folder / "profile.png", dpi=110, bbox_inches="tight")
+    if timeline:
+        memory_timeline.write([timeline], folder / "memory")
+        print(f"peak {timeline['peak_gib']:.2f} GiB allocated")
+    else:
+        print("no GPU: no memory timeline (torch records none of a CPU's memory)")
+    write_profile(folder / "profile.html", about, by_phase, timeline)
+    print(f"wrote {folder}/profile.html and, beside it, what it was made from")
 
 
 def describe(trainer: LongTrainer, model_args: Any, folder: Path) -> dict[str, Any]:
@@ -230,8 +189,27 @@ def what(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_profile(
-    path: Path, about: dict[str, Any], by_phase: Table, timeline: dict[str, Any] | None
+    path: Path,
+    about: dict[str, Any],
+    by_phase: Table | None,
+    timeline: dict[str, Any] | None,
 ) -> None:
+    parts = [
+        paragraph(f"{about['hardware']}; commit {about['commit']}; {about['date']}."),
+        code(about["command"]),
+    ]
+    if by_phase:
+        parts += _time(by_phase)
+    parts.append(heading("Memory"))
+    if timeline:
+        parts += memory_timeline.parts([timeline])
+    else:
+        parts.append(paragraph("A timeline of memory needs a GPU."))
+    title = f"Profile: {about['class_type']}, {about['tokens']:,} tokens, {about['layers']} layers"
+    write_page(path, title, parts)
+
+
+def _time(by_phase: Table) -> list[str]:
     caption = (
         "Share of a step, by what the GPU computes; copies and communication only where nothing "
         "computes beside them."
@@ -242,23 +220,13 @@ def write_profile(
         {"phase": r["phase"], "s a step": r["s_per_step"], "share": f"{r['share']:.1%}"}
         for r in by_phase.rows()
     ]
-    parts = [
-        paragraph(f"{about['hardware']}; commit {about['commit']}; {about['date']}."),
-        code(about["command"]),
+    copies = f"Copies between host and GPU take {by_phase.copies_s:.3f} s a step in all."
+    return [
         heading(f"Time: {by_phase.step_s:.3f} s a step under the profiler"),
         figure(draw_shares(by_phase), caption),
         table(rows),
+        *([paragraph(copies)] if by_phase.copies_s else []),
     ]
-    if by_phase.copies_s:
-        parts.append(
-            paragraph(f"Copies between host and GPU take {by_phase.copies_s:.3f} s a step in all.")
-        )
-    if timeline:
-        parts += [heading("Memory"), *memory_timeline.parts([timeline])]
-    else:
-        parts.append(paragraph("Memory: a timeline needs a GPU."))
-    title = f"Profile: {about['class_type']}, {about['tokens']:,} tokens, {about['layers']} layers"
-    write_page(path, title, parts)
 
 
 def draw_shares(by_phase: Table) -> Any:

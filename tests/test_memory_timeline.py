@@ -165,7 +165,7 @@ def test_what_is_no_timeline_is_one_line(timelines, content, tmp_path, monkeypat
 
 def test_the_recorder_marks_phases_and_writes_both_files(timelines, tmp_path, monkeypatch) -> None:
     """The callback on a CPU step, with the allocator's functions answering by hand."""
-    import profile_step
+    import memory_recorder
     from build import PhaseMarks, build_trainer
 
     asked: list[dict] = []
@@ -177,7 +177,7 @@ def test_the_recorder_marks_phases_and_writes_both_files(timelines, tmp_path, mo
     flags = ["--preset", "tiny", "--seq_len", "64", "--use_cpu"]
     trainer, _ = build_trainer(flags, steps=2, output_dir=tmp_path / "run", layers=1)
     about = {"class_type": "custom", "tokens": 64}
-    recorder = profile_step.RecordMemory(trainer, 1, about, tmp_path / "memory_rank0")
+    recorder = memory_recorder.RecordMemory(trainer, 1, about, tmp_path / "memory_rank0")
     trainer.add_callback(recorder)
     trainer.add_callback(PhaseMarks(trainer, recorder.mark))
     trainer.train()

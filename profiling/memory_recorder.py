@@ -1,0 +1,85 @@
+"""Records the allocations of one training step: what torch's snapshot needs to be read by category.
+
+A snapshot holds addresses and Python stacks. What they are for follows from what this callback
+writes down beside it: where the parameters and optimizer states lie before the step, where the
+gradients lie when the optimizer starts, and when each phase begins.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import memory_timeline
+import torch
+from memory_categories import Marks
+from transformers import TrainerCallback
+
+from longctx.trainer import LongTrainer
+
+_RECORDED = 1_000_000
+"""Allocations and frees of the recorded step; a record takes about 1 KB of host memory."""
+
+
+class RecordMemory(TrainerCallback):
+    """Records the allocations of step `number` (from 0) and writes snapshot and timeline."""
+
+    def __init__(self, trainer: LongTrainer, number: int, about: dict[str, Any], stem: Path):
+        self.trainer, self.number, self.about, self.stem = trainer, number, about, stem
+        self.marks = Marks(phases=[])
+        self.recording = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.number:
+            return
+        torch.cuda.synchronize()
+        self.marks.before = self._held()
+        torch.cuda.memory._record_memory_history(
+            max_entries=_RECORDED, context="alloc", stacks="python"
+        )
+        self.recording = True
+
+    def mark(self, name: str) -> None:
+        if not self.recording:
+            return
+        now_us = time.time_ns() // 1000
+        if name == "optimizer":
+            gradients = (p.grad for p in self.trainer.model.parameters())
+            self.marks.gradients = dict.fromkeys(map(_address, gradients), now_us)
+        if name == "end":
+            self._write()
+        else:
+            self.marks.phases.append((name, now_us))
+
+    def _held(self) -> dict[int, str]:
+        """Address -> category of what lives from step to step."""
+        model: Any = self.trainer.model
+        parameters = list(model.parameters())
+        states = (getattr(self.trainer.optimizer, "state", None) or {}).values()
+        held = {_address(p.grad): "gradients" for p in parameters}
+        held |= {_address(t): "optimizer" for state in states for t in state.values()}
+        shards = [getattr(p, "ds_tensor", None) for p in parameters]  # ZeRO-3's
+        held |= {_address(t): "weights" for t in [*parameters, *model.buffers(), *shards]}
+        return held
+
+    def _write(self) -> None:
+        torch.cuda.synchronize()
+        snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self.recording = False
+        with self.stem.with_suffix(".pickle").open("wb") as file:
+            pickle.dump(snapshot, file)
+        timeline = memory_timeline.record(
+            snapshot, self.marks, self.about, torch.cuda.current_device()
+        )
+        memory_timeline.save(timeline, self.stem.with_suffix(".json.gz"))
+
+
+def _address(tensor: Any) -> int | None:
+    """Where the tensor's memory on the GPU starts; None for anything else."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not isinstance(local, torch.Tensor) or not local.is_cuda:
+        return None
+    return local.untyped_storage().data_ptr()
