@@ -274,15 +274,10 @@ def cross_entropy(
         )
 
     default = default_config(V)
-    candidates = [
-        Config(block=block, num_warps=warps)
-        for block, warps in ((4096, 4), (8192, 8), (16384, 8), (32768, 32))
-        if block < 2 * V
-    ]
     if N:
         with on_device(logits):
             key = (triton.next_power_of_2(V), logits.dtype)
-            launch(choose("cross_entropy", key, default, candidates, launch, [logits]))
+            launch(choose("cross_entropy", key, default, _candidates, launch, [logits]))
     return loss
 
 
@@ -291,6 +286,11 @@ def default_config(V: int) -> Config:
     block = max(128, triton.next_power_of_2(V))
     # Triton's interpreter runs one program after the other, so that none may wait for another.
     return Config(block=block if INTERPRETED else min(8192, block), num_warps=4)
+
+
+def _candidates(default: Config) -> list[Config]:
+    others = ((4096, 4), (8192, 8), (16384, 8), (32768, 32))
+    return [Config(block=b, num_warps=w) for b, w in others if b <= 4 * default.block]
 
 
 def _parts(logits: Tensor, config: Config) -> int:

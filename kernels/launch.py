@@ -142,12 +142,12 @@ def choose(
     op: str,
     key: tuple[Any, ...],
     default: Config,
-    candidates: Sequence[Config],
+    candidates: Callable[[Config], Sequence[Config]],
     run: Callable[[Config], object],
     overwrites: Sequence[Tensor] = (),
 ) -> Config:
-    """The configuration to start `op` with: `default`, or the fastest candidate under
-    LONGCTX_AUTOTUNE=1.
+    """The configuration to start `op` with: `default`, or under LONGCTX_AUTOTUNE=1 the fastest of
+    it and `candidates(default)`.
 
     `key` holds what the choice depends on (binned by the caller); `overwrites` are the tensors that
     `run` changes: they are restored after the trials.
@@ -157,7 +157,8 @@ def choose(
     entry = (op, *key)
     if entry not in _tuned:
         saved = [x.clone() for x in overwrites]
-        times = {c: triton.testing.do_bench(lambda c=c: run(c)) for c in (default, *candidates)}
+        trials = (default, *candidates(default))
+        times = {c: triton.testing.do_bench(lambda c=c: run(c)) for c in trials}
         for x, value in zip(overwrites, saved, strict=True):
             x.copy_(value)
         _tuned[entry] = min(times, key=lambda c: times[c])

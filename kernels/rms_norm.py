@@ -18,6 +18,8 @@ registers; the parts are then added in a fixed order, so dw does not change from
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -232,12 +234,11 @@ def rms_norm_forward(
         )
 
     if N:
-        block = triton.next_power_of_2(D)
-        others = [Config(block=block, num_warps=w, rows=r) for w in (4, 8, 16) for r in (1, 2, 4)]
+        default = forward_config(D)
         with on_device(x):
-            key = (block, x.dtype, residual is not None)
+            key = (default.block, x.dtype, residual is not None)
             written = [out, summed] if residual is not None else [out]
-            launch(choose("rms_norm_forward", key, forward_config(D), others, launch, written))
+            launch(choose("rms_norm_forward", key, default, _forwards, launch, written))
     return out, summed
 
 
@@ -302,16 +303,11 @@ def rms_norm_backward(
             dw.add_(partial.sum(0))
 
     if N:
-        block = triton.next_power_of_2(D)
-        others = [
-            Config(block=block, num_warps=w, programs_per_sm=p, num_stages=s)
-            for w, p, s in ((4, 2, 3), (8, 2, 3), (8, 4, 2), (16, 1, 3), (16, 2, 3))
-        ]
+        default = backward_config(D, x.element_size())
         with on_device(x):
-            key = (block, x.dtype, d_residual is not None)
+            key = (default.block, x.dtype, d_residual is not None)
             written = [out] if dw is None else [out, dw]
-            default = backward_config(D, x.element_size())
-            launch(choose("rms_norm_backward", key, default, others, launch, written))
+            launch(choose("rms_norm_backward", key, default, _backwards, launch, written))
     return out
 
 
@@ -351,11 +347,17 @@ def rms_norm(
     return _RMSNorm.apply(x.contiguous(), weight, eps, llama_rounding)
 
 
+@cache
 def forward_config(D: int) -> Config:
     block = triton.next_power_of_2(D)
     return Config(block=block, num_warps=min(16, max(4, block // 1024)), rows=max(1, 2048 // block))
 
 
+def _forwards(default: Config) -> list[Config]:
+    return [replace(default, num_warps=w, rows=r) for w in (4, 8, 16) for r in (1, 2, 4)]
+
+
+@cache
 def backward_config(D: int, itemsize: int = 2) -> Config:
     block = triton.next_power_of_2(D)
     # Rows fetched ahead wait in shared memory: three stages of 32 KiB rows would need 192 KiB.
@@ -367,3 +369,10 @@ def backward_config(D: int, itemsize: int = 2) -> Config:
         programs_per_sm=2 if row_bytes <= 16384 else 1,
         num_stages=3 if row_bytes <= 16384 else 2 if row_bytes <= 32768 else 1,
     )
+
+
+def _backwards(default: Config) -> list[Config]:
+    trials = ((4, 2, 3), (8, 2, 3), (8, 4, 2), (16, 1, 3), (16, 2, 3))
+    return [
+        replace(default, num_warps=w, rows=1, programs_per_sm=p, num_stages=s) for w, p, s in trials
+    ]

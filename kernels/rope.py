@@ -18,6 +18,8 @@ polynomial in fp32. HF rounds cos and sin to the model's dtype; here they stay i
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -229,13 +231,10 @@ def _rotate_into(
         )
 
     if N and H and K:
-        default = default_config(H, d)
-        others = [
-            Config(block=default.block, num_warps=w, rows=r) for w in (2, 4, 8) for r in (1, 2)
-        ]
         with on_device(q):
             key = (H, K, d, q.dtype)
-            launch(choose("rope", key, default, others, launch, [q_out, k_out]))
+            default = default_config(H, d)
+            launch(choose("rope", key, default, _candidates, launch, [q_out, k_out]))
 
 
 @annotated("rope")
@@ -300,7 +299,12 @@ def rope(
     return q_out, k_out
 
 
+@cache
 def default_config(heads: int, d: int) -> Config:
     half = triton.next_power_of_2(d // 2)
     elements = triton.next_power_of_2(heads) * half
     return Config(block=half, num_warps=4, rows=max(1, 2048 // elements))
+
+
+def _candidates(default: Config) -> list[Config]:
+    return [replace(default, num_warps=w, rows=r) for w in (2, 4, 8) for r in (1, 2)]

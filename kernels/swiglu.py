@@ -14,6 +14,7 @@ gate and up may be two tensors or the two halves of one buffer: rows at any stri
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def swiglu_forward(
         with on_device(gate):
             key = (triton.next_power_of_2(FF), gate.dtype)
             written = [out]
-            launch(choose("swiglu_forward", key, default_config(FF), _OTHERS, launch, written))
+            launch(choose("swiglu_forward", key, default_config(FF), _candidates, launch, written))
     return out
 
 
@@ -213,7 +214,7 @@ def swiglu_backward_(
         with on_device(gate):
             key = (triton.next_power_of_2(FF), gate.dtype, product is not None)
             written = [gate, up] if product is None else [gate, up, product]
-            launch(choose("swiglu_backward", key, default_config(FF), _OTHERS, launch, written))
+            launch(choose("swiglu_backward", key, default_config(FF), _candidates, launch, written))
     return gate, up
 
 
@@ -252,9 +253,11 @@ def swiglu(
     return _SwiGLU.apply(gate, up)
 
 
-_OTHERS = [Config(block=b, num_warps=w) for b in (1024, 2048, 4096) for w in (2, 4, 8)]
-
-
+@cache
 def default_config(FF: int) -> Config:
     block = min(2048, max(128, triton.next_power_of_2(FF)))
     return Config(block=block, num_warps=4, rows=2048 // block)
+
+
+def _candidates(default: Config) -> list[Config]:
+    return [Config(block=b, num_warps=w) for b in (1024, 2048, 4096) for w in (2, 4, 8)]
