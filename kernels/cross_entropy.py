@@ -8,9 +8,10 @@ else z = x:
     loss   = lse - (1 - eps) z_y - eps mean_j(z_j) + z_loss lse^2      (eps: label smoothing)
     d x_j  = scale ((1 + 2 z_loss lse) p_j - (1 - eps) [j = y] - eps / V) (1 - (z_j / softcap)^2)
 
-Nothing is saved: the gradient may be written over the logits themselves (same dtype) or into a
-buffer of another dtype, so that fp32 logits become one bf16 gradient with a single rounding. A row
-whose label is IGNORE_INDEX has loss 0 and gradient 0; a label outside [0, V) gives loss NaN.
+Nothing is saved: the gradient may be written over the logits themselves, in their dtype or, with a
+single rounding, as 16-bit rows one after the other that begin where the fp32 logits do and take
+half their space. A row whose label is IGNORE_INDEX has loss 0 and gradient 0; a label outside
+[0, V) gives loss NaN.
 
 Bytes per row: the logits are read once and the gradient is written once (fp32 to bf16: 6 a logit).
 A row of 128256 is more than a multiprocessor can hold next to others, so several programs, its
@@ -22,9 +23,15 @@ a ticket counter, row by row, in the order in which programs really start: all p
 unfinished row are held by running programs as soon as the device can run that many at once (see
 `_parts`), whatever order the programs are dispatched in. A published pair is one 64-bit word, zero
 until then, so that seeing it is having it: no other memory has to be ordered against it.
+
+The pair is made from all that its part reads of the logits, so seeing it also means that they may
+be overwritten. Row i in 16 bits comes to lie over one half of row i // 2 in fp32, and each part of
+it first waits for the pairs of that row, which is an earlier one (or, at i = 0, its own).
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -95,6 +102,17 @@ again:
 
 
 @triton.jit
+def _wait(words_ptr, PARTS: tl.constexpr, LANES: tl.constexpr):
+    """The words of all parts of a row, as soon as they are there; past PARTS the last one again."""
+    address = (words_ptr + tl.minimum(tl.arange(0, LANES), PARTS - 1)).to(tl.int64)
+    # A loop in Triton around a load could put a barrier between threads that leave it at different
+    # times. Here each thread waits by itself. "&": the address is needed after the first load.
+    return tl.inline_asm_elementwise(
+        _WAIT, "=&l,l", [address], dtype=tl.uint64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _exchange(words_ptr, part, a, b, PARTS: tl.constexpr, LANES: tl.constexpr):
     """The pairs (a, b) of all parts of a row, as two vectors of LANES >= PARTS; past PARTS, b is 0.
 
@@ -102,27 +120,21 @@ def _exchange(words_ptr, part, a, b, PARTS: tl.constexpr, LANES: tl.constexpr):
     """
     word = a.to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | b.to(tl.uint32, bitcast=True)
     tl.atomic_xchg(words_ptr + part, word.to(tl.int64, bitcast=True), sem="relaxed")
-    lane = tl.arange(0, LANES)
-    address = (words_ptr + tl.minimum(lane, PARTS - 1)).to(tl.int64)
-    # A loop in Triton around a load could put a barrier between threads that leave it at different
-    # times. Here each thread waits by itself. "&": the address is needed after the first load.
-    words = tl.inline_asm_elementwise(
-        _WAIT, "=&l,l", [address], dtype=tl.uint64, is_pure=False, pack=1
-    )
+    words = _wait(words_ptr, PARTS, LANES)
     a = (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     b = words.to(tl.uint32).to(tl.float32, bitcast=True)
-    return a, tl.where(lane < PARTS, b, 0.0)
+    return a, tl.where(tl.arange(0, LANES) < PARTS, b, 0.0)
 
 
 @triton.jit
 def _cross_entropy_kernel(
     logits_ptr,  # (N, V)
-    d_logits_ptr,  # (N, V), may alias logits
+    d_logits_ptr,  # (N, V), may be logits or, if OVERLAPS, begin there
     labels_ptr,  # (N,)
     loss_ptr,  # (N,) fp32
     scale_ptr,  # () fp32
-    ticket_ptr,  # () int64, 0; None for one part
-    words_ptr,  # (N, 2 if HAS_SMOOTHING else 1, PARTS) int64, all 0; None for one part
+    ticket_ptr,  # () int64, 0; None if nobody waits
+    words_ptr,  # (N, 2 if HAS_SMOOTHING else 1, PARTS) int64, all 0; None if nobody waits
     V,
     stride_logits,
     stride_d_logits,
@@ -136,13 +148,14 @@ def _cross_entropy_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,  # PARTS * BLOCK >= V
     LANES: tl.constexpr,  # the next power of two
+    OVERLAPS: tl.constexpr,  # the gradients of rows 2 i and 2 i + 1 lie over the logits of row i
 ):
-    if PARTS == 1:
-        row, part = tl.program_id(0).to(tl.int64), 0
-    else:
+    WORDS: tl.constexpr = 2 * PARTS if HAS_SMOOTHING else PARTS
+    if PARTS > 1 or OVERLAPS:
         ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
         row, part = ticket // PARTS, (ticket % PARTS).to(tl.int32)
-        words_ptr += row * (2 * PARTS if HAS_SMOOTHING else PARTS)
+    else:
+        row, part = tl.program_id(0).to(tl.int64), 0
     logits_ptr += row * stride_logits
     offs = part * BLOCK + tl.arange(0, BLOCK)
     mask = offs < V
@@ -150,26 +163,31 @@ def _cross_entropy_kernel(
         logits_ptr + offs, mask=mask, other=float("-inf"), eviction_policy="evict_first"
     ).to(tl.float32)
     label = tl.load(labels_ptr + row)
-    ignored = label == -100
-    in_range = (label >= 0) & (label < V)
+    label = tl.where((label >= 0) & (label < V) | (label == -100), label, -1).to(tl.int32)
     # Only the part that holds the label reads its logit: others may write there before this one.
-    holds_label = part == tl.where(in_range, label // BLOCK, 0)
-    x_y = tl.load(logits_ptr + label, mask=in_range & holds_label, other=float("nan"))
+    holds_label = part == tl.maximum(label, 0) // BLOCK
+    x_y = tl.load(logits_ptr + label, mask=(label >= 0) & holds_label, other=float("-inf"))
     z_y = x_y.to(tl.float32)
+    if OVERLAPS:  # here, because the logits are on their way meanwhile
+        if row > 0:
+            _wait(words_ptr + row // 2 * WORDS, PARTS, LANES)
     if HAS_SOFTCAP:
         z_y = _cap(z_y, softcap)
         z = tl.where(mask, _cap(z, softcap), float("-inf"))
 
     # The maximum is finite even of a slice of -inf: (-inf) - (-inf) would be NaN. Then the sum is 0
-    # and the maximum is not; else the sum is 1 or more: never a pair of zeros.
-    top = tl.maximum(tl.max(z, axis=0), -1e30)
+    # and the maximum is not; else the sum is 1 or more: never a pair of zeros. z_y, one of z, only
+    # makes the pair wait for its load.
+    top = tl.maximum(tl.maximum(tl.max(z, axis=0), z_y), -1e30)
     total = tl.sum(tl.exp(z - top), axis=0)
-    if PARTS > 1:
+    if PARTS > 1 or OVERLAPS:
+        words_ptr += row * WORDS
         tops, totals = _exchange(words_ptr, part, top, total, PARTS, LANES)
         top = tl.max(tops, axis=0)
         total = tl.sum(totals * tl.exp(tops - top), axis=0)
     lse = top + tl.log(total)
 
+    z_y = tl.where(label >= 0, z_y, float("nan"))
     loss = lse - (1 - label_smoothing) * z_y + z_loss * lse * lse
     if HAS_SMOOTHING:
         z_sum = tl.sum(tl.where(mask, z, 0.0), axis=0)
@@ -178,13 +196,13 @@ def _cross_entropy_kernel(
             _, z_sums = _exchange(words_ptr + PARTS, part, one, z_sum, PARTS, LANES)
             z_sum = tl.sum(z_sums, axis=0)
         loss -= label_smoothing * z_sum / V
-    tl.store(loss_ptr + row, tl.where(ignored, 0.0, loss), mask=holds_label)
+    tl.store(loss_ptr + row, tl.where(label == -100, 0.0, loss), mask=holds_label)
 
     if HAS_GRAD:
         scale = 1.0
         if HAS_SCALE:
             scale = tl.load(scale_ptr)
-        scale = tl.where(ignored, 0.0, scale)
+        scale = tl.where(label == -100, 0.0, scale)
         p_scale = scale * (1 + 2 * z_loss * lse)
         y_scale = scale * (1 - label_smoothing)
         grad = p_scale * tl.exp(z - lse) - tl.where(offs == label, y_scale, 0.0)
@@ -201,7 +219,7 @@ def cross_entropy(
     logits: Tensor,  # (N, V) bf16, fp16 or fp32
     labels: Tensor,  # (N,) int64
     *,
-    d_logits: Tensor | None = None,  # (N, V), may be logits itself
+    d_logits: Tensor | None = None,  # (N, V), may be logits itself or begin there (see below)
     scale: Tensor | None = None,  # () fp32
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -210,7 +228,8 @@ def cross_entropy(
     """Per-row loss; if `d_logits` is given, `scale` times the gradient of the summed loss is
     written there.
 
-    Not differentiable by autograd: `longctx.loss` calls it chunk by chunk. Raises ValueError for a
+    A 16-bit `d_logits` may begin at the address of fp32 logits, at the same stride in elements. Not
+    differentiable by autograd: `longctx.loss` calls it chunk by chunk. Raises ValueError for a
     wrong shape, dtype, device or layout.
     """
     if logits.dim() != 2:
@@ -225,6 +244,7 @@ def cross_entropy(
         check_shape("d_logits", d_logits, (N, V))
         check_float("d_logits", d_logits)
         check_rows("d_logits", d_logits)
+    overlaps = d_logits is not None and _overlaps(logits, d_logits)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
     if not runs_kernel(logits, labels, d_logits, scale):
@@ -244,7 +264,7 @@ def cross_entropy(
     def launch(config: Config) -> None:
         parts = _parts(logits, config)
         ticket = words = None
-        if parts > 1:
+        if parts > 1 or overlaps:
             pairs = 2 if label_smoothing else 1
             zeros = logits.new_zeros(16 + N * parts * pairs, dtype=torch.int64)
             ticket, words = zeros, zeros[16:]  # on different 128-byte lines
@@ -269,28 +289,62 @@ def cross_entropy(
             BLOCK=config.block,
             PARTS=parts,
             LANES=triton.next_power_of_2(parts),
+            # Triton's interpreter runs one program after the other: nobody has to wait.
+            OVERLAPS=overlaps and not INTERPRETED,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.maxnreg,
         )
 
-    default = default_config(V)
     if N:
         with on_device(logits):
-            key = (triton.next_power_of_2(V), logits.dtype)
+            simple = not label_smoothing and softcap is None
+            simple &= d_logits is None or d_logits.element_size() == 2
+            key = (triton.next_power_of_2(V), logits.dtype, simple)
+            default = default_config(V, simple)
             launch(choose("cross_entropy", key, default, _candidates, launch, [logits]))
     return loss
 
 
-def default_config(V: int) -> Config:
-    """Slices of 32 KB in 64 registers a thread: four of them, 128 KB, on a multiprocessor."""
+@cache
+def default_config(V: int, simple: bool = True) -> Config:
+    """Slices of 32 KB. For a gradient in 16 bits without options 256 threads of 64 registers are
+    enough, so that a multiprocessor holds four slices; the rest would spill.
+    """
     block = max(128, triton.next_power_of_2(V))
-    # Triton's interpreter runs one program after the other, so that none may wait for another.
-    return Config(block=block if INTERPRETED else min(8192, block), num_warps=4)
+    if INTERPRETED:  # one program runs after the other, so that none may wait for another
+        return Config(block=block, num_warps=4)
+    if simple and block >= 8192:
+        return Config(block=8192, num_warps=8, maxnreg=64)
+    return Config(block=min(8192, block), num_warps=4)
 
 
 def _candidates(default: Config) -> list[Config]:
-    others = ((4096, 4), (8192, 8), (16384, 8), (32768, 32))
-    return [Config(block=b, num_warps=w) for b, w in others if b <= 4 * default.block]
+    return [
+        Config(block=block, num_warps=block // (32 * share), maxnreg=2 * share)
+        for block in (2048, 4096, 8192, 16384)
+        for share in (32, 64)
+    ]
+
+
+def _overlaps(logits: Tensor, d_logits: Tensor) -> bool:
+    """Whether gradients lie over the logits of other rows. Raises ValueError if they do so in a way
+    that the kernel does not wait for.
+    """
+    begin, d_begin = logits.data_ptr(), d_logits.data_ptr()
+    end = begin + len(logits) * logits.stride(0) * logits.element_size()
+    d_end = d_begin + len(logits) * d_logits.stride(0) * d_logits.element_size()
+    if end <= d_begin or d_end <= begin:
+        return False
+    if (begin, logits.stride(0)) == (d_begin, d_logits.stride(0)):
+        if d_logits.dtype == logits.dtype:
+            return False
+        if d_logits.element_size() < logits.element_size():
+            return True
+    raise ValueError(
+        "d_logits must be logits, begin there in 16 bits at the stride of fp32 logits, or lie "
+        f"elsewhere: got bytes {d_begin - begin} to {d_end - begin} of {end - begin}"
+    )
 
 
 def _parts(logits: Tensor, config: Config) -> int:

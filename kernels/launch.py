@@ -133,6 +133,8 @@ class Config:
     programs_per_sm: int = 1
     """For persistent grids: programs started per multiprocessor."""
     num_stages: int = 1
+    maxnreg: int | None = None
+    """At most so many registers a thread, so that more programs fit on a multiprocessor."""
 
 
 _tuned: dict[tuple[Any, ...], Config] = {}

@@ -102,7 +102,7 @@ class Custom:
             kept_bytes += heads * (model.model.layers[0].self_attn.head_dim * itemsize + 4)
         # Backward holds five rows a token, and the fp32 gradient of an MLP or, before it, lm_head.
         widest = max(3 * config.intermediate_size, config.vocab_size)
-        working_bytes = 5 * tokens * row_bytes + 4 * config.hidden_size * widest + 2 * LOGITS_BYTES
+        working_bytes = 5 * tokens * row_bytes + 4 * config.hidden_size * widest + LOGITS_BYTES
         self.store.plan(
             config.num_hidden_layers,
             tokens * kept_bytes + 2048,

@@ -21,14 +21,16 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
 
 
 def _cases():
-    """(name, kernel, dtype, arguments): an argument is a pointer type, a constant, or a size.
+    """(name, kernel, dtype, arguments, configuration).
 
-    Sizes are those of Llama-3.1-8B; the configurations those that the public functions choose.
+    An argument is a pointer type, a constant, or a size. Sizes are those of Llama-3.1-8B,
+    configurations those that the public functions choose.
     """
     from longctx.kernels import cross_entropy, rms_norm, rope, scale, swiglu
+    from longctx.kernels.launch import Config
 
     def norm(c, **flags):
-        return {**flags, "LLAMA_ROUNDING": True, "ROWS": c.rows, "BLOCK": c.block}, c.num_warps
+        return {**flags, "LLAMA_ROUNDING": True, "ROWS": c.rows, "BLOCK": c.block}
 
     for t in ("bf16", "fp32"):
         p = f"*{t}"
@@ -37,9 +39,9 @@ def _cases():
             strides = {f"stride_{n}": D for n in ("x", "residual", "summed", "out")}
             sizes = {"N": 131072, "D": D, **strides, "eps": "fp32"}
             for residual in (False, True):
-                constants, warps = norm(rms_norm.forward_config(D), HAS_RESIDUAL=residual)
-                arguments = {**pointers, **sizes, **constants}
-                yield f"rms_norm_forward {D}", rms_norm._forward_kernel, t, arguments, warps
+                c = rms_norm.forward_config(D)
+                arguments = {**pointers, **sizes, **norm(c, HAS_RESIDUAL=residual)}
+                yield f"rms_norm_forward {D}", rms_norm._forward_kernel, t, arguments, c
 
             pointers = {f"{n}_ptr": p for n in ("dy", "x", "weight", "d_residual", "out")}
             strides = {f"stride_{n}": D for n in ("dy", "x", "d_residual", "out")}
@@ -47,9 +49,8 @@ def _cases():
             for residual in (False, True):
                 c = rms_norm.backward_config(D, 2 if t == "bf16" else 4)
                 flags = {"HAS_RESIDUAL": residual, "HAS_DW": True, "STAGES": c.num_stages}
-                constants, warps = norm(c, **flags)
-                arguments = {**pointers, **sizes, **constants}
-                yield f"rms_norm_backward {D}", rms_norm._backward_kernel, t, arguments, warps
+                arguments = {**pointers, **sizes, **norm(c, **flags)}
+                yield f"rms_norm_backward {D}", rms_norm._backward_kernel, t, arguments, c
 
         c = rope.default_config(32, 128)
         strides = {
@@ -65,22 +66,22 @@ def _cases():
             **{"INVERSE": True, "TOKENS": c.rows, "Q_BLOCK": 32, "K_BLOCK": 8},
             "HALF_BLOCK": c.block,
         }
-        yield "rope", rope._rope_kernel, t, arguments, c.num_warps
+        yield "rope", rope._rope_kernel, t, arguments, c
 
         c = swiglu.default_config(14336)
         sizes = {"N": 131072, "FF": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
         arguments = {f"{n}_ptr": p for n in ("gate", "up", "out")} | sizes
         arguments |= {f"stride_{n}": 14336 for n in ("gate", "up", "out")}
-        yield "swiglu_forward", swiglu._forward_kernel, t, arguments, c.num_warps
+        yield "swiglu_forward", swiglu._forward_kernel, t, arguments, c
         names = ("d_product", "gate", "up", "product")
         arguments = {f"{n}_ptr": p for n in names} | sizes | {"HAS_PRODUCT": True}
         arguments |= {f"stride_{n}": 14336 for n in names}
-        yield "swiglu_backward", swiglu._backward_kernel, t, arguments, c.num_warps
+        yield "swiglu_backward", swiglu._backward_kernel, t, arguments, c
 
         arguments = {
             **{"x_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": p, "N": 2**29, "BLOCK": 2048}
         }
-        yield "scale", scale._scale_kernel, t, arguments, 4
+        yield "scale", scale._scale_kernel, t, arguments, Config(block=2048, num_warps=4)
 
         arguments = {
             **{"logits_ptr": "*fp32", "d_logits_ptr": p, "labels_ptr": "*i64"},
@@ -89,16 +90,16 @@ def _cases():
             **{"label_smoothing": "fp32", "z_loss": "fp32", "softcap": "fp32"},
             **{"ticket_ptr": "*i64", "words_ptr": "*i64", "HAS_GRAD": True, "HAS_SCALE": True},
         }
-        c = cross_entropy.default_config(128256)
-        parts = -(-128256 // c.block)
-        arguments |= {"BLOCK": c.block, "PARTS": parts, "LANES": 1 << (parts - 1).bit_length()}
         for extra in (False, True):
-            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra}
+            c = cross_entropy.default_config(128256, t == "bf16" and not extra)
+            parts = -(-128256 // c.block)
+            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra, "OVERLAPS": t == "bf16"}
+            flags |= {"BLOCK": c.block, "PARTS": parts, "LANES": 1 << (parts - 1).bit_length()}
             kernel = cross_entropy._cross_entropy_kernel
-            yield "cross_entropy", kernel, t, arguments | flags, c.num_warps
+            yield "cross_entropy", kernel, t, arguments | flags, c
 
 
-def _compile(kernel, arguments: dict, warps: int, arch: int):
+def _compile(kernel, arguments: dict, config, arch: int):
     """The compiled kernel and what ptxas reports of it."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -117,7 +118,7 @@ def _compile(kernel, arguments: dict, warps: int, arch: int):
         if signature[name].startswith("*") or (signature[name] == "i32" and value % 16 == 0):
             divisible[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
-    options = {"num_warps": warps, "num_stages": 1}
+    options = {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.maxnreg}
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
@@ -131,9 +132,9 @@ def _compile(kernel, arguments: dict, warps: int, arch: int):
 
 
 def _main() -> None:
-    for name, kernel, dtype, arguments, warps in _cases():
+    for name, kernel, dtype, arguments, config in _cases():
         for arch in (80, 90):
-            binary, log = _compile(kernel, arguments, warps, arch)
+            binary, log = _compile(kernel, arguments, config, arch)
             registers = int(re.search(r"Used (\d+) registers", log).group(1))
             spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
             row = {"name": name, "dtype": dtype, "arch": arch, "registers": registers}

@@ -89,6 +89,25 @@ def test_in_place_and_into_another_dtype():
     assert padded[:, 300:].isnan().all()  # nothing is written past the vocabulary
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 64), (2, 64), (37, 300), (5, 4097)], ids=str)
+def test_compacted_into_the_logits(shape, dtype):
+    """Row i of the gradient lies over half of the logits of row i // 2."""
+    (N, V), stride = shape, -(-shape[1] // 64) * 64
+    logits, y = _inputs(N, V, torch.float32)
+    elsewhere = torch.empty(N, V, dtype=dtype, device=DEVICE)
+    expected = cross_entropy(logits, y, d_logits=elsewhere)
+    buffer = torch.zeros(N, stride, device=DEVICE)
+    buffer[:, :V] = logits
+    before = buffer.view(torch.int16).view(2 * N, stride).clone()
+    gradient = buffer.view(-1).view(dtype)[: N * stride].view(N, stride)[:, :V]
+    loss = cross_entropy(buffer[:, :V], y, d_logits=gradient)
+    assert_exact("loss", loss, expected, expected)
+    assert_exact("d_logits", gradient, elsewhere, elsewhere)
+    after = buffer.view(torch.int16).view(2 * N, stride)
+    assert torch.equal(after[:, V:], before[:, V:]) and torch.equal(after[N:], before[N:])
+
+
 def test_labels_at_the_edges_of_a_part():
     """Whichever program holds a label's logit: it counts once, in place too."""
     V = 128256
@@ -145,6 +164,13 @@ def test_label_outside_the_vocabulary_gives_nan():
     assert loss[0].isnan() and loss[1].isfinite()
 
 
+def _overlap(stride: int, V: int, start: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """4 rows of gradients in the memory of 4 rows of fp32 logits."""
+    logits = torch.zeros(8, V)
+    d_logits = logits.view(-1).view(dtype)[start:].as_strided((4, V), (stride, 1))
+    return {"logits": logits[:4], "d_logits": d_logits}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -157,6 +183,9 @@ def test_label_outside_the_vocabulary_gives_nan():
         ),
         ({"labels": torch.zeros(4, dtype=torch.int32)}, "labels must be int64.*int32"),
         ({"d_logits": torch.zeros(4, 6)}, r"d_logits must have shape \(4, 5\), got \(4, 6\)"),
+        (_overlap(6, 4, 0, torch.float16), "got bytes 0 to 48 of 64"),  # another stride
+        (_overlap(4, 4, 4, torch.float16), "got bytes 8 to 40 of 64"),  # another address
+        (_overlap(4, 4, 4, torch.float32), "got bytes 16 to 80 of 64"),
         ({"softcap": -1.0}, "softcap must be positive, got -1.0"),
         ({"labels": torch.zeros(4, dtype=torch.int64, device="meta")}, "one device.*meta"),
     ],
@@ -184,14 +213,15 @@ def test_more_than_2_to_the_31_elements():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("block", [1024, 8192, 16384])
-def test_parts_wait_for_each_other(block, in_place, monkeypatch):
+@pytest.mark.parametrize("where", ["elsewhere", "in place", "compacted"])
+@pytest.mark.parametrize("block", [1024, 8192, 16384, 131072])
+def test_programs_wait_for_each_other(block, where, monkeypatch):
     """4096 rows whose maxima and sums all differ, and in every row a slice that outweighs the
     others: a pair that is stale, torn or another row's changes the result. Products on another
     stream take and free multiprocessors meanwhile, so that parts start in ever changing order.
     """
-    monkeypatch.setattr(module, "default_config", lambda V: Config(block=block, num_warps=4))
+    config = Config(block=block, num_warps=4 if block < 131072 else 32)
+    monkeypatch.setattr(module, "default_config", lambda *_: config)
     N, V = 4096, 128_256
     torch.manual_seed(0)
     logits = torch.randn(N, V, device="cuda") + torch.randn(N, 1, device="cuda") * 20
@@ -200,7 +230,12 @@ def test_parts_wait_for_each_other(block, in_place, monkeypatch):
     y[::7] = IGNORE_INDEX
     expected = torch.empty_like(logits)
     expected_loss = cross_entropy_reference(logits, y, d_logits=expected)
-    d_logits = torch.empty_like(logits, dtype=torch.float32 if in_place else torch.bfloat16)
+    buffer = logits.clone()
+    d_logits = {
+        "elsewhere": torch.empty_like(logits, dtype=torch.bfloat16),
+        "in place": buffer,
+        "compacted": buffer.view(-1).view(torch.bfloat16)[: N * V].view(N, V),
+    }[where]
 
     side, a = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     first = None
@@ -208,16 +243,15 @@ def test_parts_wait_for_each_other(block, in_place, monkeypatch):
         with torch.cuda.stream(side):
             for _ in range(20):
                 a @ a
-        if in_place:
-            d_logits.copy_(logits)
-        else:
+        buffer.copy_(logits)
+        if where == "elsewhere":
             d_logits.fill_(float("nan"))
-        loss = cross_entropy(d_logits if in_place else logits, y, d_logits=d_logits)
+        loss = cross_entropy(buffer, y, d_logits=d_logits)
         if first is None:
             first = loss, d_logits.clone()
             assert_exact("loss", loss, expected_loss, expected_loss)
             error = (d_logits.float() - expected).norm(dim=1)  # row by row
-            limit = 1e-4 if in_place else 2**-8  # an lse near 100 is good to 8e-6
+            limit = 1e-4 if where == "in place" else 2**-8  # an lse near 100 is good to 8e-6
             assert (error <= limit * expected.norm(dim=1)).all()
         assert torch.equal(loss, first[0]) and torch.equal(d_logits, first[1])
 
@@ -233,5 +267,5 @@ def test_options_at_full_vocabulary(options):
     ours = cross_entropy(x, y, d_logits=into_bf16, **options)
     assert_exact("loss", ours, naive_loss, loss)
     assert_exact("d_logits", into_bf16, naive_grad.bfloat16(), grad)
-    assert torch.equal(cross_entropy(x, y, d_logits=x, **options), ours)
+    assert_exact("loss in place", cross_entropy(x, y, d_logits=x, **options), naive_loss, loss)
     assert_exact("d_logits in place", x, naive_grad, grad)

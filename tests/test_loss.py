@@ -8,7 +8,13 @@ import torch
 from exactness import DEVICE, DTYPES, assert_exact
 from longctx import loss as loss_module
 from longctx.kernels.scale import scale_into, scale_reference
-from longctx.loss import _pieces, linear_cross_entropy, linear_cross_entropy_reference
+from longctx.loss import (
+    LOGITS_BYTES,
+    _pieces,
+    _Workspace,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+)
 
 IGNORED = -100
 
@@ -220,18 +226,40 @@ def test_the_last_scaling_rounds_once(dtype):
         scale_into(x.t(), scale, x.t())
 
 
-@pytest.mark.parametrize("logits_rows", [1, 2, 3, 100, 128, 1045, 5000])
-def test_the_workspace_holds_what_it_should(logits_rows):
-    """No piece's logits touch the gradients before them, within 4 16-bit rows a row of logits."""
-    pieces = _pieces(logits_rows)
-    done = 0
-    for rows in pieces:
-        assert 0 < rows <= logits_rows
-        assert done + rows + 2 * rows <= 4 * logits_rows
-        done += rows
-    assert done >= logits_rows
-    if logits_rows == 1045:  # Llama 3 at 512 MiB
-        assert pieces == [1024, 1024, 640, 384]
+@pytest.mark.parametrize("lines", [2, 3, 5, 100, 300, 4185, 20_000])
+def test_the_pieces_fit(lines):
+    """No piece's logits, of two lines a row, touch the gradients before them, of one line a row."""
+    pieces = _pieces(lines)
+    for i, rows in enumerate(pieces):
+        assert rows > 0 and sum(pieces[:i]) + 2 * rows <= lines
+    assert sum(pieces) >= lines // 2
+    if lines == 4185:  # Llama 3 at 1 GiB
+        assert pieces == [2048, 1024]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_workspace_is_bounded(dtype, grad):
+    """1 GiB at any length, and less where fewer rows need less."""
+    sizes = []
+    for n in (1, 1000, 2048, 3000, 2**20):
+        hidden = torch.empty(n, 8, dtype=dtype, device="meta")
+        sizes.append(_Workspace(n, 128256, hidden, grad, LOGITS_BYTES).buffer.nbytes)
+    assert sizes[0] == 4 * 128256 and sizes[1] == 1000 * sizes[0]
+    assert sizes[2:] == [2048 * sizes[0]] * 3 and sizes[-1] <= 2**30
+
+
+@pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_of_pieces(dtype, ignored, frozen):
+    """Two groups of pieces and a ragged rest, with every frozen input and with ignored rows."""
+    lines = 100
+    assert _pieces(lines) == [50, 25, 12]
+    hidden, weight, labels = _inputs(230, 32, 200, dtype, ignored)
+    hidden.requires_grad_(frozen != "hidden")
+    weight.requires_grad_(frozen != "weight")
+    _check(hidden, weight, labels, chunk=lines * 2 * 256)  # lines of 256, to whole 128 bytes
 
 
 def test_backward_runs_once():
