@@ -6,14 +6,18 @@ imported when they are called, so `longctx report` does not wait for torch.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from longctx.errors import UserError
 
 COMMANDS = {
+    "eval": "longctx.evaluate",
     "report": "longctx.report",
 }
 """Command -> module."""
@@ -37,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def usage() -> str:
     lines = ["usage: longctx COMMAND ...", ""]
     for name, module in COMMANDS.items():
-        doc = importlib.import_module(module).__doc__ or ""
-        lines.append(f"  {name:10} {doc.splitlines()[0]}")
+        spec = importlib.util.find_spec(module)
+        assert spec and spec.origin  # read, not imported: that would load torch
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        lines.append(f"  {name:10} {(ast.get_docstring(tree) or '').splitlines()[0]}")
     return "\n".join([*lines, "", "longctx COMMAND --help shows a command's options."])

@@ -58,6 +58,11 @@ class ModelArguments:
     extend_context: bool = _option(
         False, "Allow --seq_len above the model's max_position_embeddings (prints what RoPE does)."
     )
+    rope_scaling: Literal["none", "yarn", "linear"] = _option(
+        "none",
+        "Scale RoPE from the model's max_position_embeddings to --seq_len, for the run and in what "
+        "it saves: yarn (best after a short fine-tune) or linear. Implies --extend_context.",
+    )
     attn_backend: Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"] = (
         _option(
             "auto",

@@ -160,7 +160,7 @@ def load_model(
             name, config=config, dtype=dtype, attn_implementation=attention, **where
         )
         if "gguf_file" in where:
-            _forget_gguf(model)
+            forget_gguf(model)
     patched = patch(model, args, device)
     say(
         f"{args.class_type}: {type(model).__name__}, "
@@ -231,7 +231,7 @@ def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
     return name, where
 
 
-def _forget_gguf(model: Any) -> None:
+def forget_gguf(model: Any) -> None:
     """A GGUF's weights are dequantised on loading, but the model still says it is quantised, and
     then can be neither trained nor saved."""
     model.is_quantized = False
@@ -245,10 +245,14 @@ def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
     limit = config.max_position_embeddings
     if args.seq_len <= limit:
         return
+    if args.rope_scaling != "none":
+        _scale_rope(config, args)
+        return
     if not args.extend_context:
         raise UserError(
             f"--seq_len {args.seq_len} is above the model's max_position_embeddings {limit}: "
-            "shorten it, or add --extend_context to train beyond"
+            "shorten it, scale its RoPE (--rope_scaling yarn), or add --extend_context to train "
+            "beyond with RoPE as it is"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
@@ -260,3 +264,23 @@ def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
     if kind in ("default", "linear", "llama3"):
         config.max_position_embeddings = args.seq_len
     say(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind!r} {says}")
+
+
+def _scale_rope(config: PretrainedConfig, args: ModelArguments) -> None:
+    """Stretches the model's RoPE by seq_len / its positions. The saved config says so too, and any
+    transformers reads it. YaRN: Peng et al. 2023, arXiv 2309.00071."""
+    rope = dict(config.rope_parameters or {})
+    limit = config.max_position_embeddings
+    if rope.get("rope_type", "default") != "default":
+        raise UserError(
+            f"--rope_scaling {args.rope_scaling} starts from plain RoPE, but this model's is "
+            f"{rope['rope_type']!r} already: leave it out, or use --extend_context"
+        )
+    factor = args.seq_len / limit
+    rope |= {"rope_type": args.rope_scaling, "factor": factor}
+    if args.rope_scaling == "yarn":
+        rope["original_max_position_embeddings"] = limit
+    config.rope_parameters = rope
+    config.max_position_embeddings = args.seq_len
+    kind = f"{args.rope_scaling} by {factor:g}"
+    say(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind}")

@@ -1,0 +1,104 @@
+"""A real context extension: SmolLM2-135M from 8192 to 32768 tokens, measured before and after.
+
+    python profiling/smollm2_32k.py --model models/smollm2-135m --data data/long \\
+        --output profiling/results/h200_smollm2_32k.json
+
+runs these steps, or those of `--only`, and writes each row as soon as it is known:
+
+    base, yarn                      `longctx eval` of the model as it is (RoPE extrapolated), and
+                                    with YaRN's RoPE but no training
+    train-custom, train-vanilla     recipes/smollm2_32k.yaml with either class type
+    custom, vanilla                 `longctx eval` of the two fine-tuned models
+    picture                         all evaluations, beside the results, as .png
+
+Train rows: class_type, losses, tokens_per_s (median step), train_s, peak_gib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from results import write_results
+
+from longctx.evaluate import draw
+
+ROOT = Path(__file__).parent.parent
+EVALUATE = [sys.executable, "-c", "from longctx.cli import main; main()", "eval"]
+STEPS = ("base", "yarn", "train-custom", "train-vanilla", "custom", "vanilla", "picture")
+
+
+def evaluate(name: str, model: Path, args: argparse.Namespace, *flags: str) -> dict[str, Any]:
+    output = args.runs / f"eval-{name}.json"
+    command = [*EVALUATE, str(model), "--name", name, "--output", str(output), *flags]
+    command += ["--eval_file", str(args.data / "eval.jsonl"), "--seq_len", str(args.seq_len)]
+    begun = time.monotonic()
+    subprocess.run([*command, "--windows", str(args.windows)], cwd=ROOT, check=True)
+    (result,) = json.loads(output.read_text())
+    return {"step": name, **result, "eval_s": round(time.monotonic() - begun, 1)}
+
+
+def train(class_type: str, args: argparse.Namespace) -> dict[str, Any]:
+    output = args.runs / class_type
+    command = [sys.executable, "train.py", "--config", "recipes/smollm2_32k.yaml"]
+    command += ["--class_type", class_type, "--output_dir", str(output), "--save_strategy", "no"]
+    command += ["--overwrite_output_dir", "true", "--disable_tqdm", "true"]
+    command += ["--model_name_or_path", str(args.model), "--seq_len", str(args.seq_len)]
+    command += ["--train_file", str(args.data / "train.jsonl"), *args.flags]
+    begun = time.monotonic()
+    subprocess.run(command, cwd=ROOT, check=True)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    steps = [line for line in lines if "loss" in line]
+    return {
+        "step": f"train-{class_type}",
+        "class_type": class_type,
+        "losses": [round(line["loss"], 4) for line in steps],
+        "tokens_per_s": round(statistics.median(line["tokens_per_s"] for line in steps)),
+        "train_s": round(time.monotonic() - begun, 1),
+        "peak_gib": steps[-1].get("peak_gpu_gib"),
+        "peak_host_gib": steps[-1]["peak_host_gib"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", type=Path, required=True, help="of scripts/get_smollm2.py")
+    parser.add_argument("--data", type=Path, required=True, help="of scripts/get_long_documents.py")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--runs", type=Path, default=Path("runs/smollm2_32k"), help="for models")
+    parser.add_argument("--seq_len", type=int, default=32768)
+    parser.add_argument("--windows", type=int, default=24, help="for the loss by position")
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS)
+    parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
+    args = parser.parse_args()
+    for name in ("model", "data", "output", "runs"):  # the steps run in the repository's root
+        setattr(args, name, getattr(args, name).absolute())
+    args.runs.mkdir(parents=True, exist_ok=True)
+    work = {
+        "base": lambda: evaluate("base", args.model, args),
+        "yarn": lambda: evaluate("yarn", args.model, args, "--rope_scaling", "yarn"),
+        "train-custom": lambda: train("custom", args),
+        "train-vanilla": lambda: train("vanilla", args),
+        "custom": lambda: evaluate("custom", args.runs / "custom" / "final", args),
+        "vanilla": lambda: evaluate("vanilla", args.runs / "vanilla" / "final", args),
+    }
+    for step in args.only:
+        if step in work:
+            row = work[step]()
+            print(json.dumps(row), flush=True)
+            write_results(args.output, [row], key=["step"])
+    if "picture" in args.only:
+        rows = json.loads(args.output.read_text())["rows"]
+        draw([row for row in rows if "needles" in row]).savefig(
+            args.output.with_suffix(".png"), dpi=120
+        )
+
+
+if __name__ == "__main__":
+    main()
