@@ -108,6 +108,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name} must be at least {least}, got {value}")
+    if args.memory_only:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts, so before it is asked
     if args.memory_only and not _on_gpu(flags):
         raise UserError("--memory_only needs a GPU: torch records none of a CPU's memory")
     return args, [flag for flag in flags if flag != "--"]
@@ -121,8 +123,6 @@ def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:
     """Trains the steps and writes everything. Raises UserError, OutOfMemory among them."""
     on_gpu = _on_gpu(flags)
     args.profile_dir.mkdir(parents=True, exist_ok=True)
-    if args.memory_only:
-        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts
     before = 1 if args.memory_only else args.wait + args.warmup + args.active
     with tempfile.TemporaryDirectory() as folder:
         trainer, model_args = build_trainer(

@@ -206,7 +206,7 @@ def test_a_real_step_on_a_gpu(timelines, class_type: str, tmp_path: Path, monkey
     assert most["kept activations"] > 0 and most["working buffers"] > 0
     logits_gib = 4096 * 128256 * 2 / GIB
     assert most["loss"] > (2 * logits_gib if class_type == "vanilla" else 0.2)
-    assert most["other"] < 0.1
+    assert most["other"] < 0.3  # cuBLAS's workspaces
     assert timeline["peak_gib"] <= max(timeline["reserved_gib"])
     rows = json.loads((tmp_path / "phases_rank0.json").read_text())["rows"]
     share = {row["phase"]: row["share"] for row in rows}

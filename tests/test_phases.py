@@ -198,6 +198,7 @@ def test_a_misspelt_option_is_trainpys_error(phases, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["profile_step.py", "--active", "0"])
     with pytest.raises(SystemExit, match="--active must be at least 1"):
         profile_step.main()
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # which --memory_only sets: put back
     monkeypatch.setattr(sys, "argv", ["profile_step.py", "--memory_only", "--use_cpu"])
     with pytest.raises(SystemExit, match="--memory_only needs a GPU"):
         profile_step.main()
