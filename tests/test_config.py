@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from longctx.config import UserError, parse_args
+from longctx.config import DataArguments, ModelArguments, TrainArguments, UserError, parse_args
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_flags_win_over_the_recipe(tmp_path: Path) -> None:
@@ -86,3 +91,12 @@ def test_bad_recipes_are_one_line(tmp_path: Path, text: str, message: str) -> No
 @pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_published_recipes_parse(recipe: Path) -> None:
     parse_args(["--config", str(recipe)])
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_published_recipes_name_valid_options_and_files(recipe: Path) -> None:
+    options = yaml.safe_load(recipe.read_text())
+    classes = (ModelArguments, DataArguments, TrainArguments)
+    assert options.keys() <= {field.name for c in classes for field in dataclasses.fields(c)}
+    named = re.findall(r"(?:recipes|ds_configs|fsdp_configs)/[\w.-]+", recipe.read_text())
+    assert all((ROOT / path).is_file() for path in named)
