@@ -7,11 +7,13 @@ random weights, so that tests and benchmarks need no download.
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -99,10 +101,9 @@ def load_config(
         try:
             config = AutoConfig.from_pretrained(name, **where)
         except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"cannot load a model from {args.model_name_or_path!r}: {reason}"
-            ) from error
+            raise _unreadable(args, error) from error
+        if getattr(config, "num_hidden_layers", 1) < 1:
+            raise UserError(f"{args.model_name_or_path}: its config.json has no layers")
     if args.class_type == "custom" and config.model_type != "llama":
         raise UserError(
             f"--class_type custom patches models of the Llama family; {args.model_name_or_path} "
@@ -156,9 +157,19 @@ def load_model(
             )
     else:
         name, where = _pretrained(args)
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, attn_implementation=attention, **where
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, attn_implementation=attention, **where
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+            raise _unreadable(args, error) from error
+        except pickle.UnpicklingError as error:
+            raise UserError(
+                f"{args.model_name_or_path} holds a file that is damaged or would run code when "
+                "read; nothing of it was run"
+            ) from error
         if "gguf_file" in where:
             forget_gguf(model)
     patched = patch(model, args, device)
@@ -167,6 +178,13 @@ def load_model(
         f"{sum(map(elements, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
     )
     return model
+
+
+def _unreadable(args: ModelArguments, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    if "custom code" in reason:
+        reason = "it ships code of its own; read it, and if you trust it add --trust_remote_code"
+    return UserError(f"cannot load a model from {args.model_name_or_path!r}: {reason}")
 
 
 def _check_liger(args: ModelArguments, device: torch.device) -> None:
