@@ -28,6 +28,7 @@ from longctx.checkpoint import (
 from longctx.config import TrainArguments, UserError, parse_args
 from longctx.data import build_dataset, check_sources, collate, document_names
 from longctx.engine import check_resume, leave, start_engine
+from longctx.example import show_example
 from longctx.loading import check_request, load_config, load_model, weights_bytes
 from longctx.lock import lock_folder
 from longctx.metrics import peak_memory
@@ -73,6 +74,13 @@ def main(argv: list[str] | None = None) -> None:
         train_rows = rows(data_args.train_file)
         eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
 
+    names = partial(document_names, data_args, data_args.train_file)
+    if data_args.show_example:
+        if args.process_index == 0:
+            row = next(iter(train_rows))
+            show_example(row, names(row["documents"]), tokenizer)
+        return
+
     # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)
     model = load_model(model_args, config, device=args.device, engine=args.engine)
@@ -88,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=eval_rows,
         data_collator=collate,
         processing_class=tokenizer,
-        document_names=partial(document_names, data_args, data_args.train_file),
+        document_names=names,
     )
     with explained_oom(trainer, model_args):
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)

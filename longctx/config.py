@@ -128,6 +128,9 @@ class DataArguments:
     long_documents: Literal["split", "truncate"] = _option(
         "split", "A document longer than --seq_len: split into several rows, or keep its start."
     )
+    show_example: bool = _option(
+        False, "Print one packed row, its documents and trained tokens in colour, and end."
+    )
     cache_dir: str = _option(
         "~/.cache/longctx", "Where tokenised data and the default tokenizer are kept."
     )

@@ -221,3 +221,60 @@ def test_no_bos_where_the_tokenizer_adds_none():
     (piece,) = encode([Document(kind="text", content="key", where="f")], tokenizer)
     assert tokenizer.decode(piece.input_ids.tolist()) == "key<|im_end|>"
     assert not piece.trained[0]
+
+
+# As Hermes and Qwen write calls: JSON inside the assistant's turn, a tool's answer in a turn of its
+# own. `{g}` and `{e}` are generation markers or nothing.
+WITH_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{g}"
+    "{{ m['content'] }}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}"
+    "</call>{% endfor %}<|im_end|>{e}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = WITH_CALLS.replace("{g}", "{% generation %}").replace("{e}", "{% endgeneration %}")
+UNMARKED = WITH_CALLS.replace("{g}", "").replace("{e}", "")
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+AGENT = [
+    {"role": "system", "content": "You add."},
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "It is 3."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "Still 3."},
+]
+
+
+def test_calls_are_trained_and_their_results_are_not():
+    pieces = {}
+    for template in (MARKED, UNMARKED):
+        tokenizer = small_tokenizer(template)
+        document = Document(kind="chat", content={"messages": AGENT}, where="f")
+        (pieces[template],) = encode([document], tokenizer)
+        call = '<call>{"name": "add", "arguments": {"a": 1, "b": 2}}</call>'
+        assert trained_runs(pieces[template], tokenizer) == [
+            f"{call}<|im_end|>",
+            "It is 3.<|im_end|>",
+            f"Yes.{call}{call}<|im_end|>",
+            "Still 3.<|im_end|>",
+        ]
+    assert pieces[MARKED].input_ids.tolist() == pieces[UNMARKED].input_ids.tolist()
+    assert pieces[MARKED].trained.tolist() == pieces[UNMARKED].trained.tolist()
+
+
+def test_a_conversation_of_more_than_32768_tokens():
+    """150 exchanges; both ways of finding the answers agree on every token."""
+    turns = []
+    for i in range(150):
+        turns += [("user", f"question {i} " + "why " * 60), ("assistant", f"answer {i} " * 12)]
+    for marked, plain in ((None, PLAIN_CHATML), (MARKED, UNMARKED)):
+        pieces = []
+        for template in (marked or "default", plain):
+            tokenizer = small_tokenizer(template)
+            (piece,) = encode([chat(turns)], tokenizer)
+            assert len(piece) > 32768
+            assert trained_runs(piece, tokenizer) == answers(turns)
+            pieces.append(piece)
+        assert pieces[0].trained.tolist() == pieces[1].trained.tolist()
