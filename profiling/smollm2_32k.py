@@ -9,6 +9,7 @@ runs these steps, or those of `--only`, and writes each row as soon as it is kno
                                     with YaRN's RoPE but no training
     train-custom, train-vanilla     recipes/smollm2_32k.yaml with either class type
     custom, vanilla                 `longctx eval` of the two fine-tuned models
+    generate                        the fine-tuned model continues 30000 tokens, in transformers
     picture                         all evaluations, beside the results, as .png
 
 Train rows: class_type, losses, tokens_per_s (median step), train_s, peak_gib.
@@ -30,8 +31,11 @@ from results import write_results
 from longctx.evaluate import draw
 
 ROOT = Path(__file__).parent.parent
+STEPS = (
+    *("base", "yarn", "train-custom", "train-vanilla"),
+    *("custom", "vanilla", "generate", "picture"),
+)
 EVALUATE = [sys.executable, "-c", "from longctx.cli import main; main()", "eval"]
-STEPS = ("base", "yarn", "train-custom", "train-vanilla", "custom", "vanilla", "picture")
 
 
 def evaluate(name: str, model: Path, args: argparse.Namespace, *flags: str) -> dict[str, Any]:
@@ -66,6 +70,24 @@ def train(class_type: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def generate(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Nothing of longctx: what anyone does with the saved folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map=args.device)
+    lines = (args.data / "eval.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    ids = tokenizer(max(texts, key=len), return_tensors="pt").input_ids[:, : args.seq_len - 2768]
+    written = network.generate(ids.to(network.device), max_new_tokens=48, do_sample=False)
+    return {
+        "step": "generate",
+        "prompt_tokens": ids.shape[1],
+        "prompt_end": tokenizer.decode(ids[0, -60:]),
+        "text": tokenizer.decode(written[0, ids.shape[1] :]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True, help="of scripts/get_smollm2.py")
@@ -73,8 +95,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--runs", type=Path, default=Path("runs/smollm2_32k"), help="for models")
     parser.add_argument("--seq_len", type=int, default=32768)
-    parser.add_argument("--windows", type=int, default=24, help="for the loss by position")
+    parser.add_argument("--windows", type=int, default=16, help="for the loss by position")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS)
+    parser.add_argument("--device", default="cuda", help="for generate")
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
     args = parser.parse_args()
     for name in ("model", "data", "output", "runs"):  # the steps run in the repository's root
@@ -87,12 +110,18 @@ def main() -> None:
         "train-vanilla": lambda: train("vanilla", args),
         "custom": lambda: evaluate("custom", args.runs / "custom" / "final", args),
         "vanilla": lambda: evaluate("vanilla", args.runs / "vanilla" / "final", args),
+        "generate": lambda: generate(args.runs / "custom" / "final", args),
     }
+    published = f"profiling/results/{args.output.name}"
+    words = ["python profiling/smollm2_32k.py --model models/smollm2-135m --data data/long"]
+    words += ["--output", published, *(["--", *args.flags] if args.flags else [])]
+    command = " ".join(words)
     for step in args.only:
         if step in work:
             row = work[step]()
             print(json.dumps(row), flush=True)
-            write_results(args.output, [row], key=["step"])
+            # The rows of several calls with --only stand in one file.
+            write_results(args.output, [row], key=["step"], extra={"command": command})
     if "picture" in args.only:
         rows = json.loads(args.output.read_text())["rows"]
         draw([row for row in rows if "needles" in row]).savefig(

@@ -20,6 +20,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longctx.errors import UserError
@@ -48,7 +49,10 @@ def convert(gguf: Path, output: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.bfloat16, **where)
     forget_gguf(model)
     model.save_pretrained(output)
-    AutoTokenizer.from_pretrained(str(gguf.parent), **where).save_pretrained(output)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **where)
+    # transformers 5.17 decodes it like SentencePiece, which leaves byte-level spaces as they are.
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save_pretrained(output)
     config = model.config
     print(
         f"{output}: {model.num_parameters() / 1e6:.0f}M parameters in bfloat16, "

@@ -14,7 +14,7 @@ import pytest
 import torch
 from small_tokenizer import small_tokenizer
 from test_model import write_gguf
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longctx.errors import UserError
 
@@ -38,6 +38,7 @@ def test_a_gguf_becomes_an_ordinary_folder(tmp_path, monkeypatch, capsys) -> Non
     assert model.dtype == torch.bfloat16 and len(model.model.layers) == 2
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([10, 11])
     assert "2 layers" in capsys.readouterr().out
     with pytest.raises(UserError, match="no such GGUF file"):
         module.main([str(tmp_path / "out"), "--gguf", "none.gguf"])
