@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,3 +29,17 @@ def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from longctx.kernels import launch
 
     monkeypatch.setattr(launch, "INTERPRETED", False)
+
+
+@pytest.fixture(autouse=True)
+def launcher_variables() -> Iterator[None]:
+    """What a run with DeepSpeed sets for itself must not reach the processes of later tests, which
+    would all listen on one port."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
