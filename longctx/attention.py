@@ -1,7 +1,7 @@
 """Causal grouped-query attention over packed documents, as a pair of functions per backend.
 
-    o, lse     = attention.forward(q, k, v, documents)                     4 L^2 H d / 2 FLOPs
-    dq, dk, dv = attention.backward(do, q, k, v, o, lse, documents)        2.5 times that
+    o, lse     = attention.forward(qkv, documents)                         4 L^2 H d / 2 FLOPs
+    dq, dk, dv = attention.backward(do, qkv, documents, o, lse)            2.5 times that
 
 for each document of L tokens, with s = scale * q @ k.T (causal), o = softmax(s) @ v and
 lse = logsumexp(s). Nothing of size L x L exists and no mask is built: documents are given by their
@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +36,16 @@ from longctx.config import UserError, say
 
 aten = torch.ops.aten
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+
+class QKV(NamedTuple):
+    """Queries, keys and values of T tokens, or the gradients of each."""
+
+    q: Tensor  # (T, H, d)
+    k: Tensor  # (T, K, d)
+    v: Tensor  # (T, K, d)
+
+    def of(self, tokens: slice) -> QKV:
+        return QKV(self.q[tokens], self.k[tokens], self.v[tokens])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,61 +89,32 @@ class Documents:
             start += length
 
 
-class Math:
-    """Plain torch, in tiles of queries so that scores stay at (H, TILE, L)."""
+class Attention(ABC):
+    """A backend. Tensors may be strided views; o and lse are written where they lie."""
 
-    TILE = 1024
-
+    @abstractmethod
     def forward(
         self,
-        q: Tensor,  # (T, H, d)
-        k: Tensor,  # (T, K, d)
-        v: Tensor,  # (T, K, d)
+        qkv: QKV,
         documents: Documents,
-        *,
         scale: float,
         o: Tensor,  # (T, H, d), written
         lse: Tensor,  # (H, T) fp32 (fp64 for fp64 inputs), written
-    ) -> None:
-        for doc in documents.slices():
-            keys, values = _heads_first(k[doc], q), _heads_first(v[doc], q)
-            for tile in _tiles(doc, self.TILE):
-                scores = _scores(q[tile], keys, tile.start - doc.start, scale)
-                lse[:, tile] = scores.logsumexp(-1)
-                p = torch.exp(scores - lse[:, tile, None])
-                o[tile] = (p @ values.to(p.dtype)).transpose(0, 1).to(o.dtype)
+    ) -> None: ...
 
+    @abstractmethod
     def backward(
         self,
         do: Tensor,  # (T, H, d)
-        q: Tensor,  # (T, H, d)
-        k: Tensor,  # (T, K, d)
-        v: Tensor,  # (T, K, d)
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
         o: Tensor,  # (T, H, d)
         lse: Tensor,  # (H, T)
-        documents: Documents,
-        *,
-        scale: float,
-    ) -> Gradients:
-        """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q."""
-        dq = torch.empty_like(q)
-        dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
-        for doc in documents.slices():
-            keys, values = _heads_first(k[doc], q), _heads_first(v[doc], q)
-            for tile in _tiles(doc, self.TILE):
-                p = torch.exp(
-                    _scores(q[tile], keys, tile.start - doc.start, scale) - lse[:, tile, None]
-                )
-                do_HTd = do[tile].transpose(0, 1).to(p.dtype)
-                delta = (do_HTd * o[tile].transpose(0, 1).to(p.dtype)).sum(-1, keepdim=True)
-                ds = p * (do_HTd @ values.to(p.dtype).mT - delta) * scale
-                dq[tile] = (ds @ keys.to(p.dtype)).transpose(0, 1).to(q.dtype)
-                dk[doc] += _sum_groups(ds.mT @ q[tile].transpose(0, 1).to(p.dtype), k)
-                dv[doc] += _sum_groups(p.mT @ do_HTd, v)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+    ) -> QKV: ...  # dq, dk, dv
 
 
-class FlashAttention4:
+class FlashAttention4(Attention):
     """flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`), variable-length form."""
 
     def __init__(self) -> None:
@@ -140,168 +122,173 @@ class FlashAttention4:
 
         self._forward, self._backward = _flash_attn_fwd, _flash_attn_bwd
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        self._forward(
-            q, k, v, softmax_scale=scale, causal=True, out=o, lse=lse, **_bounds(documents)
-        )
+    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
+        bounds = self._bounds(documents)
+        self._forward(*qkv, softmax_scale=scale, causal=True, out=o, lse=lse, **bounds)
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-    ) -> Gradients:
-        dq, dk, dv = self._backward(
-            *(q, k, v, o, do, lse),
+        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+    ) -> QKV:
+        grads = self._backward(
+            *(*qkv, o, do, lse),
             softmax_scale=scale,
             causal=True,
             # dq is summed with atomics otherwise, in an order that changes from run to run.
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_bounds(documents),
+            **self._bounds(documents),
         )
-        return dq, dk, dv
+        return QKV(*grads)
+
+    @staticmethod
+    def _bounds(documents: Documents) -> dict[str, Tensor | int]:
+        bounds, longest = documents.cu_seqlens, max(documents.lengths)
+        return dict(
+            cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest
+        )
 
 
-class Flash:
-    """torch's FlashAttention-2 on CUDA, variable-length form; torch's CPU flash op on CPUs."""
+class Flash(Attention):
+    """torch's FlashAttention-2 on CUDA, variable-length form."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        if q.is_cuda:
-            bounds, longest = documents.cu_seqlens, max(documents.lengths)
-            o_new, lse_new, *_ = aten._flash_attention_forward(
-                *(q, k, v, bounds, bounds, longest, longest, 0.0, True, False), scale=scale
-            )
-            o.copy_(o_new)
-            lse.copy_(lse_new)
-            return
-        for doc in documents.slices():
-            o_BHTd, lse_BHT = aten._scaled_dot_product_flash_attention_for_cpu(
-                *_batched(q[doc], _repeat(k[doc], q), _repeat(v[doc], q)), 0.0, True, scale=scale
-            )
-            o[doc] = o_BHTd[0].transpose(0, 1)
-            lse[:, doc] = lse_BHT[0]
+    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
+        bounds, longest = documents.cu_seqlens, max(documents.lengths)
+        o_new, lse_new, *_ = aten._flash_attention_forward(
+            *(*qkv, bounds, bounds, longest, longest, 0.0, True, False), scale=scale
+        )
+        o.copy_(o_new)
+        lse.copy_(lse_new)
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-    ) -> Gradients:
-        if q.is_cuda:
-            bounds, longest = documents.cu_seqlens, max(documents.lengths)
-            no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
-            return aten._flash_attention_backward(
-                *(do, q, k, v, o, lse, bounds, bounds, longest, longest, 0.0, True),
-                *(no_dropout, no_dropout[:0]),
-                scale=scale,
-            )
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+    ) -> QKV:
+        bounds, longest = documents.cu_seqlens, max(documents.lengths)
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
+        grads = aten._flash_attention_backward(
+            *(do, *qkv, o, lse, bounds, bounds, longest, longest, 0.0, True),
+            *(no_dropout, no_dropout[:0]),
+            scale=scale,
+        )
+        return QKV(*grads)
+
+
+class PerDocument(Attention):
+    """A backend without a variable-length form: documents are looped over."""
+
+    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
         for doc in documents.slices():
-            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *_batched(do[doc], q[doc], _repeat(k[doc], q), _repeat(v[doc], q), o[doc]),
-                lse[None, :, doc],
-                0.0,
-                True,
-                scale=scale,
-            )
-            dq[doc] = grads[0][0].transpose(0, 1)
-            dk[doc] = _sum_groups(grads[1][0].to(lse.dtype), k).to(k.dtype)
-            dv[doc] = _sum_groups(grads[2][0].to(lse.dtype), v).to(v.dtype)
-        return dq, dk, dv
+            o[doc], lse[:, doc] = self.document_forward(qkv.of(doc), scale)
+
+    def backward(
+        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+    ) -> QKV:
+        whole = QKV(*map(torch.empty_like, qkv))
+        for doc in documents.slices():
+            grads = self.document_backward(do[doc], qkv.of(doc), scale, o[doc], lse[:, doc])
+            for out, grad in zip(whole, grads, strict=True):
+                out[doc] = grad
+        return whole
+
+    @abstractmethod
+    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+        """o (L, H, d) and lse (H, L) of one document of L tokens"""
+
+    @abstractmethod
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of one document"""
 
 
-class Cudnn:
-    """torch's cuDNN attention op. It has no variable-length form, so documents are looped over.
+class Math(PerDocument):
+    """Plain torch, in tiles of queries so that scores stay at (H, TILE, L)."""
+
+    TILE = 1024
+
+    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+        keys, values = (_heads_first(x, qkv.q) for x in qkv[1:])
+        o, lse = [], []
+        for start, q in self._tiles(qkv.q):
+            scores = _scores(q, keys, start, scale)
+            lse.append(scores.logsumexp(-1))
+            p = torch.exp(scores - lse[-1][:, :, None])
+            o.append((p @ values.to(p.dtype)).transpose(0, 1))
+        return torch.cat(o), torch.cat(lse, dim=1)
+
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q."""
+        keys, values = (_heads_first(x, qkv.q).to(lse.dtype) for x in qkv[1:])
+        dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)  # (H, L, d)
+        for start, q in self._tiles(qkv.q):
+            tile = slice(start, start + len(q))
+            p = torch.exp(_scores(q, keys, start, scale) - lse[:, tile, None])
+            q_HTd, do_HTd, o_HTd = (x.transpose(0, 1).to(p.dtype) for x in (q, do[tile], o[tile]))
+            delta = (do_HTd * o_HTd).sum(-1, keepdim=True)
+            ds = p * (do_HTd @ values.mT - delta) * scale
+            dq.append((ds @ keys).transpose(0, 1))
+            dk += ds.mT @ q_HTd
+            dv += p.mT @ do_HTd
+        return torch.cat(dq), _sum_groups(dk, qkv.k), _sum_groups(dv, qkv.v)
+
+    def _tiles(self, q: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for start in range(0, len(q), self.TILE):
+            yield start, q[start : start + self.TILE]
+
+
+class FlashOnCpu(PerDocument):
+    """torch's flash op for CPUs. It wants as many key/value heads as query heads."""
+
+    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv
+        o_BHTd, lse_BHT = aten._scaled_dot_product_flash_attention_for_cpu(
+            *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, True, scale=scale
+        )
+        return o_BHTd[0].transpose(0, 1), lse_BHT[0]
+
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_batched(do, q, _repeat(k, q), _repeat(v, q), o), lse[None], 0.0, True, scale=scale
+        )
+        dk, dv = (_sum_groups(grad[0].to(lse.dtype), k) for grad in (dk, dv))
+        return dq[0].transpose(0, 1), dk, dv
+
+
+class Cudnn(PerDocument):
+    """torch's cuDNN attention op.
 
     It refuses documents of one token; there o = v, dv = do, dq = dk = 0 and lse is the score.
     """
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        for doc in documents.slices():
-            if doc.stop - doc.start == 1:
-                o[doc] = _repeat(v[doc], q)
-                lse[:, doc] = (q[doc] * _repeat(k[doc], q)).sum(-1, dtype=lse.dtype).t() * scale
-                continue
-            o_BHTd, lse_BHT1, *_ = aten._scaled_dot_product_cudnn_attention(
-                *_batched(q[doc], k[doc], v[doc]), None, True, 0.0, True, scale=scale
-            )
-            o[doc] = o_BHTd[0].transpose(0, 1)
-            lse[:, doc] = lse_BHT1[0].reshape(lse.shape[0], -1)
+    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv
+        if len(q) == 1:
+            score = (q * _repeat(k, q)).sum(-1, dtype=torch.float32) * scale
+            return _repeat(v, q), score.t()
+        o_BHTd, lse_BHT1, *_ = aten._scaled_dot_product_cudnn_attention(
+            *_batched(q, k, v), None, True, 0.0, True, scale=scale
+        )
+        return o_BHTd[0].transpose(0, 1), lse_BHT1[0].reshape(q.shape[1], -1)
 
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        documents: Documents,
-        *,
-        scale: float,
-    ) -> Gradients:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv
+        length = len(q)
+        if length == 1:
+            dv = do.unflatten(1, (k.shape[1], -1)).sum(2)
+            return torch.zeros_like(q), torch.zeros_like(k), dv
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        for doc in documents.slices():
-            length = doc.stop - doc.start
-            if length == 1:
-                dq[doc], dk[doc] = 0, 0
-                dv[doc] = do[doc].unflatten(1, (k.shape[1], -1)).sum(2)
-                continue
-            grads = aten._scaled_dot_product_cudnn_attention_backward(
-                *_batched(do[doc], q[doc], k[doc], v[doc], o[doc]),
-                lse[None, :, doc, None].contiguous(),
-                *(no_dropout, no_dropout, None, None, None, length, length, 0.0, True),
-                scale=scale,
-            )
-            for out, grad in zip((dq, dk, dv), grads, strict=True):
-                out[doc] = grad[0].transpose(0, 1)
-        return dq, dk, dv
-
-
-Attention = Math | FlashAttention4 | Flash | Cudnn
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *_batched(do, q, k, v, o),
+            lse[None, :, :, None].contiguous(),
+            *(no_dropout, no_dropout, None, None, None, length, length, 0.0, True),
+            scale=scale,
+        )
+        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
 
 def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Attention]:
@@ -320,7 +307,7 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
             name = "flash" if dtype in (torch.float32, torch.float64, torch.bfloat16) else "math"
         if name not in ("flash", "math"):
             raise UserError(f"--attn_backend {name} needs a GPU; on this machine use flash or math")
-        return name, Flash() if name == "flash" else Math()
+        return name, FlashOnCpu() if name == "flash" else Math()
     has_fa4 = _has_fa4(device)
     if name == "auto":
         name = "math" if not half else "fa4" if has_fa4 else "cudnn"
@@ -351,18 +338,6 @@ def _has_fa4(device: torch.device) -> bool:
         say(f"flash-attn-4 is installed but does not load: {' '.join(str(error).split())[:200]}")
         return False
     return True
-
-
-def _bounds(documents: Documents) -> dict[str, Tensor | int]:
-    bounds, longest = documents.cu_seqlens, max(documents.lengths)
-    return dict(
-        cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest
-    )
-
-
-def _tiles(doc: slice, size: int) -> Iterator[slice]:
-    for start in range(doc.start, doc.stop, size):
-        yield slice(start, min(start + size, doc.stop))
 
 
 def _batched(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from longctx.annotate import annotate, annotated, each
-from longctx.attention import Attention, Documents
+from longctx.attention import QKV, Attention, Documents
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
@@ -115,7 +115,7 @@ def project_qkv(
     w: Weights,
     s: Schedule,
     group: Group,
-) -> tuple[Tensor, Tensor, Tensor]:  # (T, h, d), (T, k, d), (T, k, d): views of one buffer
+) -> QKV:  # (T, h, d), (T, k, d), (T, k, d): views of one buffer
     """q, k, v of one head group: norm, one fused product, rotation."""
     weight = torch.cat([w.q[group.q], w.k[group.kv], w.v[group.kv]])
     biases = (w.q_bias, w.k_bias, w.v_bias)
@@ -130,7 +130,7 @@ def project_qkv(
     h, k = (group.q.stop - group.q.start), (group.kv.stop - group.kv.start)
     q, key, v = (part.unflatten(1, (-1, s.head_dim)) for part in qkv.split([h, k, k], dim=1))
     rope_(q, key, s.position_ids, s.inv_freq, s.rope_scaling)
-    return q, key, v
+    return QKV(q, key, v)
 
 
 def attention_forward(
@@ -142,12 +142,10 @@ def attention_forward(
     o = x.new_empty(T, Hd)
     lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
     for group in each("head group", head_groups(w, s)):
-        q, k, v = project_qkv(x, w, s, group)
+        qkv = project_qkv(x, w, s, group)
         o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
         with annotate("attention"):
-            s.attention.forward(
-                q, k, v, s.documents, scale=s.head_dim**-0.5, o=o_group, lse=lse[group.lse]
-            )
+            s.attention.forward(qkv, s.documents, s.head_dim**-0.5, o_group, lse[group.lse])
     return o, lse
 
 
@@ -237,13 +235,13 @@ def attention_backward_(
     Kd = w.k.shape[0]
     dkv = x.new_empty(x.shape[0], 2 * Kd)
     for group in each("head group", head_groups(w, s)):
-        q, k, v = project_qkv(x, w, s, group)
+        qkv = project_qkv(x, w, s, group)
         heads = (-1, s.head_dim)
         do = (dh @ w.o[:, group.q]).unflatten(1, heads)
+        o_group = o[:, group.q].unflatten(1, heads)
         with annotate("attention"):
             dq, dk, dv = s.attention.backward(
-                *(do, q, k, v, o[:, group.q].unflatten(1, heads), lse[group.lse], s.documents),
-                scale=s.head_dim**-0.5,
+                do, qkv, s.documents, s.head_dim**-0.5, o_group, lse[group.lse]
             )
         rope_(dq, dk, s.position_ids, s.inv_freq, s.rope_scaling, inverse=True)
         o[:, group.q] = dq.flatten(1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from exactness import DEVICE, assert_exact
-from longctx.attention import Documents, choose_attention
+from longctx.attention import QKV, Documents, choose_attention
 from longctx.config import UserError
 
 BACKENDS = [
@@ -64,8 +64,8 @@ def test_against_truth(name, dtype, H, K, d, lengths) -> None:
     wide = torch.full((T, 2 * H, d), torch.nan, device=DEVICE, dtype=dtype)
     o = wide[:, :H]  # a slice of a wider buffer, as a head group writes it
     lse = torch.full((H, T), torch.nan, device=DEVICE)
-    attention.forward(q, k, v, documents, scale=d**-0.5, o=o, lse=lse)
-    grads = attention.backward(do, q, k, v, o, lse, documents, scale=d**-0.5)
+    attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse)
+    grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse)
     assert wide[:, H:].isnan().all()
     for label, ours, plainly, true in zip(
         "o dq dk dv".split(), (o, *grads), naive, truth, strict=True
