@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 from longctx.annotate import annotate, annotated, each
-from longctx.attention import QKV, Attention, Documents
+from longctx.attention import QKV, Attention
+from longctx.documents import Documents
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward

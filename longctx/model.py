@@ -24,8 +24,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from longctx.attention import Attention, Documents, choose_attention
+from longctx.attention import Attention, choose_attention
 from longctx.config import Engine, ModelArguments, UserError, say
+from longctx.documents import Documents
 from longctx.engine import gather_layers_whole, pending_bytes
 from longctx.layer import Schedule, Weights, final_norm, scheduled_layer
 from longctx.loss import LOGITS_BYTES, linear_cross_entropy

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from exactness import DEVICE, assert_exact
-from longctx.attention import QKV, Documents, choose_attention
+from longctx.attention import QKV, choose_attention
 from longctx.config import UserError
+from longctx.documents import Documents
 
 BACKENDS = [
     pytest.param("math", torch.float32),

@@ -71,9 +71,10 @@ def batch(processes: int) -> list[str]:
     return ["--gradient_accumulation_steps", str(ROWS_A_STEP // processes)]
 
 
-def environment() -> dict[str, str]:
+def environment(gpus: int = 0) -> dict[str, str]:
     """One thread a process: two processes with two each on two cores are slower than one."""
     return os.environ | {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
         "PYTHONPATH": str(ROOT),
         "TRITON_INTERPRET": "0",
         "OMP_NUM_THREADS": "1",
@@ -88,9 +89,24 @@ def launch(processes: int, *words: str) -> list[str]:
     return [*torchrun, "--nproc_per_node", str(processes), *words]
 
 
-def run(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+def run(command: list[str], gpus: int = 0) -> None:
+    env = environment(gpus)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def kill_after_saving(command: list[str], folder: Path, gpus: int = 0) -> None:
+    """Runs until the second step's checkpoint is there, then kills every process at once."""
+    env = environment(gpus)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE)
+    while not (folder / "checkpoint-2").exists():
+        assert process.poll() is None, process.stderr.read()[-3000:]
+        time.sleep(0.05)
+    launcher = psutil.Process(process.pid)
+    for victim in [*launcher.children(recursive=True), launcher]:  # workers have their own session
+        victim.kill()
+    process.wait()
+    assert not (folder / "final").exists()
 
 
 def on_cpu(config: Path, folder: Path) -> str:
@@ -144,15 +160,7 @@ def test_zero3_offload_on_two_processes_killed_and_resumed(
     flags = [*job, "--deepspeed", config, "--output_dir", f"{tmp_path}/run", *batch(2)]
     flags += ["--save_steps", "2"]
     command = launch(2, "train.py", *flags)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE)
-    while not (tmp_path / "run" / "checkpoint-2").exists():
-        assert process.poll() is None, process.stderr.read()[-3000:]
-        time.sleep(0.05)
-    launcher = psutil.Process(process.pid)
-    for victim in [*launcher.children(recursive=True), launcher]:  # workers have their own session
-        victim.kill()
-    process.wait()
-    assert not (tmp_path / "run" / "final").exists()
+    kill_after_saving(command, tmp_path / "run")
     run([*command, "--resume_from_checkpoint", "last"])
     assert_same_run(tmp_path / "run", vanilla)
 
@@ -203,6 +211,24 @@ def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 1
     assert "silently runs DDP" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config", sorted((ROOT / "fsdp_configs").glob("*.json")), ids=lambda p: p.stem
+)
+def test_fsdp2_through_accelerate(config: Path, job: list[str], tmp_path: Path) -> None:
+    """On all GPUs there are, in fp32: saved, resumed on one GPU, and as vanilla without an engine."""
+    gpus = min(torch.cuda.device_count(), 2)
+    on_gpu = [word for word in job if word not in ("--use_cpu", "true")]
+    on_gpu += ["--dtype", "float32", "--bf16", "false", "--tf32", "false", "--save_steps", "2"]
+    alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
+    run(launch(1, "train.py", *on_gpu, *alone), gpus=1)
+    sharded = [*on_gpu, "--fsdp", "true", "--fsdp_config", str(config)]
+    sharded += ["--output_dir", f"{tmp_path}/run"]
+    kill_after_saving(launch(gpus, "train.py", *sharded, *batch(gpus)), tmp_path / "run", gpus)
+    run(launch(1, "train.py", *sharded, *batch(1), "--resume_from_checkpoint", "last"), gpus=1)
+    assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
 # --- the files and the checks ----------------------------------------------------------------

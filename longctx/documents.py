@@ -1,0 +1,51 @@
+"""Where the documents of a packed batch lie: found once per batch, used by every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Where the documents of a batch lie in its T flattened tokens. Made once per batch.
+
+    Two rows, the first packed from documents of 3 and 5 tokens:
+
+        position_ids [[0 1 2 0 1 2 3 4], [0 1 2 3 4 5 6 7]]  ->  lengths (3, 5, 8)
+                                                                 cu_seqlens [0 3 8 16]
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor  # (documents + 1,) int32, on the device of the tokens
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        position_ids: Tensor,  # (B, S)
+        attention_mask: Tensor | None = None,  # (B, S), 0 at padding
+    ) -> Documents:
+        """A document starts with a row, where positions do not go on, and where padding starts or
+        ends, so that no real token sees padding. Reads back the boundaries: one synchronisation.
+        """
+        starts = torch.ones_like(position_ids, dtype=torch.bool)  # (B, S)
+        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        if attention_mask is not None:
+            starts[:, 1:] |= attention_mask[:, 1:] != attention_mask[:, :-1]
+        bounds = [*starts.flatten().nonzero().squeeze(1).tolist(), starts.numel()]
+        return cls.of([b - a for a, b in zip(bounds, bounds[1:], strict=False)], starts.device)
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> Documents:
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(lengths=tuple(lengths), cu_seqlens=bounds.to(device, non_blocking=True))
+
+    def slices(self) -> Iterator[slice]:
+        start = 0
+        for length in self.lengths:
+            yield slice(start, start + length)
+            start += length
