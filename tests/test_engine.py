@@ -218,7 +218,7 @@ def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
     "config", sorted((ROOT / "fsdp_configs").glob("*.json")), ids=lambda p: p.stem
 )
 def test_fsdp2_through_accelerate(config: Path, job: list[str], tmp_path: Path) -> None:
-    """On all GPUs there are, in fp32: saved, resumed on one GPU, and as vanilla without an engine."""
+    """In fp32: killed after a save, resumed on one GPU, and as vanilla without an engine."""
     gpus = min(torch.cuda.device_count(), 2)
     on_gpu = [word for word in job if word not in ("--use_cpu", "true")]
     on_gpu += ["--dtype", "float32", "--bf16", "false", "--tf32", "false", "--save_steps", "2"]
