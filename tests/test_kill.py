@@ -99,7 +99,9 @@ def test_twenty_kills_change_nothing(start, tmp_path: Path) -> None:
     for kill in range(KILLS):
         has_begun = bool(list((tmp_path / "run").glob("checkpoint-*")))
         how = "--resume_from_checkpoint|last" if has_begun else "--overwrite_output_dir|true"
-        seconds = moments.uniform(0, 0.15 * whole_s) if kill % 2 else -moments.uniform(0, 0.03)
+        seconds = moments.uniform(0, 0.15 * whole_s)
+        if kill % 2:  # in a save, which takes some milliseconds, or soon after
+            seconds = -moments.uniform(1e-4, moments.choice([0.004, 0.05]))
         outcome, _ = start(seconds, [*at("run"), *how.split("|")])
         assert "killed" in outcome, (seed, outcomes, (tmp_path / "run.log").read_text()[-3000:])
         outcomes.append(outcome)
