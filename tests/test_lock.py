@@ -15,8 +15,8 @@ from longctx.lock import lock_folder
 
 HOLD = (
     "import sys, time, os, pathlib; from longctx.lock import lock_folder;"
-    "lock = lock_folder(pathlib.Path(sys.argv[1])); os.fork(); print('held', flush=True);"
-    "time.sleep(60)"
+    "lock = lock_folder(pathlib.Path(sys.argv[1])); child = os.fork();"
+    "child and print('held', flush=True); time.sleep(60)"
 )
 
 
