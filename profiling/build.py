@@ -8,7 +8,7 @@ those that train.py would train on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +28,40 @@ from longctx.trainer import LongTrainer
 
 VOCABULARY = 8192
 """Of presets that have none of their own (tiny takes its tokenizer's in train.py)."""
-_QUIET = "--save_strategy no --report_to none --disable_tqdm true --overwrite_output_dir".split()
+_QUIET = (
+    "--save_strategy no --report_to none --disable_tqdm true --overwrite_output_dir "
+    "--train_sampling_strategy sequential"
+).split()
 
 
 class RandomRows(Dataset[dict[str, torch.Tensor]]):
-    """`rows` rows of `tokens` random tokens, the same ones in every run."""
+    """A row of random tokens for each length, the same ones in every run."""
 
-    def __init__(self, rows: int, tokens: int, vocabulary: int) -> None:
-        self.rows, self.tokens, self.vocabulary = rows, tokens, vocabulary
+    def __init__(self, lengths: Sequence[int], vocabulary: int) -> None:
+        self.lengths, self.vocabulary = lengths, vocabulary
 
     def __len__(self) -> int:
-        return self.rows
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(index)
-        ids = torch.randint(self.vocabulary, (self.tokens,), generator=random)
-        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(self.tokens)}
+        length = self.lengths[index]
+        ids = torch.randint(self.vocabulary, (length,), generator=random)
+        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(length)}
 
 
 def build_trainer(
-    flags: list[str], *, steps: int, output_dir: Path, layers: int | None = None
+    flags: list[str],
+    *,
+    steps: int,
+    output_dir: Path,
+    layers: int | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[LongTrainer, ModelArguments]:
     """A trainer of `steps` steps that saves nothing, from train.py's flags.
 
-    `layers` replaces the model's number of layers (presets only). Raises UserError.
+    `layers` replaces the model's number of layers (presets only); `lengths` are the tokens in a row
+    of each step (default: --seq_len). Raises UserError.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     flags = [*flags, *_QUIET, "--max_steps", str(steps), "--output_dir", str(output_dir)]
@@ -66,9 +76,10 @@ def build_trainer(
     if tokenizer:
         rows: Any = _rows(model_args, data_args, tokenizer, config.vocab_size, args.seed)
     else:
-        batches = steps * args.gradient_accumulation_steps * args.world_size
-        count = batches * args.per_device_train_batch_size
-        rows = RandomRows(count, model_args.seq_len, config.vocab_size)
+        rows_a_step = args.gradient_accumulation_steps * args.world_size
+        rows_a_step *= args.per_device_train_batch_size
+        by_step = lengths or [model_args.seq_len] * steps
+        rows = RandomRows([n for n in by_step for _ in range(rows_a_step)], config.vocab_size)
     set_seed(args.seed)
     model = load_model(model_args, config, device=args.device, engine=args.engine)
     trainer = LongTrainer(

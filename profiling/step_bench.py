@@ -12,11 +12,10 @@ takes two minutes. A step of at most 8192 tokens comes first and compiles the ke
 then has `--repeats` steps, the median is reported. vanilla and liger checkpoint their layers and
 offload the checkpoints (`offload=none`: keep them on the GPU).
 
-`fwd_s`, `bwd_s`, `opt_s` end with a synchronisation; gradients are reduced, moved and clipped in
-`bwd_s` or, under DeepSpeed, partly in `opt_s`; `step_s` is the whole. `peak_gib` and `reserved_gib`
-are one GPU's peaks over the steps of that length, `host_gib` the whole machine's memory in use.
-Without a GPU (`gpus=0`) there are no peaks and no MFU. What comes after `--` goes to train.py.
-`tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
+`fwd_s`, `bwd_s`, `opt_s` end with a synchronisation (clipping counts as `opt_s`); `step_s` is their
+sum. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the
+whole machine's memory in use. Without a GPU (`gpus=0`) there are no peaks and no MFU. `tokens`
+counts one GPU's row, `tokens_per_s` those of all GPUs. What comes after `--` goes to train.py.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 WARM_UP_TOKENS = 8192
-VOCABULARY = 8192  # of a preset without one of its own
 GIB = 2**30
 KEY = ("class_type", "engine", "gpus", "tokens", "layers", "backend", "offload")
 DEFAULTS: Case = {
@@ -82,16 +80,13 @@ def engine_flags(engine: str) -> list[str]:
     return ["--deepspeed", str(ROOT / f"ds_configs/{engine}.json")]
 
 
-def train_flags(case: Case, longest: int, folder: str) -> list[str]:
+def train_flags(case: Case, longest: int) -> list[str]:
     flags = dict(
         preset=case["preset"],
         class_type=case["class_type"],
         attn_backend=case["backend"],
         seq_len=longest,
         extend_context=True,
-        output_dir=folder,
-        save_strategy="no",
-        disable_tqdm=True,
         log_level="error",
     )
     if case["class_type"] == "custom":
@@ -107,33 +102,73 @@ def train_flags(case: Case, longest: int, folder: str) -> list[str]:
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]:
     """Rows of the results, a row per length, from this process (one per GPU)."""
     import torch
-    from transformers import set_seed
-
-    from longctx.config import parse_args
-    from longctx.loading import load_config, load_model
+    from build import PhaseMarks, build_trainer
 
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     schedule = [min(WARM_UP_TOKENS, *lengths)] + [n for n in lengths for _ in range(repeats)]
     with tempfile.TemporaryDirectory() as folder:
-        model_args, _, args = parse_args(train_flags(case, max(lengths), folder) + flags)
-        args.max_steps = len(schedule)
-        config = load_config(model_args, vocab_size=VOCABULARY)
-        config.num_hidden_layers = case["layers"] or config.num_hidden_layers
-        set_seed(0)
-        model = load_model(model_args, config, device=args.device, engine=args.engine)
-        trainer = timed_trainer(model, args, schedule, config.vocab_size)
+        trainer, _ = build_trainer(
+            [*train_flags(case, max(lengths)), *flags],
+            steps=len(schedule),
+            output_dir=Path(folder),
+            layers=case["layers"],
+            lengths=schedule,
+        )
+        watch = Stopwatch(trainer.args.device)
+        trainer.add_callback(PhaseMarks(trainer, watch.mark))
         try:
             trainer.train()
         except torch.OutOfMemoryError as error:
             print(error, file=sys.stderr)
-    measured = trainer.steps[1:]
-    by_length = {n: [step for step in measured if step["tokens"] == n] for n in lengths}
+    measured = list(zip(schedule, watch.steps, strict=False))[1:]
+    by_length = {n: [step for length, step in measured if length == n] for n in lengths}
     rows = [
         row_of(case, n, steps, trainer) for n, steps in by_length.items() if len(steps) == repeats
     ]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
         rows.append({**described(case), "tokens": length, "status": "oom"})
     return rows
+
+
+class Stopwatch:
+    """Seconds of each phase of each step, and what memory peaked at in it."""
+
+    NAMES = {"forward": "fwd_s", "backward": "bwd_s", "optimizer": "opt_s"}
+
+    def __init__(self, device: Any) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.on_gpu = device.type == "cuda"
+        self.phase, self.since = "end", 0.0
+
+    def mark(self, phase: str) -> None:
+        """Ends the phase that runs, with what the GPU still does for it, and begins this one."""
+        import torch
+
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.phase == "end":
+            self.step = dict.fromkeys(self.NAMES.values(), 0.0)
+            if self.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+        else:
+            self.step[self.NAMES[self.phase]] += now - self.since
+        self.phase, self.since = phase, now
+        if phase == "end":
+            self.steps.append(self.step | {"step_s": sum(self.step.values())} | self._memory())
+            print(f"    {self.steps[-1]}", file=sys.stderr, flush=True)
+
+    def _memory(self) -> dict[str, float]:
+        import psutil
+        import torch
+
+        host = psutil.virtual_memory()
+        gib = {"host_gib": (host.total - host.available) / GIB}
+        if self.on_gpu:
+            gib["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+            gib["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+            gib["capacity_gib"] = torch.cuda.get_device_properties(0).total_memory / GIB
+        return gib
 
 
 def described(case: Case) -> dict[str, Any]:
@@ -154,90 +189,6 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
-
-
-def timed_trainer(model: Any, args: Any, schedule: list[int], vocab_size: int) -> Any:
-    """A LongTrainer on one row per step and process, whose `steps` hold what each step took."""
-    import psutil
-    import torch
-    from torch.utils.data import Dataset, SequentialSampler
-    from transformers import TrainerCallback
-
-    from longctx.trainer import LongTrainer
-
-    on_gpu = args.device.type == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-
-    class Rows(Dataset):
-        def __len__(self) -> int:
-            return len(schedule) * args.world_size
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            length = schedule[index // args.world_size]
-            seeded = torch.Generator().manual_seed(index)
-            ids = torch.randint(vocab_size, (length,), generator=seeded)
-            return dict(input_ids=ids, labels=ids, position_ids=torch.arange(length))
-
-    class Timed(LongTrainer):
-        steps: list[dict[str, float]] = []
-        seconds: dict[str, float] = {}
-
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-        def clocked(self, name: str, function: Any) -> Any:
-            def timed(*args: Any, **kwargs: Any) -> Any:
-                synchronize()
-                start = time.perf_counter()
-                result = function(*args, **kwargs)
-                synchronize()
-                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-                return result
-
-            return timed
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return self.clocked("fwd_s", super().compute_loss)(*args, **kwargs)
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            return self.clocked("pass_s", super().training_step)(*args, **kwargs)
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            stepper = trainer.deepspeed or kwargs["optimizer"]
-            stepper.step = trainer.clocked("opt_s", stepper.step)
-
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            synchronize()
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-            trainer.seconds = {}
-            self.start = time.perf_counter()
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronize()
-            step = {"tokens": schedule[len(trainer.steps)], **trainer.seconds}
-            step["step_s"] = time.perf_counter() - self.start
-            in_pass_s = step["opt_s"] if trainer.deepspeed else 0.0  # engine.step is in the pass
-            step["bwd_s"] = step.pop("pass_s") - step["fwd_s"] - in_pass_s
-            memory = psutil.virtual_memory()
-            if on_gpu:
-                step["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-                step["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-                step["capacity_gib"] = torch.cuda.get_device_properties(0).total_memory / GIB
-            step["host_gib"] = (memory.total - memory.available) / GIB
-            print(f"    {step}", file=sys.stderr, flush=True)
-            trainer.steps.append(step)
-
-    trainer = Timed(
-        model=model,
-        args=args,
-        seq_len=max(schedule),
-        train_dataset=Rows(),
-        data_collator=lambda rows: {k: torch.stack([r[k] for r in rows]) for k in rows[0]},
-    )
-    trainer.add_callback(Clock())
-    return trainer
 
 
 def child_command(case: Case, repeats: int, flags: Sequence[str] = ()) -> list[str]:
