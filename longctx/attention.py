@@ -22,7 +22,6 @@ Backends, in the order of choice on CUDA:
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -30,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.config import UserError, say
+from longctx.config import UserError, installed, say
 from longctx.documents import Documents
 
 aten = torch.ops.aten
@@ -288,7 +287,7 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
 def _has_fa4(device: torch.device) -> bool:
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    if importlib.util.find_spec("flash_attn") is None:
+    if not installed("flash_attn"):
         return False
     try:
         importlib.import_module("flash_attn.cute.interface")

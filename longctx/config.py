@@ -11,6 +11,7 @@ go through the same checks.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import os
 import socket
@@ -35,6 +36,14 @@ def say(line: str) -> None:
     """Tells the user something, once however many processes run."""
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
+
+
+def installed(module: str) -> bool:
+    """Whether `import module` would find it; nothing is imported but its parent package."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
 
 
 def _option(default: Any, help: str) -> Any:

@@ -17,7 +17,6 @@ accumulation steps, and a checkpoint that this run cannot read is refused.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import warnings
@@ -30,14 +29,17 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from longctx.config import Engine, TrainArguments
+from longctx.config import Engine, TrainArguments, installed
 from longctx.errors import UserError
 
 # --- before the model ------------------------------------------------------------------------
 
 
 def start_engine(args: TrainArguments) -> None:
-    """Raises UserError where the engine would fail later, or would silently be another one."""
+    """Checks that the engine can run, and starts what must be there before the model.
+
+    Raises UserError where it would fail later, or would silently be another one.
+    """
     if args.engine == "deepspeed" and not installed("deepspeed"):
         raise UserError("this run asks for DeepSpeed: pip install 'longctx[deepspeed]'")
     if args.engine == "deepspeed" and args.on_nonfinite == "skip":
@@ -60,10 +62,6 @@ def start_engine(args: TrainArguments) -> None:
         warnings.filterwarnings("ignore", ".*torch.distributed.*deprecated", FutureWarning)
         backend = "gloo" if args.device.type == "cpu" else "nccl"
         deepspeed.init_distributed(dist_backend=backend, verbose=False)  # before zero.Init asks it
-
-
-def installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def check_resume(args: TrainArguments, checkpoint: Path | None) -> None:
@@ -128,7 +126,7 @@ def pending_bytes(model: PreTrainedModel, engine: Engine) -> int:
     has made its states; ZeRO-1 and 2 still make gradients. Sharded weights are gathered: the layer
     that runs, the next one, and lm_head with its gradient.
     """
-    trained = [_local(p) for p in model.parameters() if p.requires_grad]
+    trained = [local(p) for p in model.parameters() if p.requires_grad]
     on_gpu_bytes = sum(p.numel() * p.element_size() for p in trained if p.is_cuda)
     sharded = engine == "fsdp" or any(hasattr(p, "ds_id") for p in model.parameters())
     gathered_bytes = 0
@@ -138,8 +136,9 @@ def pending_bytes(model: PreTrainedModel, engine: Engine) -> int:
     return gathered_bytes + (1 if engine == "deepspeed" else 3) * on_gpu_bytes
 
 
-def _local(parameter: Any) -> torch.Tensor:
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+def local(tensor: Any) -> Any:
+    """This process' part of a tensor that FSDP2 has sharded; anything else as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 # --- the trainer -----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ random weights, so that tests and benchmarks need no download.
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from transformers import (
 )
 
 from longctx.attention import choose_attention
-from longctx.config import Engine, ModelArguments, UserError, say
+from longctx.config import Engine, ModelArguments, UserError, installed, say
 from longctx.engine import elements, random_weights
 from longctx.model import patch
 
@@ -143,8 +142,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model in `args.dtype`, patched as `args.class_type` says; prints what was patched.
 
-    Pretrained weights are read (under ZeRO-3 and FSDP2 by the first process, which hands the others
-    their parts); a preset's are random (seed them with `transformers.set_seed`).
+    Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
+    parts); a preset's are random (seed them with `transformers.set_seed`).
     Raises UserError where a package or a GPU is missing.
     """
     check_request(args, device)
@@ -190,7 +189,7 @@ def _unreadable(args: ModelArguments, error: Exception) -> UserError:
 def _check_liger(args: ModelArguments, device: torch.device) -> None:
     if args.class_type != "liger":
         return
-    if importlib.util.find_spec("liger_kernel") is None:
+    if not installed("liger_kernel"):
         raise UserError("--class_type liger needs Liger-Kernel: pip install 'longctx[liger]'")
     if device.type == "cpu":
         raise UserError(
@@ -215,17 +214,10 @@ def _hf_attention(args: ModelArguments, device: torch.device) -> str:
     if backend in modules:
         if device.type != "cuda":
             raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")
-        if not _installed(modules[backend]):
+        if not installed(modules[backend]):
             package = {"fa2": "flash-attn", "fa4": "'longctx[fa4]'"}[backend]
             raise UserError(f"--attn_backend {backend} is not installed: pip install {package}")
     return _HF_ATTENTION[backend]
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -243,7 +235,7 @@ def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
         path = Path(name)
         if not path.is_file():
             raise UserError(f"no such GGUF file: {name}")
-        if not _installed("gguf"):
+        if not installed("gguf"):
             raise UserError(f"{name} needs the gguf package: pip install gguf")
         return str(path.parent), {**where, "gguf_file": path.name}
     return name, where

@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import Trainer
 
 from longctx.config import ModelArguments
+from longctx.engine import local
 from longctx.errors import UserError
+from longctx.metrics import GIB
 from longctx.model import Custom
 
-GIB = 2**30
 _RECORDED = 100_000
 """Allocations and frees the allocator remembers; a step of 32 layers in 16 tiles has about 20,000.
 A record takes about 1 KB of host memory."""
@@ -193,10 +194,9 @@ def holders(trainer: Trainer) -> dict[str, int]:
 def _bytes(tensors: Iterable[Any], device: str) -> int:
     """Of the tensors' storages, each once."""
     storages = {}
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if isinstance(local, Tensor) and local.device.type == device:
-            storage = local.untyped_storage()
+    for tensor in map(local, tensors):
+        if isinstance(tensor, Tensor) and tensor.device.type == device:
+            storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

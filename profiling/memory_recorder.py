@@ -17,6 +17,7 @@ import torch
 from memory_categories import Marks
 from transformers import TrainerCallback
 
+from longctx.engine import local
 from longctx.trainer import LongTrainer
 
 _RECORDED = 1_000_000
@@ -79,7 +80,7 @@ class RecordMemory(TrainerCallback):
 
 def _address(tensor: Any) -> int | None:
     """Where the tensor's memory on the GPU starts; None for anything else."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not isinstance(local, torch.Tensor) or not local.is_cuda:
+    tensor = local(tensor)
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
         return None
-    return local.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr()

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import train
 from longctx import engine
 from longctx.checkpoint import METRICS
-from longctx.config import TrainArguments
+from longctx.config import TrainArguments, installed
 from longctx.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ STEPS = 5
 ROWS_A_STEP = 4
 
 needs_deepspeed = pytest.mark.skipif(
-    not engine.installed("deepspeed"), reason="deepspeed is not installed"
+    not installed("deepspeed"), reason="deepspeed is not installed"
 )
 
 
