@@ -12,7 +12,6 @@ Needs the gguf package: pip install 'longctx[gguf]'.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import torch
 from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from longctx.config import installed
 from longctx.errors import UserError
 from longctx.loading import forget_gguf
 
@@ -43,7 +43,7 @@ def fetch(folder: Path) -> Path:
 
 def convert(gguf: Path, output: Path) -> None:
     """Writes the model of a GGUF file as safetensors, with its tokenizer, into `output`."""
-    if importlib.util.find_spec("gguf") is None:
+    if not installed("gguf"):
         raise UserError("reading a GGUF file needs the gguf package: pip install gguf")
     where = {"gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.bfloat16, **where)
