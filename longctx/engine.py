@@ -150,7 +150,10 @@ def configure(trainer: Trainer, args: TrainArguments) -> None:
         plugin = trainer.accelerator.state.deepspeed_plugin
         _complete_deepspeed(plugin.hf_ds_config.config, trainer.model, args)
     elif args.engine == "fsdp":
-        _complete_fsdp(trainer.accelerator.state.fsdp_plugin, args)
+        plugin = trainer.accelerator.state.fsdp_plugin
+        _complete_fsdp(plugin, args)
+        if plugin.cpu_ram_efficient_loading and args.process_index > 0:
+            keep_shapes_only(trainer.model, mixed=args.bf16 or args.fp16)
 
 
 def _complete_deepspeed(config: dict[str, Any], model: Any, args: TrainArguments) -> None:
@@ -175,6 +178,23 @@ def _complete_fsdp(plugin: Any, args: TrainArguments) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+
+
+def keep_shapes_only(model: Any, mixed: bool) -> None:
+    """Drops the weights of a process that gets its shards from the first one.
+
+    accelerate tells an optimizer's parameters apart by `data_ptr()`, which is 0 for all on the meta
+    device: all but one would silently not be trained. It would also make an fp32 copy of bf16
+    weights in every process (`mixed`). So each parameter stays, as one element that is expanded.
+    """
+    shapes: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight not in shapes:
+                dtype = torch.float32 if mixed and weight.requires_grad else weight.dtype
+                element = torch.empty(1, dtype=dtype)
+                shapes[weight] = nn.Parameter(element.expand(weight.shape), weight.requires_grad)
+            setattr(module, name, shapes[weight])
 
 
 def leave(args: TrainArguments) -> None:

@@ -44,7 +44,7 @@ COLUMNS = (
     *KEY,
     *"fwd_s bwd_s opt_s step_s tokens_per_s mfu peak_gib reserved_gib host_gib status".split(),
 )
-FULL = dict(preset="llama-3.1-8b", tokens=[8192, 32768, 131072], class_types=CLASS_TYPES, steps=2)
+FULL = dict(preset="llama-3.1-8b", tokens=[8192, 32768, 131072], class_types=CLASS_TYPES, steps=3)
 QUICK = dict(preset="tiny", tokens=[256, 512], class_types=("vanilla", "custom"), steps=1)
 
 
@@ -86,7 +86,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, help="processes, one a GPU; default: 1")
     parser.add_argument("--preset", help="default: llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="instead of the preset's, to fit a machine")
-    parser.add_argument("--steps", type=int, help="measured a case, after one more; default: 2")
+    parser.add_argument("--steps", type=int, help="measured a case, after one more; default: 3")
     parser.add_argument("--timeout_s", type=float, default=1200, help="for a case")
     parser.add_argument(
         "--quick", action="store_true", help="other defaults: tiny, two short lengths"
@@ -246,7 +246,7 @@ def on_gpu(rows: list[dict[str, Any]]) -> bool:
 
 
 def draw(rows: list[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
-    """Name -> (figure, caption). Cases that ran out of memory are crosses at the top."""
+    """Name -> (figure, caption). Cases that ran out of memory are crosses above it."""
     memory = ("peak_gib", "Peak GPU memory") if on_gpu(rows) else ("host_gib", "Peak host memory")
     machine = "" if on_gpu(rows) else " (CPU)"
     capacity = max((row.get("capacity_gib") or 0 for row in rows), default=0)
@@ -270,6 +270,8 @@ def _plot(
     rows: list[dict[str, Any]], key: str, unit: str, log: bool = False, capacity_gib: float = 0
 ) -> Any:
     plt = pyplot()
+    from matplotlib.ticker import LogLocator
+
     drawn, axes = plt.subplots(figsize=(8, 4.5))
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     lines = list(dict.fromkeys((row["class_type"], row["engine"]) for row in rows))
@@ -291,23 +293,26 @@ def _plot(
         if failed:
             axes.plot(
                 failed,
-                [0.97 - 0.05 * number] * len(failed),
+                [1.02 + 0.02 * number] * len(failed),  # above the axes: no value
                 "x",
                 color=colour,
+                clip_on=False,
                 transform=axes.get_xaxis_transform(),
                 label=f"{label}: out of memory",
             )
     axes.set_xscale("log", base=2)
     ticks = sorted({row["tokens"] for row in rows})
     axes.set_xticks(ticks, [f"{t // 1024}K" if t % 1024 == 0 else str(t) for t in ticks])
-    axes.minorticks_off()
     if log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=0)
     if capacity_gib:
         axes.axhline(capacity_gib, color="#c00", linewidth=1, ls="--", label="the GPU's memory")
         axes.set_ylim(top=1.15 * capacity_gib)
+    axes.minorticks_off()
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel(unit)
     axes.legend()

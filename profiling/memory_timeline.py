@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,12 @@ def draw(timelines: list[dict[str, Any]]) -> Any:
     plt = pyplot()
     size = (6.5 * len(timelines) + 1.5, 4.8)
     drawn, panels = plt.subplots(1, len(timelines), figsize=size, sharey=True, squeeze=False)
+    near = any(max(t["reserved_gib"]) > 0.6 * t.get("capacity_gib", math.inf) for t in timelines)
     for axes, timeline in zip(panels[0], timelines, strict=True):
         _panel(axes, timeline)
+        if near and "capacity_gib" in timeline:
+            style = dict(color="#c00", linewidth=1, label="the GPU's memory")
+            axes.axhline(timeline["capacity_gib"], **style)
     panels[0][0].set_ylabel("GPU memory (GiB)")
     handles, labels = panels[0][-1].get_legend_handles_labels()
     drawn.legend(
@@ -103,10 +108,6 @@ def _panel(axes: Any, timeline: dict[str, Any]) -> None:
     axes.stackplot(time_s, series, labels=CATEGORIES, colors=colours, step="post", linewidth=0)
     style = dict(color="black", linewidth=1, linestyle=":", drawstyle="steps-post")
     axes.plot(time_s, timeline["reserved_gib"], label="reserved", **style)
-    top = max(timeline["reserved_gib"])
-    capacity = timeline.get("capacity_gib")
-    if capacity and top > 0.6 * capacity:
-        axes.axhline(capacity, color="#c00", linewidth=1, label="the GPU's memory")
     axes.set_title(f"{title(timeline)}: peak {timeline['peak_gib']:.1f} GiB", fontsize=11)
     axes.set_xlabel("s since the step began")
     for name, at_s in timeline["marks"]:

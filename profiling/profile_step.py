@@ -235,7 +235,8 @@ def draw_shares(by_phase: Table) -> Any:
     rows = by_phase.rows()[::-1]
     drawn, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1))
     colours = ["#999999" if r["phase"] in LINES[-3:] else "#4c72b0" for r in rows]
-    axes.barh([r["phase"] for r in rows], [100 * r["share"] for r in rows], color=colours)
+    bars = axes.barh([r["phase"] for r in rows], [100 * r["share"] for r in rows], color=colours)
+    axes.bar_label(bars, [f"{r['share']:.1%}" for r in rows], padding=3, fontsize=8)
     axes.set_xlabel("% of the step")
     plt.close(drawn)
     return drawn

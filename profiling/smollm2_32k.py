@@ -8,6 +8,9 @@ runs these steps, or those of `--only`, and writes each row as soon as it is kno
     base, yarn                      `longctx eval` of the model as it is (RoPE extrapolated), and
                                     with YaRN's RoPE but no training
     train-custom, train-vanilla     recipes/smollm2_32k.yaml with either class type
+    train-noise                     vanilla again, through torch.compile: how far bf16 alone drifts
+    train-fp32                      vanilla in fp32, two steps: the first has learning rate 0, so
+                                    both losses are those of the untouched weights, and exact
     custom, vanilla                 `longctx eval` of the two fine-tuned models
     generate                        the fine-tuned model continues 30000 tokens, in transformers
     picture                         all evaluations, beside the results, as .png
@@ -32,9 +35,10 @@ from longctx.evaluate import draw
 
 ROOT = Path(__file__).parent.parent
 STEPS = (
-    *("base", "yarn", "train-custom", "train-vanilla"),
+    *("base", "yarn", "train-custom", "train-vanilla", "train-noise", "train-fp32"),
     *("custom", "vanilla", "generate", "picture"),
 )
+FP32 = "--dtype float32 --bf16 false --tf32 false --max_steps 2".split()
 EVALUATE = [sys.executable, "-c", "from longctx.cli import main; main()", "eval"]
 
 
@@ -48,21 +52,21 @@ def evaluate(name: str, model: Path, args: argparse.Namespace, *flags: str) -> d
     return {"step": name, **result, "eval_s": round(time.monotonic() - begun, 1)}
 
 
-def train(class_type: str, args: argparse.Namespace) -> dict[str, Any]:
-    output = args.runs / class_type
+def train(name: str, args: argparse.Namespace, class_type: str, *flags: str) -> dict[str, Any]:
+    output = args.runs / name
     command = [sys.executable, "train.py", "--config", "recipes/smollm2_32k.yaml"]
     command += ["--class_type", class_type, "--output_dir", str(output), "--save_strategy", "no"]
     command += ["--overwrite_output_dir", "true", "--disable_tqdm", "true"]
     command += ["--model_name_or_path", str(args.model), "--seq_len", str(args.seq_len)]
-    command += ["--train_file", str(args.data / "train.jsonl"), *args.flags]
+    command += ["--train_file", str(args.data / "train.jsonl"), *args.flags, *flags]
     begun = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
     steps = [line for line in lines if "loss" in line]
     return {
-        "step": f"train-{class_type}",
+        "step": f"train-{name}",
         "class_type": class_type,
-        "losses": [round(line["loss"], 4) for line in steps],
+        "losses": [round(line["loss"], 5) for line in steps],
         "tokens_per_s": round(statistics.median(line["tokens_per_s"] for line in steps)),
         "train_s": round(time.monotonic() - begun, 1),
         "peak_gib": steps[-1].get("peak_gpu_gib"),
@@ -106,8 +110,10 @@ def main() -> None:
     work = {
         "base": lambda: evaluate("base", args.model, args),
         "yarn": lambda: evaluate("yarn", args.model, args, "--rope_scaling", "yarn"),
-        "train-custom": lambda: train("custom", args),
-        "train-vanilla": lambda: train("vanilla", args),
+        "train-custom": lambda: train("custom", args, "custom"),
+        "train-vanilla": lambda: train("vanilla", args, "vanilla"),
+        "train-noise": lambda: train("noise", args, "vanilla", "--torch_compile", "true"),
+        "train-fp32": lambda: train("fp32", args, "vanilla", *FP32),
         "custom": lambda: evaluate("custom", args.runs / "custom" / "final", args),
         "vanilla": lambda: evaluate("vanilla", args.runs / "vanilla" / "final", args),
         "generate": lambda: generate(args.runs / "custom" / "final", args),

@@ -17,13 +17,14 @@ import psutil
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import train
 from longctx import engine
 from longctx.checkpoint import METRICS
 from longctx.config import TrainArguments, installed
 from longctx.errors import UserError
+from longctx.loading import PRESETS
 
 ROOT = Path(__file__).parent.parent
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -75,7 +76,7 @@ def environment(gpus: int = 0) -> dict[str, str]:
     """One thread a process: two processes with two each on two cores are slower than one."""
     return os.environ | {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "TRITON_INTERPRET": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
@@ -214,13 +215,16 @@ def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("start", ["saved", "preset"])
 @pytest.mark.parametrize(
     "config", sorted((ROOT / "fsdp_configs").glob("*.json")), ids=lambda p: p.stem
 )
-def test_fsdp2_through_accelerate(config: Path, job: list[str], tmp_path: Path) -> None:
+def test_fsdp2_through_accelerate(config: Path, start: str, job: list[str], tmp_path: Path) -> None:
     """In fp32: killed after a save, resumed on one GPU, and as vanilla without an engine."""
     gpus = min(torch.cuda.device_count(), 2)
-    on_gpu = [word for word in job if word not in ("--use_cpu", "true")]
+    on_gpu = " ".join(job).replace("--use_cpu true", "").split()
+    if start == "preset":
+        on_gpu[on_gpu.index("--model_name_or_path") :][:2] = ["--preset", "tiny"]
     on_gpu += ["--dtype", "float32", "--bf16", "false", "--tf32", "false", "--save_steps", "2"]
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
     run(launch(1, "train.py", *on_gpu, *alone), gpus=1)
@@ -229,6 +233,20 @@ def test_fsdp2_through_accelerate(config: Path, job: list[str], tmp_path: Path) 
     kill_after_saving(launch(gpus, "train.py", *sharded, *batch(gpus)), tmp_path / "run", gpus)
     run(launch(1, "train.py", *sharded, *batch(1), "--resume_from_checkpoint", "last"), gpus=1)
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
+
+
+def test_a_process_without_weights_still_tells_its_parameters_apart() -> None:
+    """accelerate maps an optimizer's parameters to their shards by `data_ptr()`."""
+    config = LlamaConfig(**PRESETS["tiny"], vocab_size=1000)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = [p.shape for p in model.parameters()]
+    engine.keep_shapes_only(model, mixed=True)
+    assert [p.shape for p in model.parameters()] == shapes
+    assert len({p.data_ptr() for p in model.parameters()} - {0}) == len(shapes)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 4 * len(shapes)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 # --- the files and the checks ----------------------------------------------------------------
