@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,8 @@ class LongTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with reading(checkpoint), mapped_files():
+        ours = self.args.engine == "plain"  # FSDP2 reads parts of its files by itself
+        with reading(checkpoint), mapped_files() if ours else nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
