@@ -212,6 +212,9 @@ class TrainArguments(TrainingArguments):
             self.fsdp = str(self.fsdp).lower() == "true"  # type: ignore[assignment]
         if self.engine != "plain":
             _launch_alone()
+        if self.engine == "fsdp" and offloads(self.fsdp_config):
+            # As accelerate's launcher does: what lies on the host is summed by gloo, beside NCCL.
+            os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
         if self.bf16 is None:
             on_gpu = torch.cuda.is_available() and not self.use_cpu
             self.bf16 = self.engine != "plain" and on_gpu and not self.fp16
@@ -225,6 +228,17 @@ class TrainArguments(TrainingArguments):
             raise UserError("--memory_snapshot_on_oom needs a GPU: CPU memory has no snapshot")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise UserError(f"--peak_tflops must be above 0, got {self.peak_tflops}")
+
+
+def offloads(fsdp_config: Any) -> bool:
+    """Whether FSDP2's settings (a file's name, JSON or a dict) keep the weights in host memory."""
+    if isinstance(fsdp_config, str):
+        is_json = fsdp_config.lstrip().startswith("{")
+        try:
+            fsdp_config = json.loads(fsdp_config if is_json else Path(fsdp_config).read_text())
+        except ValueError as error:
+            raise UserError(f"--fsdp_config {fsdp_config}: not JSON: {error}") from error
+    return bool((fsdp_config or {}).get("cpu_offload"))
 
 
 def _is_set(variable: str) -> bool:

@@ -20,13 +20,14 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
 from longctx.config import Engine, TrainArguments, installed
@@ -195,6 +196,28 @@ def keep_shapes_only(model: Any, mixed: bool) -> None:
                 element = torch.empty(1, dtype=dtype)
                 shapes[weight] = nn.Parameter(element.expand(weight.shape), weight.requires_grad)
             setattr(module, name, shapes[weight])
+
+
+def gradients_on_host(args: TrainArguments, model: nn.Module) -> bool:
+    """Whether FSDP2 keeps the gradients in host memory. (DeepSpeed clips by itself.)"""
+    return args.engine == "fsdp" and next(model.parameters()).device.type == "cpu"
+
+
+def clip_on_host(parameters: Iterable[Any], max_norm: float) -> Tensor:
+    """Clips gradients in host memory to `max_norm` and returns their norm, over all processes.
+
+    On the CPU torch adds up the squares of a tensor in fp32, one after another: 9 % is missing from
+    the norm of 128256 x 4096 elements. Here only a row is added up so, and the rows in fp64.
+    Gradients within `max_norm` are not touched.
+    """
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    rows = [torch.linalg.vector_norm(gradient, dim=-1).double() for gradient in gradients]
+    square = torch.stack([row.square().sum() for row in rows]).sum()
+    torch.distributed.all_reduce(square)
+    norm = square.sqrt()
+    if norm > max_norm:
+        torch._foreach_mul_(gradients, max_norm / norm.item())
+    return norm
 
 
 def leave(args: TrainArguments) -> None:

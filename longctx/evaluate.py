@@ -222,17 +222,24 @@ def draw(results: Sequence[Result]) -> Any:
     figure, axes = pyplot().subplots(
         1, 1 + len(results), figsize=(4.5 + 3 * len(results), 3.6), layout="constrained"
     )
-    for result in results:
+    for number, result in enumerate(results):
         buckets = result["loss_by_position"]
+        style = dict(marker="o", linestyle=("-", "--")[number % 2], label=result["name"])
         labels = [f"{_short(b['start'])}-{_short(b['end'])}" for b in buckets]
-        axes[0].plot(labels, [b["loss"] for b in buckets], marker="o", label=result["name"])
+        axes[0].plot(labels, [b["loss"] for b in buckets], **style)
     axes[0].set(title="loss by position", xlabel="tokens", ylabel="loss")
+    axes[0].tick_params(axis="x", labelsize=8)
     axes[0].legend(fontsize=7)
     for axis, result in zip(axes[1:], results, strict=True):
         lengths = sorted({line["tokens"] for line in result["needles"]})
         found = {(line["tokens"], line["depth"]): line["found"] for line in result["needles"]}
         grid = [[found[tokens, depth] for tokens in lengths] for depth in DEPTHS]
-        axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.imshow(grid, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        axis.grid(False)
+        for (tokens, depth), share in found.items():
+            at = (lengths.index(tokens), DEPTHS.index(depth))
+            colour = "white" if share > 0.6 else "black"
+            axis.text(*at, f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
         axis.set_xticks(range(len(lengths)), [_short(tokens) for tokens in lengths])
         axis.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
         axis.set(title=f"{result['name']}: {score(result):.0%} of needles", xlabel="tokens")

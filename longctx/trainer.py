@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from longctx.callbacks import Clock, Console, MetricsFile, Reserve
 from longctx.checkpoint import publish, staging_path
 from longctx.config import TrainArguments
-from longctx.engine import configure
+from longctx.engine import clip_on_host, configure, gradients_on_host
 from longctx.interrupts import Interrupts
 from longctx.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
 from longctx.model import Custom
@@ -84,8 +85,15 @@ class LongTrainer(Trainer):
         """What the model is called with: the batch without its documents' numbers."""
         return super()._prepare_inputs({k: v for k, v in inputs.items() if k != "documents"})
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        if gradients_on_host(self.args, model):
+            return clip_on_host(model.parameters(), self.args.max_grad_norm)
+        return super()._clip_grad_norm(model)
+
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Called once a step, before the optimizer: the place to keep a broken step out of it."""
+        if grad_norm is None and gradients_on_host(self.args, model):
+            grad_norm = clip_on_host(model.parameters(), math.inf)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         scaled = self.accelerator.scaler is not None  # fp16: the scaler skips overflows by itself
         if self.nonfinite.check(model, 0.0 if scaled else grad_norm, self.state.global_step + 1):

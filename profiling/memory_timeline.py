@@ -26,7 +26,7 @@ from longctx.errors import UserError
 from longctx.page import code, figure, heading, paragraph, pyplot, table, write_page
 
 GIB = 2**30
-POINTS = 1500
+POINTS = 600
 """Bins of the time axis. Each keeps its moment of most memory, so no peak is lost."""
 COLOURS = dict(
     zip(

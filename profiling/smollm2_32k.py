@@ -10,6 +10,8 @@ runs these steps, or those of `--only`, and writes each row as soon as it is kno
     train-custom, train-vanilla     recipes/smollm2_32k.yaml with either class type
     train-noise                     vanilla again, a step's two rows in one batch: how far losses
                                     drift when only the order of bf16's sums changes
+    truth                           the losses of the first two steps in fp32, vanilla, document by
+                                    document (their learning rate is 0, the weights untouched)
     custom, vanilla                 `longctx eval` of the two fine-tuned models
     generate                        the fine-tuned model continues 30000 tokens, in transformers
     picture                         all evaluations, beside the results, as .png
@@ -34,9 +36,10 @@ from longctx.evaluate import draw
 
 ROOT = Path(__file__).parent.parent
 STEPS = (
-    *("base", "yarn", "train-custom", "train-vanilla", "train-noise"),
+    *("base", "yarn", "train-custom", "train-vanilla", "train-noise", "truth"),
     *("custom", "vanilla", "generate", "picture"),
 )
+FP32 = "--dtype float32 --bf16 false --tf32 false".split()
 ONE_BATCH = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1".split()
 EVALUATE = [sys.executable, "-c", "from longctx.cli import main; main()", "eval"]
 
@@ -73,6 +76,40 @@ def train(name: str, args: argparse.Namespace, class_type: str, *flags: str) -> 
     }
 
 
+def truth(args: argparse.Namespace) -> dict[str, Any]:
+    """No bf16, no packing, nothing of longctx but the rows of the training run."""
+    import torch
+    from build import build_trainer
+    from torch.nn.functional import cross_entropy
+
+    flags = ["--config", "recipes/smollm2_32k.yaml", "--class_type", "vanilla", *FP32]
+    flags += ["--model_name_or_path", str(args.model), "--seq_len", str(args.seq_len)]
+    flags += ["--train_file", str(args.data / "train.jsonl")]
+    flags += ["--use_cpu", "true"] if args.device == "cpu" else []
+    trainer, _ = build_trainer([*flags, *args.flags], steps=2, output_dir=args.runs / "truth")
+    trainer.args.train_sampling_strategy = "random"  # as train.py's, not build_trainer's
+    model, losses = trainer.model, []
+    batches = iter(trainer.get_train_dataloader())
+    with torch.no_grad():
+        for _ in range(2):
+            total, count = 0.0, 0
+            for _ in range(trainer.args.gradient_accumulation_steps):
+                batch = next(batches)
+                ids, positions, labels = (
+                    batch[name][0] for name in ("input_ids", "position_ids", "labels")
+                )
+                ends = torch.nonzero(positions == 0).flatten().tolist()[1:]
+                for start, end in zip([0, *ends], [*ends, len(ids)], strict=True):
+                    hidden = model.model(ids[None, start:end], use_cache=False).last_hidden_state[0]
+                    targets = labels[start + 1 : end]
+                    for h, target in zip(hidden[:-1].split(4096), targets.split(4096), strict=True):
+                        logits = model.lm_head(h)
+                        total += cross_entropy(logits, target, reduction="sum").item()
+                        count += int((target != -100).sum())
+            losses.append(round(total / count, 5))
+    return {"step": "truth", "class_type": "vanilla", "dtype": "float32", "losses": losses}
+
+
 def generate(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Nothing of longctx: what anyone does with the saved folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -100,7 +137,7 @@ def main() -> None:
     parser.add_argument("--seq_len", type=int, default=32768)
     parser.add_argument("--windows", type=int, default=16, help="for the loss by position")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS)
-    parser.add_argument("--device", default="cuda", help="for generate")
+    parser.add_argument("--device", default="cuda", help="for truth and generate (cuda)")
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
     args = parser.parse_args()
     for name in ("model", "data", "output", "runs"):  # the steps run in the repository's root
@@ -112,6 +149,7 @@ def main() -> None:
         "train-custom": lambda: train("custom", args, "custom"),
         "train-vanilla": lambda: train("vanilla", args, "vanilla"),
         "train-noise": lambda: train("noise", args, "vanilla", *ONE_BATCH),
+        "truth": lambda: truth(args),
         "custom": lambda: evaluate("custom", args.runs / "custom" / "final", args),
         "vanilla": lambda: evaluate("vanilla", args.runs / "vanilla" / "final", args),
         "generate": lambda: generate(args.runs / "custom" / "final", args),

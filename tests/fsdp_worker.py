@@ -2,6 +2,7 @@
 
 fully_shard is applied as accelerate applies it on GPUs: every decoder layer, the embedding, final
 norm with lm_head, the root. The loss is the sum over all processes' tokens over their number.
+Gradients are in host memory, where longctx clips them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from longctx.config import ModelArguments
+from longctx.engine import clip_on_host
 from longctx.model import patch
 
 ROWS = 4
@@ -78,6 +80,10 @@ def main() -> None:
             input_ids=rows[mine], labels=labels[mine], num_items_in_batch=count, use_cache=False
         ).loss
         (loss * world).backward()  # fully_shard averages gradients over processes
+        norms = [p.grad.full_tensor().double().norm() for p in model.parameters()]
+        norm = clip_on_host(model.parameters(), max_norm=0.5)
+        torch.testing.assert_close(norm, torch.stack(norms).norm(), rtol=1e-6, atol=0)
+        assert norm > 0.5
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach()

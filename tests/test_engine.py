@@ -7,6 +7,7 @@ norms and saved weights of every engine and number of processes are compared wit
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import train
 from longctx import engine
 from longctx.checkpoint import METRICS
-from longctx.config import TrainArguments, installed
+from longctx.config import TrainArguments, installed, offloads
 from longctx.errors import UserError
 from longctx.loading import PRESETS
 
@@ -232,6 +233,17 @@ def test_fsdp2_through_accelerate(config: str, start: str, job: list[str], tmp_p
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
+def test_the_norm_of_a_large_gradient_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    weight = torch.nn.Parameter(torch.zeros(2**12, 2**13))
+    weight.grad = torch.full_like(weight, 1e-3)
+    true_norm = 1e-3 * 2**12.5
+    assert torch.linalg.vector_norm(weight.grad).item() < 0.9999 * true_norm  # why it is not used
+    assert engine.clip_on_host([weight], math.inf).item() == pytest.approx(true_norm, rel=1e-5)
+    assert engine.clip_on_host([weight], 1.0).item() == pytest.approx(true_norm, rel=1e-5)
+    assert engine.clip_on_host([weight], 2.0).item() == pytest.approx(1.0, rel=1e-5)
+
+
 def test_a_process_without_weights_still_tells_its_parameters_apart() -> None:
     """accelerate maps an optimizer's parameters to their shards by `data_ptr()`."""
     config = LlamaConfig(**PRESETS["tiny"], vocab_size=1000)
@@ -261,6 +273,16 @@ def test_each_yaml_says_what_its_json_says() -> None:
         ours["offload_params"] = ours.pop("cpu_offload")
         ours["transformer_layer_cls_to_wrap"] = ",".join(ours["transformer_layer_cls_to_wrap"])
         assert theirs == {f"fsdp_{key}": value for key, value in ours.items()}
+
+
+def test_host_offload_is_seen_in_a_file_text_or_dict(tmp_path: Path) -> None:
+    assert offloads(str(ROOT / "fsdp_configs/fsdp2_offload.json"))
+    assert not offloads(str(ROOT / "fsdp_configs/fsdp2.json"))
+    assert offloads('{"cpu_offload": true}') and offloads({"cpu_offload": True})
+    assert not offloads(None)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match="broken.json: not JSON"):
+        offloads(str(tmp_path / "broken.json"))
 
 
 def test_a_checkpoint_of_another_engine_is_refused(tmp_path: Path) -> None:
