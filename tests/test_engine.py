@@ -135,6 +135,15 @@ def assert_same_run(folder: Path, vanilla: Path) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=2e-4, msg=name)  # Adam moves 3e-3 a step
 
 
+# --- no engine: DDP on several processes -----------------------------------------------------
+
+
+def test_two_processes_without_an_engine(job: list[str], vanilla: Path, tmp_path: Path) -> None:
+    flags = ["--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(2)]
+    run(launch(2, "train.py", *job, *flags))
+    assert_same_run(tmp_path / "run", vanilla)
+
+
 # --- DeepSpeed -------------------------------------------------------------------------------
 
 
