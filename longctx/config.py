@@ -19,7 +19,7 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -222,6 +222,12 @@ class TrainArguments(TrainingArguments):
             # Newer transformers rename it to activation_checkpointing; 5.17 has only this name.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
             super().__post_init__()
+        if self.n_gpu > 1:  # Trainer would split the batch by nn.DataParallel
+            print(
+                f"{self.n_gpu} GPUs are visible and one is used: for all of them "
+                f"`accelerate launch --num_processes {self.n_gpu} train.py ...`"
+            )
+            self._n_gpu = 1
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # or torch warns that there is nothing to pin for
         if self.memory_snapshot_on_oom and (self.use_cpu or not torch.cuda.is_available()):
@@ -290,7 +296,14 @@ def parse_args(
         model, data, train = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except (ValueError, TypeError) as error:
         raise UserError(str(error).splitlines()[0]) from error
-    if train.bf16 and model.dtype not in ("auto", "bfloat16"):
+    if train.engine == "plain" and (train.bf16 or train.fp16):
+        if model.dtype not in ("auto", "float32"):
+            raise UserError(
+                f"--dtype {model.dtype} with --bf16 or --fp16, which compute in 16 bits over fp32 "
+                "weights: drop one of the two"
+            )
+        model = replace(model, dtype="float32")
+    elif train.bf16 and model.dtype not in ("auto", "bfloat16"):
         raise UserError(
             f"--dtype {model.dtype} with bf16 compute: add --bf16 false, or drop --dtype"
         )

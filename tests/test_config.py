@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import TrainingArguments
 
 from longctx.config import DataArguments, ModelArguments, TrainArguments, UserError, parse_args
 
@@ -20,7 +21,18 @@ def test_flags_win_over_the_recipe(tmp_path: Path) -> None:
     model, _, train = parse_args(["--config", str(recipe), "--seq_len", "1024", "--use_cpu"])
     assert (model.preset, model.seq_len) == ("tiny", 1024)
     assert train.adam_beta2 == 0.95
-    assert train.bf16
+    assert train.bf16 and model.dtype == "float32"  # 16-bit compute over fp32 weights
+    with pytest.raises(UserError, match="drop one of the two"):
+        parse_args(["--config", str(recipe), "--dtype", "bfloat16", "--use_cpu"])
+
+
+def test_one_process_uses_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    begin = TrainingArguments.__post_init__
+    monkeypatch.setattr(
+        TrainingArguments, "__post_init__", lambda self: (begin(self), setattr(self, "_n_gpu", 2))
+    )
+    assert parse_args(["--use_cpu"])[2].n_gpu == 1
+    assert "accelerate launch --num_processes 2" in capsys.readouterr().out
 
 
 def test_recipe_lists_and_dicts(tmp_path: Path) -> None:
