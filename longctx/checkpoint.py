@@ -115,9 +115,12 @@ def check_disk_space(output_dir: Path, weights_bytes: int, args: TrainArguments)
     """Raises UserError if the disk cannot take one checkpoint and the final model.
 
     A checkpoint is the weights and, unless `save_only_model`, two Adam moments as large as them.
+    Engines save all three in fp32, DeepSpeed the model's weights too.
     """
-    saves_checkpoints = args.save_strategy != "no"
-    copies = 1 + (0 if not saves_checkpoints else 1 if args.save_only_model else 3)
+    fp32 = 2 if args.engine != "plain" and (args.bf16 or args.fp16) else 1
+    whole = {"plain": 3, "fsdp": 3 * fp32, "deepspeed": 1 + 3 * fp32}[args.engine]
+    checkpoint = 0 if args.save_strategy == "no" else 1 if args.save_only_model else whole
+    copies = 1 + checkpoint
     needed_bytes, free_bytes = copies * weights_bytes, shutil.disk_usage(output_dir).free
     if free_bytes < needed_bytes:
         raise UserError(

@@ -88,3 +88,10 @@ def test_disk_space_for_weights_and_adam_states(tmp_path: Path, monkeypatch) -> 
     with pytest.raises(UserError, match="no space for the checkpoint"):
         check_disk_space(tmp_path, 2**20, arguments(tmp_path))
     check_disk_space(tmp_path, 2**20, arguments(tmp_path, save_only_model=True))
+    monkeypatch.setattr(TrainArguments, "engine", "fsdp")  # bf16 model; weights and Adam in fp32
+    args = arguments(tmp_path)
+    args.bf16, free_mib["value"] = True, 6
+    with pytest.raises(UserError, match="no space for the checkpoint"):
+        check_disk_space(tmp_path, 2**20, args)
+    free_mib["value"] = 7
+    check_disk_space(tmp_path, 2**20, args)
