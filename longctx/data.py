@@ -167,6 +167,8 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         name: torch.from_numpy(np.stack([np.asarray(row[name], dtype=np.int64) for row in rows]))
         for name in TOKEN_COLUMNS
     }
+    if "documents" not in rows[0]:  # --remove_unused_columns
+        return batch
     documents = torch.full_like(batch["input_ids"], -1)
     for filled, row in zip(documents, rows, strict=True):
         filled[: len(row["documents"])] = torch.as_tensor(row["documents"])

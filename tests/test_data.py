@@ -344,6 +344,8 @@ def test_collate(build):
             assert filled == row[name] + [-1] * (64 - len(row[name]))
     formatted = rows.with_format("numpy")
     assert all(torch.equal(collate([formatted[0]])[name][0], batch[name][0]) for name in batch)
+    kept = rows.remove_columns("documents")  # --remove_unused_columns true
+    assert set(collate([kept[0]])) == set(batch) - {"documents"}
 
 
 def pieces_of(row) -> list[list[int]]:
