@@ -292,13 +292,13 @@ class _ScheduledLayer(torch.autograd.Function):
         ctx: Any,
         x: Tensor,  # (T, D)
         s: Schedule,
-        layers_above: int,
+        layers_above: int | None,
         *weights: Tensor | None,
     ) -> Tensor:  # (T, D)
         w = Weights(*weights)  # type: ignore[arg-type]
         o, lse = attention_forward(x, w, s)
         saved = None
-        if any(ctx.needs_input_grad):
+        if layers_above is not None and any(ctx.needs_input_grad):
             if s.keep_attention:
                 saved = s.store.save([x, o], lse, layers_above)
             else:
@@ -338,7 +338,8 @@ def scheduled_layer(x: Tensor, s: Schedule, layers_above: int, w: Weights) -> Te
 
     `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
     """
-    return _ScheduledLayer.apply(x, s, layers_above, *w)
+    above = layers_above if torch.is_grad_enabled() else None  # no backward: nothing is kept
+    return _ScheduledLayer.apply(x, s, above, *w)
 
 
 class _FinalNorm(torch.autograd.Function):

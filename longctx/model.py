@@ -52,6 +52,8 @@ class Custom:
     args: ModelArguments
     attention: Attention
     store: ActivationStore
+    dtype: torch.dtype
+    """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
     engine: Engine = "plain"
     label_smoothing: float = 0.0
     reserved_tokens: int = 0
@@ -95,7 +97,7 @@ class Custom:
         if tokens <= self.reserved_tokens:
             return
         self.reserved_tokens = tokens
-        config, itemsize = model.config, model.dtype.itemsize
+        config, itemsize = model.config, self.dtype.itemsize
         row_bytes = config.hidden_size * itemsize
         kept_bytes = row_bytes
         if self.args.keep_attention:
@@ -131,7 +133,7 @@ def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.de
     backend, attention = choose_attention(args.attn_backend, device, model.dtype)
     store = ActivationStore(device, args.offload_activations, args.host_memory_gib)
     # Not a submodule and not a buffer: nothing of it reaches the state dict.
-    custom: Any = Custom(args=args, attention=attention, store=store)
+    custom: Any = Custom(args=args, attention=attention, store=store, dtype=model.dtype)
     model.longctx = custom
     forwards: list[tuple[Any, Any]] = [
         (model, _model_forward),

@@ -19,6 +19,7 @@ allocator would round each block up to a power of two.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,7 +97,8 @@ class ActivationStore:
             self._pinned = PinnedSlab(needed_bytes, self.device)
 
     def _check_host(self, more_bytes: int) -> None:
-        free_gib = psutil.virtual_memory().available / GIB
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this machine
+        free_gib = psutil.virtual_memory().available / GIB / processes
         if self.host_limit_gib is not None:
             free_gib = self.host_limit_gib - self._slab.numel() / GIB
         missing_gib = more_bytes / GIB - free_gib

@@ -310,3 +310,21 @@ def test_a_gguf_file_is_trained_and_saved_like_any_model(tmp_path: Path) -> None
     assert all(
         torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True)
     )
+
+
+def test_room_is_made_in_the_dtype_that_computes() -> None:
+    """FSDP2 turns weights into fp32 after patching; activations stay 16 bits wide."""
+    slabs = []
+    for turned in (False, True):
+        model = LlamaForCausalLM(tiny_config()).bfloat16()
+        patch(model, ModelArguments(offload_activations="all"), CPU)
+        model.longctx.reserve(model.float() if turned else model, 96)
+        slabs.append(model.longctx.store._slab.numel())
+    assert slabs[0] == slabs[1] > 0
+
+
+def test_evaluation_keeps_no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, custom = vanilla_and_custom()
+    monkeypatch.setattr(custom.longctx.store, "save", pytest.fail)
+    with torch.no_grad():
+        custom(**packed_batch(), num_items_in_batch=1)
