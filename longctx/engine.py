@@ -66,13 +66,19 @@ def start_engine(args: TrainArguments) -> None:
 
 
 def check_resume(args: TrainArguments, checkpoint: Path | None) -> None:
-    """Raises UserError for a checkpoint of another engine, or of ZeRO with other processes.
+    """Raises UserError for a checkpoint of another engine, of ZeRO with other processes, or without
+    an optimizer.
 
     FSDP2's sharded checkpoints are read by any number of processes.
     """
     if checkpoint is None:
         return
     saved_by = _saved_by(checkpoint)
+    if saved_by == "plain" and not list(checkpoint.glob("optimizer*")):
+        raise UserError(
+            f"{checkpoint} holds no optimizer (--save_only_model) and cannot be resumed: start "
+            "from its weights with --model_name_or_path"
+        )
     if saved_by != args.engine:
         raise UserError(
             f"{checkpoint} was saved with engine {saved_by} and cannot resume with {args.engine}: "
@@ -151,9 +157,10 @@ def configure(trainer: Trainer, args: TrainArguments) -> None:
         plugin = trainer.accelerator.state.deepspeed_plugin
         _complete_deepspeed(plugin.hf_ds_config.config, trainer.model, args)
     elif args.engine == "fsdp":
-        plugin = trainer.accelerator.state.fsdp_plugin
-        _complete_fsdp(plugin, args)
-        if plugin.cpu_ram_efficient_loading and args.process_index > 0:
+        _complete_fsdp(trainer.accelerator.state.fsdp_plugin, args)
+        # Or each process would hold whole gradients until the last of a step's batches.
+        trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        if args.process_index > 0:
             keep_shapes_only(trainer.model, mixed=args.bf16 or args.fp16)
 
 
@@ -174,6 +181,7 @@ def _complete_fsdp(plugin: Any, args: TrainArguments) -> None:
     them, to bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    plugin.cpu_ram_efficient_loading = True  # shards come from the first process, see below
     if args.bf16 or args.fp16:
         dtype = torch.bfloat16 if args.bf16 else torch.float16
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -188,6 +196,7 @@ def keep_shapes_only(model: Any, mixed: bool) -> None:
     device: all but one would silently not be trained. It would also make an fp32 copy of bf16
     weights in every process (`mixed`). So each parameter stays, as one element that is expanded.
     """
+    model.tie_weights()  # accelerate's `init_empty_weights` unties them
     shapes: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):

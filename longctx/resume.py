@@ -16,10 +16,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 from torch.utils.serialization import config as torch_files
 
 from longctx.config import UserError
 
+_DAMAGE = (SafetensorError, OSError, EOFError, RuntimeError, ValueError, LookupError)
 STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 
@@ -65,7 +67,7 @@ def reading(checkpoint: str | Path | None) -> Iterator[None]:
         ) from error
     except torch.OutOfMemoryError:
         raise
-    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, LookupError) as error:
+    except (*_DAMAGE, CheckpointException) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"cannot resume from {checkpoint} ({type(error).__name__}: {reason}): resume from "

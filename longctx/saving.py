@@ -5,7 +5,8 @@
     place   flush to disk, manifest.json (every file's size), rename, then delete the oldest
 
 Every process attempts each of the three and all agree on the outcome before the next, so that none
-waits for one whose disk was full. Old checkpoints are deleted last, and renamed first, so a kill
+waits for one whose disk was full (but DeepSpeed, in whose own files a failure of a single process
+leaves the others waiting for it). Old checkpoints are deleted last, and renamed first, so a kill
 at any moment leaves the newest one whole and no half of an old one that looks whole.
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
 from longctx.agreement import gather
 from longctx.checkpoint import publish, staging_path
@@ -32,15 +34,18 @@ def attempt(work: Callable[[], None]) -> str | None:
     reason = None
     try:
         work()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # FSDP2's is no Exception
         reason = disk_problem(error)
         if reason is None:
             raise
     return next((found for found in gather(reason) if found), None)
 
 
-def disk_problem(error: Exception) -> str | None:
+def disk_problem(error: BaseException) -> str | None:
     """What went wrong, if it is a failure to write files, in one line; None for anything else."""
+    if isinstance(error, CheckpointException):
+        found = (disk_problem(failure) for failure, _ in error.failures.values())
+        return next((reason for reason in found if reason), None)
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, SafetensorError) and "I/O error" in str(error):

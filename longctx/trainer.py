@@ -87,19 +87,23 @@ class LongTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         if gradients_on_host(self.args, model):
-            return clip_on_host(model.parameters(), self.args.max_grad_norm)
+            return self._clip_on_host(model, self.args.max_grad_norm)
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Called once a step, before the optimizer: the place to keep a broken step out of it."""
         if grad_norm is None and gradients_on_host(self.args, model):
-            grad_norm = clip_on_host(model.parameters(), math.inf)
+            grad_norm = self._clip_on_host(model, math.inf)
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        scaled = self.accelerator.scaler is not None  # fp16: the scaler skips overflows by itself
-        if self.nonfinite.check(model, 0.0 if scaled else grad_norm, self.state.global_step + 1):
+        norm = 0.0 if self.args.fp16 else grad_norm  # fp16: the scaler skips overflows by itself
+        if self.nonfinite.check(model, norm, self.state.global_step + 1):
             model.zero_grad()  # an optimizer without gradients changes nothing
             self._skipped_steps += 1
         return grad_norm
+
+    def _clip_on_host(self, model: Any, max_norm: float) -> Tensor:
+        self.accelerator.unscale_gradients()
+        return clip_on_host(model.parameters(), max_norm)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, but the loss is the mean over all tokens, on any number of processes.
@@ -141,7 +145,7 @@ class LongTrainer(Trainer):
         """Skipped steps are counted; a line of nothing else has no loss (Trainer would say 0)."""
         if self._skipped_steps:
             logs["skipped_steps"] = self._skipped_steps
-            if self._skipped_steps >= self.args.logging_steps:
+            if self._skipped_steps >= self.state.logging_steps:
                 del logs["loss"], logs["grad_norm"]
         self._skipped_steps = 0
 
@@ -161,8 +165,8 @@ class LongTrainer(Trainer):
                 del self._get_output_dir
 
         def publish_it() -> None:
+            self._forget_staging(staging / checkpoint.name, checkpoint)
             if self.args.should_save:
-                self._forget_staging(staging / checkpoint.name, checkpoint)
                 self._checkpoint_bytes = place(staging / checkpoint.name, checkpoint)
                 newest = {checkpoint, Path(self.state.best_model_checkpoint or checkpoint)}
                 rotate(run_dir, self.args.save_total_limit, newest)
@@ -177,6 +181,13 @@ class LongTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
             report(problem, checkpoint, stop=self.args.on_save_error == "stop")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Within a checkpoint all processes fail together, before the collectives that follow."""
+        if not _internal_call:
+            super().save_model(output_dir)
+        elif problem := attempt(lambda: super(LongTrainer, self).save_model(output_dir, True)):
+            raise OSError(problem)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with reading(resume_from_checkpoint):
@@ -199,7 +210,8 @@ class LongTrainer(Trainer):
         """The best checkpoint's path was recorded while it lay in the staging folder."""
         if self.state.best_model_checkpoint == str(staged):
             self.state.best_model_checkpoint = str(checkpoint)
-            self.state.save_to_json(str(staged / "trainer_state.json"))
+            if self.args.should_save:
+                self.state.save_to_json(str(staged / "trainer_state.json"))
 
     def save_final(self, path: Path) -> None:
         """Writes the model and tokenizer that `from_pretrained` loads, whole or not at all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_run import add_callback, logged, prepare, run
+from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainerCallback
 
 from longctx import saving
 from longctx.config import UserError
-from longctx.saving import disk_problem, require_space, rotate
+from longctx.saving import attempt, disk_problem, require_space, rotate
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -21,6 +23,15 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:
     return [*prepare(tmp_path_factory.mktemp("small")), "--max_steps", "6"]
+
+
+def test_a_full_disk_of_one_process_as_fsdp2_reports_it() -> None:
+    full = {1: (OSError(errno.ENOSPC, "No space left on device"), None)}
+
+    def work() -> None:
+        raise CheckpointException("write", full)
+
+    assert attempt(work) == "No space left on device"
 
 
 class FullDisk(TrainerCallback):
