@@ -1,4 +1,4 @@
-"""Real engines on the CPU: DeepSpeed through train.py, torch's fully_shard through a worker.
+"""Real engines on the CPU: DDP and DeepSpeed through train.py, FSDP2 through fsdp_on_cpu.py.
 
 One tiny pretrained model and one corpus; the reference is vanilla in one process. Losses, gradient
 norms and saved weights of every engine and number of processes are compared with it.
@@ -86,7 +86,7 @@ def environment(gpus: int = 0) -> dict[str, str]:
 
 
 def launch(processes: int, *words: str) -> list[str]:
-    if processes == 1 and words[0] == "train.py":
+    if processes == 1:
         return [sys.executable, *words]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--nproc_per_node", str(processes), *words]
@@ -204,22 +204,6 @@ def test_accelerate_launch_with_a_deepspeed_yaml(
 # --- FSDP2 -----------------------------------------------------------------------------------
 
 
-def test_fully_shard_on_two_processes_resumes_on_one(job: list[str], tmp_path: Path) -> None:
-    """The worker wraps as accelerate does on GPUs, and asserts that parameters are sharded."""
-    model = job[job.index("--model_name_or_path") + 1]
-    worker = "tests/fsdp_worker.py"
-    runs = {
-        "vanilla": (1, ["--class_type", "vanilla", "--stop", "4"]),
-        "two": (2, ["--stop", "2", "--save", f"{tmp_path}/saved"]),
-        "one": (1, ["--stop", "4", "--resume", f"{tmp_path}/saved"]),
-    }
-    losses = {}
-    for name, (processes, flags) in runs.items():
-        run(launch(processes, worker, model, f"{tmp_path}/{name}.json", *flags))
-        losses[name] = json.loads((tmp_path / f"{name}.json").read_text())
-    assert losses["two"] + losses["one"] == pytest.approx(losses["vanilla"], rel=2e-5)
-
-
 def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
     flags = ["--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json", "--use_cpu", "true"]
     command = launch(1, "train.py", "--preset", "tiny", *flags, "--output_dir", f"{tmp_path}/run")
@@ -228,22 +212,29 @@ def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
     assert "silently runs DDP" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("config", "start"), [("fsdp2", "preset"), ("fsdp2_offload", "saved")])
-def test_fsdp2_through_accelerate(config: str, start: str, job: list[str], tmp_path: Path) -> None:
-    """In fp32: killed after a save, resumed on one GPU, and as vanilla without an engine."""
-    gpus = min(torch.cuda.device_count(), 2)
-    on_gpu = " ".join(job).replace("--use_cpu true", "").split()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fsdp2_through_accelerate(
+    device: str, config: str, start: str, job: list[str], tmp_path: Path
+) -> None:
+    """In fp32: killed after a save, resumed on one process, and as vanilla without an engine."""
+    script, gpus, flags = "tests/fsdp_on_cpu.py", 0, list(job)
+    if device == "cuda":
+        script, gpus = "train.py", min(torch.cuda.device_count(), 2)
+        flags = " ".join(job).replace("--use_cpu true", "").split()
+        flags += ["--dtype", "float32", "--bf16", "false", "--tf32", "false"]
     if start == "preset":
-        at = on_gpu.index("--model_name_or_path")
-        on_gpu[at : at + 2] = ["--preset", "tiny"]
-    on_gpu += ["--dtype", "float32", "--bf16", "false", "--tf32", "false", "--save_steps", "2"]
+        at = flags.index("--model_name_or_path")
+        flags[at : at + 2] = ["--preset", "tiny"]
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
-    run(launch(1, "train.py", *on_gpu, *alone), gpus=1)
-    sharded = [*on_gpu, "--fsdp", "true", "--fsdp_config", f"fsdp_configs/{config}.json"]
-    sharded += ["--output_dir", f"{tmp_path}/run"]
-    kill_after_saving(launch(gpus, "train.py", *sharded, *batch(gpus)), tmp_path / "run", gpus)
-    run(launch(1, "train.py", *sharded, *batch(1), "--resume_from_checkpoint", "last"), gpus=1)
+    run(launch(1, "train.py", *flags, *alone), min(gpus, 1))
+    sharded = [*flags, "--fsdp", "true", "--fsdp_config", f"fsdp_configs/{config}.json"]
+    sharded += ["--save_steps", "2", "--output_dir", f"{tmp_path}/run"]
+    processes = gpus or 2
+    command = launch(processes, script, *sharded, *batch(processes))
+    kill_after_saving(command, tmp_path / "run", gpus)
+    resumed = [*sharded, *batch(1), "--resume_from_checkpoint", "last"]
+    run(launch(1, script, *resumed), min(gpus, 1))
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
