@@ -52,6 +52,11 @@ def start_engine(args: TrainArguments) -> None:
             "FSDP needs GPUs (on CPUs accelerate silently runs DDP instead): "
             "use DeepSpeed there, or no engine"
         )
+    if args.parallelism_config or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        raise UserError(
+            "a parallelism_config is not supported (tensor, context, sequence or replicated data "
+            "parallelism): each process trains whole rows, and engines shard over all processes"
+        )
     given = args.fsdp_plugin_args or {}
     version = given.get("fsdp_version", os.environ.get("FSDP_VERSION", "2"))
     if args.engine == "fsdp" and str(version) != "2":
@@ -207,17 +212,13 @@ def keep_shapes_only(model: Any, mixed: bool) -> None:
             setattr(module, name, shapes[weight])
 
 
-def gradients_on_host(args: TrainArguments, model: nn.Module) -> bool:
-    """Whether FSDP2 keeps the gradients in host memory. (DeepSpeed clips by itself.)"""
-    return args.engine == "fsdp" and next(model.parameters()).device.type == "cpu"
+def clip_shards(parameters: Iterable[Any], max_norm: float) -> Tensor:
+    """Clips FSDP2's gradients to `max_norm` and returns their norm, over all processes.
 
-
-def clip_on_host(parameters: Iterable[Any], max_norm: float) -> Tensor:
-    """Clips gradients in host memory to `max_norm` and returns their norm, over all processes.
-
-    On the CPU torch adds up the squares of a tensor in fp32, one after another: 9 % is missing from
-    the norm of 128256 x 4096 elements. Here only a row is added up so, and the rows in fp64.
-    Gradients within `max_norm` are not touched.
+    torch would reduce each gradient's norm on its own. And on the CPU it adds up the squares of a
+    tensor in fp32, one after another: 9 % is missing from the norm of 128256 x 4096 elements. Here
+    only a row is added up so, the rows in fp64, and one sum goes over the processes. Gradients
+    within `max_norm` are not touched.
     """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     rows = [torch.linalg.vector_norm(gradient, dim=-1).double() for gradient in gradients]

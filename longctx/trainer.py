@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from longctx.callbacks import Clock, Console, MetricsFile, Reserve
 from longctx.checkpoint import publish, staging_path
 from longctx.config import TrainArguments
-from longctx.engine import clip_on_host, configure, gradients_on_host
+from longctx.engine import clip_shards, configure
 from longctx.interrupts import Interrupts
 from longctx.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
 from longctx.model import Custom
@@ -86,14 +86,14 @@ class LongTrainer(Trainer):
         return super()._prepare_inputs({k: v for k, v in inputs.items() if k != "documents"})
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        if gradients_on_host(self.args, model):
-            return self._clip_on_host(model, self.args.max_grad_norm)
+        if self.args.engine == "fsdp":
+            return self._clip_shards(model, self.args.max_grad_norm)
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Called once a step, before the optimizer: the place to keep a broken step out of it."""
-        if grad_norm is None and gradients_on_host(self.args, model):
-            grad_norm = self._clip_on_host(model, math.inf)
+        if grad_norm is None and self.args.engine == "fsdp":
+            grad_norm = self._clip_shards(model, math.inf)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         norm = 0.0 if self.args.fp16 else grad_norm  # fp16: the scaler skips overflows by itself
         if self.nonfinite.check(model, norm, self.state.global_step + 1):
@@ -101,9 +101,9 @@ class LongTrainer(Trainer):
             self._skipped_steps += 1
         return grad_norm
 
-    def _clip_on_host(self, model: Any, max_norm: float) -> Tensor:
+    def _clip_shards(self, model: Any, max_norm: float) -> Tensor:
         self.accelerator.unscale_gradients()
-        return clip_on_host(model.parameters(), max_norm)
+        return clip_shards(model.parameters(), max_norm)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's, but the loss is the mean over all tokens, on any number of processes.

@@ -244,9 +244,9 @@ def test_the_norm_of_a_large_gradient_in_host_memory(monkeypatch: pytest.MonkeyP
     weight.grad = torch.full_like(weight, 1e-3)
     true_norm = 1e-3 * 2**12.5
     assert torch.linalg.vector_norm(weight.grad).item() < 0.9999 * true_norm  # why it is not used
-    assert engine.clip_on_host([weight], math.inf).item() == pytest.approx(true_norm, rel=1e-5)
-    assert engine.clip_on_host([weight], 1.0).item() == pytest.approx(true_norm, rel=1e-5)
-    assert engine.clip_on_host([weight], 2.0).item() == pytest.approx(1.0, rel=1e-5)
+    assert engine.clip_shards([weight], math.inf).item() == pytest.approx(true_norm, rel=1e-5)
+    assert engine.clip_shards([weight], 1.0).item() == pytest.approx(true_norm, rel=1e-5)
+    assert engine.clip_shards([weight], 2.0).item() == pytest.approx(1.0, rel=1e-5)
 
 
 def test_a_process_without_weights_still_tells_its_parameters_apart() -> None:
@@ -264,6 +264,13 @@ def test_a_process_without_weights_still_tells_its_parameters_apart() -> None:
 
 
 # --- the files and the checks ----------------------------------------------------------------
+
+
+def test_other_parallelism_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(UserError, match="parallelism_config is not supported"):
+        engine.start_engine(args)
 
 
 def test_each_yaml_says_what_its_json_says() -> None:
