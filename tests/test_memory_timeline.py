@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -196,6 +197,8 @@ def test_a_real_step_on_a_gpu(timelines, class_type: str, tmp_path: Path, monkey
     words = ["--profile_dir", str(tmp_path), "--preset", "llama-3.2-1b", "--layers", "2"]
     words += ["--seq_len", "4096", "--class_type", class_type]
     args, flags = profile_step.parse(words)
+    gc.collect()
+    earlier_gib = torch.cuda.memory_allocated() / GIB  # of other tests
     trainer = profile_step.run(args, flags)
     weights_gib = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / GIB
     timeline = timelines.read(tmp_path / "memory_rank0.json.gz")
@@ -206,7 +209,7 @@ def test_a_real_step_on_a_gpu(timelines, class_type: str, tmp_path: Path, monkey
     assert most["kept activations"] > 0 and most["working buffers"] > 0
     logits_gib = 4096 * 128256 * 2 / GIB
     assert most["loss"] > (2 * logits_gib if class_type == "vanilla" else 0.2)
-    assert most["other"] < 0.3  # cuBLAS's workspaces
+    assert most["other"] < earlier_gib + 0.3  # cuBLAS's workspaces
     assert timeline["peak_gib"] <= max(timeline["reserved_gib"])
     rows = json.loads((tmp_path / "phases_rank0.json").read_text())["rows"]
     share = {row["phase"]: row["share"] for row in rows}
