@@ -57,6 +57,8 @@ def published_cases(name: str) -> list[Case]:
             dict(class_type="custom", tokens="8192+131072"),
             dict(class_type="liger", tokens="8192+131072", backend="fa4"),
             dict(class_type="vanilla", tokens="8192+131072"),
+            dict(engine="plain", tokens="131072+196608", backend="fa4", offload="auto"),
+            dict(engine="plain", class_type="liger", backend="fa4", offload="none"),
         ]
     return [
         dict(
