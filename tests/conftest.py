@@ -17,6 +17,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with two threads each are
     torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist would begin with the files of many tests, and end with one worker in test_engine.py."""
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
