@@ -10,6 +10,8 @@ runs these steps, or those of `--only`, and writes each row as soon as it is kno
     train-custom, train-vanilla     recipes/smollm2_32k.yaml with either class type
     train-noise                     vanilla again, a step's two rows in one batch: how far losses
                                     drift when only the order of bf16's sums changes
+    train-fp32-logits               vanilla again, lm_head and cross-entropy in fp32: what bf16
+                                    logits add to its losses
     truth                           the losses of the first two steps in fp32, vanilla, document by
                                     document (their learning rate is 0, the weights untouched)
     custom, vanilla                 `longctx eval` of the two fine-tuned models
@@ -36,11 +38,22 @@ from longctx.evaluate import draw
 
 ROOT = Path(__file__).parent.parent
 STEPS = (
-    *("base", "yarn", "train-custom", "train-vanilla", "train-noise", "truth"),
-    *("custom", "vanilla", "generate", "picture"),
+    *("base", "yarn", "train-custom", "train-vanilla", "train-noise"),
+    *("train-fp32-logits", "truth", "custom", "vanilla", "generate", "picture"),
 )
 FP32 = "--dtype float32 --bf16 false --tf32 false".split()
 ONE_BATCH = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1".split()
+FP32_LOGITS = """
+import sys, torch, train
+load_model = train.load_model
+def load_with_fp32_logits(*args, **kwargs):
+    model = load_model(*args, **kwargs)
+    head = model.lm_head
+    head.forward = lambda hidden: torch.nn.functional.linear(hidden.float(), head.weight.float())
+    return model
+train.load_model = load_with_fp32_logits
+train.main(sys.argv[1:])
+"""
 EVALUATE = [sys.executable, "-c", "from longctx.cli import main; main()", "eval"]
 
 
@@ -54,9 +67,15 @@ def evaluate(name: str, model: Path, args: argparse.Namespace, *flags: str) -> d
     return {"step": name, **result, "eval_s": round(time.monotonic() - begun, 1)}
 
 
-def train(name: str, args: argparse.Namespace, class_type: str, *flags: str) -> dict[str, Any]:
+def train(
+    name: str,
+    args: argparse.Namespace,
+    class_type: str,
+    *flags: str,
+    program: tuple[str, ...] = ("train.py",),
+) -> dict[str, Any]:
     output = args.runs / name
-    command = [sys.executable, "train.py", "--config", "recipes/smollm2_32k.yaml"]
+    command = [sys.executable, *program, "--config", "recipes/smollm2_32k.yaml"]
     command += ["--class_type", class_type, "--output_dir", str(output), "--save_strategy", "no"]
     command += ["--overwrite_output_dir", "true", "--disable_tqdm", "true"]
     command += ["--model_name_or_path", str(args.model), "--seq_len", str(args.seq_len)]
@@ -149,6 +168,9 @@ def main() -> None:
         "train-custom": lambda: train("custom", args, "custom"),
         "train-vanilla": lambda: train("vanilla", args, "vanilla"),
         "train-noise": lambda: train("noise", args, "vanilla", *ONE_BATCH),
+        "train-fp32-logits": lambda: train(
+            "fp32-logits", args, "vanilla", program=("-c", FP32_LOGITS)
+        ),
         "truth": lambda: truth(args),
         "custom": lambda: evaluate("custom", args.runs / "custom" / "final", args),
         "vanilla": lambda: evaluate("vanilla", args.runs / "vanilla" / "final", args),
