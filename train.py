@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +31,7 @@ from longctx.example import show_example
 from longctx.loading import check_request, load_config, load_model, weights_bytes
 from longctx.lock import lock_folder
 from longctx.metrics import peak_memory
-from longctx.oom import explained_oom
+from longctx.oom import explained_oom, explained_oom_of_weights
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
 
@@ -54,10 +53,11 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = load_tokenizer(model_args, data_args)
     special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
-    output_dir = open_output_dir(args)
-    lock = lock_folder(output_dir) if args.process_index == 0 else None
-    check_output_dir(output_dir, args, resume)
-    check_disk_space(output_dir, weights_bytes(model_args, config, args.device), args)
+    if not data_args.show_example:  # which writes nothing there
+        output_dir = open_output_dir(args)
+        lock = lock_folder(output_dir) if args.process_index == 0 else None
+        check_output_dir(output_dir, args, resume)
+        check_disk_space(output_dir, weights_bytes(model_args, config, args.device), args)
 
     # 3. Data: documents -> tokens -> packed rows of seq_len.
     def rows(files: list[str] | None):
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         train_rows = rows(data_args.train_file)
         eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
 
-    names = partial(document_names, data_args, data_args.train_file)
+    names = document_names(data_args, data_args.train_file)
     if data_args.show_example:
         if args.process_index == 0:
             row = next(iter(train_rows))
@@ -83,21 +83,22 @@ def main(argv: list[str] | None = None) -> None:
 
     # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)
-    model = load_model(model_args, config, device=args.device, engine=args.engine)
+    with explained_oom_of_weights(args, model_args):
+        model = load_model(model_args, config, device=args.device, engine=args.engine)
+        if args.process_index == 0:
+            clear_output_dir(output_dir, resume)
+        trainer = LongTrainer(
+            model=model,
+            args=args,
+            seq_len=model_args.seq_len,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            data_collator=collate,
+            processing_class=tokenizer,
+            document_names=names,
+        )
 
     # 5. Train.
-    if args.process_index == 0:
-        clear_output_dir(output_dir, resume)
-    trainer = LongTrainer(
-        model=model,
-        args=args,
-        seq_len=model_args.seq_len,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        data_collator=collate,
-        processing_class=tokenizer,
-        document_names=names,
-    )
     with explained_oom(trainer, model_args):
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         if eval_rows is not None:
@@ -135,3 +136,6 @@ if __name__ == "__main__":
         main()
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:  # during training the first Ctrl-C saves instead
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,8 +1,8 @@
 """Arrow files under cache_dir, named by a hash of everything they are made from.
 
-A file is written beside its place and renamed, so that a killed run leaves no half file that
-looks whole; a file that cannot be read is reported and made again. Nothing is ever invalidated:
-other inputs have another name.
+A file is written beside its place, flushed to disk and renamed, so that neither a killed run nor a
+power cut leaves a half file that looks whole; one that cannot be read is reported and made again.
+Nothing is ever invalidated: other inputs have another name.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
         try:
             with os.fdopen(handle, "wb") as file:
                 yield file
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)

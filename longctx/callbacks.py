@@ -55,8 +55,11 @@ class MetricsFile(TrainerCallback):
         lines = text[: text.rfind("\n") + 1].splitlines()  # a killed run may leave half a line
         kept = [line for line in lines if _step(line) <= state.global_step]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            say(f"{path} keeps lines of steps that are repeated: {error.strerror}")
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kw: Any
@@ -72,10 +75,10 @@ class MetricsFile(TrainerCallback):
 
 
 def _step(line: str) -> float:
-    """The step of a line of metrics.jsonl; beyond all steps for one that a full disk cut off."""
+    """The step of a line of metrics.jsonl; beyond all steps for one that is damaged."""
     try:
-        return json.loads(line)["step"]
-    except ValueError:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
         return float("inf")
 
 

@@ -32,6 +32,11 @@ from longctx.errors import UserError
 Engine = Literal["plain", "deepspeed", "fsdp"]
 
 
+def expanded(path: str) -> Path:
+    """With the home folder in place of `~`; a `~user` who does not exist stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
 def say(line: str) -> None:
     """Tells the user something, once however many processes run."""
     if os.environ.get("RANK", "0") == "0":

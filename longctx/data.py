@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -41,7 +41,7 @@ from longctx.cache import (
     write_arrow,
     write_text,
 )
-from longctx.config import DataArguments, UserError, say
+from longctx.config import DataArguments, UserError, expanded, say
 from longctx.encoding import encode
 from longctx.packing import PackingStats, Piece, pack
 from longctx.records import Document, as_document
@@ -98,7 +98,7 @@ def build_dataset(
         identity = [file_identity(path) for path in paths]
 
     name = ", ".join(files or [args.dataset_name or "the standard library"])
-    cache_dir = Path(args.cache_dir).expanduser()
+    cache_dir = expanded(args.cache_dir)
     pad_token_id = _pad_token_id(tokenizer, vocab_size)
     source_key = digest(identity)
     tokens_key = digest(source_key, tokenizer_identity(tokenizer))
@@ -106,7 +106,7 @@ def build_dataset(
     rows_path = cache_dir / f"rows-{rows_key}.arrow"
     report_path = rows_path.with_suffix(".json")
 
-    report = read_json(report_path)
+    report = _report(report_path)
     rows = open_arrow(rows_path, report["stats"]["rows"]) if report else None
     if report is None or rows is None:
         if records is None:
@@ -176,24 +176,42 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def document_names(
-    args: DataArguments, files: list[str] | None, numbers: Iterable[int]
-) -> list[str]:
-    """Where the records of a row came from (`file`, `file:line`), given its `documents`.
+    args: DataArguments, files: list[str] | None
+) -> Callable[[Iterable[int]], list[str]]:
+    """Says where the records of a row came from (`file`, `file:line`), given its `documents`.
 
-    `args` and `files` are those of `build_dataset`.
+    `args` and `files` are those of `build_dataset`; files that change afterwards change no name.
     """
-    known = [number for number in numbers if number >= 0]
     if files is None and args.dataset_name:
-        kind = "streamed record" if args.streaming else "row"
-        return [f"{args.dataset_name} {kind} {number}" for number in known]
+        kind = "record of the shuffled stream" if args.streaming else "row"
+        return lambda numbers: [f"{args.dataset_name} {kind} {n}" for n in numbers if n >= 0]
     paths = stdlib_files() if files is None else find_files(files)
-    documents = _documents(_documents_path(args, paths), paths)
-    return [documents[number]["where"] for number in known]
+    path = _documents_path(args, paths)
+
+    def names(numbers: Iterable[int]) -> list[str]:
+        if not path.exists() and _documents_path(args, paths) != path:
+            raise UserError("the data has changed since it was read")
+        documents = _documents(path, paths)
+        return [documents[number]["where"] for number in numbers if number >= 0]
+
+    return names
+
+
+def _report(path: Path) -> dict[str, Any] | None:
+    """What was said of cached rows; None where it is missing or damaged."""
+    report = read_json(path)
+    try:
+        assert report is not None
+        PackingStats(**report["stats"]).summary(1)
+        report["replaced_bytes"].items()
+    except (AssertionError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+    return report
 
 
 def _documents_path(args: DataArguments, files: list[Path]) -> Path:
     key = digest([file_identity(path) for path in files])
-    return Path(args.cache_dir).expanduser() / f"documents-{key}.arrow"
+    return expanded(args.cache_dir) / f"documents-{key}.arrow"
 
 
 def _documents(path: Path, files: list[Path]) -> Dataset:

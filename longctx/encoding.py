@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,11 @@ def _chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
             "assistant's tokens; give one with --tokenizer_name"
         )
     text, spans = trained_characters(document, tokenizer)
+    if _leaves_out_calls(document, tokenizer, text):
+        raise UserError(
+            f"{document.where}: the chat template leaves out `tool_calls`, so no call would be "
+            "trained; use a template that shows them, or write the calls into `content`"
+        )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     trained = _overlaps(np.asarray(encoded["offset_mapping"]).reshape(-1, 2), spans)
@@ -134,6 +140,19 @@ def trained_characters(
         end = len(turn.rstrip()) if turn.rstrip().endswith(ends) else len(turn)
         spans.append((len(prompt), max(end, len(prompt))))
     return whole, spans
+
+
+def _leaves_out_calls(document: Document, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether a conversation with tool calls is rendered as it is without them."""
+    turns = document.content["messages"]
+    plain = [{k: v for k, v in turn.items() if k != "tool_calls"} for turn in turns]
+    if plain == turns:
+        return False
+    try:
+        without = replace(document, content={**document.content, "messages": plain})
+        return trained_characters(without, tokenizer)[0] == text
+    except UserError:  # the template minds
+        return False
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -57,6 +57,11 @@ def start_engine(args: TrainArguments) -> None:
             "a parallelism_config is not supported (tensor, context, sequence or replicated data "
             "parallelism): each process trains whole rows, and engines shard over all processes"
         )
+    if args.engine == "fsdp" and args.save_only_model:
+        raise UserError(
+            "--save_only_model is impossible with FSDP, whose checkpoints are shards: leave it "
+            "out (final/ is an ordinary model anyway)"
+        )
     given = args.fsdp_plugin_args or {}
     version = given.get("fsdp_version", os.environ.get("FSDP_VERSION", "2"))
     if args.engine == "fsdp" and str(version) != "2":
@@ -109,10 +114,15 @@ def _saved_by(checkpoint: Path) -> Engine:
 # --- the model -------------------------------------------------------------------------------
 
 
+def filled_later(engine: Engine) -> bool:
+    """Whether this process' weights come from the first one: it needs none of its own."""
+    return engine == "fsdp" and torch.distributed.get_rank() > 0
+
+
 def random_weights(device: torch.device, engine: Engine) -> AbstractContextManager[Any]:
     """Where a preset's weights are made: on the device, but under FSDP2 in the first process only,
     which hands the others their parts; their parameters have no memory until then."""
-    if engine == "fsdp" and torch.distributed.get_rank() > 0:
+    if filled_later(engine):
         return init_empty_weights(include_buffers=False)
     return torch.device(device)
 
@@ -171,6 +181,8 @@ def configure(trainer: Trainer, args: TrainArguments) -> None:
 
 def _complete_deepspeed(config: dict[str, Any], model: Any, args: TrainArguments) -> None:
     zero = config.setdefault("zero_optimization", {})
+    if zero.get("stage") == 3:  # or `final/` would hold no model
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
     if zero.get("stage3_prefetch_bucket_size") == "auto":  # one layer ahead
         zero["stage3_prefetch_bucket_size"] = sum(map(elements, model.model.layers[0].parameters()))
     # DeepSpeed would add up gradients in bf16, over processes and over accumulation steps.
@@ -221,8 +233,8 @@ def clip_shards(parameters: Iterable[Any], max_norm: float) -> Tensor:
     within `max_norm` are not touched.
     """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    rows = [torch.linalg.vector_norm(gradient, dim=-1).double() for gradient in gradients]
-    square = torch.stack([row.square().sum() for row in rows]).sum()
+    rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in gradients]
+    square = torch.stack([row.double().square().sum() for row in rows]).sum()
     torch.distributed.all_reduce(square)
     norm = square.sqrt()
     if norm > max_norm:

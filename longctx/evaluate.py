@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -75,11 +76,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
     )
-    result = evaluate(model_args, args.eval_file, args.windows, args.repeats)
+    earlier = read_results(args.output) if args.output else []
+    try:
+        result = evaluate(model_args, args.eval_file, args.windows, args.repeats)
+    except torch.OutOfMemoryError as error:
+        raise UserError("out of GPU memory: a shorter --seq_len or --dtype bfloat16") from error
     result = {"name": args.name or args.model, **result}
     print(summary(result))
     if args.output:
-        results = save(args.output, result)
+        results = [old for old in earlier if old["name"] != result["name"]] + [result]
+        write_results(args.output, results)
         if args.plot:
             figure = draw(results)
             figure.savefig(args.plot, dpi=120)
@@ -93,14 +99,15 @@ def evaluate(
     Raises UserError if no document has `seq_len` tokens.
     """
     seq_len = model_args.seq_len
-    if seq_len < 256:
-        raise UserError(f"--seq_len must be at least 256 for an evaluation, got {seq_len}")
+    if seq_len < 64:
+        raise UserError(f"--seq_len must be at least 64 for an evaluation, got {seq_len}")
     tokenizer = load_tokenizer(model_args, DataArguments())
     texts = cut_windows(eval_files, tokenizer, seq_len, windows)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lengths = [seq_len // 8, seq_len // 4, seq_len // 2, seq_len]
+    next(needles(texts, tokenizer, lengths=lengths, repeats=1))  # too short for one?
     config = load_config(model_args, vocab_size=len(tokenizer))
     model = load_model(model_args, config, device=device).to(device).eval()  # type: ignore[arg-type]
-    lengths = [seq_len // 8, seq_len // 4, seq_len // 2, seq_len]
     return {
         "seq_len": seq_len,
         "rope": dict(model.config.rope_parameters),
@@ -204,17 +211,27 @@ def summary(result: Result) -> str:
     return "\n".join([*lines, f"  needles found in all: {score(result):.0%}"])
 
 
-def save(path: Path, result: Result) -> list[Result]:
-    """Adds a result to the file, in place of one of the same name; returns all of them."""
+def read_results(path: Path) -> list[Result]:
+    """What the file holds, [] if there is none yet; its folder is made. Raises UserError."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        assert all(isinstance(old["needles"], list) for old in results)
-    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+        for old in results:
+            old["name"], old["loss_by_position"][0]["loss"], old["needles"][0]["found"]
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path} holds no results of longctx eval: give another file") from error
-    results = [old for old in results if old["name"] != result["name"]] + [result]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1), encoding="utf-8")
     return results
+
+
+def write_results(path: Path, results: list[Result]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def draw(results: Sequence[Result]) -> Any:

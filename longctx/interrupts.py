@@ -3,7 +3,8 @@
 The exit status is 128 + the signal's number (143 for SIGTERM, 130 for Ctrl-C), as shells report
 it, so that a script or scheduler does not take an interrupted run for a finished one. A second
 signal ends the process at once. Only a whole step can be resumed exactly, so the time until the
-checkpoint begins is up to one step. With several processes a signal to any of them stops all.
+checkpoint begins is up to one step (and an evaluation, if the signal comes during one; none is
+begun any more). With several processes a signal to any of them stops all.
 """
 
 from __future__ import annotations
@@ -44,10 +45,19 @@ class Interrupts(TrainerCallback):
         self._before = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stopped_by = highest(self._received, args.device)
-        if self.stopped_by:
+        if self.agree(args.device):
             control.should_training_stop = True
+            control.should_evaluate = False
             control.should_save = args.save_strategy != "no"
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.agree(args.device):
+            control.should_training_stop = True
+
+    def agree(self, device: Any) -> int:
+        """The signal that any process has received, or 0."""
+        self.stopped_by = highest(self._received, device)
+        return self.stopped_by
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a data loader's worker: it ends when this process does

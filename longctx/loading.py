@@ -24,7 +24,7 @@ from transformers import (
 
 from longctx.attention import choose_attention
 from longctx.config import Engine, ModelArguments, UserError, installed, say
-from longctx.engine import elements, random_weights
+from longctx.engine import elements, filled_later, random_weights
 from longctx.model import patch
 
 _LLAMA_3_ROPE = {
@@ -99,7 +99,7 @@ def load_config(
         name, where = _pretrained(args)
         try:
             config = AutoConfig.from_pretrained(name, **where)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # a file's values raise as many types as there are checks
             raise _unreadable(args, error) from error
         if getattr(config, "num_hidden_layers", 1) < 1:
             raise UserError(f"{args.model_name_or_path}: its config.json has no layers")
@@ -149,10 +149,13 @@ def load_model(
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
     attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
-    if args.model_name_or_path is None:
+    if args.model_name_or_path is None or filled_later(engine):
         with random_weights(device, engine):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
+                config,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=args.trust_remote_code,
             )
     else:
         name, where = _pretrained(args)
@@ -252,8 +255,8 @@ def forget_gguf(model: Any) -> None:
 
 def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
     """Refuses rows longer than the model's positions, or says what RoPE does with them."""
-    limit = config.max_position_embeddings
-    if args.seq_len <= limit:
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or args.seq_len <= limit:  # vanilla also runs models without positions
         return
     if args.rope_scaling != "none":
         _scale_rope(config, args)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from longctx.errors import UserError
+
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
 DIGITS = 5
 
@@ -38,7 +40,7 @@ def needles(
     repeats: int,
     seed: int = 0,
 ) -> Iterator[Needle]:
-    """`repeats` needles for every length and depth."""
+    """`repeats` needles for every length and depth. Raises UserError for a length too short."""
     rng = np.random.default_rng(seed)
     for tokens in lengths:
         for depth in DEPTHS:
@@ -64,6 +66,11 @@ def _hide(
         for text in (told, asked, answer)
     )
     room = tokens - len(needle) - len(question) - len(reply)
+    if room < 2:
+        raise UserError(
+            f"{tokens} tokens are too few for a needle and its question, which take "
+            f"{tokens - room}: needles lie in texts of an eighth of --seq_len and more"
+        )
     place = max(1, int(depth * room))  # not before a beginning-of-text token
     input_ids = np.concatenate([haystack[:place], needle, haystack[place:room], question, reply])
     return Needle(tokens=tokens, depth=depth, input_ids=input_ids, answer_tokens=len(reply))

@@ -66,9 +66,10 @@ class NonFinite:
         self.skipped_steps += 1
         line = f"step {step} is not finite: {explain(model, batches, self.names)}"
         if self.action == "stop":
+            skip = "" if hasattr(model, "backward") else ", or skip it with --on_nonfinite skip"
             raise UserError(
-                f"{line}; look at the data, lower --learning_rate, or leave such steps out with "
-                "--on_nonfinite skip; the last checkpoint is from before it"
+                f"{line}; look at the data, lower --learning_rate{skip}; the last checkpoint is "
+                "from before it"
             )
         if self._in_a_row == PATIENCE:
             raise UserError(f"{line}; so were the {PATIENCE - 1} steps before it")
@@ -184,7 +185,7 @@ def _documents(rows: Sequence[Batch], token: int | None, names: Names) -> str:
 def _named(numbers: list[int], names: Names) -> list[str]:
     try:
         return names(numbers)
-    except UserError:  # the data is gone: its numbers are better than another error
+    except (UserError, LookupError, OSError):  # the data is gone: better than another error
         return [f"record {number}" for number in numbers]
 
 

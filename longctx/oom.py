@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from longctx.config import ModelArguments
+from longctx.config import ModelArguments, TrainArguments
 from longctx.engine import local
 from longctx.errors import UserError
 from longctx.metrics import GIB
@@ -61,6 +61,23 @@ def explained_oom(trainer: Trainer, model_args: ModelArguments) -> Iterator[None
         yield
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(explain(error, trainer, model_args, snapshot)) from error
+
+
+@contextmanager
+def explained_oom_of_weights(args: TrainArguments, model_args: ModelArguments) -> Iterator[None]:
+    """Turns torch.OutOfMemoryError into OutOfMemory where the weights alone do not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        asked_gib = _gib(_ASKED, str(error))
+        asked = "the weights" if asked_gib is None else f"{asked_gib:.2f} GiB more"
+        lines = [f"out of memory while the model is loaded: {asked} did not fit"]
+        if args.engine == "plain":
+            lines.append("  --deepspeed ds_configs/zero3_cpu.json: weights wait in host memory")
+        if model_args.dtype == "float32":
+            lines.append("  --dtype bfloat16: weights of half the size")
+        lines.append("  nvidia-smi shows whether other processes hold the GPU's memory")
+        raise OutOfMemory("\n".join(lines)) from error
 
 
 def _snapshot_on_oom(path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from torch.utils.serialization import config as torch_files
+from transformers import TrainerState
 
 from longctx.config import UserError
 
@@ -29,17 +30,20 @@ MANIFEST = "manifest.json"
 def damage(checkpoint: Path) -> str | None:
     """What is missing or cut off in a checkpoint, in a few words; None for a whole one."""
     try:
-        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        return f"{STATE} is {'missing' if missing else 'unreadable'}"
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        TrainerState(**state)
+        range(state["global_step"])
+    except FileNotFoundError:
+        return f"{STATE} is missing"
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"{STATE} is unreadable"
     try:
-        sizes_bytes = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        sizes_bytes = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")).items()
     except FileNotFoundError:
         return None  # written by another program
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return f"{MANIFEST} is unreadable"
-    for name, size_bytes in sizes_bytes.items():
+    for name, size_bytes in sizes_bytes:
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"

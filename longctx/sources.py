@@ -20,7 +20,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
-from longctx.config import DataArguments, UserError
+from longctx.config import DataArguments, UserError, expanded
 from longctx.records import Document, as_document, parse_json
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
@@ -111,7 +111,7 @@ def load_records(args: DataArguments) -> Dataset | IterableDataset:
     """--dataset_name: a folder of `save_to_disk`, or what `load_dataset` takes (local or hub)."""
     assert args.dataset_name
     check_dataset_name(args.dataset_name)
-    folder = Path(args.dataset_name).expanduser()
+    folder = expanded(args.dataset_name)
     name = f"the dataset {args.dataset_name}"
     try:
         if any((folder / file).exists() for file in ("state.json", "dataset_dict.json")):
@@ -143,12 +143,12 @@ def load_records(args: DataArguments) -> Dataset | IterableDataset:
 
 def check_dataset_name(name: str) -> None:
     """Raises UserError for a local path that does not exist; hub ids are not looked up."""
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
+    if name.startswith((".", "/", "~")) and not expanded(name).exists():
         raise UserError(f"the dataset {name} does not exist: check the path in --dataset_name")
 
 
 def _expand(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+    path = expanded(pattern)
     try:
         if path.is_dir():
             files = [

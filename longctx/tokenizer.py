@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import logging as transformers_logging
 
 from longctx.cache import digest, write_text
-from longctx.config import DataArguments, ModelArguments, UserError, say
+from longctx.config import DataArguments, ModelArguments, UserError, expanded, say
 from longctx.sources import read_documents, stdlib_files
 
 VOCAB_SIZE = 8192
@@ -49,7 +49,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
     """
     name = model_args.tokenizer_name or model_args.model_name_or_path
     if name is None:
-        return default_tokenizer(Path(data_args.cache_dir).expanduser())
+        return default_tokenizer(expanded(data_args.cache_dir))
     return _pretrained(name, trust_remote_code=model_args.trust_remote_code)
 
 
@@ -109,7 +109,7 @@ def _load_backend(path: Path) -> Tokenizer | None:
 
 
 def _pretrained(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    path = Path(name).expanduser()
+    path = expanded(name)
     options: dict[str, str] = {}
     if path.suffix == ".gguf":
         if not path.is_file():

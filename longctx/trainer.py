@@ -41,6 +41,7 @@ class LongTrainer(Trainer):
     ) -> None:
         """`document_names` names the records that rows carry as `documents`, for errors."""
         super().__init__(model=model, args=args, **kwargs)
+        self._dtype = model.dtype  # FSDP2 makes fp32 of it
         configure(self, args)
         names = document_names or (lambda numbers: [f"record {number}" for number in numbers])
         self.nonfinite = NonFinite(action=args.on_nonfinite, names=names)
@@ -69,9 +70,17 @@ class LongTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self.interrupts:
             result = super().train(*args, **kwargs)
+            self.interrupts.agree(self.args.device)  # one that came after the last step
         last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         self.interrupts.exit_if_stopped(saved=last.is_dir())
         return result
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Of a run that was resumed when all its steps were done, Trainer would train one more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -157,6 +166,11 @@ class LongTrainer(Trainer):
         best = self.state.best_model_checkpoint
         self.accelerator.wait_for_everyone()
 
+        def prepare() -> None:
+            require_space(run_dir, self._checkpoint_bytes)
+            # Every process looks for it, to note the best checkpoint, before FSDP2 writes.
+            (staging / checkpoint.name).mkdir(parents=True, exist_ok=True)
+
         def write() -> None:
             self._get_output_dir = lambda trial: str(staging)  # type: ignore[method-assign]
             try:
@@ -171,11 +185,7 @@ class LongTrainer(Trainer):
                 newest = {checkpoint, Path(self.state.best_model_checkpoint or checkpoint)}
                 rotate(run_dir, self.args.save_total_limit, newest)
 
-        problem = (
-            attempt(lambda: require_space(run_dir, self._checkpoint_bytes))
-            or attempt(write)
-            or attempt(publish_it)
-        )
+        problem = attempt(prepare) or attempt(write) or attempt(publish_it)
         if problem:
             self.state.best_model_checkpoint = best
             if self.args.should_save:
@@ -238,4 +248,5 @@ class LongTrainer(Trainer):
         model: Any = self.model
         weights = self.accelerator.get_state_dict(model)
         if self.args.should_save:
-            self._save(str(path), {k: v.to(model.config.dtype) for k, v in weights.items()})
+            model.config.dtype = self._dtype
+            self._save(str(path), {k: v.to(self._dtype) for k, v in weights.items()})

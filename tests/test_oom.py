@@ -157,3 +157,10 @@ def test_a_gpu_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     snapshot = pickle.loads((tmp_path / "run" / "oom_rank0.pickle").read_bytes())
     actions = {event["action"] for event in snapshot["device_traces"][0]}
     assert {"alloc", "oom"} <= actions
+
+
+def test_weights_that_do_not_fit(run, monkeypatch) -> None:
+    monkeypatch.setattr(train, "load_model", fail()(train.load_model))
+    message = run()
+    assert message.startswith("out of memory while the model is loaded: 2.50 GiB more did not fit")
+    assert "--deepspeed ds_configs/zero3_cpu.json" in message

@@ -9,13 +9,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from small_run import prepare, run
+from transformers import TrainerState
 
+from longctx.callbacks import MetricsFile
 from longctx.checkpoint import resolve_resume
 from longctx.config import TrainArguments, UserError
+from longctx.resume import damage
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -152,3 +156,22 @@ def test_the_optimizer_is_mapped_not_copied(tmp_path: Path) -> None:
         assert total == pytest.approx(0.101)
     assert used_kib["read"] > 120 * 1024
     assert used_kib["mapped"] < 8 * 1024
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"global_step": null}', '{"new_field": 1}'])
+def test_damaged_descriptions_of_a_checkpoint_are_seen(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trainer_state.json").write_text(text)
+    assert damage(tmp_path) == "trainer_state.json is unreadable"
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
+    assert damage(tmp_path) is None
+    (tmp_path / "manifest.json").write_text("[]")
+    assert damage(tmp_path) == "manifest.json is unreadable"
+
+
+def test_damaged_lines_of_metrics_are_dropped_on_resume(tmp_path: Path) -> None:
+    lines = ['{"step": 1, "loss": 2}', "{}", "null", '{"step": "x"}', '{"step": 2}', '{"step": 3}']
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    state = TrainerState(global_step=2)
+    MetricsFile().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert kept == ['{"step": 1, "loss": 2}', '{"step": 2}']
