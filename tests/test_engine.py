@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import train
 from longctx import engine
 from longctx.checkpoint import METRICS
-from longctx.config import TrainArguments, installed, offloads
+from longctx.config import ModelArguments, TrainArguments, installed, offloads
 from longctx.errors import UserError
-from longctx.loading import PRESETS
+from longctx.loading import PRESETS, load_config, load_model
 
 ROOT = Path(__file__).parent.parent
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -239,6 +239,25 @@ def test_fsdp2_through_accelerate(
     said = run(launch(processes, script, *resumed), min(gpus, processes))
     assert "Could not locate the best model" not in said
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_offload"])
+def test_accelerate_launch_with_an_fsdp_yaml(
+    config: str, job: list[str], vanilla: Path, tmp_path: Path
+) -> None:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
+    launcher += ["--config_file", f"fsdp_configs/{config}.yaml", "tests/fsdp_on_cpu.py"]
+    run([*launcher, *job, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(2)])
+    assert_same_run(tmp_path / "run", vanilla)
+
+
+def test_only_the_first_process_loads_weights_under_fsdp(job: list[str], monkeypatch) -> None:
+    args = ModelArguments(model_name_or_path=job[job.index("--model_name_or_path") + 1])
+    config = load_config(args, vocab_size=1)
+    for rank, device in ((0, "cpu"), (1, "meta")):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        model = load_model(args, config, device=torch.device("cpu"), engine="fsdp")
+        assert {p.device.type for p in model.parameters()} == {device}
 
 
 def test_the_norm_of_a_large_gradient_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
