@@ -104,7 +104,8 @@ def explain(
     held = holders(trainer)
     allocated_gib = _gib(_ALLOCATED, text)
     if allocated_gib is not None:
-        held[REST] = max(0, int(allocated_gib * GIB) - sum(held.values()))
+        rest = REST if trainer.args.engine == "plain" else f"the engine's states, {REST}"  # type: ignore[attr-defined]
+        held[rest] = max(0, int(allocated_gib * GIB) - sum(held.values()))
     asked_gib = _gib(_ASKED, text)
     asked = "an allocation" if asked_gib is None else f"{asked_gib:.2f} GiB more"
     step = trainer.state.global_step + 1

@@ -94,13 +94,16 @@ def _cell(value: Any) -> str:
 
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
-    """Writes the page of `parts` (what the functions above return)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes the page of `parts` (what the functions above return). Raises UserError."""
     body = "\n".join(parts)
-    path.write_text(
+    page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n",
-        encoding="utf-8",
+        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
     )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error

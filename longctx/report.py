@@ -71,28 +71,28 @@ def metrics_path(run: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The logged lines in order. Half a last line, as a killed run leaves, is left out.
-
-    Raises UserError for anything else that is no JSON object with a `step`, and for no lines.
-    """
+    """The logged lines in order. Half a line, as a kill or a full disk leaves, is left out and
+    said. Raises UserError for a file without any logged step."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file") from error
     lines: list[Line] = []
+    broken: list[int] = []
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
             step = line["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(texts) and not text.endswith("\n"):
-                break
-            raise UserError(
-                f"{path}:{number} is no line of metrics (a JSON object with a step)"
-            ) from error
-        if not isinstance(step, int):
-            raise UserError(f"{path}:{number}: step must be a whole number, got {step!r}")
+            if not isinstance(step, int):
+                raise TypeError(step)
+        except (ValueError, LookupError, TypeError):
+            broken.append(number)
+            continue
         lines.append(line)
+    if broken and not lines:
+        raise UserError(f"{path}:{broken[0]} is no line of metrics (a JSON object with a step)")
+    if broken:
+        print(f"{path}: left out {len(broken)} damaged line(s), the first is {broken[0]}")
     if not any(key in line for line in lines for key in ("loss", "eval_loss")):
         raise UserError(f"{path} holds no logged step yet")
     return lines
@@ -100,7 +100,7 @@ def read_metrics(path: Path) -> list[Line]:
 
 def write_report(lines: list[Line], output: Path, *, title: str) -> None:
     parts = [table(summary(lines), ["what", "value"])]
-    if not series(lines, "peak_gpu_gib"):
+    if series(lines, "peak_host_gib") and not series(lines, "peak_gpu_gib"):
         parts.append(
             paragraph("This run had no GPU: throughput and memory are the CPU's and the host's.")
         )
@@ -108,7 +108,9 @@ def write_report(lines: list[Line], output: Path, *, title: str) -> None:
         drawn = draw(lines, unit, keys)
         if drawn is not None:
             parts += [heading(name), figure(drawn, f"{name} ({unit}) by step")]
-    parts += [heading("Logged lines"), table(line for line in lines if "loss" in line)]
+    logged = [line for line in lines if "loss" in line]
+    if logged:
+        parts += [heading("Logged lines"), table(logged)]
     write_page(output, title, parts)
 
 

@@ -23,6 +23,7 @@ from longctx.config import DataArguments, ModelArguments, parse_args
 from longctx.data import build_dataset, check_sources, collate
 from longctx.engine import start_engine
 from longctx.loading import check_request, load_config, load_model
+from longctx.oom import explained_oom_of_weights
 from longctx.tokenizer import load_tokenizer
 from longctx.trainer import LongTrainer
 
@@ -81,14 +82,15 @@ def build_trainer(
         by_step = lengths or [model_args.seq_len] * steps
         rows = RandomRows([n for n in by_step for _ in range(rows_a_step)], config.vocab_size)
     set_seed(args.seed)
-    model = load_model(model_args, config, device=args.device, engine=args.engine)
-    trainer = LongTrainer(
-        model=model,
-        args=args,
-        seq_len=model_args.seq_len,
-        train_dataset=rows,
-        data_collator=collate if own_data else default_collate,
-    )
+    with explained_oom_of_weights(args, model_args):
+        model = load_model(model_args, config, device=args.device, engine=args.engine)
+        trainer = LongTrainer(
+            model=model,
+            args=args,
+            seq_len=model_args.seq_len,
+            train_dataset=rows,
+            data_collator=collate if own_data else default_collate,
+        )
     return trainer, model_args
 
 

@@ -6,9 +6,12 @@ A case that runs out of memory is a row with that status, and the next one start
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +56,21 @@ def run_cases(
 
 def run_child(command: list[str], timeout_s: float | None = None) -> list[dict[str, Any]]:
     """The rows that a child prints as its last line; none, and the reason shown, if it fails."""
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    printed = None
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout_s)
+        printed, _ = child.communicate(timeout=timeout_s)
+        reason = f"exit code {child.returncode}"
     except subprocess.TimeoutExpired:
-        print(f"    failed: not done after {timeout_s:.0f} s", flush=True)
-        return []
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
-    if done.returncode or not lines:
-        print(f"    failed with exit code {done.returncode}", flush=True)
+        reason = f"not done after {timeout_s:.0f} s"
+    finally:  # a launcher's workers outlive it, and hold the GPUs
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    if printed is None:
+        printed, _ = child.communicate()
+    lines = [line for line in printed.splitlines() if line.startswith("[{")]
+    if not lines:
+        print(f"    failed: {reason}", flush=True)
         return []
     rows: list[dict[str, Any]] = json.loads(lines[-1])
     for row in rows:

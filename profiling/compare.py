@@ -39,10 +39,11 @@ from longctx.page import code, figure, heading, paragraph, pyplot, table, write_
 ROOT = Path(__file__).parent.parent
 CLASS_TYPES = ("vanilla", "liger", "custom")
 COLOURS = {"vanilla": "#c44e52", "liger": "#dd8452", "custom": "#4c72b0"}
-KEY = ("class_type", "engine", "gpus", "tokens", "layers", "preset", "flags")
+KEY = ("class_type", "engine", "gpus", "tokens", "layers", "preset", "steps", "flags")
 COLUMNS = (
     *KEY,
-    *"fwd_s bwd_s opt_s step_s tokens_per_s mfu peak_gib reserved_gib host_gib status".split(),
+    *"fwd_s bwd_s opt_s step_s tokens_per_s mfu peak_gib reserved_gib".split(),
+    *"peak_host_gib host_gib status".split(),
 )
 FULL = dict(preset="llama-3.1-8b", tokens=[8192, 32768, 131072], class_types=CLASS_TYPES, steps=3)
 QUICK = dict(preset="tiny", tokens=[256, 512], class_types=("vanilla", "custom"), steps=1)
@@ -58,17 +59,18 @@ class Case:
     tokens: int
     layers: int | None
     preset: str
+    steps: int
     flags: str
 
     def key(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in KEY)
 
-    def command(self, steps: int) -> list[str]:
+    def command(self) -> list[str]:
         """The child's. Each class type runs as train.py would run it by default."""
-        own = {name: getattr(self, name) for name in KEY if name != "flags"}
+        own = {name: getattr(self, name) for name in KEY if name not in ("steps", "flags")}
         offload = "auto" if self.class_type == "custom" else "none"
         return child_command(
-            {**own, "backend": "auto", "offload": offload}, steps, shlex.split(self.flags)
+            {**own, "backend": "auto", "offload": offload}, self.steps, shlex.split(self.flags)
         )
 
 
@@ -94,6 +96,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="files are called OUTPUT.json..")
     parser.add_argument("flags", nargs="*", help="after --: more flags of train.py")
     args = parser.parse_args(argv)
+    pyplot()  # missing? better known now
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -136,6 +139,7 @@ def plan(args: argparse.Namespace) -> list[Case]:
             tokens=tokens,
             layers=args.layers,
             preset=args.preset,
+            steps=args.steps,
             flags=shlex.join(args.flags),
         )
         for tokens in sorted(set(args.tokens))
@@ -174,7 +178,7 @@ def finished(path: Path, wanted: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str, Any]]]:
     """Runs what is not finished yet; yields all rows of the plan so far after every case."""
-    path = args.output.with_suffix(".json")
+    path = named(args.output, ".json")
     wanted = {case.key() for case in cases}
     rows = finished(path, wanted)
     done = {tuple(row.get(name) for name in KEY) for row in rows}
@@ -185,7 +189,7 @@ def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str
         if case.key() in done:
             continue
         print(f"[{number}/{len(cases)}] {case.class_type}, {case.engine}, {case.tokens:,} tokens")
-        measured = run_child(case.command(args.steps), args.timeout_s)
+        measured = run_child(case.command(), args.timeout_s)
         if measured:
             rows = [*rows, {**measured[0], **vars(case)}]
             write_results(path, rows)
@@ -195,23 +199,28 @@ def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str
 # --- what is written -------------------------------------------------------------------------
 
 
+def named(output: Path, end: str) -> Path:
+    """OUTPUT with an ending; `with_suffix` would take the `.1-8b` of a model's name for one."""
+    return output.with_name(output.name + end)
+
+
 def publish(output: Path, rows: list[dict[str, Any]]) -> None:
     """CSV, plots and page of the rows in OUTPUT.json."""
-    described = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    described = json.loads(named(output, ".json").read_text(encoding="utf-8"))
     rows = sorted(rows, key=lambda r: (r["engine"], r["class_type"], r["tokens"]))
     columns = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in rows)]
-    temporary = output.with_suffix(".tmp")
+    temporary = named(output, ".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", restval="")
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(temporary, output.with_suffix(".csv"))
+    os.replace(temporary, named(output, ".csv"))
     plots = draw(rows)
     for name, (drawn, _) in plots.items():
-        drawn.savefig(output.with_name(f"{output.name}_{name}.png"), dpi=110, bbox_inches="tight")
+        drawn.savefig(named(output, f"_{name}.png"), dpi=110, bbox_inches="tight")
     versions = [{"package": k, "version": v} for k, v in described["versions"].items() if v]
     write_page(
-        output.with_suffix(".html"),
+        named(output, ".html"),
         "Class types over sequence lengths",
         [
             paragraph(what(rows)),
@@ -232,9 +241,12 @@ def what(rows: list[dict[str, Any]]) -> str:
     """What was run, in a sentence or two for the page."""
     row = rows[0]
     layers = f"{row['layers']} of its layers" if row["layers"] else "all of its layers"
+    own_data = "--train_file" in row["flags"] or "--dataset_name" in row["flags"]
     text = (
         f"Whole training steps (forward, backward, optimizer) of {row['preset']}, {layers}, random "
-        "weights; each row is one document of random tokens. "
+        f"weights; {'rows of given data' if own_data else 'a row is a document of random tokens'}. "
+        "Attention as train.py chooses it: flash-attn-4 for custom where it is installed, sdpa for "
+        "vanilla and liger. "
     )
     if not on_gpu(rows):
         text += "Measured on a CPU, without a GPU: times are the CPU's, memory is the host's. "
@@ -247,7 +259,9 @@ def on_gpu(rows: list[dict[str, Any]]) -> bool:
 
 def draw(rows: list[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
     """Name -> (figure, caption). Cases that ran out of memory are crosses above it."""
-    memory = ("peak_gib", "Peak GPU memory") if on_gpu(rows) else ("host_gib", "Peak host memory")
+    memory = (
+        ("peak_gib", "Peak GPU memory") if on_gpu(rows) else ("peak_host_gib", "Peak host memory")
+    )
     machine = "" if on_gpu(rows) else " (CPU)"
     capacity = max((row.get("capacity_gib") or 0 for row in rows), default=0)
     return {

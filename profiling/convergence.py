@@ -141,6 +141,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
     args = parser.parse_args(argv)
+    pyplot()  # missing? better known now
     if "vanilla" not in args.runs:
         raise UserError("--runs must hold vanilla: the others are compared with it")
     return args

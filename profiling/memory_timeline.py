@@ -139,7 +139,7 @@ def parts(timelines: list[dict[str, Any]]) -> list[str]:
 
 def write(timelines: list[dict[str, Any]], output: Path) -> list[Path]:
     """Writes OUTPUT.png and OUTPUT.html."""
-    png, html = output.with_suffix(".png"), output.with_suffix(".html")
+    png, html = (output.with_name(output.name + end) for end in (".png", ".html"))
     output.parent.mkdir(parents=True, exist_ok=True)
     draw(timelines).savefig(png, dpi=110, bbox_inches="tight")
     made = []

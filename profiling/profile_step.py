@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -116,7 +117,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
 
 
 def _on_gpu(flags: list[str]) -> bool:
-    return torch.cuda.is_available() and "--use_cpu" not in flags
+    use_cpu = re.search(r"--use_cpu(?![= ]+(false|0|no))", " ".join(flags), re.IGNORECASE)
+    return torch.cuda.is_available() and not use_cpu
 
 
 def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:

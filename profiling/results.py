@@ -54,7 +54,10 @@ def describe_run(path: Path) -> dict[str, Any]:
 def _commit() -> str:
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    changed = subprocess.run(
+        [*command[:3], "status", "--porcelain", "--untracked-files=no"], capture_output=True
+    )
+    return (done.stdout.strip() or "unknown") + ("-dirty" if changed.stdout.strip() else "")
 
 
 def write_results(

@@ -14,7 +14,8 @@ offload the checkpoints (`offload=none`: keep them on the GPU).
 
 `fwd_s`, `bwd_s`, `opt_s` end with a synchronisation (clipping counts as `opt_s`); `step_s` is their
 sum. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the
-whole machine's memory in use. Without a GPU (`gpus=0`) there are no peaks and no MFU. `tokens`
+whole machine's memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the
+process' own (`peak_host_gib`). `tokens`
 counts one GPU's row, `tokens_per_s` those of all GPUs. What comes after `--` goes to train.py.
 """
 
@@ -103,26 +104,30 @@ def train_flags(case: Case, longest: int) -> list[str]:
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]:
     """Rows of the results, a row per length, from this process (one per GPU)."""
-    import torch
     from build import PhaseMarks, build_trainer
+
+    from longctx.oom import OutOfMemory
 
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     schedule = [min(WARM_UP_TOKENS, *lengths)] + [n for n in lengths for _ in range(repeats)]
+    done: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer, _ = build_trainer(
-            [*train_flags(case, max(lengths)), *flags],
-            steps=len(schedule),
-            output_dir=Path(folder),
-            layers=case["layers"],
-            lengths=schedule,
-        )
-        watch = Stopwatch(trainer.args.device)
-        trainer.add_callback(PhaseMarks(trainer, watch.mark))
         try:
+            trainer, _ = build_trainer(
+                [*train_flags(case, max(lengths)), *flags],
+                steps=len(schedule),
+                output_dir=Path(folder),
+                layers=case["layers"],
+                lengths=schedule,
+            )
+            watch = Stopwatch(trainer.args.device, done)
+            trainer.add_callback(PhaseMarks(trainer, watch.mark))
             trainer.train()
-        except torch.OutOfMemoryError as error:
+        except (OutOfMemory, RuntimeError) as error:
+            if not isinstance(error, OutOfMemory) and "out of memory" not in str(error):
+                raise
             print(error, file=sys.stderr)
-    measured = list(zip(schedule, watch.steps, strict=False))[1:]
+    measured = list(zip(schedule, done, strict=False))[1:]
     by_length = {n: [step for length, step in measured if length == n] for n in lengths}
     rows = [
         row_of(case, n, steps, trainer) for n, steps in by_length.items() if len(steps) == repeats
@@ -137,8 +142,8 @@ class Stopwatch:
 
     NAMES = {"forward": "fwd_s", "backward": "bwd_s", "optimizer": "opt_s"}
 
-    def __init__(self, device: Any) -> None:
-        self.steps: list[dict[str, float]] = []
+    def __init__(self, device: Any, steps: list[dict[str, float]]) -> None:
+        self.device, self.steps = device, steps
         self.on_gpu = device.type == "cuda"
         self.phase, self.since = "end", 0.0
 
@@ -164,12 +169,16 @@ class Stopwatch:
         import psutil
         import torch
 
+        from longctx.metrics import peak_memory
+
         host = psutil.virtual_memory()
         gib = {"host_gib": (host.total - host.available) / GIB}
         if self.on_gpu:
             gib["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             gib["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
             gib["capacity_gib"] = torch.cuda.get_device_properties(0).total_memory / GIB
+        else:
+            gib |= peak_memory(self.device)
         return gib
 
 
@@ -178,16 +187,21 @@ def described(case: Case) -> dict[str, Any]:
 
 
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
+    from build import RandomRows
+
     from longctx.metrics import device_peak_tflops, step_flops
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")
     peaks = [name for name in steps[0] if name.endswith("_gib")]
     row = {**described(case), "tokens": length}
     row |= {name: statistics.median(step[name] for step in steps) for name in times}
-    row["tokens_per_s"] = trainer.args.world_size * length / row["step_s"]
-    if peak_tflops := device_peak_tflops(trainer.args.device):
+    args = trainer.args
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    row["tokens_per_s"] = args.world_size * rows * length / row["step_s"]
+    peak_tflops = device_peak_tflops(args.device)
+    if peak_tflops and isinstance(trainer.train_dataset, RandomRows):  # a document a row
         flops = step_flops(trainer.model.config, trainer.throughput.parameters, length, length**2)
-        row["mfu"] = flops / row["step_s"] / (peak_tflops * 1e12)
+        row["mfu"] = rows * flops / row["step_s"] / (peak_tflops * 1e12)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
@@ -215,7 +229,8 @@ def main() -> None:
     cases = [{**DEFAULTS, **parse_case(text, DEFAULTS)} for text in args.case]
     if args.child:
         rows = run_case(cases[0], args.repeats, args.flags)
-        if os.environ.get("RANK", "0") == "0":
+        short = any(row["status"] == "oom" for row in rows)  # maybe in this process only
+        if short or os.environ.get("RANK", "0") == "0":
             print(json.dumps(rows), flush=True)
         os._exit(0)  # an engine that ran out of memory may hang in its own clean-up
     if args.cases:

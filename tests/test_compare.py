@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from browser import open_page
@@ -35,7 +36,7 @@ def case(tokens: int, class_type: str, status: str = "ok") -> list[dict[str, obj
         return [{"status": "oom"}]
     seconds = tokens / 1000 * (2 if class_type == "vanilla" else 1)
     parts = {"fwd_s": seconds / 3, "bwd_s": seconds / 2, "opt_s": seconds / 6, "step_s": seconds}
-    return [{**parts, "tokens_per_s": tokens / seconds, "host_gib": 1.5, "status": "ok"}]
+    return [{**parts, "tokens_per_s": tokens / seconds, "peak_host_gib": 1.5, "status": "ok"}]
 
 
 def test_quick_runs_real_steps_and_the_page_shows_them(tmp_path: Path) -> None:
@@ -170,10 +171,25 @@ def test_a_child_that_is_late_or_fails_has_no_rows(compare, capfd) -> None:
 
     assert python("print('a line'); print('[{\"status\": \"oom\"}]')") == [{"status": "oom"}]
     assert python("raise SystemExit('no such thing')") == []
-    assert "failed with exit code 1" in (said := capfd.readouterr()).out
+    assert "failed: exit code 1" in (said := capfd.readouterr()).out
     assert "no such thing" in said.err
+    assert python("print('[{\"a\": 1}]'); raise SystemExit(1)") == [{"a": 1}]  # a peer failed
     assert python("import time; time.sleep(9)", 0.2) == []
     assert "not done after" in capfd.readouterr().out
+
+
+def test_a_late_launcher_takes_its_workers_with_it(compare, tmp_path: Path) -> None:
+    from cases import run_child
+
+    worker = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    assert run_child([sys.executable, "-c", launcher, worker + "time.sleep(60)"], 2) == []
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_name_with_dots_is_kept(compare) -> None:
+    assert compare.named(Path("runs/llama-3.1-8b"), ".json") == Path("runs/llama-3.1-8b.json")
 
 
 def test_a_step_out_of_memory_is_a_row(compare, monkeypatch) -> None:

@@ -53,12 +53,20 @@ def test_a_run_without_a_gpu_gets_no_gpu_figures(tmp_path: Path) -> None:
     assert "GPU, allocated" not in page and "MFU" not in page
 
 
-def test_half_a_last_line_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ['{"step": 4, "lo', '{"loss": 3}\n', "[1]\n", "null\n"])
+def test_damaged_lines_are_left_out_and_said(tmp_path: Path, damaged: str, capsys) -> None:
     run = run_folder(tmp_path / "killed", steps=3)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
+        file.write(damaged)
     cli.main(["report", str(run)])
     assert "8.9000 -&gt; 8.7000" in (run / "report.html").read_text()
+    assert "left out 1 damaged line" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", steps=3)
+    with pytest.raises(SystemExit, match="error: cannot write .*metrics.jsonl/x"):
+        cli.main(["report", str(run), "--output", str(run / "metrics.jsonl" / "x")])
 
 
 @pytest.mark.parametrize(
@@ -69,9 +77,8 @@ def test_half_a_last_line_is_left_out(tmp_path: Path) -> None:
         ("", "no logged step"),
         ('{"step": 1, "train_runtime": 3.0}\n', "no logged step"),
         ("loss 3\n", ":1 is no line of metrics"),
-        ('{"loss": 3}\n{"step": 2, "loss": 3}\n', ":1 is no line of metrics"),
         ("[1]\n", ":1 is no line of metrics"),
-        ('{"step": "1", "loss": 3}\n', "step must be a whole number"),
+        ('{"step": "1", "loss": 3}\n', ":1 is no line of metrics"),
         (b"\xff\xfe\x00", "not a text file"),
     ],
 )
