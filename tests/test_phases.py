@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser import open_page
 
 ROOT = Path(__file__).parent.parent
 MAIN, AUTOGRAD = 11, 22
@@ -163,9 +164,11 @@ def test_what_is_no_trace_is_one_line(phases, content, message, tmp_path, monkey
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("class_type", ["custom", "vanilla"])
-def test_profile_step_on_a_cpu(class_type: str, tmp_path: Path) -> None:
-    command = [sys.executable, "profiling/profile_step.py", "--profile_dir", str(tmp_path)]
+@pytest.mark.parametrize(("class_type", "processes"), [("custom", 2), ("vanilla", 1)])
+def test_profile_step_on_a_cpu(class_type: str, processes: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(processes)]
+    command += ["profiling/profile_step.py", "--profile_dir", str(tmp_path)]
     command += ["--layers", "2", "--wait", "0", "--preset", "tiny", "--seq_len", "256"]
     done = subprocess.run(
         [*command, "--use_cpu", "--class_type", class_type],
@@ -182,11 +185,14 @@ def test_profile_step_on_a_cpu(class_type: str, tmp_path: Path) -> None:
     assert known <= share.keys()
     assert sum(share.values()) == pytest.approx(1)
     assert share.get("other", 0) < 0.2
-    with gzip.open(tmp_path / "trace_rank0.json.gz", "rt") as file:
-        names = {event["name"] for event in json.load(file)["traceEvents"]}
-    assert "layer forward" in names
-    assert ("tile" in names) == (class_type == "custom")
+    for rank in range(processes):
+        with gzip.open(tmp_path / f"trace_rank{rank}.json.gz", "rt") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert "layer forward" in names
+        assert ("tile" in names) == (class_type == "custom")
     assert "There is no GPU in this profile" in (tmp_path / "profile.html").read_text()
+    opened = open_page(tmp_path / "profile.html", tmp_path)
+    assert opened.console == [] and opened.svgs == 1 and opened.ink > 0.01
 
 
 def test_a_misspelt_option_is_trainpys_error(phases, monkeypatch) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from browser import open_page
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,3 +57,11 @@ def test_published_results_say_where_they_come_from(path: Path) -> None:
     assert {"hardware", "versions", "commit", "command", "date", "rows"} <= published.keys()
     assert len(published["commit"]) == 40
     assert published["rows"]
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "profiling/results").glob("*.html")), ids=lambda path: path.stem
+)
+def test_published_pages_open(page: Path, tmp_path: Path) -> None:
+    opened = open_page(page, tmp_path)
+    assert opened.console == [] and opened.svgs >= 1 and opened.ink > 0.02
