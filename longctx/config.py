@@ -27,6 +27,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
+from longctx.builds import wait_for_builds
 from longctx.errors import UserError
 
 Engine = Literal["plain", "deepspeed", "fsdp"]
@@ -217,6 +218,8 @@ class TrainArguments(TrainingArguments):
             self.fsdp = str(self.fsdp).lower() == "true"  # type: ignore[assignment]
         if self.engine != "plain":
             _launch_alone()
+        if self.engine == "deepspeed":
+            wait_for_builds()
         if self.engine == "fsdp" and offloads(self.fsdp_config):
             # As accelerate's launcher does: what lies on the host is summed by gloo, beside NCCL.
             os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_OFFLOAD_PARAMS"] = "true"

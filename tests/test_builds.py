@@ -1,0 +1,83 @@
+"""Locks that killed builds of C++ extensions leave behind (longctx/builds.py)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from longctx import builds
+from longctx.errors import UserError
+
+
+@pytest.fixture(params=["TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"])
+def lock(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lock that nobody holds, in either layout, as old as the test wants it."""
+    for name in ("TORCH_EXTENSIONS_DIR", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(request.param, str(tmp_path))
+    inner = "" if request.param == "TORCH_EXTENSIONS_DIR" else "torch_extensions/py311_cpu"
+    folder = tmp_path / inner / "cpu_adam"
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    return folder / "lock"
+
+
+def age(lock: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    for path in (lock, lock.parent):
+        os.utime(path, (then, then))
+
+
+def test_a_killed_build_left_its_lock(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    age(lock, 1000)
+    builds.wait_for_builds()
+    assert not lock.exists() and lock.parent.exists()
+    assert f"removed {lock}" in capsys.readouterr().out
+
+
+def test_a_build_on_this_machine_is_torch_s_to_wait_for(lock: Path) -> None:
+    age(lock, 1000)
+    with lock.open():
+        builds.wait_for_builds()
+    assert lock.exists()
+
+
+def test_a_folder_that_still_changes_is_waited_for(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(builds, "QUIET_S", 1)
+    age(lock, 1000)
+    (lock.parent / "cpu_adam.o").touch()
+    builds.wait_for_builds()
+    out = capsys.readouterr().out
+    assert not lock.exists() and out.count("waiting up to 1 s") == out.count("removed") == 1
+
+
+def test_only_a_machine_s_first_process_removes(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    age(lock, 1000)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    second = threading.Thread(target=builds.wait_for_builds)
+    second.start()
+    second.join(timeout=0.2)
+    assert second.is_alive() and lock.exists()
+    lock.unlink()
+    second.join(timeout=10)
+    assert not second.is_alive() and not capsys.readouterr().out
+
+
+def test_a_lock_that_may_not_be_removed_is_named(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, missing_ok: bool) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    age(lock, 1000)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(UserError, match="delete it .Permission denied"):
+        builds.wait_for_builds()
