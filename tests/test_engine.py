@@ -57,8 +57,9 @@ def job(tmp_path_factory) -> list[str]:
     ]
     flags += ["--seq_len", "128", "--learning_rate", "0.003", "--disable_tqdm", "true"]
     flags += ["--attn_backend", "auto", "--eval_file", f"{folder}/text/29.txt"]
-    start = ["--preset", "tiny", "--max_steps", "1", "--output_dir", f"{folder}/start"]
-    train.main([*flags, *start, "--learning_rate", "0", "--save_strategy", "no"])
+    start = ["--preset", "tiny", "--class_type", "vanilla", "--max_steps", "1"]
+    start += ["--learning_rate", "0", "--save_strategy", "no", "--output_dir", f"{folder}/start"]
+    train.main([*flags, *start])
     model = ["--model_name_or_path", f"{folder}/start/final", "--max_steps", str(STEPS)]
     return [*flags, *model]
 
@@ -240,7 +241,10 @@ def test_fsdp2_through_accelerate(
     best = "--load_best_model_at_end true --save_steps 1 --eval_strategy steps --eval_steps 1"
     flags += best.split()
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
-    run(launch(1, "train.py", *flags, *alone), min(gpus, 1))
+    if gpus:
+        run(launch(1, "train.py", *flags, *alone), gpus=1)
+    else:
+        train.main([*flags, *alone])
     sharded = [*flags, "--fsdp", "true", "--fsdp_config", f"fsdp_configs/{config}.json"]
     sharded += ["--output_dir", f"{tmp_path}/run"]
     processes = gpus or 2

@@ -33,7 +33,8 @@ def run(tmp_path: Path, tmp_path_factory):
     def run(*flags: str) -> str:
         """Trains until memory runs out; returns the message."""
         base = ["--preset", "tiny", "--seq_len", "64", "--max_steps", "2", "--use_cpu"]
-        base += ["--train_file", str(text), "--cache_dir", str(tmp_path / "cache")]
+        base += ["--train_file", str(text)]
+        base += ["--cache_dir", str(tmp_path_factory.getbasetemp() / "cache")]
         base += ["--output_dir", str(tmp_path / "run"), "--save_strategy", "no"]
         with pytest.raises(OutOfMemory) as error:
             train.main([*base, "--disable_tqdm", "true", *flags])
