@@ -12,39 +12,48 @@ import time
 from pathlib import Path
 
 import psutil
+from torch.utils.cpp_extension import get_default_build_root
 
 from longctx.errors import UserError
 
-QUIET_S = 120  # a build of another machine, in a shared home, writes something more often than this
+QUIET_S = 180  # a build of another machine, in a shared home, writes something more often than this
+GRACE_S = 10  # of the other processes, in which the first one removes a lock
 
 
 def wait_for_builds() -> None:
-    """Returns when no lock is left but those of builds that run on this machine.
+    """Returns when no extension is being built.
 
-    A lock that no process here holds is removed when its folder has not changed for `QUIET_S`
-    seconds. Every process must come here before its first build, or it may wait in torch for a lock
-    whose removal it takes for the end of the build. Raises UserError where it may not remove one.
+    A lock that no process of this machine holds is removed when its folder has not changed for
+    `QUIET_S` seconds. To be called before a run's own first build: who already waits in torch takes
+    the removal for the end of the build. Raises UserError where a lock may not be removed.
     """
-    # Not at the top: it is slow to import, and only runs with DeepSpeed need it.
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}):
-        _wait_for(lock, first=os.environ.get("LOCAL_RANK", "0") == "0")
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    locks = (
+        Path(folder).glob("*/lock") if folder else Path(get_default_build_root()).glob("*/*/lock")
+    )
+    for lock in locks:
+        others = set(lock.parent.glob("*")) - {lock}
+        if not others or lock.with_name("build.ninja") in others:  # or it is none of torch's
+            _wait_for(lock, first=os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 def _wait_for(lock: Path, first: bool) -> None:
     told = False
-    while lock.exists() and not _is_held(lock):
+    while lock.exists():
+        held = _is_held(lock)
         left_s = _changed(lock.parent) + QUIET_S - time.time()
-        if first and left_s <= 0:
+        if not held and left_s <= (0 if first else -GRACE_S):
             _remove(lock)
             return
         if first and not told:
-            print(
-                f"waiting up to {left_s:.0f} s: {lock} belongs to a build on another machine, or "
-                "to one that was killed (then it can be deleted)"
-            )
+            if held:
+                print(f"waiting for another run's build in {lock.parent}", flush=True)
+            else:
+                print(
+                    f"waiting up to {left_s:.0f} s: {lock} belongs to a build on another machine, "
+                    "or to one that was killed (then it can be deleted)",
+                    flush=True,
+                )
             told = True
         time.sleep(0.5)
 
@@ -80,4 +89,4 @@ def _remove(lock: Path) -> None:
             f"{lock} was left by a build that was killed and no run can go on while it is there: "
             f"delete it ({error.strerror})"
         ) from error
-    print(f"removed {lock}, which a build that was killed had left")
+    print(f"removed {lock}, which a build that was killed had left", flush=True)

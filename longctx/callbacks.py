@@ -51,7 +51,7 @@ class MetricsFile(TrainerCallback):
         path = Path(args.output_dir) / METRICS
         if not state.is_world_process_zero or not path.exists():
             return
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")
         lines = text[: text.rfind("\n") + 1].splitlines()  # a killed run may leave half a line
         kept = [line for line in lines if _step(line) <= state.global_step]
         temporary = path.with_suffix(".tmp")

@@ -145,9 +145,9 @@ def trained_characters(
 def _leaves_out_calls(document: Document, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     """Whether a conversation with tool calls is rendered as it is without them."""
     turns = document.content["messages"]
-    plain = [{k: v for k, v in turn.items() if k != "tool_calls"} for turn in turns]
-    if plain == turns:
+    if not any(turn.get("tool_calls") for turn in turns):
         return False
+    plain = [{k: v for k, v in turn.items() if k != "tool_calls"} for turn in turns]
     try:
         without = replace(document, content={**document.content, "messages": plain})
         return trained_characters(without, tokenizer)[0] == text

@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
     )
-    earlier = read_results(args.output) if args.output else []
+    if args.output:
+        read_results(args.output)
+    if args.plot:
+        check_picture(args.plot)
     try:
         result = evaluate(model_args, args.eval_file, args.windows, args.repeats)
     except torch.OutOfMemoryError as error:
@@ -84,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = {"name": args.name or args.model, **result}
     print(summary(result))
     if args.output:
+        earlier = read_results(args.output)  # again: another evaluation may have ended
         results = [old for old in earlier if old["name"] != result["name"]] + [result]
         write_results(args.output, results)
         if args.plot:
-            figure = draw(results)
-            figure.savefig(args.plot, dpi=120)
+            save_picture(draw(results), args.plot)
 
 
 def evaluate(
@@ -226,10 +229,28 @@ def read_results(path: Path) -> list[Result]:
 
 
 def write_results(path: Path, results: list[Result]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
         os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def check_picture(path: Path) -> None:
+    """Raises UserError where a picture could not be written after hours of work."""
+    formats = pyplot().figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise UserError(f"cannot write {path}: name it .png, .pdf or .svg")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -50,6 +50,10 @@ class Interrupts(TrainerCallback):
             control.should_evaluate = False
             control.should_save = args.save_strategy != "no"
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stopped_by:  # Trainer still ends the epoch, and would evaluate or save once more
+            control.should_evaluate = control.should_save = False
+
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.agree(args.device):
             control.should_training_stop = True

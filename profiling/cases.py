@@ -6,8 +6,6 @@ A case that runs out of memory is a row with that status, and the next one start
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from results import write_results
 
 Case = dict[str, Any]
@@ -63,9 +62,9 @@ def run_child(command: list[str], timeout_s: float | None = None) -> list[dict[s
         reason = f"exit code {child.returncode}"
     except subprocess.TimeoutExpired:
         reason = f"not done after {timeout_s:.0f} s"
-    finally:  # a launcher's workers outlive it, and hold the GPUs
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+    finally:
+        if child.returncode is None:
+            kill_with_workers(child.pid)
     if printed is None:
         printed, _ = child.communicate()
     lines = [line for line in printed.splitlines() if line.startswith("[{")]
@@ -76,3 +75,12 @@ def run_child(command: list[str], timeout_s: float | None = None) -> list[dict[s
     for row in rows:
         print("    " + json.dumps(row), flush=True)
     return rows
+
+
+def kill_with_workers(pid: int) -> None:
+    """A launcher's workers have sessions of their own, outlive it, and hold the GPUs."""
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(pid)
+        for process in [*launcher.children(recursive=True), launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

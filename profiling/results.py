@@ -52,12 +52,15 @@ def describe_run(path: Path) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    changed = subprocess.run(
-        [*command[:3], "status", "--porcelain", "--untracked-files=no"], capture_output=True
-    )
-    return (done.stdout.strip() or "unknown") + ("-dirty" if changed.stdout.strip() else "")
+    """HEAD, and whether the code differs from it; the results are what such a run writes."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    code = [":/", ":(top,exclude)profiling/results"]
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *code)
+    return (git("rev-parse", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
 def write_results(

@@ -39,28 +39,50 @@ def test_a_killed_build_left_its_lock(lock: Path, capsys: pytest.CaptureFixture[
     assert f"removed {lock}" in capsys.readouterr().out
 
 
-def test_a_build_on_this_machine_is_torch_s_to_wait_for(lock: Path) -> None:
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_build_on_this_machine_is_waited_for_and_may_be_killed(
+    lock: Path, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(builds, "GRACE_S", 1)
+    monkeypatch.setenv("LOCAL_RANK", rank)
     age(lock, 1000)
+    run = threading.Thread(target=builds.wait_for_builds)
     with lock.open():
-        builds.wait_for_builds()
-    assert lock.exists()
+        run.start()
+        run.join(timeout=0.7)
+        assert run.is_alive() and lock.exists()
+    run.join(timeout=10)
+    assert not run.is_alive() and not lock.exists()
+    assert ("another run's build" in capsys.readouterr().out) == (rank == "0")
+
+
+def test_other_programs_locks_stay(lock: Path) -> None:
+    (lock.parent / "data.db").touch()
+    nested = lock.parent / "deeper" / "lock"
+    nested.parent.mkdir()
+    nested.touch()
+    age(lock, 1000)
+    age(nested, 1000)
+    builds.wait_for_builds()
+    assert lock.exists() and nested.exists()
 
 
 def test_a_folder_that_still_changes_is_waited_for(
     lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(builds, "QUIET_S", 1)
+    monkeypatch.setattr(builds, "QUIET_S", 2)
+    (lock.parent / "build.ninja").touch()
     age(lock, 1000)
     (lock.parent / "cpu_adam.o").touch()
     builds.wait_for_builds()
     out = capsys.readouterr().out
-    assert not lock.exists() and out.count("waiting up to 1 s") == out.count("removed") == 1
+    assert not lock.exists() and out.count("waiting up to 2 s") == out.count("removed") == 1
 
 
-def test_only_a_machine_s_first_process_removes(
+def test_a_machine_s_first_process_removes_before_the_others(
     lock: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    age(lock, 1000)
+    age(lock, builds.QUIET_S + 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     second = threading.Thread(target=builds.wait_for_builds)
     second.start()

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -182,8 +183,11 @@ def test_a_late_launcher_takes_its_workers_with_it(compare, tmp_path: Path) -> N
     from cases import run_child
 
     worker = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
-    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], "
+    launcher += "start_new_session=True)"  # as torchrun starts them
+    start = time.monotonic()
     assert run_child([sys.executable, "-c", launcher, worker + "time.sleep(60)"], 2) == []
+    assert time.monotonic() - start < 30
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 

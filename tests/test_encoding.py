@@ -271,6 +271,16 @@ def test_calls_that_a_template_leaves_out_are_refused(template):
         encode([document], small_tokenizer(template))
 
 
+def test_an_empty_list_of_calls_is_no_call():
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    with_list = [*turns[:1], {**turns[1], "tool_calls": []}]
+    plain, listed = encode(
+        [Document(kind="chat", content={"messages": m}, where="f") for m in (turns, with_list)],
+        small_tokenizer(PLAIN_CHATML),
+    )
+    assert plain.input_ids.tolist() == listed.input_ids.tolist()
+
+
 def test_a_conversation_of_more_than_32768_tokens():
     """150 exchanges; both ways of finding the answers agree on every token."""
     turns = []

@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from accelerate import init_empty_weights
-from torch.utils.cpp_extension import get_default_build_root
+from torch.utils.cpp_extension import _get_build_directory
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import train
@@ -119,7 +119,7 @@ def kill_after_saving(command: list[str], folder: Path, gpus: int = 0) -> None:
 
 def leave_lock(extension: str) -> None:
     """What a run that is killed while it builds its first extensions leaves to all later ones."""
-    (folder,) = Path(get_default_build_root()).glob(f"*/{extension}")
+    folder = Path(_get_build_directory(extension, verbose=False))
     (folder / "lock").touch(exist_ok=False)
     for path in (folder / "lock", folder):
         os.utime(path, (0, 0))

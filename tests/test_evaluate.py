@@ -138,6 +138,37 @@ def test_the_command_writes_results_and_a_picture(small, tmp_path, capsys) -> No
         main(["eval", str(small / "model"), *flags, "--plot", str(plot)])
 
 
+@pytest.mark.parametrize("plot", ["eval", "eval.xyz", "file/eval.png"])
+def test_a_picture_that_cannot_be_written_ends_before_the_work(
+    plot: str, tmp_path: Path, monkeypatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: pytest.fail("the work has begun"))
+    output = ["--output", str(tmp_path / "e.json"), "--plot", str(tmp_path / plot)]
+    with pytest.raises(SystemExit, match="error: cannot write .*eval"):
+        main(["eval", "model", "--eval_file", "book", *output])
+
+
+def test_evaluations_that_run_beside_each_other_share_a_file(
+    small: Path, tmp_path: Path, monkeypatch
+) -> None:
+    output = tmp_path / "eval.json"
+    book = tmp_path / "book.txt"
+    book.write_text("".join((small / "data" / f"{i}.txt").read_text() for i in range(12)))
+    flags = ["--eval_file", str(book), "--seq_len", "1024", "--windows", "1", "--repeats", "1"]
+    command = ["eval", str(small / "model"), *flags, "--output", str(output), "--name"]
+    work = evaluate.evaluate
+
+    def overtaken(*args):
+        monkeypatch.setattr(evaluate, "evaluate", work)
+        main([*command, "faster"])
+        return work(*args)
+
+    monkeypatch.setattr(evaluate, "evaluate", overtaken)
+    main([*command, "slower"])
+    assert [r["name"] for r in json.loads(output.read_text())] == ["faster", "slower"]
+
+
 def test_rope_scaling_trains_saves_and_loads(small, tmp_path) -> None:
     """The model has 4096 positions; it is trained on rows of 8192 with YaRN at factor 2."""
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 2000)

@@ -64,6 +64,20 @@ def test_a_stopping_run_begins_no_evaluation(flags, monkeypatch, tmp_path) -> No
     assert (tmp_path / "run" / "checkpoint-3").exists()
 
 
+def test_a_stopping_run_does_not_end_its_epoch(flags, monkeypatch, tmp_path) -> None:
+    """Trainer would evaluate and save once more, by the strategy `epoch`."""
+    placed = []
+    place = trainer.place
+    monkeypatch.setattr(trainer, "place", lambda *paths: placed.append(paths) or place(*paths))
+    add_callback(SendAt(signal.SIGTERM, 3), monkeypatch)
+    text = flags[flags.index("--train_file") + 1]
+    words = f"--eval_file {text} --eval_strategy epoch --save_strategy epoch"
+    with pytest.raises(SystemExit):
+        run(flags, tmp_path / "run", *words.split())
+    assert "eval_loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert [checkpoint.name for _, checkpoint in placed] == ["checkpoint-3"]
+
+
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_signal_during_a_save_is_not_forgotten(flags, monkeypatch, tmp_path, step) -> None:
     """Not in the last one either, and no second checkpoint is made."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +49,22 @@ def test_the_recorded_command_names_places_in_the_repository(results, monkeypatc
     monkeypatch.setattr(sys, "argv", ["profiling/compare.py", "--output", "/machine/out/compare"])
     described = results.describe_run(Path("/machine/out/compare.json"))
     assert described["command"].endswith("--output profiling/results/compare")
+
+
+def test_renewed_results_are_no_changed_code(results, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("LONGCTX_COMMIT", raising=False)
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "profiling" / "results.py"))
+    (tmp_path / "profiling" / "results").mkdir(parents=True)
+    table, code = tmp_path / "profiling/results/a.json", tmp_path / "train.py"
+    for path in (table, code):
+        path.write_text("1")
+    as_someone = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], [*as_someone, "commit", "-qm", "all"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    table.write_text("2")
+    assert re.fullmatch("[0-9a-f]{40}", results.describe_run(table)["commit"])
+    code.write_text("2")
+    assert results.describe_run(table)["commit"].endswith("-dirty")
 
 
 @pytest.mark.parametrize(

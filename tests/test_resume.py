@@ -170,7 +170,8 @@ def test_damaged_descriptions_of_a_checkpoint_are_seen(tmp_path: Path, text: str
 
 def test_damaged_lines_of_metrics_are_dropped_on_resume(tmp_path: Path) -> None:
     lines = ['{"step": 1, "loss": 2}', "{}", "null", '{"step": "x"}', '{"step": 2}', '{"step": 3}']
-    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    text = "".join(line + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n" + text.encode())
     state = TrainerState(global_step=2)
     MetricsFile().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
     kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
