@@ -199,12 +199,11 @@ def document_names(
 
 def _report(path: Path) -> dict[str, Any] | None:
     """What was said of cached rows; None where it is missing or damaged."""
-    report = read_json(path)
+    report: Any = read_json(path)
     try:
-        assert report is not None
         PackingStats(**report["stats"]).summary(1)
         report["replaced_bytes"].items()
-    except (AssertionError, LookupError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError):
         return None
     return report
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from longctx.config import DataArguments, ModelArguments
 from longctx.encoding import encode
-from longctx.errors import UserError
+from longctx.errors import UserError, writing
 from longctx.loading import load_config, load_model
 from longctx.needle import DEPTHS, needles
 from longctx.page import pyplot
@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = [old for old in earlier if old["name"] != result["name"]] + [result]
         write_results(args.output, results)
         if args.plot:
-            save_picture(draw(results), args.plot)
+            with writing(args.plot):
+                draw(results).savefig(args.plot, dpi=120)
 
 
 def evaluate(
@@ -215,14 +216,16 @@ def summary(result: Result) -> str:
 
 
 def read_results(path: Path) -> list[Result]:
-    """What the file holds, [] if there is none yet; its folder is made. Raises UserError."""
+    """What the file holds, [] if there is none yet.
+
+    Raises UserError for another file, and for a place that may not be written.
+    """
+    with writing(path):
+        text = path.read_bytes() if path.exists() else b"[]"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        results = json.loads(text)
         for old in results:
             old["name"], old["loss_by_position"][0]["loss"], old["needles"][0]["found"]
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise UserError(f"{path} holds no results of longctx eval: give another file") from error
     return results
@@ -230,29 +233,17 @@ def read_results(path: Path) -> list[Result]:
 
 def write_results(path: Path, results: list[Result]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with writing(path):
         temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
         os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def check_picture(path: Path) -> None:
     """Raises UserError where a picture could not be written after hours of work."""
-    formats = pyplot().figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
+    if path.suffix[1:].lower() not in pyplot().figure().canvas.get_supported_filetypes():
         raise UserError(f"cannot write {path}: name it .png, .pdf or .svg")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def save_picture(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    with writing(path):
+        pass
 
 
 def draw(results: Sequence[Result]) -> Any:

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from longctx.errors import UserError
+from longctx.errors import UserError, writing
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
@@ -93,17 +93,19 @@ def _cell(value: Any) -> str:
     return f'<td class="number">{text}</td>'
 
 
+def named(output: Path, end: str) -> Path:
+    """OUTPUT with an ending; `with_suffix` would take the `.1-8b` of a model's name for one."""
+    return output.with_name(output.name + end)
+
+
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Writes the page of `parts` (what the functions above return). Raises UserError."""
     body = "\n".join(parts)
-    page = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    with writing(path):
+        path.write_text(
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+            f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n",
+            encoding="utf-8",
+        )

@@ -34,7 +34,7 @@ from step_bench import child_command
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.page import code, figure, heading, paragraph, pyplot, table, write_page
+from longctx.page import code, figure, heading, named, paragraph, pyplot, table, write_page
 
 ROOT = Path(__file__).parent.parent
 CLASS_TYPES = ("vanilla", "liger", "custom")
@@ -197,11 +197,6 @@ def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str
 
 
 # --- what is written -------------------------------------------------------------------------
-
-
-def named(output: Path, end: str) -> Path:
-    """OUTPUT with an ending; `with_suffix` would take the `.1-8b` of a model's name for one."""
-    return output.with_name(output.name + end)
 
 
 def publish(output: Path, rows: list[dict[str, Any]]) -> None:

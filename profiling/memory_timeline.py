@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from memory_categories import CATEGORIES, Marks, categorise  # beside this script
 
 from longctx.errors import UserError
-from longctx.page import code, figure, heading, paragraph, pyplot, table, write_page
+from longctx.page import code, figure, heading, named, paragraph, pyplot, table, write_page
 
 GIB = 2**30
 POINTS = 600
@@ -139,7 +139,7 @@ def parts(timelines: list[dict[str, Any]]) -> list[str]:
 
 def write(timelines: list[dict[str, Any]], output: Path) -> list[Path]:
     """Writes OUTPUT.png and OUTPUT.html."""
-    png, html = (output.with_name(output.name + end) for end in (".png", ".html"))
+    png, html = named(output, ".png"), named(output, ".html")
     output.parent.mkdir(parents=True, exist_ok=True)
     draw(timelines).savefig(png, dpi=110, bbox_inches="tight")
     made = []

@@ -15,8 +15,8 @@ offload the checkpoints (`offload=none`: keep them on the GPU).
 `fwd_s`, `bwd_s`, `opt_s` end with a synchronisation (clipping counts as `opt_s`); `step_s` is their
 sum. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the
 whole machine's memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the
-process' own (`peak_host_gib`). `tokens`
-counts one GPU's row, `tokens_per_s` those of all GPUs. What comes after `--` goes to train.py.
+process' own (`peak_host_gib`). `tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
+What comes after `--` goes to train.py.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
             trainer.add_callback(PhaseMarks(trainer, watch.mark))
             trainer.train()
         except (OutOfMemory, RuntimeError) as error:
-            if not isinstance(error, OutOfMemory) and "out of memory" not in str(error):
+            if "out of memory" not in str(error):
                 raise
             print(error, file=sys.stderr)
     measured = list(zip(schedule, done, strict=False))[1:]
