@@ -173,22 +173,25 @@ def test_two_processes_without_an_engine(job: list[str], vanilla: Path, tmp_path
 def test_each_deepspeed_file_trains(
     config: Path, job: list[str], vanilla: Path, tmp_path: Path
 ) -> None:
-    """By its YAML through accelerate; ZeRO-1 and 2 by the flag, in two processes."""
+    """By its YAML through accelerate; ZeRO-1 and 2 by the flag, on two processes, which are killed
+    and resumed."""
     if "nvme" in config.stem:
         builder = pytest.importorskip("deepspeed.ops.op_builder").AsyncIOBuilder()
         if not builder.is_compatible():
             pytest.skip("DeepSpeed's asynchronous I/O needs libaio (apt install libaio-dev)")
     path = Path(on_cpu(config, tmp_path))
     path.write_text(path.read_text().replace("/local_nvme", str(tmp_path)))
-    flags = [*job, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no"]
+    flags = [*job, "--output_dir", f"{tmp_path}/run", "--save_steps", "2"]
     if config.stem in ("zero1", "zero2"):
-        run(launch(2, "train.py", *flags, "--deepspeed", str(path), *batch(2)))
+        command = launch(2, "train.py", *flags, "--deepspeed", str(path), *batch(2))
+        kill_after_saving(command, tmp_path / "run")
+        run([*command, "--resume_from_checkpoint", "last"])
     else:
         text = config.with_suffix(".yaml").read_text()
         path.with_suffix(".yaml").write_text(text.replace(f"ds_configs/{config.name}", str(path)))
         launcher = [sys.executable, "-m", "accelerate.commands.launch"]
         launcher += ["--config_file", str(path.with_suffix(".yaml"))]
-        run([*launcher, "train.py", *flags, *batch(1)])
+        run([*launcher, "train.py", *flags, *batch(1), "--save_strategy", "no"])
     assert_same_run(tmp_path / "run", vanilla)
 
 
