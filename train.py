@@ -16,36 +16,38 @@ from rich.console import Console
 from rich.table import Table
 from transformers import set_seed
 
-from longctx.checkpoint import (
-    FINAL,
+from longctx.config import TrainArguments
+from longctx.data.example import show_example
+from longctx.data.rows import build_dataset, check_sources, collate, document_names
+from longctx.data.tokenizer import load_tokenizer
+from longctx.engines import check_resume
+from longctx.errors import UserError
+from longctx.run import FINAL, METRICS
+from longctx.run.checkpoint import resolve_resume
+from longctx.run.loading import check_request, load_config, load_model, weights_bytes
+from longctx.run.metrics import peak_memory
+from longctx.run.oom import explained_oom, explained_oom_of_weights
+from longctx.run.options import parse_args
+from longctx.run.output_dir import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
+    lock_folder,
     open_output_dir,
-    resolve_resume,
 )
-from longctx.config import TrainArguments, UserError, parse_args
-from longctx.data import build_dataset, check_sources, collate, document_names
-from longctx.engine import check_resume, leave, start_engine
-from longctx.example import show_example
-from longctx.loading import check_request, load_config, load_model, weights_bytes
-from longctx.lock import lock_folder
-from longctx.metrics import peak_memory
-from longctx.oom import explained_oom, explained_oom_of_weights
-from longctx.tokenizer import load_tokenizer
-from longctx.trainer import LongTrainer
+from longctx.run.trainer import LongTrainer
 
 SPECIAL = ("bos", "eos", "pad")
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:
-    # 1. Options: flags and recipe, checked together.
-    model_args, data_args, args = parse_args(argv, default_recipe=QUICKSTART)
+    # 1. Options: flags and recipe, checked together, and the engine they ask for.
+    model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
     resume = resolve_resume(args)
     check_sources(data_args)
-    start_engine(args)
-    check_resume(args, resume)
+    engine.start(args)
+    check_resume(engine, args, resume)
     check_request(model_args, args.device)
 
     # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
@@ -57,7 +59,8 @@ def main(argv: list[str] | None = None) -> None:
         output_dir = open_output_dir(args)
         lock = lock_folder(output_dir) if args.process_index == 0 else None
         check_output_dir(output_dir, args, resume)
-        check_disk_space(output_dir, weights_bytes(model_args, config, args.device), args)
+        size_bytes = weights_bytes(model_args, config, args.device)
+        check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args), args)
 
     # 3. Data: documents -> tokens -> packed rows of seq_len.
     def rows(files: list[str] | None):
@@ -83,13 +86,14 @@ def main(argv: list[str] | None = None) -> None:
 
     # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)
-    with explained_oom_of_weights(args, model_args):
-        model = load_model(model_args, config, device=args.device, engine=args.engine)
+    with explained_oom_of_weights(engine, model_args):
+        model = load_model(model_args, config, device=args.device, engine=engine)
         if args.process_index == 0:
             clear_output_dir(output_dir, resume)
         trainer = LongTrainer(
             model=model,
             args=args,
+            engine=engine,
             seq_len=model_args.seq_len,
             train_dataset=train_rows,
             eval_dataset=eval_rows,
@@ -110,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         summarise(trainer, args, output_dir)
     if lock:
         lock.close()
-    leave(args)
+    engine.shutdown(args)
 
 
 def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> None:
@@ -126,7 +130,7 @@ def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> N
     for name, gib in peak_memory(args.device).items():
         table.add_row(name.removesuffix("_gib").replace("_", " "), f"{gib:.2f} GiB")
     table.add_row("checkpoint", str(output_dir / FINAL))
-    table.add_row("metrics", str(output_dir / "metrics.jsonl"))
+    table.add_row("metrics", str(output_dir / METRICS))
     table.add_row("next", "python train.py --model_name_or_path YOUR_MODEL --train_file YOUR_FILES")
     Console().print(table)
 

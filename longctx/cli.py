@@ -17,8 +17,8 @@ from pathlib import Path
 from longctx.errors import UserError
 
 COMMANDS = {
-    "eval": "longctx.evaluate",
-    "report": "longctx.report",
+    "eval": "longctx.report.evaluate",
+    "report": "longctx.report.report",
 }
 """Command -> module."""
 

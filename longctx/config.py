@@ -5,7 +5,8 @@
             seq_len: 8192                    that names the closest valid name or the fix
 
 A recipe is read as if its keys stood on the command line before the flags, so flags win and both
-go through the same checks.
+go through the same checks. Options only: what they need of the machine is started by the engine
+(longctx/engines) between `parse_flags` and `make_arguments`; longctx/run/options.py does all three.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import difflib
 import importlib.util
 import json
 import os
-import socket
 import sys
 import warnings
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -27,21 +27,12 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from longctx.builds import wait_for_builds
 from longctx.errors import UserError
-
-Engine = Literal["plain", "deepspeed", "fsdp"]
 
 
 def expanded(path: str) -> Path:
     """With the home folder in place of `~`; a `~user` who does not exist stays as it is."""
     return Path(os.path.expanduser(path))
-
-
-def say(line: str) -> None:
-    """Tells the user something, once however many processes run."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
 
 
 def installed(module: str) -> bool:
@@ -157,6 +148,15 @@ class DataArguments:
             raise UserError("--streaming reads a --dataset_name; local files need no streaming")
 
 
+_NOT_OURS = {
+    "use_liger_kernel": "would replace the model's forward after it was patched: use --class_type "
+    "liger",
+    "enable_jit_checkpoint": "would handle SIGTERM a second time: leave it out, SIGTERM saves a "
+    "checkpoint anyway",
+}
+"""Options of transformers that would undo what this run says it does."""
+
+
 @dataclass(kw_only=True)
 class TrainArguments(TrainingArguments):
     """All of `transformers.TrainingArguments`, with defaults for long rows on one GPU."""
@@ -201,13 +201,6 @@ class TrainArguments(TrainingArguments):
         None, "The device's dense peak in TFLOP/s, for MFU. Known for common GPUs."
     )
 
-    @property
-    def engine(self) -> Engine:
-        """Which engine the flags, or `accelerate launch` through the environment, ask for."""
-        if self.deepspeed or _is_set("ACCELERATE_USE_DEEPSPEED"):
-            return "deepspeed"
-        return "fsdp" if self.fsdp or _is_set("ACCELERATE_USE_FSDP") else "plain"
-
     def __post_init__(self) -> None:
         for name in ("deepspeed", "fsdp_config"):
             file = getattr(self, name)
@@ -216,26 +209,13 @@ class TrainArguments(TrainingArguments):
                     raise UserError(f"--{name}: no such file: {file}")
         if str(self.fsdp).lower() in ("true", "false"):  # words, from a recipe
             self.fsdp = str(self.fsdp).lower() == "true"  # type: ignore[assignment]
-        if self.engine != "plain":
-            _launch_alone()
-        if self.engine == "deepspeed":
-            wait_for_builds()
-        if self.engine == "fsdp" and offloads(self.fsdp_config):
-            # As accelerate's launcher does: what lies on the host is summed by gloo, beside NCCL.
-            os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
-        if self.bf16 is None:
-            on_gpu = torch.cuda.is_available() and not self.use_cpu
-            self.bf16 = self.engine != "plain" and on_gpu and not self.fp16
+        for name, fix in _NOT_OURS.items():
+            if getattr(self, name, False):
+                raise UserError(f"--{name} {fix}")
         with warnings.catch_warnings():
             # Newer transformers rename it to activation_checkpointing; 5.17 has only this name.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
             super().__post_init__()
-        if self.n_gpu > 1:  # Trainer would split the batch by nn.DataParallel
-            print(
-                f"{self.n_gpu} GPUs are visible and one is used: for all of them "
-                f"`accelerate launch --num_processes {self.n_gpu} train.py ...`"
-            )
-            self._n_gpu = 1
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # or torch warns that there is nothing to pin for
         if self.memory_snapshot_on_oom and (self.use_cpu or not torch.cuda.is_available()):
@@ -244,30 +224,7 @@ class TrainArguments(TrainingArguments):
             raise UserError(f"--peak_tflops must be above 0, got {self.peak_tflops}")
 
 
-def offloads(fsdp_config: Any) -> bool:
-    """Whether FSDP2's settings (a file's name, JSON or a dict) keep the weights in host memory."""
-    if isinstance(fsdp_config, str):
-        is_json = fsdp_config.lstrip().startswith("{")
-        try:
-            fsdp_config = json.loads(fsdp_config if is_json else Path(fsdp_config).read_text())
-        except ValueError as error:
-            raise UserError(f"--fsdp_config {fsdp_config}: not JSON: {error}") from error
-    return bool((fsdp_config or {}).get("cpu_offload"))
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
-
-
-def _launch_alone() -> None:
-    """Lets `python train.py --deepspeed FILE` run as one process without a launcher."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    os.environ |= {name: str(value) for name, value in alone.items()}
+_DATACLASSES = (ModelArguments, DataArguments, TrainArguments)
 
 
 class _Parser(HfArgumentParser):
@@ -275,13 +232,16 @@ class _Parser(HfArgumentParser):
         raise UserError(message)
 
 
-def parse_args(
+Arguments = tuple[ModelArguments, DataArguments, TrainArguments]
+
+
+def parse_flags(
     argv: Sequence[str] | None = None, *, default_recipe: Path | None = None
-) -> tuple[ModelArguments, DataArguments, TrainArguments]:
-    """Turns flags, and the recipe they name with `--config`, into the three dataclasses.
+) -> Namespace:
+    """Every option by name, from flags and the recipe they name with `--config`.
 
     `default_recipe` is used where neither a recipe nor a model nor data is named.
-    Raises UserError for anything unknown, of the wrong type or impossible.
+    Raises UserError for anything unknown or of the wrong type.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     config_parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -289,7 +249,7 @@ def parse_args(
     known, flags = config_parser.parse_known_args(argv)
 
     parser = _Parser(
-        (ModelArguments, DataArguments, TrainArguments),  # type: ignore[arg-type]
+        _DATACLASSES,  # type: ignore[arg-type]
         prog="train.py",
         allow_abbrev=False,
         epilog="--config recipe.yaml reads the same options from a file; flags win.",
@@ -300,21 +260,20 @@ def parse_args(
         recipe = default_recipe
     arguments = (_recipe_to_flags(recipe, valid) if recipe else []) + flags
     _refuse_unknown(parser, arguments, valid)
+    return parser.parse_args(arguments)
+
+
+def make_arguments(flags: Namespace) -> Arguments:
+    """The three dataclasses of `parse_flags`. Raises UserError for an impossible value."""
+    values = vars(flags)
+
+    def make(kind: Any) -> Any:
+        return kind(**{f.name: values[f.name] for f in fields(kind) if f.init})
+
     try:
-        model, data, train = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        model, data, train = map(make, _DATACLASSES)
     except (ValueError, TypeError) as error:
         raise UserError(str(error).splitlines()[0]) from error
-    if train.engine == "plain" and (train.bf16 or train.fp16):
-        if model.dtype not in ("auto", "float32"):
-            raise UserError(
-                f"--dtype {model.dtype} with --bf16 or --fp16, which compute in 16 bits over fp32 "
-                "weights: drop one of the two"
-            )
-        model = replace(model, dtype="float32")
-    elif train.bf16 and model.dtype not in ("auto", "bfloat16"):
-        raise UserError(
-            f"--dtype {model.dtype} with bf16 compute: add --bf16 false, or drop --dtype"
-        )
     if data.streaming and train.max_steps < 1:
         raise UserError("--streaming has no known length: say how long to train with --max_steps")
     return model, data, train

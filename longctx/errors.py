@@ -1,7 +1,9 @@
-"""The error for bad input, apart from config.py so that commands can raise it without torch."""
+"""What a run tells people: errors of one line, and lines that are printed once however many
+processes run. Imports nothing heavy, so that commands can use it without torch."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,12 @@ from pathlib import Path
 
 class UserError(Exception):
     """Bad input. The message is one line that names what is wrong and what to do."""
+
+
+def print_rank0(line: str) -> None:
+    """Prints a line, in the first process only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ those that train.py would train on.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ import torch
 from torch.utils.data import Dataset, default_collate
 from transformers import TrainerCallback, set_seed
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from longctx.annotate import annotate
-from longctx.config import DataArguments, ModelArguments, parse_args
-from longctx.data import build_dataset, check_sources, collate
-from longctx.engine import start_engine
-from longctx.loading import check_request, load_config, load_model
-from longctx.oom import explained_oom_of_weights
-from longctx.tokenizer import load_tokenizer
-from longctx.trainer import LongTrainer
+from longctx.config import DataArguments, ModelArguments
+from longctx.data.rows import build_dataset, check_sources, collate
+from longctx.data.tokenizer import load_tokenizer
+from longctx.run.loading import check_request, load_config, load_model
+from longctx.run.oom import explained_oom_of_weights
+from longctx.run.options import parse_args
+from longctx.run.trainer import LongTrainer
 
 VOCABULARY = 8192
 """Of presets that have none of their own (tiny takes its tokenizer's in train.py)."""
@@ -66,8 +63,8 @@ def build_trainer(
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     flags = [*flags, *_QUIET, "--max_steps", str(steps), "--output_dir", str(output_dir)]
-    model_args, data_args, args = parse_args(flags)
-    start_engine(args)
+    model_args, data_args, args, engine = parse_args(flags)
+    engine.start(args)
     check_request(model_args, args.device)
     own_data = bool(data_args.train_file or data_args.dataset_name)
     tokenizer = load_tokenizer(model_args, data_args) if own_data else None
@@ -82,11 +79,12 @@ def build_trainer(
         by_step = lengths or [model_args.seq_len] * steps
         rows = RandomRows([n for n in by_step for _ in range(rows_a_step)], config.vocab_size)
     set_seed(args.seed)
-    with explained_oom_of_weights(args, model_args):
-        model = load_model(model_args, config, device=args.device, engine=args.engine)
+    with explained_oom_of_weights(engine, model_args):
+        model = load_model(model_args, config, device=args.device, engine=engine)
         trainer = LongTrainer(
             model=model,
             args=args,
+            engine=engine,
             seq_len=model_args.seq_len,
             train_dataset=rows,
             data_collator=collate if own_data else default_collate,

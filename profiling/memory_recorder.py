@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import memory_timeline
 import torch
-from memory_categories import Marks
 from transformers import TrainerCallback
 
-from longctx.engine import local
-from longctx.trainer import LongTrainer
+from longctx.engines.collectives import local_shard
+from longctx.run.trainer import LongTrainer
+from profiling import memory_timeline
+from profiling.memory_categories import Marks
 
 _RECORDED = 1_000_000
 """Allocations and frees of the recorded step; a record takes about 1 KB of host memory."""
@@ -80,7 +80,7 @@ class RecordMemory(TrainerCallback):
 
 def _address(tensor: Any) -> int | None:
     """Where the tensor's memory on the GPU starts; None for anything else."""
-    tensor = local(tensor)
+    tensor = local_shard(tensor)
     if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
         return None
     return tensor.untyped_storage().data_ptr()

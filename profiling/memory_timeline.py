@@ -18,12 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from memory_categories import CATEGORIES, Marks, categorise  # beside this script
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.errors import UserError
-from longctx.page import code, figure, heading, named, paragraph, pyplot, table, write_page
+from longctx.report.page import code, figure, heading, named, paragraph, pyplot, table, write_page
+from profiling.memory_categories import CATEGORIES, Marks, categorise
 
 GIB = 2**30
 POINTS = 600

@@ -31,6 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
 PHASES = "attention projections mlp norm rope loss embedding optimizer".split()
 OTHER = "other"
 COMMUNICATION = "communication not hidden"

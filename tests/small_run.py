@@ -13,8 +13,8 @@ from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import train
-from longctx.checkpoint import METRICS
-from longctx.trainer import LongTrainer
+from longctx.run import METRICS
+from longctx.run.trainer import LongTrainer
 
 
 def prepare(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longctx.annotate import annotate, annotated, each
 from longctx.config import ModelArguments
-from longctx.model import patch
+from longctx.model.patch import patch
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

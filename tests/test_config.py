@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from paths import ROOT
 from transformers import TrainingArguments
 
-from longctx.config import DataArguments, ModelArguments, TrainArguments, UserError, parse_args
-
-ROOT = Path(__file__).parent.parent
+from longctx.config import DataArguments, ModelArguments, TrainArguments
+from longctx.errors import UserError
+from longctx.run.options import parse_args
 
 
 def test_flags_win_over_the_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("preset: tiny\nseq_len: 512\nbf16: true\nadam_beta2: 0.95\n")
-    model, _, train = parse_args(["--config", str(recipe), "--seq_len", "1024", "--use_cpu"])
+    model, _, train, _ = parse_args(["--config", str(recipe), "--seq_len", "1024", "--use_cpu"])
     assert (model.preset, model.seq_len) == ("tiny", 1024)
     assert train.adam_beta2 == 0.95
     assert train.bf16 and model.dtype == "float32"  # 16-bit compute over fp32 weights
@@ -31,7 +32,9 @@ def test_one_process_uses_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys) -> No
     monkeypatch.setattr(
         TrainingArguments, "__post_init__", lambda self: (begin(self), setattr(self, "_n_gpu", 2))
     )
-    assert parse_args(["--use_cpu"])[2].n_gpu == 1
+    _, _, args, engine = parse_args(["--use_cpu"])
+    engine.start(args)
+    assert args.n_gpu == 1
     assert "accelerate launch --num_processes 2" in capsys.readouterr().out
 
 
@@ -40,7 +43,7 @@ def test_recipe_lists_and_dicts(tmp_path: Path) -> None:
     recipe.write_text(
         "train_file: [a.txt, 'b c.txt']\nlr_scheduler_kwargs: {num_cycles: 2}\nmax_steps: null\n"
     )
-    _, data, train = parse_args(["--config", str(recipe)])
+    _, data, train, _ = parse_args(["--config", str(recipe)])
     assert data.train_file == ["a.txt", "b c.txt"]
     assert train.lr_scheduler_kwargs == {"num_cycles": 2}
     assert train.max_steps == -1
@@ -70,6 +73,10 @@ def test_the_default_recipe_serves_only_runs_that_name_no_job(tmp_path: Path) ->
         (["--dataset_name", "d", "--streaming"], "--max_steps"),
         (["--peak_tflops", "0"], "--peak_tflops must be above 0"),
         (["--save_strategy", "sometimes"], "sometimes"),
+        (["--use_liger_kernel", "true"], "--use_liger_kernel would replace the model's forward"),
+        (["--enable_jit_checkpoint", "true"], "--enable_jit_checkpoint would handle SIGTERM"),
+        (["--fsdp", "true", "--fsdp_config", "gone.json"], "no such file: gone.json"),
+        (["--deepspeed", "gone.json"], "no such file: gone.json"),
         (["--config", "missing.yaml"], "cannot read the recipe missing.yaml"),
     ],
 )

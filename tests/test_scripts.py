@@ -12,8 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from small_gguf import write_gguf
 from small_tokenizer import small_tokenizer
-from test_model import write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longctx.errors import UserError

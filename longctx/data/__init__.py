@@ -1,0 +1,10 @@
+"""Text becomes training rows: documents, tokens, packed rows of `seq_len`, cached.
+
+sources.py, records.py   files, folders, globs, datasets -> checked documents
+tokenizer.py             the model's tokenizer, or one trained on the spot
+encoding.py              a document -> token ids, and which of them are trained
+packing.py               documents -> rows, without cutting a document that fits
+rows.py                  all of it, on disk: three Arrow files (cache.py)
+stream.py                all of it, while training reads
+example.py               one row as people read it
+"""

@@ -1,0 +1,138 @@
+"""The tokenizer of a run: the one named, else the model's own, else one trained on the spot.
+
+The default is a byte-level BPE with 8192 tokens, trained on the standard library's source files
+(longctx/sources.py), so that `python train.py` needs no download:
+
+    text        <|bos|> tokens of the text           (data.py ends a document with <|im_end|>)
+    chat        <|bos|><|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                                                            ^^^^^^^^^^^^^^^ trained
+
+Two cores train it in 1.7 s on 10.4 MB. 4096 tokens read 3.6 characters a token, 8192 read 4.0 and
+16384 read 4.2, but twice the tokens double the embedding of the `tiny` preset.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from longctx.config import DataArguments, ModelArguments, expanded
+from longctx.data.cache import digest, write_text
+from longctx.data.sources import read_documents, stdlib_files
+from longctx.errors import UserError, print_rank0
+
+VOCAB_SIZE = 8192
+BOS, END, PAD, START = "<|bos|>", "<|im_end|>", "<|pad|>", "<|im_start|>"
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreTrainedTokenizerBase:
+    """The tokenizer named by --tokenizer_name, else the model's own, else the default one.
+
+    Raises UserError when a folder or hub id holds no usable tokenizer.
+    """
+    name = model_args.tokenizer_name or model_args.model_name_or_path
+    if name is None:
+        return default_tokenizer(expanded(data_args.cache_dir))
+    return _pretrained(name, trust_remote_code=model_args.trust_remote_code)
+
+
+def default_tokenizer(cache_dir: Path, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Trains the default tokenizer, or loads it from `cache_dir`; a corrupt file is replaced."""
+    key = digest(vocab_size, platform.python_version(), tokenizers.__version__)
+    path = cache_dir / f"tokenizer-{key}.json"
+    backend = _load_backend(path)
+    if backend is None:
+        print_rank0(f"training a tokenizer of {vocab_size} tokens on Python's standard library")
+        texts = (document.content for document in read_documents(stdlib_files()))
+        backend = train_backend(texts, vocab_size)
+        write_text(path, backend.to_str())
+    return as_pretrained(backend)
+
+
+def as_pretrained(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """A backend of `train_backend` with its special tokens' roles and the chat template."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def train_backend(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with the four special tokens first and <|bos|> before every text."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, END, PAD, START],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, backend.token_to_id(BOS))],
+    )
+    return backend
+
+
+def _load_backend(path: Path) -> Tokenizer | None:
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception for a file it cannot parse
+        print_rank0(f"rebuilding the cached tokenizer {path}: {_one_line(error)}")
+        return None
+
+
+def _pretrained(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    path = expanded(name)
+    options: dict[str, str] = {}
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"{name} does not exist: check the path of the .gguf file")
+        name, options = str(path.parent), {"gguf_file": path.name}
+    elif path.is_dir():
+        name = str(path)
+    elif path.is_file() or name.startswith((".", "/", "~")):
+        raise UserError(f"{name} is no folder with a tokenizer: give another --tokenizer_name")
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # OSError, ValueError, ImportError, KeyError, tokenizers' Exception
+        reason = _one_line(error)
+        raise UserError(
+            f"no tokenizer could be loaded from {name}: give one with --tokenizer_name ({reason})"
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _one_line(error: BaseException, width: int = 160) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= width else text[: width - 3] + "..."

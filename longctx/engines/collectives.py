@@ -1,0 +1,66 @@
+"""What processes ask each other, and how they see a tensor that is shared out among them.
+
+What one process notices (a signal, a full disk, a loss that is not a number) all must act on at the
+same step; otherwise one would save or stop while the others wait in a collective. One process asks
+nobody; several exchange 8 bytes a question.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+
+def all_reduce_max(number: int, device: torch.device) -> int:
+    """The highest `number` of all processes; each must ask in the same order."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return number
+    answer = torch.tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+    return int(answer)
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set in any process."""
+    return bool(all_reduce_max(int(flag), device))
+
+
+def become_one_process() -> None:
+    """Lets `python train.py --deepspeed FILE` run as one process without a launcher."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ |= {name: str(value) for name, value in alone.items()}
+
+
+def destroy_process_group() -> None:
+    """After a barrier: gloo's threads may abort a process that ends while another still works."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def local_shard(tensor: Any) -> Any:
+    """This process' part of a tensor that FSDP2 has sharded; anything else as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole_numel(parameter: Any) -> int:
+    """Elements of the whole parameter, also where ZeRO-3 has put it away."""
+    return getattr(parameter, "ds_numel", None) or parameter.numel()
+
+
+def gathered_bytes(model: PreTrainedModel) -> int:
+    """What an engine that shards weights gathers in bf16: the layer that runs, the next one, and
+    lm_head with its gradient."""
+    layers: Any = model.get_decoder().layers
+    largest = [*layers[:2].parameters(), *2 * [model.get_output_embeddings().weight]]
+    return sum(whole_numel(p) for p in largest) * torch.bfloat16.itemsize

@@ -1,0 +1,111 @@
+"""DeepSpeed ZeRO: --deepspeed ds_configs/zero3_cpu.json, or accelerate launch with its YAML.
+
+DeepSpeed gathers weights in hooks around a module's call and takes gradients from the parameters,
+so the schedule needs no code of its own: decoder layers, final norm and lm_head are called as
+modules, and each returns whole gradients through autograd. Under ZeRO-3 a decoder layer is a
+*leaf*: gathered and released as one, and its size decides how far ahead weights are fetched.
+Gradients are summed in fp32, over processes and over accumulation steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from longctx.config import TrainArguments, installed
+from longctx.engines.builds import build_one_at_a_time
+from longctx.engines.collectives import become_one_process, gathered_bytes, whole_numel
+from longctx.engines.protocol import Engine
+from longctx.errors import UserError
+from longctx.memory.plan import trained_bytes_on_gpu
+
+
+class DeepSpeed(Engine):
+    """ZeRO-1, 2 and 3, with the offloads that its file asks for."""
+
+    name = "deepspeed"
+    steps_itself = True
+
+    @classmethod
+    def requested(cls, options: Any) -> bool:
+        launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true", "yes")
+        return bool(options.deepspeed) or launched
+
+    @classmethod
+    def saved(cls, checkpoint: Path) -> bool:
+        return any(checkpoint.glob("global_step*"))
+
+    def prepare(self, flags: Namespace) -> None:
+        super().prepare(flags)
+        become_one_process()
+
+    def start(self, args: TrainArguments) -> None:
+        super().start(args)
+        if not installed("deepspeed"):
+            raise UserError("this run asks for DeepSpeed: pip install 'longctx[deepspeed]'")
+        if args.on_nonfinite == "skip":
+            raise UserError(
+                "--on_nonfinite skip is impossible with DeepSpeed, which steps by itself: use stop"
+            )
+        import deepspeed
+
+        build_one_at_a_time()
+        # Torch 2.13 deprecates collectives that DeepSpeed calls many times a step.
+        warnings.filterwarnings("ignore", ".*torch.distributed.*deprecated", FutureWarning)
+        backend = "gloo" if args.device.type == "cpu" else "nccl"
+        deepspeed.init_distributed(dist_backend=backend, verbose=False)  # before zero.Init asks it
+
+    def gather_whole(self, model: nn.Module, layers: nn.ModuleList) -> None:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
+
+    def configure(self, trainer: Trainer, args: TrainArguments) -> None:
+        config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+        layers: Any = trainer.model.model.layers  # type: ignore[union-attr]
+        zero = config.setdefault("zero_optimization", {})
+        if zero.get("stage") == 3:  # or `final/` would hold no model
+            zero["stage3_gather_16bit_weights_on_model_save"] = True
+        if zero.get("stage3_prefetch_bucket_size") == "auto":  # one layer ahead
+            zero["stage3_prefetch_bucket_size"] = sum(map(whole_numel, layers[0].parameters()))
+        # DeepSpeed would add up gradients in bf16, over processes and over accumulation steps.
+        if args.world_size > 1:
+            config.setdefault("communication_data_type", "fp32")
+        if args.gradient_accumulation_steps > 1:
+            config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+    def pending_bytes(self, model: PreTrainedModel) -> int:
+        """DeepSpeed has made its states; ZeRO-1 and 2 still make gradients, ZeRO-3 gathers."""
+        parameters = list(model.parameters())
+        sharded = any(hasattr(p, "ds_id") for p in parameters)
+        return trained_bytes_on_gpu(parameters) + (gathered_bytes(model) if sharded else 0)
+
+    def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
+        processes = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
+        if processes == args.world_size:
+            return None
+        return (
+            f"{checkpoint} was saved by {processes} processes and DeepSpeed cannot resume it on "
+            f"{args.world_size}: use --num_processes {processes}, or make whole weights of it "
+            f"(python {checkpoint / 'zero_to_fp32.py'}) and start from those"
+        )
+
+    def checkpoint_copies(self, args: TrainArguments) -> int:
+        """The model's weights as well; all states in fp32."""
+        return 1 + 3 * (2 if args.bf16 or args.fp16 else 1)
+
+    def shutdown(self, args: TrainArguments) -> None:
+        """gloo's threads may abort a process that is already done, and closing the group is not
+        enough here, so CPU processes skip the interpreter's own end."""
+        super().shutdown(args)
+        if args.device.type == "cpu":
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

@@ -1,0 +1,124 @@
+"""What an engine is asked by the rest of longctx; the answers here are plain PyTorch's.
+
+prepare    before transformers opens the process group     the environment, defaults of options
+start      before the model is made                        checks, what must run by then
+random_weights, fills_weights, gather_whole                while the model is made
+configure, clip_grad_norm, pending_bytes                   around a step
+saved, resume_problem, checkpoint_copies, save_model       checkpoints
+shutdown   the last line of a run that went well
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer
+
+from longctx.config import TrainArguments
+from longctx.engines.collectives import destroy_process_group
+from longctx.errors import UserError
+from longctx.memory.plan import pending_bytes
+
+
+class Engine(ABC):
+    """How weights, gradients and optimizer states are laid out over processes and memory."""
+
+    name: ClassVar[str]
+    shards_states: ClassVar[bool] = True
+    """Weights are kept in fp32 by the engine, over processes or in host memory."""
+    steps_itself: ClassVar[bool] = False
+    """The optimizer runs inside `backward`: a step cannot be skipped or run again."""
+    maps_optimizer: ClassVar[bool] = False
+    """A checkpoint's optimizer is read by `torch.load`, which may map the file."""
+
+    @classmethod
+    @abstractmethod
+    def requested(cls, options: Any) -> bool:
+        """Whether the options (flags or TrainingArguments), or `accelerate launch` through the
+        environment, ask for this engine."""
+
+    # --- before the model --------------------------------------------------------------------
+
+    def prepare(self, flags: Namespace) -> None:
+        """Sets what must stand in the environment before transformers opens the process group,
+        and the defaults of options that depend on the engine."""
+        if flags.bf16 is None:
+            on_gpu = torch.cuda.is_available() and not flags.use_cpu
+            flags.bf16 = self.shards_states and on_gpu and not flags.fp16
+
+    def start(self, args: TrainArguments) -> None:
+        """Checks that the engine can run, and starts what must be there before the model.
+
+        Raises UserError where it would fail later, or would silently be another one.
+        """
+        if args.parallelism_config or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+            raise UserError(
+                "a parallelism_config is not supported (tensor, context, sequence or replicated "
+                "data parallelism): each process trains whole rows, and engines shard over all "
+                "processes"
+            )
+
+    # --- the model ---------------------------------------------------------------------------
+
+    @property
+    def fills_weights(self) -> bool:
+        """Whether this process' weights come from the first one: it needs none of its own."""
+        return False
+
+    def random_weights(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Where a preset's weights are made."""
+        return torch.device(device)
+
+    def gather_whole(self, model: nn.Module, layers: nn.ModuleList) -> None:
+        """Makes each decoder layer the unit whose weights are gathered and released as one."""
+        return None
+
+    # --- the trainer -------------------------------------------------------------------------
+
+    def configure(self, trainer: Trainer, args: TrainArguments) -> None:
+        """Completes the engine's settings where its file leaves them open ("auto" or absent)."""
+        return None
+
+    def clip_grad_norm(
+        self, accelerator: Accelerator, parameters: Iterable[Any], max_norm: float
+    ) -> Tensor | None:
+        """Clips gradients to `max_norm` and returns their norm; None: accelerate does it well."""
+        return None
+
+    def pending_bytes(self, model: PreTrainedModel) -> int:
+        """What weights, gradients and Adam will claim on the GPU and have not before step 1."""
+        return pending_bytes(model.parameters())
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def saved(cls, checkpoint: Path) -> bool:
+        """Whether this engine wrote the checkpoint."""
+
+    def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
+        """Why this run cannot resume from the engine's own checkpoint, and what to do instead."""
+        return None
+
+    def checkpoint_copies(self, args: TrainArguments) -> int:
+        """Size of a checkpoint in copies of the model's weights: themselves and Adam's moments."""
+        return 3
+
+    def save_model(self, trainer: Any, path: Path, dtype: torch.dtype) -> None:
+        """Writes the whole model as Hugging Face does, in `dtype`. Every process calls it."""
+        trainer.save_model(str(path))
+
+    # --- the end -----------------------------------------------------------------------------
+
+    def shutdown(self, args: TrainArguments) -> None:
+        """Ends a run that went well: the last line of the program."""
+        destroy_process_group()

@@ -1,0 +1,34 @@
+"""Page-locked host memory of an exact size.
+
+Mapped once and locked by `cudaHostRegister`: torch's pinned allocator rounds each block up to a
+power of two, and takes 3 ms for each in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from longctx.errors import UserError
+from longctx.memory.plan import GIB
+
+
+class PinnedSlab:
+    """Page-locked host memory of exactly `nbytes` bytes (plain memory where there is no GPU)."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.data = torch.empty(nbytes, dtype=torch.uint8)
+        self._locked = device.type == "cuda" and nbytes > 0
+        if self._locked:
+            code = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), nbytes, 0))
+            if code != 0:
+                self._locked = False
+                raise UserError(
+                    f"cannot page-lock {nbytes / GIB:.1f} GiB of host memory for activations "
+                    f"(cudaHostRegister: error {code}); check `ulimit -l` and free memory"
+                )
+
+    def __del__(self) -> None:
+        # Memory that is freed while registered makes copies from its next owner fail.
+        if self._locked and torch is not None and torch.cuda is not None:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())

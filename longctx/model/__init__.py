@@ -1,0 +1,22 @@
+"""The path of x: what happens to a batch between its tokens and the gradients of every weight.
+
+    patch.py        LlamaForCausalLM.forward, replaced on one instance      input_ids -> loss
+      families.py     where a layer's weights are, and whether the schedule may use them
+      runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
+      documents.py    where the documents of a packed batch begin
+      layer.py        one decoder layer, forward and backward by hand       x -> y, dy -> dx
+        projection.py   products, weight gradients summed in fp32
+        attention.py    attention by documents, chosen from backends.py
+      loss.py         lm_head and cross-entropy in chunks                   x -> loss, dx
+
+    embed   layer 0            layer 1                        norm    lm_head + cross-entropy
+    ids -> x ---------> x -----------------> ... ----------> x ---> n -----------> loss
+                 |            |                                                     |
+                 v keep x, o  v keep x, o: GPU or pinned host (longctx/memory)      |
+                 |            |                                                     |
+           <-------- dx <----------- dx <------- ... <------- dx <-- dn <-----------+
+
+docs/schedule.md walks through a layer in ten minutes, with a picture of what exists when.
+Letters, here and in kernels/: T tokens of a batch (B rows of S), D hidden size, F intermediate
+size, H query heads, K key/value heads, d head size, V vocabulary, L tokens of one document.
+"""

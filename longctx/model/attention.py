@@ -1,0 +1,58 @@
+"""Causal grouped-query attention over packed documents, as a pair of functions per backend.
+
+    o, lse     = attention.forward(qkv, documents)                         4 L^2 H d / 2 FLOPs
+    dq, dk, dv = attention.backward(do, qkv, documents, o, lse)            2.5 times that
+
+for each document of L tokens, with s = scale * q @ k.T (causal), o = softmax(s) @ v and
+lse = logsumexp(s). Nothing of size L x L exists and no mask is built: documents are given by their
+boundaries, and a packed row costs the attention of its documents, not of the whole row.
+
+Tokens of all rows of a batch stand one after another (T of them), heads are last but one:
+
+    q, o, do, dq (T, H, d)      k, v, dk, dv (T, K, d)      lse (H, T) fp32      H a multiple of K
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longctx.model.documents import Documents
+
+
+class QKV(NamedTuple):
+    """Queries, keys and values of T tokens, or the gradients of each."""
+
+    q: Tensor  # (T, H, d)
+    k: Tensor  # (T, K, d)
+    v: Tensor  # (T, K, d)
+
+    def of(self, tokens: slice) -> QKV:
+        return QKV(self.q[tokens], self.k[tokens], self.v[tokens])
+
+
+class Attention(ABC):
+    """A backend. Tensors may be strided views; o and lse are written where they lie."""
+
+    @abstractmethod
+    def forward(
+        self,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,  # (T, H, d), written
+        lse: Tensor,  # (H, T) fp32 (fp64 for fp64 inputs), written
+    ) -> None: ...
+
+    @abstractmethod
+    def backward(
+        self,
+        do: Tensor,  # (T, H, d)
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,  # (T, H, d)
+        lse: Tensor,  # (H, T)
+    ) -> QKV: ...  # dq, dk, dv

@@ -1,0 +1,285 @@
+"""The attention backends, in the order of choice on CUDA:
+
+    fa4     flash-attn-4 (optional package), all documents in one launch     Hopper and newer
+    cudnn   torch's cuDNN op, a launch per document                          Ampere and newer
+    flash   torch's FlashAttention-2 op, all documents in one launch; on CPUs torch's own flash op
+    math    plain torch in tiles of queries: any device and dtype, the reference
+
+A new one is a class with `forward` and `backward` (or, one document at a time, those of
+`PerDocument`), a line in `choose_attention`, and a row in tests/model/test_attention.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from longctx.config import installed
+from longctx.errors import UserError, print_rank0
+from longctx.model.attention import QKV, Attention
+from longctx.model.documents import Documents
+
+aten = torch.ops.aten
+
+
+def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Attention]:
+    """The backend `name` asks for, or for `auto` the fastest that runs here, and its name.
+
+    Raises UserError if what was asked for cannot run on this device or with this dtype.
+    """
+    if name in ("fa2", "sdpa", "eager"):
+        raise UserError(
+            f"--attn_backend {name} is for --class_type vanilla and liger; "
+            "custom takes fa4, cudnn, flash, math or auto"
+        )
+    half = dtype in (torch.bfloat16, torch.float16)
+    if device.type == "cpu":
+        if name == "auto":
+            name = "flash" if dtype in (torch.float32, torch.float64, torch.bfloat16) else "math"
+        if name not in ("flash", "math"):
+            raise UserError(f"--attn_backend {name} needs a GPU; on this machine use flash or math")
+        return name, FlashOnCpu() if name == "flash" else Math()
+    has_fa4 = _has_fa4(device)
+    if name == "auto":
+        name = "math" if not half else "fa4" if has_fa4 else "cudnn"
+    if name != "math" and not half:
+        raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
+    if name == "fa4" and not has_fa4:
+        raise UserError(
+            "--attn_backend fa4 needs flash-attn-4 and a Hopper or newer GPU: "
+            "pip install 'longctx[fa4]', or use cudnn or flash"
+        )
+    backends: dict[str, type[Attention]] = {
+        "fa4": FlashAttention4,
+        "cudnn": Cudnn,
+        "flash": Flash,
+        "math": Math,
+    }
+    return name, backends[name]()
+
+
+def _has_fa4(device: torch.device) -> bool:
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    if not installed("flash_attn"):
+        return False
+    try:
+        importlib.import_module("flash_attn.cute.interface")
+    except Exception as error:  # half installed, its CUDA libraries refuse to load with any of them
+        print_rank0(
+            f"flash-attn-4 is installed but does not load: {' '.join(str(error).split())[:200]}"
+        )
+        return False
+    return True
+
+
+class FlashAttention4(Attention):
+    """flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`), variable-length form."""
+
+    def __init__(self) -> None:
+        from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+        self._forward, self._backward = _flash_attn_fwd, _flash_attn_bwd
+
+    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
+        bounds = self._bounds(documents)
+        self._forward(*qkv, softmax_scale=scale, causal=True, out=o, lse=lse, **bounds)
+
+    def backward(
+        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+    ) -> QKV:
+        grads = self._backward(
+            *(*qkv, o, do, lse),
+            softmax_scale=scale,
+            causal=True,
+            # dq is summed with atomics otherwise, in an order that changes from run to run.
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._bounds(documents),
+        )
+        return QKV(*grads)
+
+    @staticmethod
+    def _bounds(documents: Documents) -> dict[str, Tensor | int]:
+        bounds, longest = documents.cu_seqlens, max(documents.lengths)
+        return dict(
+            cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest
+        )
+
+
+class Flash(Attention):
+    """torch's FlashAttention-2 on CUDA, variable-length form."""
+
+    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
+        bounds, longest = documents.cu_seqlens, max(documents.lengths)
+        o_new, lse_new, *_ = aten._flash_attention_forward(
+            *(*qkv, bounds, bounds, longest, longest, 0.0, True, False), scale=scale
+        )
+        o.copy_(o_new)
+        lse.copy_(lse_new)
+
+    def backward(
+        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+    ) -> QKV:
+        bounds, longest = documents.cu_seqlens, max(documents.lengths)
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
+        grads = aten._flash_attention_backward(
+            *(do, *qkv, o, lse, bounds, bounds, longest, longest, 0.0, True),
+            *(no_dropout, no_dropout[:0]),
+            scale=scale,
+        )
+        return QKV(*grads)
+
+
+class PerDocument(Attention):
+    """A backend without a variable-length form: documents are looped over."""
+
+    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
+        for doc in documents.slices():
+            o[doc], lse[:, doc] = self.document_forward(qkv.of(doc), scale)
+
+    def backward(
+        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+    ) -> QKV:
+        whole = QKV(*map(torch.empty_like, qkv))
+        for doc in documents.slices():
+            grads = self.document_backward(do[doc], qkv.of(doc), scale, o[doc], lse[:, doc])
+            for out, grad in zip(whole, grads, strict=True):
+                out[doc] = grad
+        return whole
+
+    @abstractmethod
+    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+        """o (L, H, d) and lse (H, L) of one document of L tokens"""
+
+    @abstractmethod
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of one document"""
+
+
+class Math(PerDocument):
+    """Plain torch, in tiles of queries so that scores stay at (H, TILE, L)."""
+
+    TILE = 1024
+
+    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+        keys, values = (_heads_first(x, qkv.q) for x in qkv[1:])
+        o, lse = [], []
+        for start, q in self._tiles(qkv.q):
+            scores = _scores(q, keys, start, scale)
+            lse.append(scores.logsumexp(-1))
+            p = torch.exp(scores - lse[-1][:, :, None])
+            o.append((p @ values.to(p.dtype)).transpose(0, 1))
+        return torch.cat(o), torch.cat(lse, dim=1)
+
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q."""
+        keys, values = (_heads_first(x, qkv.q).to(lse.dtype) for x in qkv[1:])
+        dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)  # (H, L, d)
+        for start, q in self._tiles(qkv.q):
+            tile = slice(start, start + len(q))
+            p = torch.exp(_scores(q, keys, start, scale) - lse[:, tile, None])
+            q_HTd, do_HTd, o_HTd = (x.transpose(0, 1).to(p.dtype) for x in (q, do[tile], o[tile]))
+            delta = (do_HTd * o_HTd).sum(-1, keepdim=True)
+            ds = p * (do_HTd @ values.mT - delta) * scale
+            dq.append((ds @ keys).transpose(0, 1))
+            dk += ds.mT @ q_HTd
+            dv += p.mT @ do_HTd
+        return torch.cat(dq), _sum_groups(dk, qkv.k), _sum_groups(dv, qkv.v)
+
+    def _tiles(self, q: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for start in range(0, len(q), self.TILE):
+            yield start, q[start : start + self.TILE]
+
+
+class FlashOnCpu(PerDocument):
+    """torch's flash op for CPUs. It wants as many key/value heads as query heads."""
+
+    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv
+        o_BHTd, lse_BHT = aten._scaled_dot_product_flash_attention_for_cpu(
+            *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, True, scale=scale
+        )
+        return o_BHTd[0].transpose(0, 1), lse_BHT[0]
+
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_batched(do, q, _repeat(k, q), _repeat(v, q), o), lse[None], 0.0, True, scale=scale
+        )
+        dk, dv = (_sum_groups(grad[0].to(lse.dtype), k) for grad in (dk, dv))
+        return dq[0].transpose(0, 1), dk, dv
+
+
+class Cudnn(PerDocument):
+    """torch's cuDNN attention op.
+
+    It refuses documents of one token; there o = v, dv = do, dq = dk = 0 and lse is the score.
+    """
+
+    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv
+        if len(q) == 1:
+            score = (q * _repeat(k, q)).sum(-1, dtype=torch.float32) * scale
+            return _repeat(v, q), score.t()
+        o_BHTd, lse_BHT1, *_ = aten._scaled_dot_product_cudnn_attention(
+            *_batched(q, k, v), None, True, 0.0, True, scale=scale
+        )
+        return o_BHTd[0].transpose(0, 1), lse_BHT1[0].reshape(q.shape[1], -1)
+
+    def document_backward(
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = qkv
+        length = len(q)
+        if length == 1:
+            dv = do.unflatten(1, (k.shape[1], -1)).sum(2)
+            return torch.zeros_like(q), torch.zeros_like(k), dv
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *_batched(do, q, k, v, o),
+            lse[None, :, :, None].contiguous(),
+            *(no_dropout, no_dropout, None, None, None, length, length, 0.0, True),
+            scale=scale,
+        )
+        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
+
+
+def _batched(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(L, H, d) -> (1, H, L, d) views"""
+    return tuple(x.transpose(0, 1)[None] for x in tensors)
+
+
+def _repeat(kv: Tensor, q: Tensor) -> Tensor:
+    """(L, K, d) -> (L, H, d): each kv head stands before the H/K query heads that share it"""
+    return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
+
+
+def _heads_first(kv: Tensor, q: Tensor) -> Tensor:
+    """(L, K, d) -> (H, L, d)"""
+    return _repeat(kv, q).transpose(0, 1)
+
+
+def _sum_groups(grad_HLd: Tensor, kv: Tensor) -> Tensor:
+    """(H, L, d) -> (L, K, d): a kv head's gradient is the sum over its query heads"""
+    K = kv.shape[1]
+    return grad_HLd.unflatten(0, (K, -1)).sum(1).transpose(0, 1)
+
+
+def _scores(q_THd: Tensor, keys_HLd: Tensor, offset: int, scale: float) -> Tensor:
+    """(H, T, L) in fp32 or fp64, -inf above the diagonal; the tile's first query is at `offset`."""
+    dtype = torch.float64 if q_THd.dtype == torch.float64 else torch.float32
+    scores = (q_THd.transpose(0, 1).to(dtype) @ keys_HLd.to(dtype).mT) * scale
+    T, L = scores.shape[-2:]
+    rows = torch.arange(offset, offset + T, device=scores.device)[:, None]
+    columns = torch.arange(L, device=scores.device)
+    return scores.masked_fill_(columns > rows, float("-inf"))

@@ -1,0 +1,99 @@
+"""What a patched model carries besides its weights, and the schedule it makes of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.memory.plan import Sizes, default_head_groups, default_tile_tokens, pending_bytes
+from longctx.memory.store import ActivationStore
+from longctx.model.attention import Attention
+from longctx.model.documents import Documents
+from longctx.model.layer import Schedule
+from longctx.model.loss import LOGITS_BYTES
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """The attribute `longctx` of a patched model: no module and no buffer, so that nothing of it
+    reaches the state dict."""
+
+    args: ModelArguments
+    attention: Attention
+    store: ActivationStore
+    dtype: torch.dtype
+    """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
+    label_smoothing: float = 0.0
+    pending_bytes: Callable[[PreTrainedModel], int] = lambda model: pending_bytes(
+        model.parameters()
+    )
+    """What else the first step will claim on the GPU; an engine knows better."""
+    reserved_tokens: int = 0
+    """The longest batch for which the store has room."""
+    warned: set[str] = field(default_factory=set)
+    """Reasons already printed for running Hugging Face's layers."""
+
+    def reserve(self, model: LlamaForCausalLM, tokens: int) -> None:
+        """Makes room for the activations of `tokens` tokens, once per longest batch so far."""
+        if tokens <= self.reserved_tokens:
+            return
+        self.reserved_tokens = tokens
+        config = model.config
+        sizes = Sizes(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_attention_heads,
+            head_dim=model.model.layers[0].self_attn.head_dim,
+            vocab=config.vocab_size,
+            itemsize=self.dtype.itemsize,
+            keep_attention=self.args.keep_attention,
+        )
+        working_bytes = sizes.working_bytes(tokens, LOGITS_BYTES) + self.pending_bytes(model)
+        self.store.reserve(sizes.layers, sizes.kept_bytes(tokens), working_bytes)
+
+
+def runtime_of(model: Any) -> Runtime | None:
+    """What `patch` attached to the model; None for one that runs as Hugging Face made it."""
+    return getattr(model, "longctx", None)
+
+
+def make_schedule(
+    model: LlamaForCausalLM,
+    runtime: Runtime,
+    embedded: Tensor,  # (B, S, D)
+    position_ids: Tensor,  # (B, S)
+    attention_mask: Tensor | None,  # (B, S)
+) -> Schedule:
+    """What the layers share for this batch. Raises UserError for head groups that do not divide
+    the key/value heads."""
+    config, args, tokens = model.config, runtime.args, position_ids.numel()
+    rotary = model.model.rotary_emb
+    # Called for its side effect: dynamic RoPE sets inv_freq by the longest position.
+    rotary(embedded[:1, :1], position_ids.max().view(1, 1))
+    kv_heads: int = config.num_key_value_heads or config.num_attention_heads
+    head_groups = args.head_groups or default_head_groups(tokens, kv_heads)
+    if kv_heads % head_groups:
+        raise UserError(
+            f"--head_groups {head_groups} must divide the model's {kv_heads} key/value heads"
+        )
+    return Schedule(
+        documents=Documents.from_position_ids(position_ids, attention_mask),
+        position_ids=position_ids.flatten(),
+        inv_freq=rotary.inv_freq.float(),
+        attention_scaling=rotary.attention_scaling,
+        head_dim=model.model.layers[0].self_attn.head_dim,
+        eps=config.rms_norm_eps,
+        attention=runtime.attention,
+        store=runtime.store,
+        tile_tokens=args.tile_tokens or default_tile_tokens(tokens),
+        head_groups=head_groups,
+        keep_attention=args.keep_attention,
+    )

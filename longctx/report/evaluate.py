@@ -1,0 +1,288 @@
+"""What a model makes of a long context: loss by position, and needles found in long texts.
+
+    longctx eval runs/books/final --eval_file held-out/*.txt --seq_len 32768 --output eval.json
+
+Loss by position: windows of seq_len tokens of single documents, no packing; the mean loss of the
+tokens in each of the buckets 0..1/16, 1/16..1/4, 1/4..1/2 and 1/2..1 of seq_len (at 32768: 0-2K,
+2K-8K, 8K-16K, 16K-32K). A model that uses its context has a loss that falls with position;
+one beyond its positions has a loss that explodes. Needles: longctx/needle.py, at 1/8, 1/4, 1/2 and
+all of seq_len.
+
+The model runs as plain Hugging Face, without labels; logits are made 1024 tokens at a time, so a
+window costs its attention and little memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from longctx.config import DataArguments, ModelArguments
+from longctx.data.encoding import encode
+from longctx.data.sources import find_files, read_documents
+from longctx.data.tokenizer import load_tokenizer
+from longctx.errors import UserError, writing
+from longctx.report.needle import DEPTHS, needles
+from longctx.report.page import pyplot
+from longctx.run.loading import load_config, load_model
+
+LOGIT_TOKENS = 1024
+Result = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="longctx eval", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("model", help="folder or hub id")
+    parser.add_argument("--eval_file", nargs="+", required=True, help="files, folders or globs")
+    parser.add_argument("--seq_len", type=int, default=32768, help="tokens in a window")
+    parser.add_argument(
+        "--rope_scaling",
+        default="none",
+        choices=["none", "yarn", "linear"],
+        help="as in train.py, for a model that was not trained to --seq_len; none extrapolates",
+    )
+    parser.add_argument("--windows", type=int, default=16, help="windows for the loss, at most")
+    parser.add_argument("--repeats", type=int, default=4, help="needles for every length and depth")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--name", help="what to call the model; default: its path")
+    parser.add_argument("--output", type=Path, help="JSON file; others' results in it stay")
+    parser.add_argument("--plot", type=Path, help="picture of all results in --output")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's own code")
+    args = parser.parse_args(argv)
+    if args.plot and not args.output:
+        raise UserError("--plot draws what --output holds: give both")
+    for name in ("windows", "repeats"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    model_args = ModelArguments(
+        model_name_or_path=args.model,
+        class_type="vanilla",
+        seq_len=args.seq_len,
+        extend_context=True,
+        rope_scaling=args.rope_scaling,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if args.output:
+        read_results(args.output)
+    if args.plot:
+        check_picture(args.plot)
+    try:
+        result = evaluate(model_args, args.eval_file, args.windows, args.repeats)
+    except torch.OutOfMemoryError as error:
+        raise UserError("out of GPU memory: a shorter --seq_len or --dtype bfloat16") from error
+    result = {"name": args.name or args.model, **result}
+    print(summary(result))
+    if args.output:
+        earlier = read_results(args.output)  # again: another evaluation may have ended
+        results = [old for old in earlier if old["name"] != result["name"]] + [result]
+        write_results(args.output, results)
+        if args.plot:
+            with writing(args.plot):
+                draw(results).savefig(args.plot, dpi=120)
+
+
+def evaluate(
+    model_args: ModelArguments, eval_files: list[str], windows: int, repeats: int
+) -> Result:
+    """Both measures of a model on held-out text.
+
+    Raises UserError if no document has `seq_len` tokens.
+    """
+    seq_len = model_args.seq_len
+    if seq_len < 64:
+        raise UserError(f"--seq_len must be at least 64 for an evaluation, got {seq_len}")
+    tokenizer = load_tokenizer(model_args, DataArguments())
+    texts = cut_windows(eval_files, tokenizer, seq_len, windows)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lengths = [seq_len // 8, seq_len // 4, seq_len // 2, seq_len]
+    next(needles(texts, tokenizer, lengths=lengths, repeats=1))  # too short for one?
+    config = load_config(model_args, vocab_size=len(tokenizer))
+    model = load_model(model_args, config, device=device).to(device).eval()  # type: ignore[arg-type]
+    return {
+        "seq_len": seq_len,
+        "rope": dict(model.config.rope_parameters),
+        "windows": len(texts),
+        "loss_by_position": loss_by_position(model, texts, device),
+        "needles": find_needles(model, tokenizer, texts, lengths, repeats, device),
+    }
+
+
+def cut_windows(
+    files: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int, windows: int
+) -> list[np.ndarray]:
+    """At most `windows` stretches of seq_len tokens, each of one document: the first of every
+    document before the second of any."""
+    documents = [d for d in read_documents(find_files(files)) if d.kind == "text"]
+    ids = [piece.input_ids for piece in encode(documents, tokenizer)]
+    cut = [
+        [tokens[i : i + seq_len] for i in range(0, len(tokens) - seq_len + 1, seq_len)]
+        for tokens in ids
+    ]
+    chosen = [text for turn in zip_longest(*cut) for text in turn if text is not None]
+    if not chosen:
+        longest = max(map(len, ids), default=0)
+        raise UserError(
+            f"no document of {', '.join(files)} has {seq_len} tokens (the longest has {longest}): "
+            "give longer ones, or a shorter --seq_len"
+        )
+    return chosen[:windows]
+
+
+@torch.no_grad()
+def token_losses(model: PreTrainedModel, input_ids: Tensor) -> Tensor:  # (1, S) -> (S - 1,) fp32
+    """The loss of every token but the first, with logits of LOGIT_TOKENS tokens at a time."""
+    hidden = _hidden(model, input_ids)[0, :-1]
+    head = model.get_output_embeddings()
+    losses = [
+        torch.nn.functional.cross_entropy(head(part).float(), labels, reduction="none")
+        for part, labels in zip(
+            hidden.split(LOGIT_TOKENS), input_ids[0, 1:].split(LOGIT_TOKENS), strict=True
+        )
+    ]
+    return torch.cat(losses)
+
+
+def loss_by_position(
+    model: PreTrainedModel, texts: list[np.ndarray], device: torch.device
+) -> list[Result]:
+    """One line a bucket: mean loss over windows, and the standard error of that mean."""
+    losses = torch.stack([token_losses(model, _batch(text, device)).cpu() for text in texts])
+    seq_len = len(texts[0])
+    edges = [0, seq_len // 16, seq_len // 4, seq_len // 2, seq_len]
+    lines = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        means = losses[:, max(0, start - 1) : end - 1].mean(1)  # column i is the token i + 1
+        error = float(means.std() / math.sqrt(len(means))) if len(means) > 1 else None
+        lines.append(
+            {"start": start, "end": end, "loss": float(means.mean()), "standard_error": error}
+        )
+    return lines
+
+
+@torch.no_grad()
+def find_needles(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[np.ndarray],
+    lengths: list[int],
+    repeats: int,
+    device: torch.device,
+) -> list[Result]:
+    """One line for every length and depth: the share of needles found."""
+    found: dict[tuple[int, float], list[bool]] = {}
+    for needle in needles(texts, tokenizer, lengths=lengths, repeats=repeats):
+        input_ids = _batch(needle.input_ids, device)
+        n = needle.answer_tokens
+        hidden = _hidden(model, input_ids)[0, -n - 1 : -1]
+        guess = model.get_output_embeddings()(hidden).argmax(-1)
+        right = bool((guess == input_ids[0, -n:]).all())
+        found.setdefault((needle.tokens, needle.depth), []).append(right)
+    return [
+        {"tokens": tokens, "depth": depth, "found": sum(hits) / len(hits), "tries": len(hits)}
+        for (tokens, depth), hits in found.items()
+    ]
+
+
+def score(result: Result) -> float:
+    """The share of all needles that were found."""
+    return float(np.mean([line["found"] for line in result["needles"]]))
+
+
+def summary(result: Result) -> str:
+    """A few lines for people."""
+    lines = [f"{result['name']}: {result['windows']} windows of {result['seq_len']} tokens"]
+    for bucket in result["loss_by_position"]:
+        spread = bucket["standard_error"]
+        error = "" if spread is None else f" +- {spread:.4f}"
+        lines.append(f"  loss {bucket['start']:>6}-{bucket['end']:<6} {bucket['loss']:.4f}{error}")
+    for tokens in sorted({line["tokens"] for line in result["needles"]}):
+        share = np.mean([line["found"] for line in result["needles"] if line["tokens"] == tokens])
+        lines.append(f"  needles found at {tokens:>6} tokens: {share:.0%}")
+    return "\n".join([*lines, f"  needles found in all: {score(result):.0%}"])
+
+
+def read_results(path: Path) -> list[Result]:
+    """What the file holds, [] if there is none yet.
+
+    Raises UserError for another file, and for a place that may not be written.
+    """
+    with writing(path):
+        text = path.read_bytes() if path.exists() else b"[]"
+    try:
+        results = json.loads(text)
+        for old in results:
+            old["name"], old["loss_by_position"][0]["loss"], old["needles"][0]["found"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path} holds no results of longctx eval: give another file") from error
+    return results
+
+
+def write_results(path: Path, results: list[Result]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def check_picture(path: Path) -> None:
+    """Raises UserError where a picture could not be written after hours of work."""
+    if path.suffix[1:].lower() not in pyplot().figure().canvas.get_supported_filetypes():
+        raise UserError(f"cannot write {path}: name it .png, .pdf or .svg")
+    with writing(path):
+        pass
+
+
+def draw(results: Sequence[Result]) -> Any:
+    """Loss by position for all models, and a grid of needles (length by depth) for each."""
+    figure, axes = pyplot().subplots(
+        1, 1 + len(results), figsize=(4.5 + 3 * len(results), 3.6), layout="constrained"
+    )
+    for number, result in enumerate(results):
+        buckets = result["loss_by_position"]
+        style = dict(marker="o", linestyle=("-", "--")[number % 2], label=result["name"])
+        labels = [f"{_short(b['start'])}-{_short(b['end'])}" for b in buckets]
+        axes[0].plot(labels, [b["loss"] for b in buckets], **style)
+    axes[0].set(title="loss by position", xlabel="tokens", ylabel="loss")
+    axes[0].tick_params(axis="x", labelsize=8)
+    axes[0].legend(fontsize=7)
+    for axis, result in zip(axes[1:], results, strict=True):
+        lengths = sorted({line["tokens"] for line in result["needles"]})
+        found = {(line["tokens"], line["depth"]): line["found"] for line in result["needles"]}
+        grid = [[found[tokens, depth] for tokens in lengths] for depth in DEPTHS]
+        axis.imshow(grid, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        axis.grid(False)
+        for (tokens, depth), share in found.items():
+            at = (lengths.index(tokens), DEPTHS.index(depth))
+            colour = "white" if share > 0.6 else "black"
+            axis.text(*at, f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
+        axis.set_xticks(range(len(lengths)), [_short(tokens) for tokens in lengths])
+        axis.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
+        axis.set(title=f"{result['name']}: {score(result):.0%} of needles", xlabel="tokens")
+        axis.set_ylabel("depth")
+    return figure
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
+
+
+def _hidden(model: PreTrainedModel, input_ids: Tensor) -> Tensor:  # (1, S) -> (1, S, D)
+    return model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+
+
+def _batch(ids: np.ndarray, device: torch.device) -> Tensor:  # (S,) -> (1, S)
+    return torch.as_tensor(ids, dtype=torch.int64, device=device)[None]

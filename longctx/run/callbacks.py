@@ -1,0 +1,111 @@
+"""Around a training step: room for activations, the clock, `metrics.jsonl`, the console."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ProgressCallback, TrainerCallback
+
+from longctx.errors import print_rank0
+from longctx.model.runtime import Runtime
+from longctx.run import METRICS
+from longctx.run.metrics import Throughput
+
+
+class Reserve(TrainerCallback):
+    """Makes room for the activations when everything else has its memory, before the first step:
+    host memory that is short shows there."""
+
+    def __init__(self, runtime: Runtime, tokens: int) -> None:
+        self.runtime, self.tokens = runtime, tokens
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.runtime.reserve(kwargs["model"], self.tokens)
+
+
+class Clock(TrainerCallback):
+    """Times steps from the end of one to the end of the next, saves and evaluations left out."""
+
+    def __init__(self, throughput: Throughput) -> None:
+        self.throughput = throughput
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.throughput.start_clock()
+
+    on_save = on_evaluate = on_train_begin
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # once a step; the loss is read there anyway
+        self.throughput.step_done()
+
+
+class MetricsFile(TrainerCallback):
+    """Appends every logged line to `metrics.jsonl`; a resumed run drops the lines it repeats."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        path = Path(args.output_dir) / METRICS
+        if not state.is_world_process_zero or not path.exists():
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = text[: text.rfind("\n") + 1].splitlines()  # a killed run may leave half a line
+        kept = [line for line in lines if _step(line) <= state.global_step]
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            print_rank0(f"{path} keeps lines of steps that are repeated: {error.strerror}")
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kw: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / METRICS
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+        except OSError as error:
+            print_rank0(f"step {state.global_step} is missing in {path}: {error.strerror}")
+
+
+def _step(line: str) -> float:
+    """The step of a line of metrics.jsonl; beyond all steps for one that is damaged."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return float("inf")
+
+
+class Console(ProgressCallback):
+    """The progress bar, with one readable line per logged step."""
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kw: Any
+    ) -> None:
+        if not logs or not {"loss", "eval_loss"} & logs.keys():
+            return
+        if state.is_world_process_zero and self.training_bar is not None:
+            self.training_bar.write(format_line(state.global_step, state.max_steps, logs))
+
+
+def format_line(step: int, steps: int, logs: dict[str, float]) -> str:
+    """One logged step for people: `step 3/40  loss 8.71  lr 3.0e-04  grad 1.2  4.1k tok/s ...`."""
+    formats = {
+        "loss": "loss {:.4f}",
+        "eval_loss": "eval loss {:.4f}",
+        "learning_rate": "lr {:.2e}",
+        "grad_norm": "grad {:.3g}",
+        "step_s": "{:.2f} s/step",
+        "tokens_per_s": "{:,.0f} tok/s",
+        "mfu": "MFU {:.1%}",
+        "peak_gpu_gib": "GPU {:.2f} GiB",
+        "peak_host_gib": "host {:.2f} GiB",
+    }
+    figures = [form.format(float(logs[key])) for key, form in formats.items() if key in logs]
+    return "  ".join([f"step {step}/{steps}", *figures])

@@ -1,0 +1,254 @@
+"""Loads what a run trains: configuration, weights and dtype, checked before heavy work.
+
+A model comes from a folder, a GGUF file or the hub, or is one of presets.py with random weights.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from longctx.config import ModelArguments, installed
+from longctx.engines import Engine, Plain
+from longctx.engines.collectives import whole_numel
+from longctx.errors import UserError, print_rank0
+from longctx.model.backends import choose_attention
+from longctx.model.patch import patch
+from longctx.run.presets import PRESETS
+
+_HF_ATTENTION = {
+    "sdpa": "sdpa",
+    "eager": "eager",
+    "fa2": "flash_attention_2",
+    "fa4": "flash_attention_4",
+}
+
+
+def load_config(
+    args: ModelArguments, *, vocab_size: int, special_ids: Mapping[str, int | None] | None = None
+) -> PretrainedConfig:
+    """The model's configuration, checked against the run before any weight is touched.
+
+    `vocab_size` and `special_ids` (`bos_token_id`, ...) are the tokenizer's. A preset takes the
+    latter and, if it has no vocabulary of its own (tiny), the former.
+    Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
+    """
+    if args.model_name_or_path is None:
+        preset = PRESETS[args.preset or "tiny"]
+        config = LlamaConfig(**{"vocab_size": vocab_size, **preset, **(special_ids or {})})
+    else:
+        name, where = _pretrained(args)
+        try:
+            config = AutoConfig.from_pretrained(name, **where)
+        except Exception as error:  # a file's values raise as many types as there are checks
+            raise _unreadable(args, error) from error
+        if getattr(config, "num_hidden_layers", 1) < 1:
+            raise UserError(f"{args.model_name_or_path}: its config.json has no layers")
+    if args.class_type == "custom" and config.model_type != "llama":
+        raise UserError(
+            f"--class_type custom patches models of the Llama family; {args.model_name_or_path} "
+            f"is of type {config.model_type!r}: use --class_type vanilla or liger"
+        )
+    _check_context(config, args)
+    return config
+
+
+def check_request(args: ModelArguments, device: torch.device) -> None:
+    """Raises UserError where the class type or the attention needs a package or GPU that is not
+    there. Cheap: call it before data is read."""
+    if args.class_type == "custom":
+        choose_attention(args.attn_backend, device, _dtype(args.dtype, device))
+    else:
+        _check_liger(args, device)
+        _hf_attention(args, device)
+
+
+def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
+    """The size of the model's parameters, without making them; 0 for a class that is not
+    transformers' own."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        return 0
+    with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes
+        model = kind(config)
+    return sum(p.numel() for p in model.parameters()) * _dtype(args.dtype, device).itemsize
+
+
+def load_model(
+    args: ModelArguments,
+    config: PretrainedConfig,
+    *,
+    device: torch.device,
+    engine: Engine | None = None,
+) -> PreTrainedModel:
+    """The model in `args.dtype`, patched as `args.class_type` says; prints what was patched.
+
+    Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
+    parts); a preset's are random (seed them with `transformers.set_seed`).
+    Raises UserError where a package or a GPU is missing.
+    """
+    engine = engine or Plain()
+    check_request(args, device)
+    dtype = _dtype(args.dtype, device)
+    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
+    if args.model_name_or_path is None or engine.fills_weights:
+        with engine.random_weights(device):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=args.trust_remote_code,
+            )
+    else:
+        name, where = _pretrained(args)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, attn_implementation=attention, **where
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
+            raise _unreadable(args, error) from error
+        except pickle.UnpicklingError as error:
+            raise UserError(
+                f"{args.model_name_or_path} holds a file that is damaged or would run code when "
+                "read; nothing of it was run"
+            ) from error
+        if "gguf_file" in where:
+            forget_gguf(model)
+    patched = patch(model, args, device)
+    print_rank0(
+        f"{args.class_type}: {type(model).__name__}, "
+        f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
+    )
+    return model
+
+
+def _unreadable(args: ModelArguments, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    if "custom code" in reason:
+        reason = "it ships code of its own; read it, and if you trust it add --trust_remote_code"
+    return UserError(f"cannot load a model from {args.model_name_or_path!r}: {reason}")
+
+
+def _check_liger(args: ModelArguments, device: torch.device) -> None:
+    if args.class_type != "liger":
+        return
+    if not installed("liger_kernel"):
+        raise UserError("--class_type liger needs Liger-Kernel: pip install 'longctx[liger]'")
+    if device.type == "cpu":
+        raise UserError(
+            "--class_type liger needs a GPU (Liger-Kernel has Triton kernels only); "
+            "on this machine use --class_type vanilla or custom"
+        )
+
+
+def _hf_attention(args: ModelArguments, device: torch.device) -> str:
+    """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger."""
+    backend: str = args.attn_backend
+    modules = {"fa2": "flash_attn", "fa4": "flash_attn.cute"}
+    if backend == "auto":
+        # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,
+        # which it refuses.
+        backend = "sdpa"
+    if backend not in _HF_ATTENTION:
+        raise UserError(
+            f"--attn_backend {backend} is for --class_type custom; {args.class_type} takes "
+            f"{', '.join(_HF_ATTENTION)} or auto"
+        )
+    if backend in modules:
+        if device.type != "cuda":
+            raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")
+        if not installed(modules[backend]):
+            package = {"fa2": "flash-attn", "fa4": "'longctx[fa4]'"}[backend]
+            raise UserError(f"--attn_backend {backend} is not installed: pip install {package}")
+    return _HF_ATTENTION[backend]
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` takes: a folder or hub id, and the keywords a GGUF file needs."""
+    name = args.model_name_or_path
+    assert name is not None
+    where: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    if name.endswith(".gguf"):
+        path = Path(name)
+        if not path.is_file():
+            raise UserError(f"no such GGUF file: {name}")
+        if not installed("gguf"):
+            raise UserError(f"{name} needs the gguf package: pip install gguf")
+        return str(path.parent), {**where, "gguf_file": path.name}
+    return name, where
+
+
+def forget_gguf(model: Any) -> None:
+    """A GGUF's weights are dequantised on loading, but the model still says it is quantised, and
+    then can be neither trained nor saved."""
+    model.is_quantized = False
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+
+
+def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
+    """Refuses rows longer than the model's positions, or says what RoPE does with them."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or args.seq_len <= limit:  # vanilla also runs models without positions
+        return
+    if args.rope_scaling != "none":
+        _scale_rope(config, args)
+        return
+    if not args.extend_context:
+        raise UserError(
+            f"--seq_len {args.seq_len} is above the model's max_position_embeddings {limit}: "
+            "shorten it, scale its RoPE (--rope_scaling yarn), or add --extend_context to train "
+            "beyond with RoPE as it is"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    says = {
+        "default": "keeps its frequencies, so the new positions are extrapolated",
+        "dynamic": f"raises its base for rows beyond {limit}",
+    }.get(kind, f"keeps its factor {rope.get('factor')}, so the new positions are extrapolated")
+    # yarn, dynamic and longrope compute their frequencies from max_position_embeddings.
+    if kind in ("default", "linear", "llama3"):
+        config.max_position_embeddings = args.seq_len
+    print_rank0(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind!r} {says}")
+
+
+def _scale_rope(config: PretrainedConfig, args: ModelArguments) -> None:
+    """Stretches the model's RoPE by seq_len / its positions. The saved config says so too, and any
+    transformers reads it. YaRN: Peng et al. 2023, arXiv 2309.00071."""
+    rope = dict(config.rope_parameters or {})
+    limit = config.max_position_embeddings
+    if rope.get("rope_type", "default") != "default":
+        raise UserError(
+            f"--rope_scaling {args.rope_scaling} starts from plain RoPE, but this model's is "
+            f"{rope['rope_type']!r} already: leave it out, or use --extend_context"
+        )
+    factor = args.seq_len / limit
+    rope |= {"rope_type": args.rope_scaling, "factor": factor}
+    if args.rope_scaling == "yarn":
+        rope["original_max_position_embeddings"] = limit
+    config.rope_parameters = rope
+    config.max_position_embeddings = args.seq_len
+    kind = f"{args.rope_scaling} by {factor:g}"
+    print_rank0(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind}")

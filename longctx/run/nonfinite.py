@@ -1,0 +1,210 @@
+"""A loss or gradient that is not a number: noticed before it reaches the weights, then explained.
+
+Every step one number is read, the gradient norm that is computed anyway; nothing is hooked. Only
+after a failure the step's rows run once more, one by one, until the first cause is found:
+
+    weights    one is not finite: the run was broken before this step
+    forward    the first module whose output is not finite, and the document it happened in
+    backward   the first parameter, in the order of backward, whose gradient is not finite (clipping
+               by a norm that is not finite has overwritten the step's own gradients)
+
+`--on_nonfinite stop` ends the run there; the last checkpoint is from before. `skip` throws the
+step's gradients away, so that the optimizer leaves weights and states as they are, and goes on
+with the next rows; PATIENCE steps in a row are an error all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from longctx.engines.collectives import any_rank
+from longctx.errors import UserError, print_rank0
+from longctx.model.runtime import runtime_of
+
+PATIENCE = 10
+SHOWN_DOCUMENTS = 8
+Names = Callable[[list[int]], list[str]]
+Batch = dict[str, Tensor]  # input_ids, labels, position_ids, documents: (B, S)
+
+
+@dataclass(kw_only=True)
+class NonFinite:
+    """Watches the steps of one run."""
+
+    action: Literal["stop", "skip"]
+    names: Names
+    """Record numbers, as rows carry them, to where the records came from."""
+    steps_itself: bool = False
+    """The engine's optimizer runs in backward (DeepSpeed): nothing can be skipped or run again."""
+    _in_a_row: int = 0
+    _batches: list[Batch] = field(default_factory=list)
+    _losses: list[Tensor] = field(default_factory=list)
+
+    def record(self, batch: Batch, loss: Tensor) -> None:
+        """Remembers a batch of the current step (references only) and its loss."""
+        self._batches.append(batch)
+        self._losses.append(loss)
+
+    def check(self, model: nn.Module, grad_norm: Any, step: int) -> bool:
+        """Whether to skip the step; called when its gradients are there and not yet used.
+
+        Every process must call it. Raises UserError for a non-finite step if the action is `stop`.
+        """
+        batches, losses = self._batches, self._losses
+        self._batches, self._losses = [], []
+        # One synchronisation, in a step of seconds whose time is read at its end anyway.
+        numbers = [_number(grad_norm), *map(_number, losses)]
+        device = losses[0].device if losses else torch.device("cpu")
+        if not any_rank(not all(map(math.isfinite, numbers)), device):
+            self._in_a_row = 0
+            return False
+        self._in_a_row += 1
+        cause = explain(model, batches, self.names, again=not self.steps_itself)
+        line = f"step {step} is not finite: {cause}"
+        if self.action == "stop":
+            skip = "" if self.steps_itself else ", or skip it with --on_nonfinite skip"
+            raise UserError(
+                f"{line}; look at the data, lower --learning_rate{skip}; the last checkpoint is "
+                "from before it"
+            )
+        if self._in_a_row == PATIENCE:
+            raise UserError(f"{line}; so were the {PATIENCE - 1} steps before it")
+        print_rank0(f"{line}; skipped")
+        return True
+
+
+def explain(model: nn.Module, batches: Sequence[Batch], names: Names, *, again: bool = True) -> str:
+    """Where the numbers went wrong, in one line. Every process must call it; gradients are lost.
+    `again`: backward may be run once more.
+
+    Processes do the same work and share each finding: a sharded model runs in all or in none.
+    """
+    rows = [
+        {key: tensor[i : i + 1] for key, tensor in batch.items()}
+        for batch in batches
+        for i in range(len(batch["input_ids"]))
+    ]
+    for look in (_broken_weight, _broken_output, *([_broken_gradient] if again else [])):
+        causes = [cause for cause in gather_object([look(model, rows, names)]) if cause]
+        if causes:
+            return causes[0]
+    return f"it did not happen again {_documents(rows, None, names)}"
+
+
+def _broken_weight(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
+    broken = next((name for name, w in model.named_parameters() if not _finite(w)), None)
+    return broken and f"the weight {_plain(broken)} was broken before it"
+
+
+def _broken_output(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
+    outputs = [(row, found) for row in rows if (found := first_nonfinite(model, row))]
+    if not outputs:
+        return None
+    row, (where, token) = outputs[0]
+    return f"first in the output of {where}, {_documents([row], token, names)}"
+
+
+def _broken_gradient(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
+    cause = None
+    for row in rows:
+        model.zero_grad()
+        _loss(model, row).backward()
+        # Backward runs from the last layer to the first, so the last broken one broke the others.
+        grads = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        broken = next((name for name, grad in reversed(grads) if not _finite(grad)), None)
+        if broken and cause is None:
+            where = f"the gradient of {_plain(broken)}"
+            cause = f"first in {where}, {_documents([row], None, names)}"
+    model.zero_grad()
+    return cause
+
+
+def first_nonfinite(model: nn.Module, row: Batch) -> tuple[str, int | None] | None:
+    """The first module whose output is not finite for a row (1, S), and at which token.
+
+    `the loss` where only that is not finite; None where all is.
+    """
+    found: list[tuple[str, int | None]] = []
+
+    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, given: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if not found and isinstance(first, Tensor) and not _finite(first):
+                found.append((name, _first_token(first, row["input_ids"].shape[1])))
+
+        return hook
+
+    hooks = [module.register_forward_hook(look(name)) for name, module in _called_modules(model)]
+    try:
+        with torch.no_grad():
+            loss = _loss(model, row)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return found[0] if found else None if _finite(loss) else ("the loss", None)
+
+
+def _called_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules by name, but those inside the layers of a patched model: the schedule calls none of
+    them, and would not run if they had hooks."""
+    patched: list[Any] = [module for module in model.modules() if runtime_of(module)]
+    layers = [layer for module in patched for layer in module.model.layers]
+    inside = {part for layer in layers for part in layer.modules() if part is not layer}
+    named = [(_plain(name), module) for name, module in model.named_modules()]
+    return [(name, module) for name, module in named if name and module not in inside]
+
+
+def _loss(model: nn.Module, row: Batch) -> Tensor:
+    return model(**{key: tensor for key, tensor in row.items() if key != "documents"}).loss
+
+
+def _first_token(output: Tensor, tokens: int) -> int | None:
+    """The first token with a non-finite value, in an output (1, S, *) or (S, *)."""
+    per_token = output[0] if output.dim() > 2 else output
+    if len(per_token) != tokens:
+        return None
+    finite = torch.isfinite(per_token.flatten(1)).all(1)
+    return int((~finite).nonzero()[0])
+
+
+def _documents(rows: Sequence[Batch], token: int | None, names: Names) -> str:
+    """`at token 7 of a.txt` where the token is known, else `in rows of a.txt, b.txt`."""
+    if not all("documents" in row for row in rows):
+        return "in documents without names (--remove_unused_columns dropped them)"
+    if token is not None:
+        starts = (rows[0]["position_ids"][0, : token + 1] == 0).nonzero().flatten()
+        number = int(rows[0]["documents"][0, len(starts) - 1])
+        here = token - int(starts[-1])
+        return f"at token {here} of {_names_of([number], names)[0] if number >= 0 else 'padding'}"
+    numbers = [int(number) for row in rows for number in row["documents"].flatten()]
+    unique = [number for number in dict.fromkeys(numbers) if number >= 0]
+    more = len(unique) - SHOWN_DOCUMENTS
+    shown = ", ".join(_names_of(unique[:SHOWN_DOCUMENTS], names))
+    return f"in the row{'s' * (len(rows) > 1)} of {shown}" + (f" and {more} more" * (more > 0))
+
+
+def _names_of(numbers: list[int], names: Names) -> list[str]:
+    try:
+        return names(numbers)
+    except (UserError, LookupError, OSError):  # the data is gone: better than another error
+        return [f"record {number}" for number in numbers]
+
+
+def _plain(name: str) -> str:
+    """Without what DDP and DeepSpeed put before a name."""
+    return name.removeprefix("module").removeprefix(".")
+
+
+def _number(value: Any) -> float:
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

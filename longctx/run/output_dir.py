@@ -1,0 +1,110 @@
+"""The output folder: made, locked, checked against an earlier run, and cleared when all is ready.
+
+One run at a time has it. `fcntl.lockf` locks belong to a process and are dropped by the kernel
+however it ends, SIGKILL included. (`flock` locks are shared with forked data loader workers, which
+outlive a killed parent by seconds: the resumed run would be refused.)
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import IO
+
+from longctx.config import TrainArguments
+from longctx.errors import UserError, print_rank0
+from longctx.memory.plan import GIB
+from longctx.run import FINAL, METRICS
+from longctx.run.checkpoint import STAGING, checkpoint_step
+
+LOCK = ".lock"
+
+
+def open_output_dir(args: TrainArguments) -> Path:
+    """Makes the folder if need be. Raises UserError where that is impossible."""
+    output_dir = Path(str(args.output_dir))
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create --output_dir {output_dir}: {error.strerror}") from error
+    return output_dir
+
+
+def check_output_dir(output_dir: Path, args: TrainArguments, resume: Path | None) -> None:
+    """Raises UserError if an earlier run is there that is neither resumed nor to be overwritten.
+
+    Nothing in the folder is touched yet.
+    """
+    if resume is None and not args.overwrite_output_dir and _earlier_run(output_dir):
+        raise UserError(
+            f"{output_dir} holds an earlier run: continue it with --resume_from_checkpoint last, "
+            "replace it with --overwrite_output_dir, or choose another --output_dir"
+        )
+
+
+def clear_output_dir(output_dir: Path, resume: Path | None) -> None:
+    """Deletes what a killed run left half done and, unless resuming, the run to be overwritten.
+
+    Called when everything else is known to work, by one process.
+    """
+    leftovers = list(output_dir.glob(STAGING + "*"))
+    for path in leftovers + ([] if resume else _earlier_run(output_dir)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _earlier_run(output_dir: Path) -> list[Path]:
+    return [
+        path
+        for path in output_dir.iterdir()
+        if checkpoint_step(path) is not None or path.name in (FINAL, METRICS)
+    ]
+
+
+def check_disk_space(
+    output_dir: Path, weights_bytes: int, copies: int, args: TrainArguments
+) -> None:
+    """Raises UserError if the disk cannot take one checkpoint and the final model.
+
+    A checkpoint is `copies` times the weights (`Engine.checkpoint_copies`), or with
+    `save_only_model` the weights alone.
+    """
+    checkpoint = 0 if args.save_strategy == "no" else 1 if args.save_only_model else copies
+    needed_bytes, free_bytes = (1 + checkpoint) * weights_bytes, shutil.disk_usage(output_dir).free
+    if free_bytes < needed_bytes:
+        raise UserError(
+            f"no space for the checkpoint: {output_dir} has {free_bytes / GIB:.2f} GiB free and "
+            f"{needed_bytes / GIB:.2f} GiB are needed; free some, choose another --output_dir, "
+            "or use --save_strategy no --save_only_model"
+        )
+
+
+def lock_folder(folder: Path) -> IO[bytes]:
+    """Locks `folder` until the returned file is closed or the process ends.
+
+    Raises UserError if another process has it. Says so where the filesystem knows no locks.
+    """
+    try:
+        file = open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            holder = file.read(200).decode(errors="replace").strip() or "another process"
+            file.close()
+            raise UserError(
+                f"{folder} is in use by {holder}: stop that run or choose another --output_dir"
+            ) from error
+        print_rank0(f"{folder} cannot be locked ({error.strerror}): start no second run in it")
+        return file
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    except OSError:
+        pass  # a full disk: the lock is held all the same, only its holder has no name
+    return file

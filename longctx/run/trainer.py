@@ -1,0 +1,293 @@
+"""A thin `transformers.Trainer`: what a step cost is logged, checkpoints are whole or absent."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel, ProgressCallback, Trainer
+from transformers.trainer_callback import PrinterCallback
+
+from longctx.config import TrainArguments
+from longctx.engines import Engine, choose_engine
+from longctx.model.runtime import runtime_of
+from longctx.run.callbacks import Clock, Console, MetricsFile, Reserve
+from longctx.run.checkpoint import (
+    STATE,
+    explained_damage,
+    mapped_files,
+    publish,
+    publish_checkpoint,
+    report_unsaved,
+    require_space,
+    rotate,
+    staging_path,
+    try_on_all_ranks,
+)
+from longctx.run.interrupts import Interrupts
+from longctx.run.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
+from longctx.run.nonfinite import Names, NonFinite
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def overrides(method: Method) -> Method:
+    """Marks a method that stands in for one of Trainer's own; one that is gone there would silently
+    never be called, so that is an error when this file is imported."""
+    if not callable(getattr(Trainer, method.__name__, None)):
+        raise ImportError(
+            f"transformers {transformers.__version__} has no Trainer.{method.__name__}, which "
+            "longctx overrides: install the version that pyproject.toml names"
+        )
+    return method
+
+
+class LongTrainer(Trainer):
+    """Trainer whose logged lines carry tokens/s, MFU and peak memory (`metrics.py`)."""
+
+    args: TrainArguments
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        args: TrainArguments,
+        seq_len: int,
+        engine: Engine | None = None,
+        document_names: Names | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`seq_len` is the longest row; `document_names` names the records that rows carry as
+        `documents`, for errors."""
+        super().__init__(model=model, args=args, **kwargs)
+        self._dtype = model.dtype  # FSDP2 makes fp32 of it
+        self._staging: Path | None = None
+        self.engine = engine or choose_engine(args)
+        self.engine.configure(self, args)
+        names = document_names or (lambda numbers: [f"record {number}" for number in numbers])
+        self.nonfinite = NonFinite(
+            action=args.on_nonfinite, names=names, steps_itself=self.engine.steps_itself
+        )
+        self.interrupts = Interrupts()
+        self._checkpoint_bytes = 0
+        self._skipped_steps = 0
+        self.throughput = Throughput(
+            model.config,
+            matmul_parameters(model),
+            self.args.world_size,
+            self.args.peak_tflops or device_peak_tflops(self.args.device),
+        )
+        if runtime := runtime_of(model):
+            self.engine.gather_whole(model, model.get_decoder().layers)
+            runtime.pending_bytes = self.engine.pending_bytes
+            # Trainer's own smoothing would ask the model for all logits.
+            runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
+            self.add_callback(Reserve(runtime, args.per_device_train_batch_size * seq_len))
+        for default in (PrinterCallback, ProgressCallback):
+            self.remove_callback(default)
+        self.add_callback(Clock(self.throughput))
+        self.add_callback(MetricsFile())
+        self.add_callback(self.interrupts)
+        if not self.args.disable_tqdm:
+            self.add_callback(Console())
+
+    @overrides
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self.interrupts:
+            result = super().train(*args, **kwargs)
+            self.interrupts.agree(self.args.device)  # one that came after the last step
+        last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        self.interrupts.exit_if_stopped(saved=last.is_dir())
+        return result
+
+    @overrides
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Of a run that was resumed when all its steps were done, Trainer would train one more."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
+
+    @overrides
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self.throughput.count(inputs["position_ids"])
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.nonfinite.record(inputs, loss)
+        return loss
+
+    @overrides
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model is called with: the batch without its documents' numbers."""
+        return super()._prepare_inputs({k: v for k, v in inputs.items() if k != "documents"})
+
+    @overrides
+    def _clip_grad_norm(self, model: Any) -> Any:
+        norm = self._clip_by_engine(model, self.args.max_grad_norm)
+        return super()._clip_grad_norm(model) if norm is None else norm
+
+    @overrides
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Called once a step, before the optimizer: the place to keep a broken step out of it."""
+        if grad_norm is None:
+            grad_norm = self._clip_by_engine(model, math.inf)
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        norm = 0.0 if self.args.fp16 else grad_norm  # fp16: the scaler skips overflows by itself
+        if self.nonfinite.check(model, norm, self.state.global_step + 1):
+            model.zero_grad()  # an optimizer without gradients changes nothing
+            self._skipped_steps += 1
+        return grad_norm
+
+    def _clip_by_engine(self, model: Any, max_norm: float) -> Tensor | None:
+        return self.engine.clip_grad_norm(self.accelerator, model.parameters(), max_norm)
+
+    @overrides
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's, but the loss is the mean over all tokens, on any number of processes.
+
+        Trainer takes the mean of the rows' means, which weights a token of a short row more, and
+        differs with the number of processes.
+        """
+        self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        output = super().evaluation_loop(*args, **kwargs)
+        loss_sum, tokens = self.accelerator.reduce(self.evaluated, "sum").tolist()
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        assert output.metrics is not None
+        output.metrics[f"{prefix}_loss"] = loss_sum / max(tokens, 1)
+        return output
+
+    @overrides
+    @torch.no_grad()
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None, None]:
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs["labels"]  # (B, S)
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:  # rows repeated to fill up processes
+            first = self.args.process_index * len(labels)
+            labels = inputs["labels"] = labels.clone()
+            labels[max(0, state.remainder - first) :] = -100
+        loss_sum = model(**inputs, num_items_in_batch=1).loss
+        tokens = (labels[:, 1:] != -100).sum()
+        self.evaluated += torch.stack([loss_sum.double(), tokens.double()])
+        return loss_sum / tokens.clamp(min=1), None, None
+
+    @overrides
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self.throughput.read() | peak_memory(self.args.device)
+            self._log_skipped(logs)
+        super().log(logs, start_time)
+
+    def _log_skipped(self, logs: dict[str, float]) -> None:
+        """Skipped steps are counted; a line of nothing else has no loss (Trainer would say 0)."""
+        if self._skipped_steps:
+            logs["skipped_steps"] = self._skipped_steps
+            if self._skipped_steps >= self.state.logging_steps:
+                del logs["loss"], logs["grad_norm"]
+        self._skipped_steps = 0
+
+    @overrides
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Saves whole or not at all, in the steps of `checkpoint.py`."""
+        run_dir = Path(self._get_output_dir(trial))
+        checkpoint = run_dir / f"checkpoint-{self.state.global_step}"
+        staging = staging_path(checkpoint)
+        best = self.state.best_model_checkpoint
+        self.accelerator.wait_for_everyone()
+
+        def prepare() -> None:
+            require_space(run_dir, self._checkpoint_bytes)
+            # Every process looks for it, to note the best checkpoint, before FSDP2 writes.
+            (staging / checkpoint.name).mkdir(parents=True, exist_ok=True)
+
+        def write() -> None:
+            self._staging = staging
+            try:
+                super(LongTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                self._staging = None
+
+        def publish_it() -> None:
+            self._forget_staging(staging / checkpoint.name, checkpoint)
+            if self.args.should_save:
+                staged = staging / checkpoint.name
+                self._checkpoint_bytes = publish_checkpoint(staged, checkpoint)
+                newest = {checkpoint, Path(self.state.best_model_checkpoint or checkpoint)}
+                rotate(run_dir, self.args.save_total_limit, newest)
+
+        problem = (
+            try_on_all_ranks(prepare) or try_on_all_ranks(write) or try_on_all_ranks(publish_it)
+        )
+        if problem:
+            self.state.best_model_checkpoint = best
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+            report_unsaved(problem, checkpoint, stop=self.args.on_save_error == "stop")
+
+    @overrides
+    def _get_output_dir(self, trial: Any) -> str:
+        """While a checkpoint is written, the staging folder."""
+        return str(self._staging or super()._get_output_dir(trial))
+
+    @overrides
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Within a checkpoint all processes fail together, before the collectives that follow."""
+        save = super().save_model
+        if not _internal_call:
+            save(output_dir)
+        elif problem := try_on_all_ranks(lambda: save(output_dir, True)):
+            raise OSError(problem)
+
+    @overrides
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with explained_damage(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @overrides
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        mapped = mapped_files() if self.engine.maps_optimizer else nullcontext()
+        with explained_damage(checkpoint), mapped:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    @overrides
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with explained_damage(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    @overrides
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with explained_damage(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _forget_staging(self, staged: Path, checkpoint: Path) -> None:
+        """The best checkpoint's path was recorded while it lay in the staging folder."""
+        if self.state.best_model_checkpoint == str(staged):
+            self.state.best_model_checkpoint = str(checkpoint)
+            if self.args.should_save:
+                self.state.save_to_json(str(staged / STATE))
+
+    def save_final(self, path: Path) -> None:
+        """Writes the model and tokenizer that `from_pretrained` loads, whole or not at all."""
+        staging = staging_path(path)
+        self.accelerator.wait_for_everyone()
+
+        def publish_it() -> None:
+            if self.args.should_save:
+                publish(staging, path)
+
+        problem = try_on_all_ranks(
+            lambda: self.engine.save_model(self, staging, self._dtype)
+        ) or try_on_all_ranks(publish_it)
+        if problem:
+            shutil.rmtree(staging, ignore_errors=True)
+            report_unsaved(problem, path, stop=True)

@@ -1,0 +1,348 @@
+"""Compares class types over sequence lengths: memory, time and tokens/s of whole training steps.
+
+    python profiling/bench/compare.py --quick --output /tmp/quick     under a minute, no GPU needed
+    python profiling/bench/compare.py --preset llama-3.1-8b --layers 4 \\
+        --tokens 8192 16384 32768 65536 131072 --output profiling/results/h200_compare
+
+writes OUTPUT.json and OUTPUT.csv (a row a case), OUTPUT_memory.png, OUTPUT_time.png,
+OUTPUT_speed.png and OUTPUT.html, which holds all of it with hardware, versions and command.
+
+Every case (class type x length x engine) is a process of its own (step_bench.py measures it), so
+running out of memory is a row. The files are renewed after every case; the same command, run again,
+goes on where it was interrupted. What comes after `--` goes to train.py in all cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.report.page import code, figure, heading, named, paragraph, pyplot, table, write_page
+from profiling.bench.step_bench import child_command
+from profiling.bench.subprocess_cases import run_child
+from profiling.results import describe_run, write_results
+
+ROOT = Path(__file__).resolve().parents[2]
+CLASS_TYPES = ("vanilla", "liger", "custom")
+COLOURS = {"vanilla": "#c44e52", "liger": "#dd8452", "custom": "#4c72b0"}
+KEY = ("class_type", "engine", "gpus", "tokens", "layers", "preset", "steps", "flags")
+COLUMNS = (
+    *KEY,
+    *"fwd_s bwd_s opt_s step_s tokens_per_s mfu peak_gib reserved_gib".split(),
+    *"peak_host_gib host_gib status".split(),
+)
+FULL = dict(preset="llama-3.1-8b", tokens=[8192, 32768, 131072], class_types=CLASS_TYPES, steps=3)
+QUICK = dict(preset="tiny", tokens=[256, 512], class_types=("vanilla", "custom"), steps=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row to be. `gpus` is 0 without a GPU; `layers` None keeps the preset's."""
+
+    class_type: str
+    engine: str
+    gpus: int
+    tokens: int
+    layers: int | None
+    preset: str
+    steps: int
+    flags: str
+
+    def key(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in KEY)
+
+    def command(self) -> list[str]:
+        """The child's. Each class type runs as train.py would run it by default."""
+        own = {name: getattr(self, name) for name in KEY if name not in ("steps", "flags")}
+        offload = "auto" if self.class_type == "custom" else "none"
+        return child_command(
+            {**own, "backend": "auto", "offload": offload}, self.steps, shlex.split(self.flags)
+        )
+
+
+def engines() -> list[str]:
+    folders = ("ds_configs", "fsdp_configs")
+    return ["plain", *sorted(file.stem for d in folders for file in (ROOT / d).glob("*.json"))]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options, checked before anything runs. Raises UserError."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--class_types", nargs="+", help="default: vanilla liger custom")
+    parser.add_argument("--tokens", nargs="+", type=int, help="default: 8192 32768 131072")
+    parser.add_argument("--engines", nargs="+", default=["plain"], help="plain, zero3, fsdp2, ...")
+    parser.add_argument("--gpus", type=int, help="processes, one a GPU; default: 1")
+    parser.add_argument("--preset", help="default: llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="instead of the preset's, to fit a machine")
+    parser.add_argument("--steps", type=int, help="measured a case, after one more; default: 3")
+    parser.add_argument("--timeout_s", type=float, default=1200, help="for a case")
+    parser.add_argument(
+        "--quick", action="store_true", help="other defaults: tiny, two short lengths"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="files are called OUTPUT.json..")
+    parser.add_argument("flags", nargs="*", help="after --: more flags of train.py")
+    args = parser.parse_args(argv)
+    pyplot()  # missing? better known now
+    for name, value in (QUICK if args.quick else FULL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name, values, known in (
+        ("class type", args.class_types, CLASS_TYPES),
+        ("engine", args.engines, engines()),
+    ):
+        for value in values:
+            if value not in known:
+                close = get_close_matches(value, known, n=1, cutoff=0.0)[0]
+                raise UserError(f"unknown {name} {value!r}; did you mean {close}?")
+    for name in ("tokens", "layers", "steps", "gpus"):
+        values = getattr(args, name)
+        for value in values if isinstance(values, list) else [values]:
+            if value is not None and value < 1:
+                raise UserError(f"--{name} must be at least 1, got {value}")
+    return args
+
+
+def plan(args: argparse.Namespace) -> list[Case]:
+    """The cases in the order of the lengths. Raises UserError for what this machine cannot run."""
+    import torch
+
+    from longctx.run.loading import PRESETS, check_request
+
+    if args.preset not in PRESETS:
+        close = get_close_matches(args.preset, PRESETS, n=1, cutoff=0.0)[0]
+        raise UserError(f"unknown preset {args.preset!r}; did you mean {close}?")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for class_type in args.class_types:
+        check_request(ModelArguments(preset=args.preset, class_type=class_type), device)
+    gpus = (args.gpus or 1) if device.type == "cuda" else 0
+    if gpus > torch.cuda.device_count():
+        raise UserError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()}")
+    return [
+        Case(
+            class_type=class_type,
+            engine=engine,
+            gpus=gpus,
+            tokens=tokens,
+            layers=args.layers,
+            preset=args.preset,
+            steps=args.steps,
+            flags=shlex.join(args.flags),
+        )
+        for tokens in sorted(set(args.tokens))
+        for engine in args.engines
+        for class_type in args.class_types
+    ]
+
+
+# --- running ---------------------------------------------------------------------------------
+
+
+def finished(path: Path, wanted: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """The rows of an interrupted sweep. Raises UserError if they are another sweep's, machine's or
+    code's: a results file has one command, hardware, set of versions and commit."""
+    if not path.exists():
+        return []
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        rows = held["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no results file: choose another --output") from error
+    for row in rows:
+        if tuple(row.get(name) for name in KEY) not in wanted:
+            raise UserError(
+                f"{path} holds cases that are not of this sweep: name them too, so that the "
+                "recorded command makes all rows, or choose another --output"
+            )
+    now = describe_run(path)
+    for name in ("hardware", "versions", "commit"):
+        if held.get(name) != now[name]:
+            raise UserError(
+                f"{path} was measured with another {name}: delete it, or choose another --output"
+            )
+    return rows
+
+
+def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str, Any]]]:
+    """Runs what is not finished yet; yields all rows of the plan so far after every case."""
+    path = named(args.output, ".json")
+    wanted = {case.key() for case in cases}
+    rows = finished(path, wanted)
+    done = {tuple(row.get(name) for name in KEY) for row in rows}
+    if done:
+        print(f"{len(done)} of {len(cases)} cases are in {path} already", flush=True)
+    yield rows
+    for number, case in enumerate(cases, 1):
+        if case.key() in done:
+            continue
+        print(f"[{number}/{len(cases)}] {case.class_type}, {case.engine}, {case.tokens:,} tokens")
+        measured = run_child(case.command(), args.timeout_s)
+        if measured:
+            rows = [*rows, {**measured[0], **vars(case)}]
+            write_results(path, rows)
+            yield rows
+
+
+# --- what is written -------------------------------------------------------------------------
+
+
+def publish(output: Path, rows: list[dict[str, Any]]) -> None:
+    """CSV, plots and page of the rows in OUTPUT.json."""
+    described = json.loads(named(output, ".json").read_text(encoding="utf-8"))
+    rows = sorted(rows, key=lambda r: (r["engine"], r["class_type"], r["tokens"]))
+    columns = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in rows)]
+    temporary = named(output, ".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, named(output, ".csv"))
+    plots = draw(rows)
+    for name, (drawn, _) in plots.items():
+        drawn.savefig(named(output, f"_{name}.png"), dpi=110, bbox_inches="tight")
+    versions = [{"package": k, "version": v} for k, v in described["versions"].items() if v]
+    write_page(
+        named(output, ".html"),
+        "Class types over sequence lengths",
+        [
+            paragraph(what(rows)),
+            *(figure(drawn, caption) for drawn, caption in plots.values()),
+            heading("All cases"),
+            table(rows, columns),
+            heading("How it was measured"),
+            paragraph(
+                f"{described['hardware']}; commit {described['commit']}; {described['date']}"
+            ),
+            code(described["command"]),
+            table(versions, ["package", "version"]),
+        ],
+    )
+
+
+def what(rows: list[dict[str, Any]]) -> str:
+    """What was run, in a sentence or two for the page."""
+    row = rows[0]
+    layers = f"{row['layers']} of its layers" if row["layers"] else "all of its layers"
+    own_data = "--train_file" in row["flags"] or "--dataset_name" in row["flags"]
+    text = (
+        f"Whole training steps (forward, backward, optimizer) of {row['preset']}, {layers}, random "
+        f"weights; {'rows of given data' if own_data else 'a row is a document of random tokens'}. "
+        "Attention as train.py chooses it: flash-attn-4 for custom where it is installed, sdpa for "
+        "vanilla and liger. "
+    )
+    if not on_gpu(rows):
+        text += "Measured on a CPU, without a GPU: times are the CPU's, memory is the host's. "
+    return text + (f"Flags of train.py: {row['flags']}." if row["flags"] else "")
+
+
+def on_gpu(rows: list[dict[str, Any]]) -> bool:
+    return any(row["gpus"] for row in rows)
+
+
+def draw(rows: list[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
+    """Name -> (figure, caption). Cases that ran out of memory are crosses above it."""
+    memory = (
+        ("peak_gib", "Peak GPU memory") if on_gpu(rows) else ("peak_host_gib", "Peak host memory")
+    )
+    machine = "" if on_gpu(rows) else " (CPU)"
+    capacity = max((row.get("capacity_gib") or 0 for row in rows), default=0)
+    return {
+        "memory": (
+            _plot(rows, memory[0], f"{memory[1]} (GiB)", capacity_gib=capacity),
+            f"{memory[1]} against tokens in a row.",
+        ),
+        "time": (
+            _plot(rows, "step_s", f"s a step{machine}", log=True),
+            "Time of a training step against tokens in a row.",
+        ),
+        "speed": (
+            _plot(rows, "tokens_per_s", f"tokens/s{machine}"),
+            "Tokens per second against tokens in a row.",
+        ),
+    }
+
+
+def _plot(
+    rows: list[dict[str, Any]], key: str, unit: str, log: bool = False, capacity_gib: float = 0
+) -> Any:
+    plt = pyplot()
+    from matplotlib.ticker import LogLocator
+
+    drawn, axes = plt.subplots(figsize=(8, 4.5))
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    lines = list(dict.fromkeys((row["class_type"], row["engine"]) for row in rows))
+    for number, (class_type, engine) in enumerate(lines):
+        own = [r for r in rows if (r["class_type"], r["engine"]) == (class_type, engine)]
+        label = f"{class_type}, {engine}" if len(engines) > 1 else class_type
+        colour = COLOURS[class_type]
+        fits = [r for r in own if r["status"] == "ok"]
+        if fits:
+            axes.plot(
+                [r["tokens"] for r in fits],
+                [r[key] for r in fits],
+                marker="o",
+                linestyle=("-", "--", ":", "-.")[engines.index(engine) % 4],
+                color=colour,
+                label=label,
+            )
+        failed = [r["tokens"] for r in own if r["status"] == "oom"]
+        if failed:
+            axes.plot(
+                failed,
+                [1.02 + 0.02 * number] * len(failed),  # above the axes: no value
+                "x",
+                color=colour,
+                clip_on=False,
+                transform=axes.get_xaxis_transform(),
+                label=f"{label}: out of memory",
+            )
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row["tokens"] for row in rows})
+    axes.set_xticks(ticks, [f"{t // 1024}K" if t % 1024 == 0 else str(t) for t in ticks])
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
+    if capacity_gib:
+        axes.axhline(capacity_gib, color="#c00", linewidth=1, ls="--", label="the GPU's memory")
+        axes.set_ylim(top=1.15 * capacity_gib)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens in a row")
+    axes.set_ylabel(unit)
+    axes.legend()
+    plt.close(drawn)
+    return drawn
+
+
+def main() -> None:
+    try:
+        args = parse()
+        cases = plan(args)
+        rows: list[dict[str, Any]] = []
+        for rows in sweep(args, cases):
+            if rows:
+                publish(args.output, rows)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    missing = len(cases) - len(rows)
+    print(f"wrote {args.output}.html, .json, .csv and _memory, _time, _speed .png")
+    if missing > 0:
+        sys.exit(f"error: {missing} of {len(cases)} cases failed; run the command again for them")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Times decoder layers of Llama-3.1-8B's dimensions, forward and backward, one process per case.
+
+    python profiling/bench/layer_bench.py --cases h200 --output profiling/results/h200_layer.json
+    python profiling/bench/layer_bench.py --case tokens=131072,layers=4,head_groups=8,offload=all
+
+A case is `layers` decoder layers and the final norm on one row of random activations: no embedding
+and no lm_head, so the figures are the layers'. As in training, nobody but the layers holds on to
+their input and output (`Source` and `Sink` stand for embedding and loss). Each case has a process
+of its own, so that one out of memory is a row with that status and the next starts clean.
+
+`layer_s` is forward + backward over `layers`, the median of `--repeats` after a warm-up of at most
+131072 tokens; `peak_gib` is the allocator's peak less weights and gradients (bf16, the same size
+each); `host_gib` the process's peak resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from profiling.bench.subprocess_cases import Case, parse_case, run_cases
+
+GIB = 2**30
+WARM_UP_TOKENS = 131072
+
+DEFAULTS: Case = {
+    "class_type": "custom",
+    "tokens": 131072,
+    "layers": 4,
+    "head_groups": None,
+    "tile_tokens": None,
+    "backend": "auto",
+    "keep_attention": True,
+    "offload": "all",
+    "limit_gib": None,
+}
+
+
+def h200_cases() -> list[Case]:
+    """The cases of the published table."""
+    long = [
+        dict(head_groups=8, backend="fa4"),
+        dict(head_groups=8, backend="fa4", offload="none"),
+        dict(head_groups=2, backend="fa4"),
+        dict(head_groups=1, backend="fa4"),
+        dict(head_groups=1, backend="cudnn"),
+        dict(head_groups=8, backend="fa4", keep_attention=False),
+    ]
+    peers = [
+        dict(tokens=tokens, class_type=class_type, backend=backend)
+        for tokens in (32768, 131072)
+        for class_type, backend in (
+            ("custom", "fa4"),
+            ("liger", "fa4"),
+            ("liger", "sdpa"),
+            ("vanilla", "sdpa"),
+        )
+    ]
+    extreme = [
+        dict(tokens=1048576, layers=2, head_groups=8, backend="fa4"),
+        dict(tokens=2097152, layers=1, head_groups=8, backend="fa4", limit_gib=80),
+    ]
+    return [*long, *peers, *extreme]
+
+
+def build(case: Case):
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from longctx.config import ModelArguments
+    from longctx.model.patch import patch
+    from longctx.run.loading import _hf_attention, load_config
+
+    args = ModelArguments(
+        preset="llama-3.1-8b",
+        class_type=case["class_type"],
+        seq_len=case["tokens"],
+        extend_context=True,
+        attn_backend=case["backend"],
+        head_groups=case["head_groups"],
+        tile_tokens=case["tile_tokens"],
+        keep_attention=case["keep_attention"],
+        offload_activations=case["offload"],
+        host_memory_gib=100,
+    )
+    device = torch.device("cuda")
+    config = load_config(args, vocab_size=1)
+    config.num_hidden_layers, config.vocab_size = case["layers"], 128
+    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
+    with device:
+        model = LlamaForCausalLM._from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        )
+    model.train()
+    print(patch(model, args, device), file=sys.stderr)
+    if args.class_type != "custom":
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": False}, offload=case["offload"] != "none"
+        )
+    return model
+
+
+def source_and_sink():
+    """Stand-ins for embedding and loss that keep nothing of a row's size."""
+    import torch
+
+    class Source(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, anchor, tokens, hidden):
+            return torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16)
+
+        @staticmethod
+        def backward(ctx, dx):
+            return dx[0, 0, 0].float(), None, None
+
+    class Sink(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            ctx.like = y.shape, y.dtype
+            return y.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, d_loss):
+            return torch.randn(ctx.like[0], dtype=ctx.like[1], device=d_loss.device)
+
+    return Source.apply, Sink.apply
+
+
+def run_case(case: Case, repeats: int) -> dict[str, Any]:
+    """One row of the results, from this process."""
+    import torch
+
+    from longctx.model.patch import _scheduled_forward
+    from longctx.run.metrics import peak_memory
+
+    if case["limit_gib"]:
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(case["limit_gib"] * GIB / total_bytes)
+    torch.manual_seed(0)
+    model = build(case)
+    tokens = case["tokens"]
+    positions = torch.arange(tokens, device="cuda")[None]
+    anchor = torch.zeros((), device="cuda", requires_grad=True)
+    source, sink = source_and_sink()
+
+    def layers_of(x: torch.Tensor) -> torch.Tensor:
+        position_ids = positions[:, : x.shape[1]]
+        if case["class_type"] == "custom":
+            return _scheduled_forward(model, None, None, position_ids, x)
+        inputs = dict(inputs_embeds=x, position_ids=position_ids, use_cache=False)
+        return model.model(**inputs).last_hidden_state
+
+    weights_bytes = sum(p.numel() * p.element_size() for p in model.model.layers.parameters())
+    forward_s, backward_s = [], []
+    row = {key: value for key, value in case.items() if key != "limit_gib"}
+    try:
+        if case["class_type"] == "custom":
+            model.longctx.reserve(model, tokens)
+        for step in range(repeats + 1):
+            length = tokens if step else min(tokens, WARM_UP_TOKENS)
+            model.zero_grad(set_to_none=True)
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            events[0].record()
+            loss = sink(layers_of(source(anchor, length, model.config.hidden_size)))
+            events[1].record()
+            loss.backward()
+            events[2].record()
+            torch.cuda.synchronize()
+            if step:  # the first compiles the kernels
+                forward_s.append(events[0].elapsed_time(events[1]) / 1e3)
+                backward_s.append(events[1].elapsed_time(events[2]) / 1e3)
+            else:
+                torch.cuda.reset_peak_memory_stats()
+        row["status"] = "ok"
+    except torch.OutOfMemoryError:
+        row["status"] = "oom"
+        return row
+    peak = peak_memory(torch.device("cuda"))
+    layers = case["layers"]
+    row |= {
+        "fwd_s": statistics.median(forward_s) / layers,
+        "bwd_s": statistics.median(backward_s) / layers,
+        "layer_s": statistics.median(map(sum, zip(forward_s, backward_s, strict=True))) / layers,
+        "peak_gib": peak["peak_gpu_gib"] - 2 * weights_bytes / GIB,
+        "peak_total_gib": peak["peak_gpu_gib"],
+        "reserved_gib": peak["peak_reserved_gib"],
+        "host_gib": peak["peak_host_gib"],
+    }
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--cases", choices=["h200"], help="the published table")
+    parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
+    parser.add_argument("--only", help="of --cases, those that hold this key=value,...")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    cases = [{**DEFAULTS, **parse_case(text, DEFAULTS)} for text in args.case]
+    if args.child:
+        print(json.dumps([run_case(cases[0], args.repeats)]))
+        return
+    if args.cases:
+        wanted = parse_case(args.only or "", DEFAULTS).items()
+        published = [{**DEFAULTS, **case} for case in h200_cases()]
+        cases += [case for case in published if wanted <= case.items()]
+    if not cases:
+        parser.error("nothing to run: give --case or --cases")
+
+    def child(case: Case, text: str) -> list[str]:
+        return [sys.executable, __file__, "--child", "--case", text, "--repeats", str(args.repeats)]
+
+    run_cases(cases, DEFAULTS, child, args.output, key=tuple(DEFAULTS))
+
+
+if __name__ == "__main__":
+    main()

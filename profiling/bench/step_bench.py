@@ -1,0 +1,248 @@
+"""Times whole optimizer steps under each engine: forward, backward, optimizer, and where memory
+peaks.
+
+    python profiling/bench/step_bench.py --case engine=zero3_cpu,tokens=8192+131072
+    python profiling/bench/step_bench.py --cases h200 --output profiling/results/h200_step.json
+    python profiling/bench/step_bench.py --cases h200_x2 --output profiling/results/h200_step.json
+
+A case runs train.py's own trainer on rows of random tokens, one document a row, with the engine's
+file from ds_configs/ or fsdp_configs/ (`engine=plain`: none), one process a GPU. Several lengths
+(`tokens=8192+131072`) share one process, because making an 8B model and its Adam states on the host
+takes two minutes. A step of at most 8192 tokens comes first and compiles the kernels; each length
+then has `--repeats` steps, the median is reported. vanilla and liger checkpoint their layers and
+offload the checkpoints (`offload=none`: keep them on the GPU).
+
+`fwd_s`, `bwd_s`, `opt_s` end with a synchronisation (clipping counts as `opt_s`); `step_s` is their
+sum. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the
+whole machine's memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the
+process' own (`peak_host_gib`). `tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
+What comes after `--` goes to train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_UP_TOKENS = 8192
+GIB = 2**30
+KEY = ("class_type", "engine", "gpus", "tokens", "layers", "backend", "offload")
+DEFAULTS: Case = {
+    "class_type": "custom",
+    "engine": "zero3_cpu",
+    "gpus": 1,
+    "tokens": 131072,
+    "layers": 32,
+    "backend": "auto",
+    "offload": "all",
+    "preset": "llama-3.1-8b",
+}
+
+
+def published_cases(name: str) -> list[Case]:
+    if name == "h200":
+        return [
+            dict(class_type="custom", tokens="8192+131072"),
+            dict(class_type="liger", tokens="8192+131072", backend="fa4"),
+            dict(class_type="vanilla", tokens="8192+131072"),
+            dict(engine="plain", tokens="131072+196608", backend="fa4", offload="auto"),
+            dict(engine="plain", class_type="liger", backend="fa4", offload="none"),
+        ]
+    return [
+        dict(
+            engine=engine,
+            class_type=class_type,
+            gpus=2,
+            tokens=32768,
+            backend="fa4",
+            offload="none",
+        )
+        for engine in ("zero3", "fsdp2")
+        for class_type in ("custom", "liger")
+    ]
+
+
+def engine_flags(engine: str) -> list[str]:
+    if engine == "plain":
+        return []
+    if engine.startswith("fsdp"):
+        return ["--fsdp", "true", "--fsdp_config", str(ROOT / f"fsdp_configs/{engine}.json")]
+    return ["--deepspeed", str(ROOT / f"ds_configs/{engine}.json")]
+
+
+def train_flags(case: Case, longest: int) -> list[str]:
+    flags = dict(
+        preset=case["preset"],
+        class_type=case["class_type"],
+        attn_backend=case["backend"],
+        seq_len=longest,
+        extend_context=True,
+        log_level="error",
+    )
+    if case["class_type"] == "custom":
+        flags["offload_activations"] = case["offload"]
+        flags["host_memory_gib"] = 100
+    else:
+        flags["gradient_checkpointing_kwargs"] = json.dumps(
+            {"use_reentrant": False, "offload": case["offload"] != "none"}
+        )
+    return [f"--{k}={v}" for k, v in flags.items()] + engine_flags(case["engine"])
+
+
+def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]:
+    """Rows of the results, a row per length, from this process (one per GPU)."""
+    from longctx.run.oom import OutOfMemory
+    from profiling.build import PhaseMarks, build_trainer
+
+    lengths = [int(n) for n in str(case["tokens"]).split("+")]
+    schedule = [min(WARM_UP_TOKENS, *lengths)] + [n for n in lengths for _ in range(repeats)]
+    done: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer, _ = build_trainer(
+                [*train_flags(case, max(lengths)), *flags],
+                steps=len(schedule),
+                output_dir=Path(folder),
+                layers=case["layers"],
+                lengths=schedule,
+            )
+            watch = Stopwatch(trainer.args.device, done)
+            trainer.add_callback(PhaseMarks(trainer, watch.mark))
+            trainer.train()
+        except (OutOfMemory, RuntimeError) as error:
+            if "out of memory" not in str(error):
+                raise
+            print(error, file=sys.stderr)
+    measured = list(zip(schedule, done, strict=False))[1:]
+    by_length = {n: [step for length, step in measured if length == n] for n in lengths}
+    rows = [
+        row_of(case, n, steps, trainer) for n, steps in by_length.items() if len(steps) == repeats
+    ]
+    for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
+        rows.append({**described(case), "tokens": length, "status": "oom"})
+    return rows
+
+
+class Stopwatch:
+    """Seconds of each phase of each step, and what memory peaked at in it."""
+
+    NAMES = {"forward": "fwd_s", "backward": "bwd_s", "optimizer": "opt_s"}
+
+    def __init__(self, device: Any, steps: list[dict[str, float]]) -> None:
+        self.device, self.steps = device, steps
+        self.on_gpu = device.type == "cuda"
+        self.phase, self.since = "end", 0.0
+
+    def mark(self, phase: str) -> None:
+        """Ends the phase that runs, with what the GPU still does for it, and begins this one."""
+        import torch
+
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.phase == "end":
+            self.step = dict.fromkeys(self.NAMES.values(), 0.0)
+            if self.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+        else:
+            self.step[self.NAMES[self.phase]] += now - self.since
+        self.phase, self.since = phase, now
+        if phase == "end":
+            self.steps.append(self.step | {"step_s": sum(self.step.values())} | self._memory())
+            print(f"    {self.steps[-1]}", file=sys.stderr, flush=True)
+
+    def _memory(self) -> dict[str, float]:
+        import psutil
+        import torch
+
+        from longctx.run.metrics import peak_memory
+
+        host = psutil.virtual_memory()
+        gib = {"host_gib": (host.total - host.available) / GIB}
+        if self.on_gpu:
+            gib["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+            gib["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+            gib["capacity_gib"] = torch.cuda.get_device_properties(0).total_memory / GIB
+        else:
+            gib |= peak_memory(self.device)
+        return gib
+
+
+def described(case: Case) -> dict[str, Any]:
+    return {key: value for key, value in case.items() if key != "preset"}
+
+
+def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
+    from longctx.run.metrics import device_peak_tflops, step_flops
+    from profiling.build import RandomRows
+
+    times = ("fwd_s", "bwd_s", "opt_s", "step_s")
+    peaks = [name for name in steps[0] if name.endswith("_gib")]
+    row = {**described(case), "tokens": length}
+    row |= {name: statistics.median(step[name] for step in steps) for name in times}
+    args = trainer.args
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    row["tokens_per_s"] = args.world_size * rows * length / row["step_s"]
+    peak_tflops = device_peak_tflops(args.device)
+    if peak_tflops and isinstance(trainer.train_dataset, RandomRows):  # a document a row
+        flops = step_flops(trainer.model.config, trainer.throughput.parameters, length, length**2)
+        row["mfu"] = rows * flops / row["step_s"] / (peak_tflops * 1e12)
+    row |= {name: max(step[name] for step in steps) for name in peaks}
+    row["status"] = "ok"
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def child_command(case: Case, repeats: int, flags: Sequence[str] = ()) -> list[str]:
+    launcher = [sys.executable]
+    if case["gpus"] > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        launcher += [str(case["gpus"])]
+    text = case_text(case, DEFAULTS)
+    command = [*launcher, __file__, "--child", "--case", text, "--repeats", str(repeats)]
+    return [*command, "--", *flags]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--cases", choices=["h200", "h200_x2"], help="the published tables")
+    parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
+    args = parser.parse_args()
+    cases = [{**DEFAULTS, **parse_case(text, DEFAULTS)} for text in args.case]
+    if args.child:
+        rows = run_case(cases[0], args.repeats, args.flags)
+        short = any(row["status"] == "oom" for row in rows)  # maybe in this process only
+        if short or os.environ.get("RANK", "0") == "0":
+            print(json.dumps(rows), flush=True)
+        os._exit(0)  # an engine that ran out of memory may hang in its own clean-up
+    if args.cases:
+        cases += [{**DEFAULTS, **case} for case in published_cases(args.cases)]
+    if not cases:
+        parser.error("nothing to run: give --case or --cases")
+    run_cases(
+        cases,
+        DEFAULTS,
+        lambda case, _: child_command(case, args.repeats, args.flags),
+        args.output,
+        KEY,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""`--show_example`: documents, boundaries and trained tokens of one packed row."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from small_run import prepare
+from small_tokenizer import small_tokenizer
+
+import train
+from longctx.data import example
+from longctx.data.example import show_example
+from longctx.data.packing import Piece, build_row
+
+
+def row():
+    tokenizer = small_tokenizer()
+    asked = tokenizer("why?")["input_ids"]
+    told = tokenizer("so.<|im_end|>", add_special_tokens=False)["input_ids"]
+    ids = np.asarray(asked + told, np.int32)
+    piece = Piece(ids, np.arange(len(ids)) >= len(asked), 0)
+    return build_row([piece, piece], 3 * len(ids), tokenizer.pad_token_id), len(ids), len(told)
+
+
+def shown(**options) -> str:
+    out = io.StringIO()
+    packed, _, _ = row()
+    console = Console(file=out, width=100, **options)
+    show_example(packed, ["chats.jsonl:7", "[b].txt"], small_tokenizer(), console)
+    return out.getvalue()
+
+
+def test_without_colour_trained_tokens_stand_between_marks() -> None:
+    _, tokens, trained = row()
+    text = shown()
+    assert f"one row of {3 * tokens} tokens, {2 * trained} of them trained" in text
+    assert f"1 of 2: chats.jsonl:7, {tokens} tokens, {trained} trained" in text
+    assert f"2 of 2: [b].txt, {tokens} tokens" in text
+    assert text.count("<|bos|>why?«so.<|im_end|>»") == 2
+    assert f"padding, {tokens} tokens" in text
+
+
+def test_with_colour_they_are_green() -> None:
+    text = shown(force_terminal=True, color_system="standard")
+    assert "\x1b[1;32mso.<|im_end|>" in text and "«" not in text
+    assert "\x1b[2m<|bos|>why?" in text
+
+
+def test_long_stretches_are_shortened(monkeypatch) -> None:
+    monkeypatch.setattr(example, "STRETCH", 6)
+    assert "<|b [... 5 characters ...] hy?" in shown()
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_the_flag_prints_a_row_and_trains_nothing(tmp_path: Path, capsys) -> None:
+    flags = prepare(tmp_path)
+    chat = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
+    chat.write_text(json.dumps({"messages": turns}))
+    output = ["--output_dir", str(tmp_path / "run"), "--show_example"]
+    train.main([*flags, "--train_file", str(chat), *output])
+    out = capsys.readouterr().out
+    assert "«Hello there.<|im_end|>»" in out and "chat.jsonl:1" in out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_the_flag_works_beside_an_earlier_run(tmp_path: Path, capsys) -> None:
+    flags = [*prepare(tmp_path), "--output_dir", str(tmp_path / "run")]
+    train.main([*flags, "--max_steps", "1"])
+    train.main([*flags, "--show_example"])
+    assert "one row of 64 tokens" in capsys.readouterr().out

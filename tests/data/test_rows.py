@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset, List, Value
+from paths import PYTHONPATH
+from small_tokenizer import small_tokenizer
+
+from longctx.config import DataArguments
+from longctx.data import rows as data
+from longctx.data.rows import build_dataset, check_sources, collate, document_names
+from longctx.errors import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Twenty documents from 2 to 400 words, so that some are longer than a row."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_text(f"document {i} " + f"word{i} " * (1 + i * i))
+    return folder
+
+
+@pytest.fixture
+def build(tmp_path: Path, corpus: Path):
+    def build(files=None, tokenizer=None, seq_len=64, vocab_size=None, seed=0, **options):
+        args = DataArguments(cache_dir=str(tmp_path / "cache"), **options)
+        if files is None and not args.dataset_name:
+            files = [corpus]
+        return build_dataset(
+            args,
+            tokenizer or small_tokenizer(),
+            files=files and [str(file) for file in files],
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
+
+    return build
+
+
+def write_jsonl(path: Path, records: list) -> Path:
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def documents_in(rows) -> list[list[int]]:
+    """The token ids of every packed piece but padding, sorted."""
+    pad = small_tokenizer().pad_token_id
+    pieces = []
+    for row in rows:
+        starts = [i for i, p in enumerate(row["position_ids"]) if p == 0] + [len(row["labels"])]
+        pieces += [row["input_ids"][a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return sorted(piece for piece in pieces if piece[0] != pad)
+
+
+def test_rows_hold_the_text(build, corpus, capsys):
+    rows = build(seq_len=4096)
+    assert rows.features == {
+        name: List(Value("int32")) for name in ("input_ids", "labels", "position_ids", "documents")
+    }
+    texts = [small_tokenizer().decode(ids) for ids in documents_in(rows)]
+    expected = [f"<|bos|>{path.read_text()}<|im_end|>" for path in corpus.iterdir()]
+    assert sorted(texts) == sorted(expected)
+    assert "20 documents" in capsys.readouterr().out
+
+
+def test_split_keeps_and_truncate_drops(build, capsys):
+    split = build()
+    tokens = sum(len(ids) for ids in documents_in(split))
+    out = capsys.readouterr().out
+    assert f"{tokens:,} tokens -> {len(split)} rows of 64 (0 tokens dropped" in out
+    padding = len(split) * 64 - tokens
+    assert f"{padding:,} padding" in out
+    kept = sum(len(ids) for ids in documents_in(build(long_documents="truncate")))
+    assert kept < tokens
+    assert f"({tokens - kept:,} tokens dropped by truncation" in capsys.readouterr().out
+
+
+def test_same_seed_same_rows_and_another_seed_another_order(build, tmp_path):
+    rows = build()[:]
+    assert build()[:] == rows
+    other = build(seed=1)[:]
+    assert other != rows
+    for path in (tmp_path / "cache").iterdir():
+        path.unlink()
+    assert build()[:] == rows
+    as_rows = [build(), build(seed=1)]
+    assert documents_in(as_rows[0]) == documents_in(as_rows[1])
+
+
+def test_the_second_call_only_reads_the_cache(build, monkeypatch):
+    rows = build()[:]
+    monkeypatch.setattr(data, "encode", None)
+    monkeypatch.setattr(data, "pack", None)
+    assert build()[:] == rows
+
+
+def test_another_length_and_seed_tokenise_nothing_again(build, monkeypatch):
+    build()
+    monkeypatch.setattr(data, "encode", None)
+    assert len(build(seq_len=128, seed=3)[0]["labels"]) == 128
+
+
+@pytest.mark.parametrize("change", ["edit", "same size and mtime", "add", "remove"])
+def test_a_changed_file_is_read_again(build, corpus, change):
+    before = documents_in(build())
+    path = corpus / "03.txt"
+    stat = path.stat()
+    if change == "edit":
+        path.write_text("something new")
+    elif change == "same size and mtime":
+        path.write_text(path.read_text().replace("document", "DOCUMENT"))
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif change == "add":
+        (corpus / "new.txt").write_text("one more")
+    else:
+        path.unlink()
+    assert documents_in(build()) != before
+
+
+def test_another_tokenizer_or_template_is_not_served_from_the_cache(build, tmp_path):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write_jsonl(tmp_path / "c.jsonl", [{"messages": chat}])
+    rows = build([path])[:]
+    template = small_tokenizer().chat_template.replace("im_start", "start")
+    assert build([path], small_tokenizer(template))[:] != rows
+
+
+@pytest.mark.parametrize("kind", ["documents", "tokens", "rows"])
+@pytest.mark.parametrize("damage", ["garbage", "half"])
+def test_a_damaged_cache_is_rebuilt(build, tmp_path, kind, damage, capsys):
+    rows = build()[:]
+    later = {"documents": ("tokens", "rows"), "tokens": ("rows",), "rows": ()}[kind]
+    for path in (tmp_path / "cache").iterdir():
+        if path.name.startswith(later):
+            path.unlink()
+        elif path.name.startswith(kind) and path.suffix == ".arrow":
+            whole = path.read_bytes()
+            path.write_bytes(b"?" * 999 if damage == "garbage" else whole[: len(whole) // 2])
+    assert build()[:] == rows
+    assert "rebuilding the damaged cache file" in capsys.readouterr().out
+    assert build()[:] == rows
+
+
+def test_a_run_in_another_process_finds_the_same_cache(build, corpus, tmp_path):
+    """Also with another PYTHONHASHSEED: names must not depend on it."""
+    build()
+    before = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    code = (
+        "from small_tokenizer import small_tokenizer; from longctx.data.rows import *;"
+        f"a = DataArguments(cache_dir={str(tmp_path / 'cache')!r});"
+        f"build_dataset(a, small_tokenizer(), files=[{str(corpus)!r}], seq_len=64,"
+        "vocab_size=None, seed=0)"
+    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([PYTHONPATH, *sys.path]),
+        "PYTHONHASHSEED": "7",
+    }
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == before
+
+
+def test_several_processes_give_the_same_rows(build, tmp_path, monkeypatch):
+    turns = [
+        [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
+        for i in range(40)
+    ]
+    path = write_jsonl(tmp_path / "c.jsonl", [{"messages": turn} for turn in turns])
+    rows = build([path])[:]
+    for cached in (tmp_path / "cache").iterdir():
+        cached.unlink()
+    monkeypatch.setattr(data, "DOCUMENTS_PER_PROCESS", 20)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    assert build([path])[:] == rows
+    for cached in (tmp_path / "cache").glob("rows-*"):
+        cached.unlink()
+    for cached in (tmp_path / "cache").glob("tokens-*"):
+        cached.write_bytes(b"garbage")
+    assert build([path])[:] == rows
+
+
+def test_mixed_formats(build, tmp_path):
+    path = write_jsonl(
+        tmp_path / "mixed.jsonl",
+        [
+            {"text": "plain"},
+            {"prompt": "p", "completion": "done"},
+            {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]},
+            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "b"}]},
+        ],
+    )
+    (row,) = build([path], seq_len=128)
+    trained = [label for label in row["labels"] if label != -100]
+    text = small_tokenizer().decode(trained)
+    for part in ("plain<|im_end|>", "done<|im_end|>", "a<|im_end|>", "b<|im_end|>"):
+        text = text.replace(part, "", 1)
+    assert text == ""
+
+
+def test_undecodable_bytes_are_reported_every_time(build, tmp_path, capsys):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 au l\xe0it".encode("latin-1"))
+    (tmp_path / "lines.jsonl").write_bytes(b'{"text": "a\xff"}\n{"text": "b\xff\xff"}')
+    for _ in range(2):
+        build([tmp_path / "latin.txt", tmp_path / "lines.jsonl"])
+        out = capsys.readouterr().out
+        assert f"{tmp_path / 'latin.txt'}: replaced 2 undecodable bytes" in out
+        assert f"{tmp_path / 'lines.jsonl'}: replaced 3 undecodable bytes" in out
+
+
+def test_token_ids_beyond_the_vocabulary(build):
+    largest = max(max(row["input_ids"]) for row in build())
+    build(vocab_size=largest + 1)
+    for _ in range(2):  # fresh and cached
+        with pytest.raises(UserError, match=f"id {largest}, but the model's .* has {largest} "):
+            build(vocab_size=largest)
+    with pytest.raises(UserError, match="has 10 tokens"):
+        build(seed=5, seq_len=32, vocab_size=10)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "ok"}\n{"text": 1}', r"f\.jsonl:2: `text` must be a string"),
+        ('{"text": "ok"}\nnope', r"f\.jsonl:2 is not JSON"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', r"f\.jsonl:1: no assistant turn"),
+        ('{"text": " "}\n\n', "no readable text in .*f.jsonl"),
+        ('{"text": "x"}', "nothing to train on in .*f.jsonl"),
+    ],
+)
+def test_bad_data_stops_with_one_line_and_leaves_no_cache(build, tmp_path, content, message):
+    (tmp_path / "f.jsonl").write_text(content)
+    seq_len = 1 if "nothing" in message else 16
+    for _ in range(2):
+        with pytest.raises(UserError, match=message) as error:
+            build([tmp_path / "f.jsonl"], seq_len=seq_len)
+        assert "\n" not in str(error.value)
+
+
+def test_chat_without_a_template(build, tmp_path):
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "t"}, {"messages": turns}])
+    with pytest.raises(UserError, match=r"c\.jsonl:2: the tokenizer has no chat template"):
+        build([path], small_tokenizer(None))
+
+
+def test_check_sources(corpus, tmp_path):
+    check_sources(DataArguments())
+    check_sources(DataArguments(train_file=[str(corpus)], eval_file=[str(corpus / "01.txt")]))
+    with pytest.raises(UserError, match="none.txt does not exist"):
+        check_sources(DataArguments(train_file=[str(corpus)], eval_file=["none.txt"]))
+    with pytest.raises(UserError, match="./none does not exist"):
+        check_sources(DataArguments(dataset_name="./none"))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    texts = [f"text {i} " * (1 + i % 30) for i in range(100)]
+    Dataset.from_dict({"text": [*texts, None, " "], "id": range(102)}).save_to_disk(
+        tmp_path / "saved"
+    )
+    return str(tmp_path / "saved")
+
+
+def test_a_dataset_is_packed_like_files(build, saved, tmp_path, monkeypatch):
+    records = [{"text": text} for text in Dataset.load_from_disk(saved)["text"] if text]
+    Dataset.from_list(records).save_to_disk(tmp_path / "clean")
+    rows = build(dataset_name=str(tmp_path / "clean"))
+    path = write_jsonl(tmp_path / "same.jsonl", records)
+    assert documents_in(rows) == documents_in(build([path]))
+    monkeypatch.setattr(data, "encode", None)
+    assert build(dataset_name=str(tmp_path / "clean"))[:] == rows[:]
+
+
+def test_a_dataset_row_is_checked_like_a_line(build, saved, tmp_path):
+    with pytest.raises(UserError, match="saved row 100: expected .* found `text`, `id`"):
+        build(dataset_name=saved)
+    Dataset.from_dict({"body": ["a"]}).save_to_disk(tmp_path / "other")
+    for streaming in (False, True):
+        with pytest.raises(UserError, match="other row 0: expected `text`.* found `body`"):
+            build(dataset_name=str(tmp_path / "other"), streaming=streaming)
+
+
+def test_chat_datasets_keep_their_structure(build, tmp_path):
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    Dataset.from_list([{"messages": turns}, {"messages": turns + turns}]).save_to_disk(
+        tmp_path / "chats"
+    )
+    rows = build(dataset_name=str(tmp_path / "chats"))
+    path = write_jsonl(tmp_path / "c.jsonl", [{"messages": turns}, {"messages": turns + turns}])
+    assert rows[:] == build([path])[:]
+
+
+@pytest.fixture
+def streamable(tmp_path: Path) -> str:
+    texts = [f"text {i} " * (1 + i % 30) for i in range(100)]
+    Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "stream")
+    return str(tmp_path / "stream")
+
+
+def test_streaming_gives_the_same_documents(build, streamable, capsys):
+    stored = build(dataset_name=streamable)
+    summary = capsys.readouterr().out.split("tokens ->")[0]
+    streamed = build(dataset_name=streamable, streaming=True)
+    assert isinstance(streamed, IterableDataset) and streamed.features == stored.features
+    rows = list(streamed)
+    assert documents_in(rows) == documents_in(stored)
+    assert summary in capsys.readouterr().out
+    assert all(len(row["labels"]) == 64 for row in rows)
+
+
+def test_streaming_repeats_and_resumes(build, streamable):
+    streamed = build(dataset_name=streamable, streaming=True)
+    rows = list(streamed)
+    assert list(streamed) == rows
+    assert list(build(dataset_name=streamable, streaming=True)) == rows
+    assert list(build(dataset_name=streamable, streaming=True, seed=1)) != rows
+    assert list(streamed.skip(5)) == rows[5:]
+    begun = iter(streamed)
+    for _ in range(3):
+        next(begun)
+    resumed = build(dataset_name=streamable, streaming=True)
+    resumed.load_state_dict(streamed.state_dict())
+    assert list(resumed) == rows[3:]
+
+
+def test_streaming_checks_as_it_goes(build, saved, tmp_path):
+    with pytest.raises(UserError, match="saved streamed record .*: expected"):
+        list(build(dataset_name=saved, streaming=True))
+    with pytest.raises(UserError, match="has 10 tokens"):
+        build(dataset_name=saved, streaming=True, vocab_size=10)
+
+
+def test_collate(build):
+    rows = build()
+    batch = collate([rows[0], rows[1]])
+    assert set(batch) == {"input_ids", "labels", "position_ids", "documents"}
+    for name, tensor in batch.items():
+        assert tensor.dtype == torch.int64 and tensor.shape == (2, 64)
+        for filled, row in zip(tensor.tolist(), rows, strict=False):
+            assert filled == row[name] + [-1] * (64 - len(row[name]))
+    formatted = rows.with_format("numpy")
+    assert all(torch.equal(collate([formatted[0]])[name][0], batch[name][0]) for name in batch)
+    kept = rows.remove_columns("documents")  # --remove_unused_columns true
+    assert set(collate([kept[0]])) == set(batch) - {"documents"}
+
+
+def pieces_of(row) -> list[list[int]]:
+    starts = [i for i, p in enumerate(row["position_ids"]) if p == 0] + [len(row["labels"])]
+    return [row["input_ids"][a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def test_every_row_names_the_documents_of_its_pieces(build, corpus, tmp_path):
+    args = DataArguments(cache_dir=str(tmp_path / "cache"))
+    names_of = document_names(args, [str(corpus)])
+    for _ in range(2):  # fresh, and from the cache
+        for row in build():
+            names = names_of(row["documents"])
+            for name, ids in zip(names, pieces_of(row), strict=False):
+                assert small_tokenizer().decode(ids, skip_special_tokens=True) in (
+                    Path(name).read_text()
+                )
+    assert names_of([-1, 3]) == [str(corpus / "03.txt")]
+
+
+def test_names_survive_a_change_of_the_data(build, corpus, tmp_path):
+    args = DataArguments(cache_dir=str(tmp_path / "cache"))
+    build()
+    names_of = document_names(args, [str(corpus)])
+    (corpus / "00.txt").unlink()
+    (corpus / "zz.txt").write_text("new")
+    assert names_of([3]) == [str(corpus / "03.txt")]
+    for documents in (tmp_path / "cache").glob("documents-*"):
+        documents.unlink()
+    with pytest.raises((UserError, OSError)):
+        names_of([3])
+
+
+def test_rows_of_datasets_name_their_records(build, streamable):
+    stored, streamed = (build(dataset_name=streamable, streaming=s) for s in (False, True))
+    texts = Dataset.load_from_disk(streamable)["text"]
+    for row in stored:
+        for number, ids in zip(row["documents"], pieces_of(row), strict=False):
+            assert small_tokenizer().decode(ids, skip_special_tokens=True) in texts[number]
+    numbers = [number for row in streamed for number in row["documents"]]
+    assert sorted(set(numbers)) == list(range(100))
+    args = DataArguments(dataset_name="d")
+    assert document_names(args, None)([4, -1]) == ["d row 4"]
+    args = DataArguments(dataset_name="d", streaming=True)
+    assert document_names(args, None)([4]) == ["d record of the shuffled stream 4"]

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from longctx.config import DataArguments
+from longctx.data.sources import (
+    check_dataset_name,
+    find_files,
+    load_records,
+    read_documents,
+    stdlib_files,
+)
+from longctx.errors import UserError
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, content in {
+        "b.md": b"# title",
+        "a.txt": b"text",
+        "sub/c.py": b"x = 1",
+        "sub/d.jsonl": b'{"text": "line"}',
+        "sub/empty.py": b"",
+        "sub/picture.png": b"\x89PNG\0",
+        "sub/settings.json": b"{}",
+        ".git/e.txt": b"hidden",
+        "__pycache__/f.py": b"cached",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def names(files: list[Path]) -> list[str]:
+    return [path.name for path in files]
+
+
+def test_folders_files_and_globs(tree, monkeypatch):
+    assert names(find_files([str(tree)])) == ["a.txt", "b.md", "c.py", "d.jsonl"]
+    assert names(find_files([str(tree / "b.md")])) == ["b.md"]
+    assert names(find_files([str(tree / "**" / "*.py")])) == ["f.py", "c.py"]
+    assert names(find_files([str(tree / "b.md"), str(tree)])) == [
+        "b.md",
+        "a.txt",
+        "c.py",
+        "d.jsonl",
+    ]
+    monkeypatch.setenv("HOME", str(tree))
+    assert names(find_files(["~/a.txt"])) == ["a.txt"]
+
+
+def test_a_file_whose_name_looks_like_a_glob(tmp_path):
+    (tmp_path / "a[1].txt").write_text("x")
+    assert names(find_files([str(tmp_path / "a[1].txt")])) == ["a[1].txt"]
+
+
+def test_links(tree):
+    (tree / "sub" / "loop").symlink_to(tree)  # a loop of folders
+    (tree / "sub" / "dead.txt").symlink_to(tree / "nowhere")
+    (tree / "sub" / "self.txt").symlink_to(tree / "sub" / "self.txt")
+    (tree / "sub" / "same.txt").symlink_to(tree / "a.txt")
+    assert names(find_files([str(tree)])) == ["a.txt", "b.md", "c.py", "d.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.txt", "none.txt does not exist"),
+        ("empty.txt", "empty.txt is empty"),
+        ("folder", "no readable text in the folder .*folder"),
+        ("*.nothing", r"\*.nothing matches no non-empty file"),
+        ("binary.txt", "binary.txt is binary or UTF-16"),
+        ("utf16.txt", "utf16.txt is binary or UTF-16"),
+        ("array.json", r"array.json: .*\.jsonl"),
+        ("fifo", "fifo is not a regular file"),
+        ("self", "cannot read .*self"),
+        ("dead", "dead does not exist"),
+        ("x" * 300, "cannot read"),
+        ("nul\0.txt", "does not exist"),
+    ],
+)
+def test_a_bad_path_says_what_is_wrong(tmp_path, name, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x.png").write_bytes(b"\0")
+    (tmp_path / "folder" / "x.txt").touch()
+    (tmp_path / "binary.txt").write_bytes(b"ab\0\1")
+    (tmp_path / "utf16.txt").write_text("hello", encoding="utf-16")
+    (tmp_path / "array.json").write_text("[]")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "self").symlink_to(tmp_path / "self")
+    (tmp_path / "dead").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=message) as error:
+        find_files([str(tmp_path / name)])
+    assert "\n" not in str(error.value)
+
+
+def test_an_unreadable_file(tmp_path, monkeypatch):
+    path = tmp_path / "secret.txt"
+    path.write_text("x")
+
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)  # root reads everything, so chmod proves nothing
+    with pytest.raises(UserError, match="cannot read .*secret.txt; Permission denied|Permission"):
+        find_files([str(path)])
+
+
+def read(path: Path):
+    return list(read_documents([path]))
+
+
+def test_text_is_normalised(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    assert [document.content for document in read(path)] == ["one\ntwo\n"]
+    path.write_bytes(b" \n\t\n")
+    assert read(path) == []
+
+
+def test_undecodable_bytes_are_counted_and_replaced(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("é".encode() + b"\xff\xfe ok \xe9")
+    (document,) = read(path)
+    assert document.replaced_bytes == 3
+    assert document.content == "é\ufffd\ufffd ok \ufffd"
+
+
+def test_jsonl_lines_know_their_number(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one"}\r\n\n{"text": " "}\n{"text": "\xff"}\n{"text": "\\ud800!"}'
+    )
+    documents = read(path)
+    assert [d.content for d in documents] == ["one", "\ufffd", "?!"]
+    assert [d.where for d in documents] == [f"{path}:{n}" for n in (1, 4, 5)]
+    assert [d.replaced_bytes for d in documents] == [0, 1, 1]
+
+
+def test_a_surrogate_pair_is_a_character(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "\U0001f600"}))
+    assert "\\ud83d" in path.read_text()
+    assert read(path)[0].content == "\U0001f600" and read(path)[0].replaced_bytes == 0
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]", '{"body": 1}', '{"messages": []}'])
+def test_a_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "ok"}\n\n' + line + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:3\b"):
+        read(path)
+
+
+def test_the_standard_library_has_long_documents_and_no_tests():
+    files = stdlib_files()
+    assert len(files) > 300
+    assert sum(path.stat().st_size for path in files) > 5_000_000
+    assert max(path.stat().st_size for path in files) > 200_000
+    assert not any({"test", "tests", "site-packages"} & set(path.parts[-3:-1]) for path in files)
+    assert files == stdlib_files()
+
+
+def records(name, **options):
+    return load_records(DataArguments(dataset_name=str(name), **options))
+
+
+def test_saved_datasets(tmp_path):
+    Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "one")
+    DatasetDict(train=Dataset.from_dict({"text": ["c"]})).save_to_disk(tmp_path / "many")
+    assert records(tmp_path / "one")["text"][:] == ["a", "b"]
+    assert records(tmp_path / "many")["text"][:] == ["c"]
+    streamed = records(tmp_path / "one", streaming=True)
+    assert isinstance(streamed, IterableDataset)
+    assert [row["text"] for row in streamed] == ["a", "b"]
+    with pytest.raises(UserError, match="no split 'test': give one of train"):
+        records(tmp_path / "many", dataset_split="test")
+
+
+def test_a_local_folder_of_data_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    streamed = records(tmp_path / "data", streaming=True)
+    assert [row["text"] for row in streamed] == ["a", "b"]
+    with pytest.raises(UserError, match="cannot load the dataset .*nosplit"):
+        records(tmp_path / "data", streaming=True, dataset_split="nosplit")
+
+
+@pytest.mark.parametrize("name", ["./none", "/none/such", "~/none"])
+def test_a_missing_local_dataset_is_known_at_once(name):
+    with pytest.raises(UserError, match=f"the dataset {name} does not exist"):
+        check_dataset_name(name)
+
+
+def test_a_hub_dataset_that_cannot_be_reached():
+    with pytest.raises(UserError, match="cannot load the dataset no/such") as error:
+        records("no/such")
+    assert "\n" not in str(error.value)

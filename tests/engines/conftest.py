@@ -1,0 +1,43 @@
+"""The run that every engine is compared with: a saved model, a few documents, vanilla alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_job import STEPS, batch
+
+import train
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> list[str]:
+    """Flags of the same training run, whatever the engine: a saved model and a few documents."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "text").mkdir()
+    for i in range(30):
+        words = " ".join(f"{(i * j) % 97} bottles of {j % 13}" for j in range(40 + 9 * i))
+        (folder / "text" / f"{i}.txt").write_text(words)
+    flags = [
+        "--train_file",
+        f"{folder}/text",
+        "--cache_dir",
+        f"{folder}/cache",
+        "--use_cpu",
+        "true",
+    ]
+    flags += ["--seq_len", "128", "--learning_rate", "0.003", "--disable_tqdm", "true"]
+    flags += ["--attn_backend", "auto", "--eval_file", f"{folder}/text/29.txt"]
+    start = ["--preset", "tiny", "--class_type", "vanilla", "--max_steps", "1"]
+    start += ["--learning_rate", "0", "--save_strategy", "no", "--output_dir", f"{folder}/start"]
+    train.main([*flags, *start])
+    model = ["--model_name_or_path", f"{folder}/start/final", "--max_steps", str(STEPS)]
+    return [*flags, *model]
+
+
+@pytest.fixture(scope="module")
+def vanilla(job: list[str], tmp_path_factory) -> Path:
+    """The reference: Hugging Face's model, one process, no engine."""
+    folder = tmp_path_factory.mktemp("vanilla")
+    train.main([*job, "--class_type", "vanilla", "--output_dir", str(folder), *batch(1)])
+    return folder

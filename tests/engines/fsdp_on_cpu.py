@@ -1,0 +1,53 @@
+"""train.py with accelerate's FSDP2 on CPUs, where accelerate itself would silently run DDP.
+
+What differs from GPUs is the device, gloo and that nothing is pinned; the rest is what a user's run
+goes through: accelerate wraps the model, hands out the weights, saves and loads shards.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+import train
+from longctx.engines.fsdp import FSDP2
+from longctx.errors import UserError
+from longctx.run.trainer import LongTrainer
+
+begin = AcceleratorState.__init__
+
+
+def begin_as_on_gpus(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+    begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None:
+        self.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.fsdp_plugin = fsdp_plugin
+        if fsdp_plugin.cpu_offload:
+            fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+
+class CheckedTrainer(LongTrainer):
+    """Every parameter is sharded, and in the optimizer: either could silently be otherwise."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        assert trained == {id(p) for p in model.parameters()}
+        return super().training_step(model, *args, **kwargs)
+
+
+AcceleratorState.__init__ = begin_as_on_gpus
+train.LongTrainer = CheckedTrainer
+FSDP2.start = lambda self, args: None  # type: ignore[method-assign]  # which refuses CPUs
+
+if __name__ == "__main__":
+    try:
+        train.main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,69 @@
+"""Which engine a run gets, what it refuses, and the files that ask for one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from paths import ROOT
+
+from longctx.config import TrainArguments
+from longctx.engines import check_resume, choose_engine
+from longctx.engines.fsdp import FSDP2, offloads
+from longctx.engines.plain import Plain
+from longctx.errors import UserError
+
+DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+
+def test_sharded_checkpoints_without_an_optimizer_are_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(TrainArguments, "device", torch.device("cuda"))
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, save_only_model=True)
+    with pytest.raises(UserError, match="--save_only_model is impossible with FSDP"):
+        FSDP2().start(args)
+
+
+def test_other_parallelism_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(UserError, match="parallelism_config is not supported"):
+        choose_engine(args).start(args)
+
+
+def test_each_yaml_says_what_its_json_says() -> None:
+    for path in DS_CONFIGS:
+        settings = yaml.safe_load(path.with_suffix(".yaml").read_text())
+        assert settings["deepspeed_config"]["deepspeed_config_file"] == f"ds_configs/{path.name}"
+        stage = json.loads(path.read_text())["zero_optimization"]["stage"]
+        assert settings["deepspeed_config"]["zero3_init_flag"] == (stage == 3)
+    for path in (ROOT / "fsdp_configs").glob("*.json"):
+        theirs = yaml.safe_load(path.with_suffix(".yaml").read_text())["fsdp_config"]
+        ours = json.loads(path.read_text())
+        ours["offload_params"] = ours.pop("cpu_offload")
+        ours["transformer_layer_cls_to_wrap"] = ",".join(ours["transformer_layer_cls_to_wrap"])
+        assert theirs == {f"fsdp_{key}": value for key, value in ours.items()}
+
+
+def test_host_offload_is_seen_in_a_file_text_or_dict(tmp_path: Path) -> None:
+    assert offloads(str(ROOT / "fsdp_configs/fsdp2_offload.json"))
+    assert not offloads(str(ROOT / "fsdp_configs/fsdp2.json"))
+    assert offloads('{"cpu_offload": true}') and offloads({"cpu_offload": True})
+    assert not offloads(None)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match="broken.json: not JSON"):
+        offloads(str(tmp_path / "broken.json"))
+
+
+def test_a_checkpoint_of_another_engine_is_refused(tmp_path: Path) -> None:
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True)
+    (tmp_path / "checkpoint-1" / "global_step1").mkdir(parents=True)
+    with pytest.raises(UserError, match="saved with engine deepspeed .* --model_name_or_path"):
+        check_resume(Plain(), args, tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(UserError, match="holds no optimizer"):
+        check_resume(Plain(), args, tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / "optimizer.pt").touch()
+    check_resume(Plain(), args, tmp_path / "checkpoint-2")

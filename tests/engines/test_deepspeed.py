@@ -1,0 +1,70 @@
+"""DeepSpeed through train.py on the CPU: each published file trains as vanilla does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from small_job import assert_same_run, batch, environment, kill_after_saving, launch, on_cpu, run
+
+from longctx.config import installed
+
+DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+
+needs_deepspeed = pytest.mark.skipif(
+    not installed("deepspeed"), reason="deepspeed is not installed"
+)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("config", DS_CONFIGS, ids=lambda path: path.stem)
+def test_each_deepspeed_file_trains(
+    config: Path, job: list[str], vanilla: Path, tmp_path: Path
+) -> None:
+    """By its YAML through accelerate; ZeRO-1 and 2 by the flag, on two processes, which are killed
+    and resumed."""
+    if "nvme" in config.stem:
+        builder = pytest.importorskip("deepspeed.ops.op_builder").AsyncIOBuilder()
+        if not builder.is_compatible():
+            pytest.skip("DeepSpeed's asynchronous I/O needs libaio (apt install libaio-dev)")
+    path = Path(on_cpu(config, tmp_path))
+    path.write_text(path.read_text().replace("/local_nvme", str(tmp_path)))
+    flags = [*job, "--output_dir", f"{tmp_path}/run", "--save_steps", "2"]
+    if config.stem in ("zero1", "zero2"):
+        command = launch(2, "train.py", *flags, "--deepspeed", str(path), *batch(2))
+        kill_after_saving(command, tmp_path / "run")
+        run([*command, "--resume_from_checkpoint", "last"])
+    else:
+        text = config.with_suffix(".yaml").read_text()
+        path.with_suffix(".yaml").write_text(text.replace(f"ds_configs/{config.name}", str(path)))
+        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher += ["--config_file", str(path.with_suffix(".yaml"))]
+        run([*launcher, "train.py", *flags, *batch(1), "--save_strategy", "no"])
+    assert_same_run(tmp_path / "run", vanilla)
+
+
+@needs_deepspeed
+def test_zero3_offload_on_two_processes_killed_and_resumed(
+    job: list[str], vanilla: Path, tmp_path: Path
+) -> None:
+    config = on_cpu(ROOT / "ds_configs" / "zero3_cpu.json", tmp_path)
+    flags = [*job, "--deepspeed", config, "--output_dir", f"{tmp_path}/run", *batch(2)]
+    flags += ["--save_steps", "2"]
+    command = launch(2, "train.py", *flags)
+    kill_after_saving(command, tmp_path / "run")
+    run([*command, "--resume_from_checkpoint", "last"])
+    assert_same_run(tmp_path / "run", vanilla)
+
+    alone = ["--resume_from_checkpoint", "last", "--overwrite_output_dir"]
+    done = subprocess.run(
+        launch(1, "train.py", *flags, *alone),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "saved by 2 processes" in done.stderr.splitlines()[-1]

@@ -1,0 +1,113 @@
+"""FSDP2 through accelerate: on CPUs through fsdp_on_cpu.py, and on GPUs."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from paths import ROOT
+from small_job import assert_same_run, batch, environment, kill_after_saving, launch, run
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import train
+from longctx.config import ModelArguments
+from longctx.engines.fsdp import FSDP2, keep_shapes_only
+from longctx.run.loading import load_config, load_model
+from longctx.run.presets import PRESETS
+
+
+def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
+    flags = ["--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json", "--use_cpu", "true"]
+    command = launch(1, "train.py", "--preset", "tiny", *flags, "--output_dir", f"{tmp_path}/run")
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "silently runs DDP" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("config", "start"), [("fsdp2", "preset"), ("fsdp2_offload", "saved")])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fsdp2_through_accelerate(
+    device: str, config: str, start: str, job: list[str], tmp_path: Path
+) -> None:
+    """In fp32: killed after a save, resumed (a preset on one process), the best checkpoint loaded,
+    and as vanilla without an engine."""
+    script, gpus, flags = "tests/engines/fsdp_on_cpu.py", 0, list(job)
+    if device == "cuda":
+        script, gpus = "train.py", min(torch.cuda.device_count(), 2)
+        flags = " ".join(job).replace("--use_cpu true", "").split()
+        flags += ["--dtype", "float32", "--bf16", "false", "--tf32", "false"]
+    if start == "preset":
+        at = flags.index("--model_name_or_path")
+        flags[at : at + 2] = ["--preset", "tiny"]
+    best = "--load_best_model_at_end true --save_steps 1 --eval_strategy steps --eval_steps 1"
+    flags += best.split()
+    alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
+    if gpus:
+        run(launch(1, "train.py", *flags, *alone), gpus=1)
+    else:
+        train.main([*flags, *alone])
+    sharded = [*flags, "--fsdp", "true", "--fsdp_config", f"fsdp_configs/{config}.json"]
+    sharded += ["--output_dir", f"{tmp_path}/run"]
+    processes = gpus or 2
+    command = launch(processes, script, *sharded, *batch(processes))
+    kill_after_saving(command, tmp_path / "run", gpus)
+    processes = 1 if start == "preset" else processes
+    resumed = [*sharded, *batch(processes), "--resume_from_checkpoint", "last"]
+    said = run(launch(processes, script, *resumed), min(gpus, processes))
+    assert "Could not locate the best model" not in said
+    assert_same_run(tmp_path / "run", tmp_path / "vanilla")
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_offload"])
+def test_accelerate_launch_with_an_fsdp_yaml(
+    config: str, job: list[str], vanilla: Path, tmp_path: Path
+) -> None:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
+    launcher += ["--config_file", f"fsdp_configs/{config}.yaml", "tests/engines/fsdp_on_cpu.py"]
+    run([*launcher, *job, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(2)])
+    assert_same_run(tmp_path / "run", vanilla)
+
+
+def test_only_the_first_process_loads_weights_under_fsdp(job: list[str], monkeypatch) -> None:
+    args = ModelArguments(model_name_or_path=job[job.index("--model_name_or_path") + 1])
+    config = load_config(args, vocab_size=1)
+    for rank, device in ((0, "cpu"), (1, "meta")):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        model = load_model(args, config, device=torch.device("cpu"), engine=FSDP2())
+        assert {p.device.type for p in model.parameters()} == {device}
+
+
+def test_the_norm_of_a_large_gradient_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    weight = torch.nn.Parameter(torch.zeros(2**12, 2**13))
+    weight.grad = torch.full_like(weight, 1e-3)
+    true_norm = 1e-3 * 2**12.5
+    accelerator = SimpleNamespace(unscale_gradients=lambda: None)
+
+    def clip(max_norm: float) -> torch.Tensor:
+        return FSDP2().clip_grad_norm(accelerator, [weight], max_norm)
+
+    assert torch.linalg.vector_norm(weight.grad).item() < 0.9999 * true_norm  # why it is not used
+    assert clip(math.inf).item() == pytest.approx(true_norm, rel=1e-5)
+    assert clip(1.0).item() == pytest.approx(true_norm, rel=1e-5)
+    assert clip(2.0).item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_process_without_weights_still_tells_its_parameters_apart() -> None:
+    """accelerate maps an optimizer's parameters to their shards by `data_ptr()`."""
+    config = LlamaConfig(**PRESETS["tiny"], vocab_size=1000)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = [p.shape for name, p in model.named_parameters() if name != "lm_head.weight"]
+    keep_shapes_only(model, mixed=True)
+    assert [p.shape for p in model.parameters()] == shapes
+    assert len({p.data_ptr() for p in model.parameters()} - {0}) == len(shapes)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 4 * len(shapes)
+    assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -1,0 +1,172 @@
+"""Every kernel compiles for sm_80 and sm_90 without a GPU, and spills no register in the
+configuration that the public functions choose.
+
+The kernels compile in a process of their own, because Triton may be set to interpret them in this
+one. That process runs this file as a script, which prints one JSON line per kernel, architecture
+and dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from paths import PYTHONPATH
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
+
+
+def _cases():
+    """(name, kernel, dtype, arguments, configuration).
+
+    An argument is a pointer type, a constant, or a size. Sizes are those of Llama-3.1-8B,
+    configurations those that the public functions choose.
+    """
+    from longctx.kernels import cross_entropy, rms_norm, rope, scale, swiglu
+    from longctx.kernels.launch import Config
+
+    def norm(c, **flags):
+        return {**flags, "LLAMA_ROUNDING": True, "ROWS": c.rows, "BLOCK": c.block}
+
+    for t in ("bf16", "fp32"):
+        p = f"*{t}"
+        for D in (64, 4096, 8192):
+            pointers = {f"{n}_ptr": p for n in ("x", "residual", "weight", "summed", "out")}
+            strides = {f"stride_{n}": D for n in ("x", "residual", "summed", "out")}
+            sizes = {"T": 131072, "D": D, **strides, "eps": "fp32"}
+            for residual in (False, True):
+                c = rms_norm.forward_config(D)
+                arguments = {**pointers, **sizes, **norm(c, HAS_RESIDUAL=residual)}
+                yield f"rms_norm_forward {D}", rms_norm._forward_kernel, t, arguments, c
+
+            pointers = {f"{n}_ptr": p for n in ("dy", "x", "weight", "d_residual", "out")}
+            strides = {f"stride_{n}": D for n in ("dy", "x", "d_residual", "out")}
+            sizes = {"partial_ptr": "*fp32", "T": 131072, "D": D, **strides, "eps": "fp32"}
+            for residual in (False, True):
+                c = rms_norm.backward_config(D, 2 if t == "bf16" else 4)
+                flags = {"HAS_RESIDUAL": residual, "HAS_DW": True, "STAGES": c.num_stages}
+                arguments = {**pointers, **sizes, **norm(c, **flags)}
+                yield f"rms_norm_backward {D}", rms_norm._backward_kernel, t, arguments, c
+
+        c = rope.default_config(32, 128)
+        strides = {
+            f"stride_{x}{o}_{n}": s
+            for x in ("q", "k")
+            for o in ("", "_out")
+            for n, s in (("token", 4096), ("head", 128))
+        }
+        arguments = {
+            **{f"{n}_ptr": p for n in ("q", "k", "q_out", "k_out")},
+            **{"positions_ptr": "*i64", "inv_freq_ptr": "*fp32"},
+            **{"T": 131072, "H": 32, "K": 8, "half": 64, **strides, "attention_scaling": "fp32"},
+            **{"INVERSE": True, "TOKENS": c.rows, "Q_BLOCK": 32, "K_BLOCK": 8},
+            "HALF_BLOCK": c.block,
+        }
+        yield "rope", rope._rope_kernel, t, arguments, c
+
+        c = swiglu.default_config(14336)
+        sizes = {"T": 131072, "F": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
+        arguments = {f"{n}_ptr": p for n in ("gate", "up", "out")} | sizes
+        arguments |= {f"stride_{n}": 14336 for n in ("gate", "up", "out")}
+        yield "swiglu_forward", swiglu._forward_kernel, t, arguments, c
+        names = ("d_product", "gate", "up", "product")
+        arguments = {f"{n}_ptr": p for n in names} | sizes | {"HAS_PRODUCT": True}
+        arguments |= {f"stride_{n}": 14336 for n in names}
+        yield "swiglu_backward", swiglu._backward_kernel, t, arguments, c
+
+        arguments = {
+            **{"x_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": p, "numel": 2**29, "BLOCK": 2048}
+        }
+        yield "scale", scale._scale_kernel, t, arguments, Config(block=2048, num_warps=4)
+
+        arguments = {
+            **{"logits_ptr": "*fp32", "d_logits_ptr": p, "labels_ptr": "*i64"},
+            **{"loss_ptr": "*fp32", "scale_ptr": "*fp32", "V": 128256},
+            **{"stride_logits": 128256, "stride_d_logits": 128256},
+            **{"label_smoothing": "fp32", "z_loss": "fp32", "softcap": "fp32"},
+            **{"ticket_ptr": "*i64", "words_ptr": "*i64", "HAS_GRAD": True, "HAS_SCALE": True},
+        }
+        for extra in (False, True):
+            c = cross_entropy.default_config(128256, t == "bf16" and not extra)
+            parts = -(-128256 // c.block)
+            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra, "OVERLAPS": t == "bf16"}
+            flags |= {"BLOCK": c.block, "PARTS": parts, "LANES": 1 << (parts - 1).bit_length()}
+            kernel = cross_entropy._cross_entropy_kernel
+            yield "cross_entropy", kernel, t, arguments | flags, c
+
+
+def _compile(kernel, arguments: dict, config, arch: int):
+    """The compiled kernel and what ptxas reports of it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    signature, constants, divisible = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if name.isupper() and name not in ("T", "D", "F", "H", "K", "V"):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, str):
+            signature[name] = value
+        else:
+            signature[name] = "i32"
+        if signature[name].startswith("*") or (signature[name] == "i32" and value % 16 == 0):
+            divisible[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    options = {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.maxnreg}
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(binary.asm["ptx"])
+        target = re.search(r"\.target (\w+)", binary.asm["ptx"]).group(1)
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={target}", str(ptx)]
+        log = subprocess.run(
+            [*command, "-o", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True
+        ).stderr
+    return binary, log
+
+
+def _main() -> None:
+    for name, kernel, dtype, arguments, config in _cases():
+        for arch in (80, 90):
+            binary, log = _compile(kernel, arguments, config, arch)
+            registers = int(re.search(r"Used (\d+) registers", log).group(1))
+            spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+            row = {"name": name, "dtype": dtype, "arch": arch, "registers": registers}
+            print(json.dumps(row | {"spills": spills, "shared": binary.metadata.shared}))
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict]:
+    pytest.importorskip("triton", reason="needs triton: pip install 'longctx[test]'")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join((PYTHONPATH, os.environ.get("PYTHONPATH", "")))
+    result = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def test_every_kernel_compiles_for_both_architectures(reports):
+    names = {"rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward"}
+    names |= {"swiglu_backward", "cross_entropy", "scale"}
+    compiled = {(r["name"].split()[0], r["arch"], r["dtype"]) for r in reports}
+    assert compiled == {(n, a, t) for n in names for a in (80, 90) for t in ("bf16", "fp32")}
+
+
+def test_no_kernel_spills_registers(reports):
+    for r in reports:
+        assert r["spills"] == [0, 0], r
+        assert r["shared"] <= SHARED_BYTES[r["arch"]], r
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,107 @@
+"""Attention backends against fp64 truth by the rule of tests/exactness.py, documents included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from exactness import DEVICE, assert_exact
+from longctx.errors import UserError
+from longctx.model.attention import QKV
+from longctx.model.backends import choose_attention
+from longctx.model.documents import Documents
+
+BACKENDS = [
+    pytest.param("math", torch.float32),
+    pytest.param("math", torch.bfloat16),
+    pytest.param("flash", torch.bfloat16),
+    pytest.param("flash", torch.float32, marks=pytest.mark.skipif(DEVICE == "cuda", reason="half")),
+    pytest.param("cudnn", torch.bfloat16, marks=pytest.mark.gpu),
+    pytest.param("fa4", torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def backend(name: str, dtype: torch.dtype):
+    if name == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    return choose_attention(name, torch.device(DEVICE), dtype)[1]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lengths: list[int]) -> list[Tensor]:
+    """o, dq, dk, dv document by document, through torch's attention and autograd."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    pieces = []
+    for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        heads_first = (x.transpose(0, 1)[None] for x in parts)
+        o = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        pieces.append(o[0].transpose(0, 1))
+    o = torch.cat(pieces)
+    o.backward(do)
+    return [o, q.grad, k.grad, v.grad]
+
+
+@pytest.mark.parametrize(("name", "dtype"), BACKENDS)
+@pytest.mark.parametrize(
+    ("H", "K", "d", "lengths"),
+    [
+        (4, 4, 64, [33]),  # no GQA, one document
+        (4, 1, 96, [1, 130, 5]),  # GQA 4, a document of one token, one over a block of 128
+        (8, 1, 128, [64, 64]),  # GQA 8, documents of exactly half a block
+        (6, 2, 64, [1100]),  # GQA 3, more than one tile of queries of the math backend
+    ],
+)
+def test_against_truth(name, dtype, H, K, d, lengths) -> None:
+    torch.manual_seed(0)
+    attention = backend(name, dtype)
+    T = sum(lengths)
+    buffer = torch.randn(T, H + 2 * K, d, device=DEVICE, dtype=dtype)  # q, k, v are strided views
+    q, k, v = buffer.split([H, K, K], dim=1)
+    do = torch.randn(T, H, d, device=DEVICE, dtype=dtype)
+    truth = plain(*(x.double() for x in (q, k, v, do)), lengths)
+    naive = plain(q, k, v, do, lengths)
+
+    documents = Documents.of(lengths, torch.device(DEVICE))
+    wide = torch.full((T, 2 * H, d), torch.nan, device=DEVICE, dtype=dtype)
+    o = wide[:, :H]  # a slice of a wider buffer, as a head group writes it
+    lse = torch.full((H, T), torch.nan, device=DEVICE)
+    attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse)
+    grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse)
+    assert wide[:, H:].isnan().all()
+    for label, ours, plainly, true in zip(
+        "o dq dk dv".split(), (o, *grads), naive, truth, strict=True
+    ):
+        assert_exact(label, ours, plainly, true)
+
+
+def test_documents_start_where_positions_do_not_go_on() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [5, 6, 7, 8, 0, 0, 1, 2]])
+    documents = Documents.from_position_ids(positions)
+    assert documents.lengths == (3, 5, 4, 1, 3)
+    assert documents.cu_seqlens.tolist() == [0, 3, 8, 12, 13, 16]
+    assert [s.stop - s.start for s in documents.slices()] == [3, 5, 4, 1, 3]
+
+
+def test_padding_is_a_document_of_its_own() -> None:
+    positions = torch.arange(6).repeat(2, 1)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
+    assert Documents.from_position_ids(positions, mask).lengths == (4, 2, 2, 4)
+
+
+def test_choice_of_the_backend() -> None:
+    cpu = torch.device("cpu")
+    assert choose_attention("auto", cpu, torch.float32)[0] == "flash"
+    assert choose_attention("auto", cpu, torch.float16)[0] == "math"
+    with pytest.raises(UserError, match="--attn_backend cudnn needs a GPU"):
+        choose_attention("cudnn", cpu, torch.float32)
+    with pytest.raises(UserError, match="--attn_backend sdpa is for --class_type vanilla"):
+        choose_attention("sdpa", cpu, torch.float32)
+
+
+@pytest.mark.gpu
+def test_fp32_on_a_gpu_takes_math_or_says_why_not() -> None:
+    gpu = torch.device("cuda")
+    assert choose_attention("auto", gpu, torch.float32)[0] == "math"
+    with pytest.raises(UserError, match="needs --dtype bfloat16"):
+        choose_attention("cudnn", gpu, torch.float32)

@@ -1,0 +1,314 @@
+"""The scheduled layers against vanilla Hugging Face, by the rule of tests/exactness.py.
+
+Truth is vanilla in fp64 (fp32 on a GPU in bf16), naive is vanilla in the dtype under test. Loss and
+every parameter's gradient are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.model.patch import patch
+from longctx.run.loading import load_config
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+DEVICE = torch.device(DEVICE)
+
+
+def config(**changes) -> LlamaConfig:
+    defaults = {
+        "vocab_size": 211,
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    return LlamaConfig(**defaults | changes)
+
+
+def trio(dtype: torch.dtype, settings=None, truth_dtype=torch.float64, **changes):
+    """(truth, naive, ours) with the same weights, rounded to `dtype`."""
+    torch.manual_seed(0)
+    naive = LlamaForCausalLM(config(**changes))
+    with torch.no_grad():
+        for parameter in naive.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    naive = cast(naive.to(DEVICE), dtype)
+    truth = cast(copy.deepcopy(naive), truth_dtype)
+    ours = copy.deepcopy(naive)
+    patch(ours, ModelArguments(**(settings or {})), DEVICE)
+    return truth, naive, ours
+
+
+def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Like loading in `dtype`: the parameters only. `.to(dtype)` would round RoPE's frequencies."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def batch(lengths: list[list[int]], seed: int = 1) -> dict[str, Tensor]:
+    """One row per list of document lengths; the first third of each document is not trained."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    ids = torch.randint(211, positions.shape, generator=generator)
+    labels = ids.masked_fill(positions < min(map(min, lengths)) // 3 + 1, -100)
+    inputs = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return {name: x.to(DEVICE) for name, x in inputs.items()} | {"use_cache": False}
+
+
+def gradients(model: nn.Module, inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_trains_exactly(models, *batches) -> None:
+    """Errors are taken over all batches together: in so small a model, a bf16 gradient's error
+    scatters by a tenth from batch to batch."""
+    runs = [[gradients(model, inputs) for inputs in batches] for model in models]
+    true, plain, our = (torch.stack([loss for loss, _ in run]) for run in runs)
+    dtype = models[1].dtype
+    limit = FACTOR * relative_error(plain, true) + FLOOR[dtype]
+    assert relative_error(our, true) <= limit, "loss"
+    for name in runs[0][0][1]:
+        assert all(grads[name] is not None for _, grads in runs[2]), f"{name}: no gradient"
+        truth, naive, ours = (torch.stack([grads[name] for _, grads in run]) for run in runs)
+        assert_exact(name, ours, naive, truth)
+
+
+def batches(lengths: list[list[int]]) -> list[dict[str, Tensor]]:
+    return [batch(lengths, seed) for seed in (1, 2, 3, 4)]
+
+
+PACKED = [[60, 83, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
+def test_gqa_and_head_dims(dtype, head_dim, kv_heads) -> None:
+    models = trio(dtype, num_key_value_heads=kv_heads, head_dim=head_dim)
+    assert_trains_exactly(models, *batches(PACKED))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
+@pytest.mark.parametrize("offload", ["none", "all", "auto"])
+@pytest.mark.parametrize(
+    ("groups", "tile"),
+    [
+        (1, 4096),  # one group, one tile
+        (2, 7),  # neither the row nor its documents are multiples of the tile
+        (4, 144),  # one kv head a group, the tile is the row
+    ],
+)
+def test_every_setting(dtype, keep, offload, groups, tile) -> None:
+    settings = dict(keep_attention=keep, offload_activations=offload)
+    settings |= dict(head_groups=groups, tile_tokens=tile)
+    models = trio(dtype, settings, num_key_value_heads=4)
+    assert_trains_exactly(models, *batches(PACKED))
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize(
+    "lengths", [[[144]], [[5, 43], [48], [16, 16, 16]]], ids=["one-document", "batched"]
+)
+def test_rows_batches_and_biases(biases, lengths) -> None:
+    models = trio(torch.bfloat16, attention_bias=biases, mlp_bias=biases)
+    assert_trains_exactly(models, *batches(lengths))
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_padded_batch(left) -> None:
+    inputs = batch([[48], [48]])
+    mask = torch.ones_like(inputs["input_ids"])
+    padded = slice(0, 11) if left else slice(30, 48)
+    mask[1, padded] = 0
+    labels = inputs["labels"].masked_fill(mask == 0, -100)
+    if left:
+        labels[1, 11] = -100  # predicted by padding, whose output is nobody's business
+    inputs |= {"attention_mask": mask, "labels": labels}
+    assert_trains_exactly(trio(torch.float32), inputs)
+
+
+FROZEN = {
+    "layer": lambda m: m.model.layers[1].parameters(),
+    "bottom": lambda m: [*m.model.embed_tokens.parameters(), *m.model.layers[0].parameters()],
+    "norms": lambda m: [p for n, p in m.named_parameters() if "norm" in n],
+    "attention": lambda m: [p for n, p in m.named_parameters() if "self_attn" in n],
+    "some": lambda m: [p for n, p in m.named_parameters() if "k_proj" in n or "up_proj" in n],
+    "all-but-top": lambda m: m.model.parameters(),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=str)
+def test_frozen_parameters(frozen) -> None:
+    models = trio(torch.float32, dict(offload_activations="all"))
+    for model in models:
+        for parameter in FROZEN[frozen](model):
+            parameter.requires_grad_(False)
+    assert_trains_exactly(models, *batches(PACKED))
+    assert all(p.grad is None for p in FROZEN[frozen](models[2]))
+
+
+def test_gradients_accumulate_and_hooks_run() -> None:
+    truth, naive, ours = trio(torch.float32)
+    seen: list[str] = []
+    for name, parameter in ours.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    for model in (truth, naive, ours):
+        for seed in (1, 2):
+            model(**batch(PACKED, seed)).loss.backward()
+    assert sorted(seen) == sorted([n for n, _ in ours.named_parameters()] * 2)
+    for (name, p), q, r in zip(
+        ours.named_parameters(), naive.parameters(), truth.parameters(), strict=True
+    ):
+        assert_exact(name, p.grad, q.grad, r.grad)
+
+
+def test_autograd_grad_of_embeddings_and_weights() -> None:
+    models = trio(torch.float32)
+    inputs = batch(PACKED)
+    ids = inputs.pop("input_ids")
+    found = []
+    for model in models:
+        embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+        loss = model(inputs_embeds=embeds, **inputs).loss
+        weights = [embeds, model.model.layers[1].self_attn.k_proj.weight, model.model.norm.weight]
+        found.append(torch.autograd.grad(loss, weights))
+        assert model.lm_head.weight.grad is None
+    for i, (true, plain, our) in enumerate(zip(*found, strict=True)):
+        assert_exact(str(i), our, plain, true)
+
+
+def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
+    _, _, ours = trio(torch.float32)
+    loss = ours(**batch(PACKED)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="runs once|ran twice"):
+        loss.backward()
+
+
+def test_repeated_runs_are_identical() -> None:
+    """On a GPU fa4's dq is summed with atomics unless torch is told to be deterministic."""
+    _, _, ours = trio(torch.bfloat16)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        (loss, first), (again, second) = (gradients(ours, batch(PACKED)) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    truth, _, ours = trio(torch.float32, dict(offload_activations="all"))
+    with torch.no_grad():
+        loss = ours.eval()(**batch(PACKED)).loss
+    assert ours.longctx.store._alive() == []
+    assert relative_error(loss, truth(**batch(PACKED)).loss) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda m, i: i.update(output_attentions=True), "output_attentions"),
+        (lambda m, i: i.update(use_cache=True), "cache"),
+        (lambda m, i: setattr(m.config, "attention_dropout", 1e-9), "attention dropout"),
+    ],
+    ids=["output_attentions", "cache", "dropout"],
+)
+def test_what_the_schedule_does_not_cover_runs_hugging_faces_layers(change, says, capsys) -> None:
+    truth, _, ours = trio(torch.float32)
+    inputs = batch([[48]])
+    truth_loss = truth(**inputs).loss
+    ours.config._attn_implementation = "eager"  # output_attentions needs it
+    change(ours.train(), inputs)
+    for _ in range(2):
+        loss = ours(**inputs).loss
+    assert relative_error(loss, truth_loss) < 1e-5
+    assert capsys.readouterr().out.count("Hugging Face's layers run") == 1
+
+
+def test_head_groups_must_divide_the_kv_heads() -> None:
+    _, _, ours = trio(torch.float32, dict(head_groups=3))
+    with pytest.raises(UserError, match="--head_groups 3 must divide"):
+        ours(**batch(PACKED))
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
+def test_store_under_stress(keep, monkeypatch) -> None:
+    """200 steps of random lengths, settings mixed, every buffer poisoned before use: gradients are
+    those of a store that is switched off. Some graphs are dropped without a backward."""
+    from longctx.memory import store as offload
+
+    def poisoned(*args, **kwargs):
+        x = torch.empty(*args, **kwargs)
+        return x.fill_(255 if x.dtype == torch.uint8 else float("nan"))
+
+    class Torch:
+        """The store's view of torch, with an `empty` that hides nothing."""
+
+        empty = staticmethod(poisoned)
+
+        def __getattr__(self, name: str):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(offload, "torch", Torch())
+    draw = random.Random(0)
+    _, _, plain = trio(torch.float32, dict(offload_activations="none", keep_attention=keep))
+    _, _, ours = trio(torch.float32, dict(offload_activations="all", keep_attention=keep))
+    for step in range(200):
+        lengths = [[draw.randint(1, 40) for _ in range(draw.randint(1, 3))]]
+        inputs = batch(lengths, seed=step)
+        inputs["labels"] = inputs["input_ids"]
+        settings = dict(tile_tokens=draw.choice([5, 16, 64]), head_groups=draw.choice([1, 2]))
+        for model in (plain, ours):
+            model.longctx.args = ModelArguments(keep_attention=keep, **settings)
+        if draw.random() < 0.1:
+            dropped = ours(**inputs).loss  # its graph lives on through the next forward
+        store = ours.longctx.store
+        store.layers_on_gpu = draw.choice([1, 2])
+        if not store._alive():
+            store._slab.fill_(255)
+        (loss, grads), (our, our_grads) = gradients(plain, inputs), gradients(ours, inputs)
+        if draw.random() < 0.5:
+            dropped = None  # noqa: F841
+        assert torch.equal(loss, our)
+        for name, grad in grads.items():
+            if grad is not None:
+                assert torch.equal(grad, our_grads[name]), f"step {step}: {name}"
+
+
+def test_host_memory_that_is_too_small_is_named_before_the_first_step() -> None:
+    settings = dict(offload_activations="all", host_memory_gib=1e-6)
+    _, _, ours = trio(torch.float32, settings)
+    with pytest.raises(UserError, match="host memory is .* GiB short.*--keep_attention false"):
+        ours(**batch(PACKED))
+
+
+@pytest.mark.gpu
+def test_llama_8b_dimensions_in_bf16() -> None:
+    """Two layers of Llama-3.1-8B, 8192 tokens: every gradient at most 1.1 times vanilla's error."""
+    big = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=8192), vocab_size=1)
+    big.num_hidden_layers = 2
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        naive = LlamaForCausalLM._from_config(big, dtype=torch.bfloat16)
+    truth = cast(copy.deepcopy(naive), torch.float32)
+    ours = copy.deepcopy(naive)
+    patch(ours, ModelArguments(offload_activations="all"), torch.device("cuda"))
+    assert_trains_exactly((truth, naive, ours), batch([[5000, 3192]]))

@@ -1,0 +1,207 @@
+"""profiling/bench/compare.py: a row a case whatever happens, resumed where it stopped."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from browser import open_page
+from paths import ROOT
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LONGCTX_COMMIT", "a" * 40)
+    from profiling.bench import compare
+
+    return compare
+
+
+def run(compare, monkeypatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["profiling/bench/compare.py", *words])
+    compare.main()
+
+
+def case(tokens: int, class_type: str, status: str = "ok") -> list[dict[str, object]]:
+    if status == "oom":
+        return [{"status": "oom"}]
+    seconds = tokens / 1000 * (2 if class_type == "vanilla" else 1)
+    parts = {"fwd_s": seconds / 3, "bwd_s": seconds / 2, "opt_s": seconds / 6, "step_s": seconds}
+    return [{**parts, "tokens_per_s": tokens / seconds, "peak_host_gib": 1.5, "status": "ok"}]
+
+
+def test_quick_runs_real_steps_and_the_page_shows_them(tmp_path: Path) -> None:
+    output = tmp_path / "quick"
+    command = [sys.executable, "profiling/bench/compare.py", "--quick", "--output", str(output)]
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(output.with_suffix(".json").read_text())["rows"]
+    assert [(row["class_type"], row["tokens"]) for row in rows] == [
+        ("vanilla", 256),
+        ("custom", 256),
+        ("vanilla", 512),
+        ("custom", 512),
+    ]
+    for row in rows:
+        assert row["status"] == "ok" and row["gpus"] == 0
+        parts = row["fwd_s"] + row["bwd_s"] + row["opt_s"]
+        assert row["step_s"] == pytest.approx(parts, abs=2e-4) and parts > 0  # each is rounded
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_s"], rel=0.01)
+        assert not {"peak_gib", "reserved_gib", "mfu"} & row.keys()  # there is no GPU to measure
+    with output.with_suffix(".csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 4 and "peak_gib" not in table[0]
+    page = output.with_suffix(".html").read_text()
+    assert "without a GPU" in page and "Peak host memory" in page and "GPU memory" not in page
+    assert "random weights" in page and "profiling/bench/compare.py --quick" in page
+    for name in ("memory", "time", "speed"):
+        assert (tmp_path / f"quick_{name}.png").stat().st_size > 5000
+    opened = open_page(output.with_suffix(".html"), tmp_path)
+    assert opened.console == [] and opened.svgs == 3
+    assert opened.ink > 0.02 and opened.colours >= 2
+
+
+def test_an_interrupted_sweep_goes_on_and_out_of_memory_is_a_row(
+    compare, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    words = ["--preset", "tiny", "--class_types", "vanilla", "custom", "--tokens", "256", "128"]
+    words += ["--output", str(tmp_path / "sweep")]
+    asked: list[list[str]] = []
+
+    def child(command: list[str], timeout_s: float) -> list[dict[str, object]]:
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        asked.append(command)
+        text = command[command.index("--case") + 1]
+        tokens = int(text.split("tokens=")[1].split(",")[0])
+        class_type = "vanilla" if "class_type=vanilla" in text else "custom"  # the default
+        return case(tokens, class_type, "oom" if (class_type, tokens) == ("vanilla", 256) else "ok")
+
+    monkeypatch.setattr(compare, "run_child", child)
+    with pytest.raises(KeyboardInterrupt):
+        run(compare, monkeypatch, *words)
+    rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "oom"]
+    first = list(asked)
+    asked.clear()
+    run(compare, monkeypatch, *words)
+    assert len(first) == 3 and len(asked) == 1
+    assert "3 of 4 cases are in" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
+    assert [(r["class_type"], r["tokens"], r["status"]) for r in rows] == [
+        ("vanilla", 128, "ok"),
+        ("custom", 128, "ok"),
+        ("vanilla", 256, "oom"),
+        ("custom", 256, "ok"),
+    ]
+    assert "vanilla: out of memory" in (tmp_path / "sweep.html").read_text()
+
+
+def test_rows_of_another_machine_or_sweep_are_not_mixed_in(
+    compare, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(compare, "run_child", lambda command, timeout_s: case(128, "custom"))
+    words = ["--preset", "tiny", "--class_types", "custom", "--output", str(tmp_path / "a")]
+    run(compare, monkeypatch, *words, "--tokens", "128")
+    with pytest.raises(SystemExit, match="not of this sweep"):
+        run(compare, monkeypatch, *words, "--tokens", "256")
+    monkeypatch.setenv("LONGCTX_COMMIT", "b" * 40)
+    with pytest.raises(SystemExit, match="another commit"):
+        run(compare, monkeypatch, *words, "--tokens", "128")
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(SystemExit, match="no results file"):
+        run(compare, monkeypatch, *words, "--tokens", "128")
+
+
+def test_a_failed_case_is_no_row_and_fails_the_sweep(compare, tmp_path: Path, monkeypatch) -> None:
+    answers = iter([[], case(128, "custom")])
+    monkeypatch.setattr(compare, "run_child", lambda command, timeout_s: next(answers))
+    words = ["--preset", "tiny", "--class_types", "vanilla", "custom", "--tokens", "128"]
+    with pytest.raises(SystemExit, match="1 of 2 cases failed"):
+        run(compare, monkeypatch, *words, "--output", str(tmp_path / "a"))
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [row["class_type"] for row in rows] == ["custom"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--class_types", "vanila"], "unknown class type 'vanila'; did you mean vanilla?"),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--layers", "-1"], "--layers must be at least 1"),
+        (["--engines", "zero9"], "unknown engine 'zero9'; did you mean zero"),
+        (["--preset", "llama"], "unknown preset 'llama'"),
+    ],
+)
+def test_bad_input_runs_nothing(compare, words, message, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(compare, "run_child", lambda *args: pytest.fail("a case ran"))
+    with pytest.raises(SystemExit) as error:
+        run(compare, monkeypatch, "--quick", *words, "--output", str(tmp_path / "a"))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_liger_without_a_gpu_is_said_before_anything_runs(compare, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(compare, "run_child", lambda *args: pytest.fail("a case ran"))
+    with pytest.raises(SystemExit, match="needs a GPU|pip install"):
+        run(compare, monkeypatch, "--preset", "tiny", "--output", str(tmp_path / "a"))
+
+
+def test_a_child_that_is_late_or_fails_has_no_rows(compare, capfd) -> None:
+    from cases import run_child
+
+    def python(code: str, timeout_s: float | None = None) -> list[dict[str, object]]:
+        return run_child([sys.executable, "-c", code], timeout_s)
+
+    assert python("print('a line'); print('[{\"status\": \"oom\"}]')") == [{"status": "oom"}]
+    assert python("raise SystemExit('no such thing')") == []
+    assert "failed: exit code 1" in (said := capfd.readouterr()).out
+    assert "no such thing" in said.err
+    assert python("print('[{\"a\": 1}]'); raise SystemExit(1)") == [{"a": 1}]  # a peer failed
+    assert python("import time; time.sleep(9)", 0.2) == []
+    assert "not done after" in capfd.readouterr().out
+
+
+def test_a_late_launcher_takes_its_workers_with_it(compare, tmp_path: Path) -> None:
+    from cases import run_child
+
+    worker = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], "
+    launcher += "start_new_session=True)"  # as torchrun starts them
+    start = time.monotonic()
+    assert run_child([sys.executable, "-c", launcher, worker + "time.sleep(60)"], 2) == []
+    assert time.monotonic() - start < 30
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_name_with_dots_is_kept(compare) -> None:
+    assert compare.named(Path("runs/llama-3.1-8b"), ".json") == Path("runs/llama-3.1-8b.json")
+
+
+def test_a_step_out_of_memory_is_a_row(compare, monkeypatch) -> None:
+    from longctx.run.trainer import LongTrainer
+    from profiling.bench import step_bench
+
+    def train(self: LongTrainer) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 31.00 GiB")
+
+    monkeypatch.setattr(LongTrainer, "train", train)
+    case = {**step_bench.DEFAULTS, "preset": "tiny", "engine": "plain", "tokens": 64, "gpus": 0}
+    rows = step_bench.run_case({**case, "layers": 2}, 1, ["--use_cpu"])
+    assert [(row["tokens"], row["layers"], row["status"]) for row in rows] == [(64, 2, "oom")]

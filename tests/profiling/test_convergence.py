@@ -1,0 +1,79 @@
+"""profiling/bench/convergence.py: distances in units of vanilla's own noise, and their picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from browser import open_page
+
+STEPS = 20
+
+
+@pytest.fixture
+def convergence(monkeypatch: pytest.MonkeyPatch):
+    from profiling.bench import convergence
+
+    return convergence
+
+
+def losses(away: float, seed: int) -> list[float]:
+    """Falls, and differs from the plain run by `away`, up and down in turn."""
+    return [9 - step / 10 + seed + away * (-1) ** step for step in range(STEPS)]
+
+
+def made() -> dict[tuple[str, int], list[float]]:
+    away = {"vanilla": 0, "vanilla, torch.compile": 0.01, "custom": 0.015, "liger": 0.08}
+    runs = {(name, seed): losses(a, seed) for seed in (0, 1) for name, a in away.items()}
+    return runs | {("vanilla, eager attention", 1): losses(-0.02, 1)}
+
+
+def test_distances_are_in_units_of_the_largest_vanilla_drift(convergence) -> None:
+    rows = {(row["run"], row["seed"]): row for row in convergence.compare(made())}
+    assert rows["vanilla", 0]["rms_distance"] == 0
+    assert rows["vanilla, eager attention", 1]["distance_over_noise"] == pytest.approx(1)
+    assert rows["custom", 0]["distance_over_noise"] == pytest.approx(0.75)
+    assert rows["liger", 1]["distance_over_noise"] == pytest.approx(4)
+    for step, (low, high) in enumerate(convergence.band(made())):
+        even = step % 2 == 0  # plain 0, compile +-0.01 in both seeds, eager -+0.02 in one
+        expected = (-0.02, 0.01) if even else (-0.01, 0.02)
+        assert (low, high) == pytest.approx(expected)
+
+
+def test_all_is_written_and_the_page_opens(convergence, tmp_path: Path, monkeypatch) -> None:
+    asked = []
+
+    def run(name: str, flags: list[str], folder: Path) -> list[dict[str, float]]:
+        asked.append((name, flags[flags.index("--seed") + 1], flags[-1]))
+        away = {"vanilla": 0, "custom": 0.01}.get(name.split(", seed")[0], 0.02)
+        return [{"loss": loss} for loss in losses(away, int(asked[-1][1]))]
+
+    monkeypatch.setattr(convergence, "run", run)
+    output = tmp_path / "c.json"
+    words = ["convergence.py", "--seeds", "3", "4", "--output", str(output), "--", "--use_cpu"]
+    monkeypatch.setattr(sys, "argv", words)
+    convergence.main()
+    assert len(asked) == 2 * 5 and {a[2] for a in asked} == {"--use_cpu"}
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["seed"] for row in rows] == [3] * 5 + [4] * 5
+    assert output.with_suffix(".png").stat().st_size > 10000
+    opened = open_page(output.with_suffix(".html"), tmp_path, height=1500)
+    assert opened.console == [] and opened.svgs == 1 and opened.colours >= 2
+
+
+def test_a_failed_run_and_impossible_requests(convergence, tmp_path: Path, monkeypatch) -> None:
+    def main(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["c.py", "--output", str(tmp_path / "c.json"), *words])
+        convergence.main()
+
+    monkeypatch.setattr(convergence, "run", lambda *args: [{"status": "oom"}])
+    with pytest.raises(SystemExit, match="'vanilla' with seed 0 failed"):
+        main()
+    with pytest.raises(SystemExit, match="must hold vanilla"):
+        main("--runs", "custom")
+    monkeypatch.setattr(convergence, "run", lambda *args: [{"loss": 1.0}])
+    with pytest.raises(SystemExit, match="a second vanilla run"):
+        main("--runs", "vanilla", "custom")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,209 @@
+"""profiling/phases.py: every moment of a step goes to exactly one line of the table."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser import open_page
+from paths import ROOT
+
+MAIN, AUTOGRAD = 11, 22
+
+
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch):
+    from profiling import phases
+
+    return phases
+
+
+class Trace:
+    """A trace as kineto writes it: `named` and `op` on a thread, `kernel` with its launch."""
+
+    def __init__(self) -> None:
+        self.events: list[dict] = []
+        self.number = 0
+
+    def _add(self, cat: str, name: str, tid: int, ts: float, dur: float, **args) -> None:
+        event = dict(ph="X", cat=cat, name=name, pid=1, tid=tid, ts=ts, dur=dur, args=args)
+        self.events.append(event)
+
+    def named(self, name: str, ts: float, end: float, tid: int = MAIN) -> None:
+        self._add("user_annotation", name, tid, ts, end - ts)
+
+    def op(self, name: str, ts: float, end: float, tid: int = MAIN) -> None:
+        self._add("cpu_op", name, tid, ts, end - ts)
+
+    def kernel(
+        self, launched: float, ts: float, end: float, tid: int = MAIN, name: str = "k"
+    ) -> None:
+        self.number += 1
+        cat = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+        self._add("cuda_runtime", "cudaLaunchKernel", tid, launched, 1, correlation=self.number)
+        self._add(cat, name, 7, ts, end - ts, correlation=self.number)
+
+    def link(self, forward: float, backward: float) -> None:
+        """Autograd's node at `backward` differentiates the operator at `forward`."""
+        self.number += 1
+        flow = dict(cat="fwdbwd", name="fwdbwd", id=self.number, pid=1)
+        self.events.append(dict(flow, ph="s", tid=MAIN, ts=forward))
+        self.events.append(dict(flow, ph="f", tid=AUTOGRAD, ts=backward, bp="e"))
+
+    def as_json(self) -> dict:
+        return {"traceEvents": self.events}
+
+
+def seconds(table) -> dict[str, float]:
+    """In the trace's microseconds a step."""
+    return {name: round(value * 1e6, 6) for name, value in table.seconds.items() if value}
+
+
+def test_a_gpu_step_is_given_out_to_the_last_microsecond(phases) -> None:
+    trace = Trace()
+    trace.named("ProfilerStep#3", 0, 100)
+    # The host launches everything early; the kernels run long after their ranges have closed.
+    trace.named("layer forward", 0, 20)
+    trace.named("mlp", 1, 9)
+    trace.named("norm", 2, 4)
+    trace.kernel(launched=3, ts=20, end=30)  # norm, the innermost range
+    trace.kernel(launched=5, ts=30, end=50)  # mlp
+    trace.kernel(launched=10, ts=50, end=55)  # layer forward alone is no phase: other
+    trace.kernel(launched=11, ts=45, end=65, name="Memcpy DtoH (Device -> Pinned)")
+    trace.kernel(launched=12, ts=60, end=70, name="ncclDevKernel_AllGather")
+    trace.kernel(launched=13, ts=75, end=80, name="Memcpy DtoD (Device -> Device)")
+    table = phases.phase_table(trace.as_json())
+    assert seconds(table) == {
+        "norm": 10,
+        "mlp": 20,
+        "other": 5 + 5,
+        "communication not hidden": 10,  # 60 to 70, beside a copy
+        "copies not hidden": 5,  # 55 to 60: the rest of it runs beside a kernel or NCCL
+        "idle": 20 + 5 + 20,
+    }
+    assert sum(seconds(table).values()) == 100 and table.on_gpu
+    assert table.copies_s == pytest.approx(20e-6)
+    assert sum(row["share"] for row in table.rows()) == pytest.approx(1)
+
+
+def test_autograds_own_backward_takes_the_phase_of_its_forward(phases) -> None:
+    trace = Trace()
+    trace.named("ProfilerStep#0", 0, 50)
+    trace.named("ProfilerStep#1", 50, 100)
+    trace.named("mlp", 0, 10)
+    trace.op("aten::mm", 1, 5)
+    trace.kernel(launched=2, ts=2, end=12)
+    trace.op("MmBackward0", 20, 24, tid=AUTOGRAD)
+    trace.link(forward=1, backward=20)
+    trace.kernel(launched=21, ts=22, end=42, tid=AUTOGRAD)
+    # Recomputation inside a backward node: the inner range wins.
+    trace.named("attention", 30, 40, tid=AUTOGRAD)
+    trace.kernel(launched=31, ts=42, end=52, tid=AUTOGRAD)
+    # Telling names where there is no range, and none.
+    trace.op("LigerFusedLinearCrossEntropyFunction", 60, 64)
+    trace.kernel(launched=61, ts=61, end=71)
+    trace.named("Optimizer.step#AdamW.step", 65, 70)
+    trace.kernel(launched=66, ts=71, end=81)
+    trace.kernel(launched=90, ts=91, end=93)
+    table = phases.phase_table(trace.as_json())
+    assert table.steps == 2
+    assert seconds(table) == {
+        "mlp": (10 + 20) / 2,
+        "attention": 10 / 2,
+        "loss": 10 / 2,
+        "optimizer": 10 / 2,
+        "other": 2 / 2,
+        "idle": (100 - 62) / 2,
+    }
+
+
+def test_overlapping_work_is_counted_once(phases) -> None:
+    item = phases.Item
+    claimed, left = phases.claim(
+        [item(0, 10, "a"), item(5, 20, "b"), item(6, 8, "c"), item(30, 50, "a")],
+        [(2, 12), (15, 18), (40, 60)],
+    )
+    assert dict(claimed) == {"a": 8 + 10, "b": 2 + 3}
+    assert left == [(50, 60)]
+
+
+def test_a_trace_of_a_cpu_says_so(phases, capsys) -> None:
+    trace = Trace()
+    trace.named("ProfilerStep#0", 0, 100)
+    trace.named("norm", 0, 50)
+    trace.op("aten::linear", 10, 40)
+    trace.op("aten::addmm", 12, 30)  # the innermost operator stands for the kernel
+    table = phases.phase_table(trace.as_json())
+    assert seconds(table) == {"norm": 18, "idle": 82} and not table.on_gpu
+    phases.show(table)
+    assert "no GPU in this" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read"),
+        (b"not json", "cannot read"),
+        (gzip.compress(b"{}"), "is no trace"),
+        (gzip.compress(b'{"traceEvents": []}'), "has no ProfilerStep"),
+    ],
+)
+def test_what_is_no_trace_is_one_line(phases, content, message, tmp_path, monkeypatch) -> None:
+    path = tmp_path / "trace.json.gz"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["phases.py", str(path)])
+    with pytest.raises(SystemExit) as error:
+        phases.main()
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("class_type", "processes"), [("custom", 2), ("vanilla", 1)])
+def test_profile_step_on_a_cpu(class_type: str, processes: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(processes)]
+    command += ["profiling/profile_step.py", "--profile_dir", str(tmp_path)]
+    command += ["--layers", "2", "--wait", "0", "--preset", "tiny", "--seq_len", "256"]
+    done = subprocess.run(
+        [*command, "--use_cpu", "--class_type", class_type],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no memory timeline" in done.stdout
+    written = json.loads((tmp_path / "phases_rank0.json").read_text())
+    share = {row["phase"]: row["share"] for row in written["rows"]}
+    known = {"attention", "projections", "mlp", "norm", "rope", "loss", "optimizer", "idle"}
+    assert known <= share.keys()
+    assert sum(share.values()) == pytest.approx(1)
+    assert share.get("other", 0) < 0.2
+    for rank in range(processes):
+        with gzip.open(tmp_path / f"trace_rank{rank}.json.gz", "rt") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert "layer forward" in names
+        assert ("tile" in names) == (class_type == "custom")
+    assert "There is no GPU in this profile" in (tmp_path / "profile.html").read_text()
+    opened = open_page(tmp_path / "profile.html", tmp_path)
+    assert opened.console == [] and opened.svgs == 1 and opened.ink > 0.01
+
+
+def test_a_misspelt_option_is_trainpys_error(phases, monkeypatch) -> None:
+    from profiling import profile_step
+
+    monkeypatch.setattr(sys, "argv", ["profile_step.py", "--preset", "tiny", "--seq_length", "5"])
+    with pytest.raises(SystemExit, match="did you mean --seq_len?"):
+        profile_step.main()
+    monkeypatch.setattr(sys, "argv", ["profile_step.py", "--active", "0"])
+    with pytest.raises(SystemExit, match="--active must be at least 1"):
+        profile_step.main()
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # which --memory_only sets: put back
+    monkeypatch.setattr(sys, "argv", ["profile_step.py", "--memory_only", "--use_cpu"])
+    with pytest.raises(SystemExit, match="--memory_only needs a GPU"):
+        profile_step.main()

@@ -1,0 +1,45 @@
+"""A checkpoint is whole or absent, and the one that is named is the one that is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longctx.config import TrainArguments
+from longctx.errors import UserError
+from longctx.run.checkpoint import publish, resolve_resume, staging_path
+
+
+def arguments(output_dir: Path, **changes) -> TrainArguments:
+    return TrainArguments(output_dir=str(output_dir), use_cpu=True, **changes)
+
+
+def test_publish_replaces_a_folder_whole(tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    for text in ("old", "new"):
+        staging = staging_path(final)
+        staging.mkdir()
+        (staging / text).write_text(text)
+        publish(staging, final)
+    assert [p.name for p in tmp_path.rglob("*")] == ["final", "new"]
+
+
+def test_resume_takes_the_newest_or_the_named_checkpoint(tmp_path: Path) -> None:
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": 1}')
+    named = str(tmp_path / "checkpoint-9")
+    for name, step in (("last", 10), ("True", 10), (named, 9)):
+        resume = resolve_resume(arguments(tmp_path, resume_from_checkpoint=name))
+        assert resume == tmp_path / f"checkpoint-{step}"
+    assert resolve_resume(arguments(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("empty", "trainer_state.json is missing"), ("gone", "no such folder")]
+)
+def test_resume_from_what_is_no_checkpoint(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=message):
+        resolve_resume(arguments(tmp_path, resume_from_checkpoint=str(tmp_path / name)))

@@ -1,0 +1,90 @@
+"""Presets, GGUF files, context lengths, and requests that cannot be met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_gguf import write_gguf
+from small_model import CPU, ROPE, packed_batch, tiny_config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.run.loading import load_config, load_model
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+
+def test_presets_are_the_published_architectures() -> None:
+    """Parameter counts of the released models: 1,235,814,400 and 8,030,261,248."""
+    counts = {}
+    for preset in ("llama-3.2-1b", "llama-3.1-8b"):
+        config = load_config(ModelArguments(preset=preset, seq_len=131072), vocab_size=100)
+        with torch.device("meta"):
+            counts[preset] = LlamaForCausalLM(config).num_parameters()
+        assert config.vocab_size == 128256
+        assert config.rope_parameters["rope_type"] == "llama3"
+    assert counts == {"llama-3.2-1b": 1235814400, "llama-3.1-8b": 8030261248}
+
+
+def test_load_model_prints_once_what_was_patched(capsys) -> None:
+    for class_type, says in (("vanilla", "nothing patched"), ("custom", "patched: 4 scheduled")):
+        args = ModelArguments(preset="tiny", class_type=class_type)
+        load_model(args, load_config(args, vocab_size=100), device=CPU)
+        assert capsys.readouterr().out.count(says) == 1
+
+
+def test_rows_longer_than_the_model(capsys, tmp_path: Path) -> None:
+    for kind, says in (("default", "extrapolated"), ("dynamic", "raises its base")):
+        folder = tmp_path / kind
+        tiny_config(rope_parameters=ROPE[kind]).save_pretrained(folder)
+        with pytest.raises(UserError, match="max_position_embeddings 128.*--extend_context"):
+            load_config(ModelArguments(model_name_or_path=str(folder), seq_len=256), vocab_size=9)
+        args = ModelArguments(model_name_or_path=str(folder), seq_len=256, extend_context=True)
+        load_config(args, vocab_size=9)
+        assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_name_or_path": "/no/such/folder"}, "cannot load a model"),
+        ({"model_name_or_path": "/no/such/model.gguf"}, "no such GGUF file"),
+        ({"class_type": "liger"}, "liger"),
+        ({"attn_backend": "fa4"}, "--attn_backend fa4 needs a GPU"),
+    ],
+)
+def test_bad_requests(changes, message) -> None:
+    args = ModelArguments(
+        **{"preset": None if "model_name_or_path" in changes else "tiny"} | changes
+    )
+    with pytest.raises(UserError, match=message):
+        load_model(args, load_config(args, vocab_size=9), device=CPU)
+
+
+def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) -> None:
+    GPT2Config(n_layer=1).save_pretrained(tmp_path)  # a configuration without weights
+    with pytest.raises(UserError, match="'gpt2': use --class_type vanilla"):
+        load_config(ModelArguments(model_name_or_path=str(tmp_path)), vocab_size=9)
+
+
+def test_a_gguf_file_is_trained_and_saved_like_any_model(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    args = ModelArguments(model_name_or_path=str(tmp_path / "tiny.gguf"), seq_len=48)
+    model = load_model(args, load_config(args, vocab_size=331), device=CPU)
+    assert model.config.num_key_value_heads == 2
+    model(**packed_batch()).loss.backward()
+    assert Trainer(model, TrainingArguments(str(tmp_path / "t"), use_cpu=True)).model is model
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(
+        torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True)
+    )

@@ -1,0 +1,54 @@
+"""Throughput and MFU figures against counts made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from longctx.run.metrics import Throughput, matmul_parameters, peak_memory, step_flops
+
+
+def model(tied: bool = False) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def test_matmul_parameters_count_lm_head_but_not_the_embedding() -> None:
+    layer = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24 + 2 * 16
+    for tied in (False, True):
+        assert matmul_parameters(model(tied)) == 2 * layer + 16 + 50 * 16
+
+
+def test_flops_of_packed_documents() -> None:
+    """Documents of 3 and 5 tokens: attention is 6 * layers * H * d * (9 + 25)."""
+    config = model().config
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    throughput = Throughput(config, parameters=1000, world_size=2, peak_tflops=1e-6)
+    throughput.start_clock()
+    throughput.count(positions)
+    throughput.step_done()
+    seconds = throughput._seconds
+    figures = throughput.read()
+    flops = 2 * (6 * 1000 * 8 + 6 * 2 * 16 * (9 + 25))
+    assert step_flops(config, 1000, 16, 2 * 34) == flops
+    assert figures["tokens_per_s"] == pytest.approx(16 / seconds)
+    assert figures["mfu"] == pytest.approx(flops / seconds / 2e6)
+    assert throughput.read() == {}
+
+
+def test_no_figure_is_invented_without_a_gpu() -> None:
+    throughput = Throughput(model().config, parameters=1, peak_tflops=None)
+    throughput.count(torch.zeros(1, 1, dtype=torch.long))
+    throughput.step_done()
+    assert "mfu" not in throughput.read()
+    assert peak_memory(torch.device("cpu")).keys() == {"peak_host_gib"}

@@ -1,0 +1,180 @@
+"""Resuming runs no code from a checkpoint, holds no second copy of it, names what is damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from paths import PYTHONPATH
+from small_run import prepare, run
+from transformers import TrainerState
+
+from longctx.config import TrainArguments
+from longctx.errors import UserError
+from longctx.run.callbacks import MetricsFile
+from longctx.run.checkpoint import integrity_problem, resolve_resume
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[str]:
+    return [*prepare(tmp_path_factory.mktemp("small")), "--max_steps", "4"]
+
+
+@pytest.fixture(scope="module")
+def finished(flags, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(flags, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.path),))
+
+
+FILES = ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "bare pickle"])
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_of_a_checkpoint_runs_code(flags, copy, tmp_path, name, legacy) -> None:
+    checkpoint = copy / "checkpoint-2"
+    if name == "pytorch_model.bin":  # read where there is no safetensors file
+        (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "manifest.json").unlink()  # whoever plants a file would do that too
+    payload = Payload(tmp_path / "ran")
+    if legacy:
+        (checkpoint / name).write_bytes(pickle.dumps(payload))
+    else:
+        torch.save(payload, checkpoint / name)
+    resume = ("--resume_from_checkpoint", str(checkpoint))
+    if name == "training_args.bin":  # never read
+        run(flags, copy, *resume)
+    else:
+        with pytest.raises(UserError, match="checkpoint-2.*from another checkpoint") as error:
+            run(flags, copy, *resume)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "empty state", "cut manifest"])
+def test_last_passes_over_a_damaged_checkpoint(copy: Path, damage: str, capsys) -> None:
+    newest = copy / "checkpoint-4"
+    victim = newest / ("trainer_state.json" if "state" in damage else "model.safetensors")
+    if damage == "cut manifest":
+        (newest / "manifest.json").write_text('{"model.saf')
+    elif damage == "gone":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[:1000] if damage == "cut" else b"")
+    args = TrainArguments(output_dir=str(copy), use_cpu=True, resume_from_checkpoint="last")
+    assert resolve_resume(args) == copy / "checkpoint-2"
+    assert f"not resuming from {newest}" in capsys.readouterr().out
+    args.resume_from_checkpoint = str(newest)
+    with pytest.raises(UserError, match="checkpoint-4 is no whole checkpoint"):
+        resolve_resume(args)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
+def test_flipped_bytes_are_one_clear_line(flags, copy, name) -> None:
+    path = copy / "checkpoint-2" / name
+    data = bytearray(path.read_bytes())
+    data[:64] = bytes(64)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="checkpoint-2") as error:
+        run(flags, copy, "--resume_from_checkpoint", str(copy / "checkpoint-2"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_another_model(flags, copy, tmp_path) -> None:
+    state = copy / "checkpoint-2" / "optimizer.pt"
+    states = torch.load(state, weights_only=True)
+    states["param_groups"][0]["params"].pop()
+    torch.save(states, state)
+    (copy / "checkpoint-2" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="cannot resume from .*parameter group"):
+        run(flags, copy, "--resume_from_checkpoint", str(copy / "checkpoint-2"))
+
+
+MEASURE = """
+import json, resource, sys, torch
+from longctx.run.checkpoint import mapped_files
+from paths import PYTHONPATH
+mapped = sys.argv[2] == "mapped"
+def anonymous_kib():
+    fields = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(fields["RssAnon"].split()[0])
+weight = torch.nn.Parameter(torch.zeros(16, 2**20))
+optimizer = torch.optim.AdamW([weight])
+before = anonymous_kib()
+if mapped:
+    with mapped_files():
+        state = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
+else:
+    state = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
+total = sum(float(t[0, 0]) for t in state["state"][0].values() if t.dim())
+print(json.dumps([anonymous_kib() - before, total]))
+"""
+
+
+def test_the_optimizer_is_mapped_not_copied(tmp_path: Path) -> None:
+    """Two moments of 64 MiB: read, they are 128 MiB of the process's own memory; mapped, they
+    are pages of the file, which the kernel takes back as they are copied to the GPU."""
+    weight = torch.nn.Parameter(torch.zeros(16, 2**20))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    used_kib = {}
+    for way in ("read", "mapped"):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(tmp_path / "optimizer.pt"), way],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        )
+        used_kib[way], total = json.loads(done.stdout)
+        assert total == pytest.approx(0.101)
+    assert used_kib["read"] > 120 * 1024
+    assert used_kib["mapped"] < 8 * 1024
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"global_step": null}', '{"new_field": 1}'])
+def test_damaged_descriptions_of_a_checkpoint_are_seen(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trainer_state.json").write_text(text)
+    assert integrity_problem(tmp_path) == "trainer_state.json is unreadable"
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
+    assert integrity_problem(tmp_path) is None
+    (tmp_path / "manifest.json").write_text("[]")
+    assert integrity_problem(tmp_path) == "manifest.json is unreadable"
+
+
+def test_damaged_lines_of_metrics_are_dropped_on_resume(tmp_path: Path) -> None:
+    lines = ['{"step": 1, "loss": 2}', "{}", "null", '{"step": "x"}', '{"step": 2}', '{"step": 3}']
+    text = "".join(line + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n" + text.encode())
+    state = TrainerState(global_step=2)
+    MetricsFile().on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None)
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert kept == ['{"step": 1, "loss": 2}', '{"step": 2}']
