@@ -1,32 +1,35 @@
-"""Softmax cross-entropy over rows of logits: the loss of each row and, in the same launch, its
-gradient.
+"""Softmax cross-entropy over rows of logits, one row a token: the loss of each row and, in the same
+launch, its gradient.
 
-For logits x (N, V) and labels y (N,), with z = softcap * tanh(x / softcap) if a softcap is given,
+For logits x (T, V) and labels y (T,), with z = softcap * tanh(x / softcap) if a softcap is given,
 else z = x:
 
     lse    = log sum_j exp(z_j)                                        p_j = exp(z_j - lse)
     loss   = lse - (1 - eps) z_y - eps mean_j(z_j) + z_loss lse^2      (eps: label smoothing)
-    d x_j  = scale ((1 + 2 z_loss lse) p_j - (1 - eps) [j = y] - eps / V) (1 - (z_j / softcap)^2)
+    dx_j   = scale ((1 + 2 z_loss lse) p_j - (1 - eps) [j = y] - eps / V) (1 - (z_j / softcap)^2)
 
-Nothing is saved: the gradient may be written over the logits themselves, in their dtype or, with a
-single rounding, as 16-bit rows one after the other that begin where the fp32 logits do and take
-half their space. A row whose label is IGNORE_INDEX has loss 0 and gradient 0; a label outside
-[0, V) gives loss NaN.
+Nothing is saved. The gradient may be written over the logits: in their own dtype, or, rounded once,
+as packed 16-bit rows that begin at the address of the fp32 logits and take half their space. A row
+whose label is IGNORE_INDEX has loss 0 and gradient 0; a label outside [0, V) gives loss NaN.
 
-Bytes per row: the logits are read once and the gradient is written once (fp32 to bf16: 6 a logit).
-A row of 128256 is more than a multiprocessor can hold next to others, so several programs, its
-parts, hold a slice each in registers: a part publishes its slice's maximum and sum of exponentials,
-waits for those of the other parts, and then has the lse that its slice of the gradient needs.
+Bytes: each logit is read once and its gradient is written once (fp32 to bf16: 6 bytes a logit). A
+row of 128256 is more than a multiprocessor can hold beside other rows, so several programs, the
+row's *parts*, hold one slice each in registers. A part publishes the pair of its slice, maximum and
+sum of exponentials, and waits for the pairs of the other parts. Then it can compute lse, which its
+slice of the gradient needs.
 
-Waiting parts must not keep the parts they wait for from starting. Parts are therefore handed out by
-a ticket counter, row by row, in the order in which programs really start: all parts of the first
-unfinished row are held by running programs as soon as the device can run that many at once (see
-`_parts`), whatever order the programs are dispatched in. A published pair is one 64-bit word, zero
-until then, so that seeing it is having it: no other memory has to be ordered against it.
+Deadlock: a waiting part must not keep the parts it waits for from starting. A ticket counter
+therefore hands out parts, row by row, in the order in which programs really start. So all parts of
+the first unfinished row are held by running programs, whatever the order in which the device starts
+programs, as long as it can run one row's parts at the same time (`_parts` checks that).
 
-The pair is made from all that its part reads of the logits, so seeing it also means that they may
-be overwritten. Row i in 16 bits comes to lie over one half of row i // 2 in fp32, and each part of
-it first waits for the pairs of that row, which is an earlier one (or, at i = 0, its own).
+Memory order: a published pair is one 64-bit word that is zero before. A part that reads a non-zero
+word has the complete pair, and no other memory access has to be ordered against it.
+
+Overwriting: a part computes its pair from everything it reads of the logits, so once its pair is
+visible, its logits may be overwritten. Row i of a 16-bit gradient lies over one half of row i // 2
+of the fp32 logits. Each of its parts first waits for the pairs of row i // 2, which is an earlier
+row (or, for i = 0, the same one).
 """
 
 from __future__ import annotations
@@ -55,20 +58,20 @@ IGNORE_INDEX = -100
 
 
 def cross_entropy_reference(
-    logits: Tensor,  # (N, V)
-    labels: Tensor,  # (N,) int64
+    logits: Tensor,  # (T, V)
+    labels: Tensor,  # (T,) int64
     *,
-    d_logits: Tensor | None = None,  # (N, V), may be logits itself
+    d_logits: Tensor | None = None,  # (T, V), may be logits itself
     scale: Tensor | None = None,  # () fp32
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-) -> Tensor:  # (N,) fp32, or fp64 for fp64 logits
+) -> Tensor:  # (T,) fp32, or fp64 for fp64 logits
     """The equations above in plain torch."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     z = x if softcap is None else softcap * torch.tanh(x / softcap)
     ignored, outside = labels == IGNORE_INDEX, (labels < 0) | (labels >= z.shape[1])
-    y = labels.masked_fill(outside, 0)[:, None]  # (N, 1)
+    y = labels.masked_fill(outside, 0)[:, None]  # (T, 1)
     lse = z.logsumexp(dim=1)
     z_y = z.gather(1, y).squeeze(1).masked_fill_(outside, float("nan"))
     loss = lse - (1 - label_smoothing) * z_y + z_loss * lse**2
@@ -103,10 +106,13 @@ again:
 
 @triton.jit
 def _wait(words_ptr, PARTS: tl.constexpr, LANES: tl.constexpr):
-    """The words of all parts of a row, as soon as they are there; past PARTS the last one again."""
+    """Waits until all parts of a row have published their words, and returns them as LANES words;
+    those past PARTS repeat the last one.
+    """
     address = (words_ptr + tl.minimum(tl.arange(0, LANES), PARTS - 1)).to(tl.int64)
-    # A loop in Triton around a load could put a barrier between threads that leave it at different
-    # times. Here each thread waits by itself. "&": the address is needed after the first load.
+    # Triton could place a barrier inside a loop around a load, and threads that leave the loop at
+    # different times would hang there. In assembly each thread waits by itself. "&" keeps $0 and $1
+    # in different registers: the address is needed again after the first load.
     return tl.inline_asm_elementwise(
         _WAIT, "=&l,l", [address], dtype=tl.uint64, is_pure=False, pack=1
     )
@@ -114,9 +120,10 @@ def _wait(words_ptr, PARTS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _exchange(words_ptr, part, a, b, PARTS: tl.constexpr, LANES: tl.constexpr):
-    """The pairs (a, b) of all parts of a row, as two vectors of LANES >= PARTS; past PARTS, b is 0.
+    """Publishes this part's pair (a, b) and returns the pairs of all parts of the row, as two
+    vectors of LANES >= PARTS elements; b is 0 past PARTS.
 
-    A pair of two zeros cannot be told from one that is yet to come: the caller never publishes it.
+    A pair of two zeros would look like one not yet published: the caller never publishes it.
     """
     word = a.to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | b.to(tl.uint32, bitcast=True)
     tl.atomic_xchg(words_ptr + part, word.to(tl.int64, bitcast=True), sem="relaxed")
@@ -128,13 +135,13 @@ def _exchange(words_ptr, part, a, b, PARTS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr,  # (N, V)
-    d_logits_ptr,  # (N, V), may be logits or, if OVERLAPS, begin there
-    labels_ptr,  # (N,)
-    loss_ptr,  # (N,) fp32
+    logits_ptr,  # (T, V)
+    d_logits_ptr,  # (T, V), may be logits or, if OVERLAPS, begin there
+    labels_ptr,  # (T,)
+    loss_ptr,  # (T,) fp32
     scale_ptr,  # () fp32
-    ticket_ptr,  # () int64, 0; None if nobody waits
-    words_ptr,  # (N, 2 if HAS_SMOOTHING else 1, PARTS) int64, all 0; None if nobody waits
+    ticket_ptr,  # () int64, 0; None if no part waits
+    words_ptr,  # (T, 2 if HAS_SMOOTHING else 1, PARTS) int64, all 0; None if no part waits
     V,
     stride_logits,
     stride_d_logits,
@@ -164,20 +171,21 @@ def _cross_entropy_kernel(
     ).to(tl.float32)
     label = tl.load(labels_ptr + row)
     label = tl.where((label >= 0) & (label < V) | (label == -100), label, -1).to(tl.int32)
-    # Only the part that holds the label reads its logit: others may write there before this one.
+    # Only the part that holds the label reads its logit. For the other parts that logit may already
+    # be overwritten.
     holds_label = part == tl.maximum(label, 0) // BLOCK
     x_y = tl.load(logits_ptr + label, mask=(label >= 0) & holds_label, other=float("-inf"))
     z_y = x_y.to(tl.float32)
-    if OVERLAPS:  # here, because the logits are on their way meanwhile
+    if OVERLAPS:  # waits here because this row's logits are being loaded meanwhile
         if row > 0:
             _wait(words_ptr + row // 2 * WORDS, PARTS, LANES)
     if HAS_SOFTCAP:
         z_y = _cap(z_y, softcap)
         z = tl.where(mask, _cap(z, softcap), float("-inf"))
 
-    # The maximum is finite even of a slice of -inf: (-inf) - (-inf) would be NaN. Then the sum is 0
-    # and the maximum is not; else the sum is 1 or more: never a pair of zeros. z_y, one of z, only
-    # makes the pair wait for its load.
+    # The maximum is kept finite because (-inf) - (-inf) would be NaN. For a slice of nothing but
+    # -inf it is -1e30 and the sum is 0; for any other slice the sum is at least 1. So a pair is
+    # never two zeros. z_y is one of z and changes nothing, but makes the pair depend on its load.
     top = tl.maximum(tl.maximum(tl.max(z, axis=0), z_y), -1e30)
     total = tl.sum(tl.exp(z - top), axis=0)
     if PARTS > 1 or OVERLAPS:
@@ -192,7 +200,7 @@ def _cross_entropy_kernel(
     if HAS_SMOOTHING:
         z_sum = tl.sum(tl.where(mask, z, 0.0), axis=0)
         if PARTS > 1:
-            one = tl.full((), 1.0, tl.float32)  # a mark: all logits may be 0
+            one = tl.full((), 1.0, tl.float32)  # marks the pair: z_sum may be 0
             _, z_sums = _exchange(words_ptr + PARTS, part, one, z_sum, PARTS, LANES)
             z_sum = tl.sum(z_sums, axis=0)
         loss -= label_smoothing * z_sum / V
@@ -216,32 +224,31 @@ def _cross_entropy_kernel(
 
 
 def cross_entropy(
-    logits: Tensor,  # (N, V) bf16, fp16 or fp32
-    labels: Tensor,  # (N,) int64
+    logits: Tensor,  # (T, V) bf16, fp16 or fp32
+    labels: Tensor,  # (T,) int64
     *,
-    d_logits: Tensor | None = None,  # (N, V), may be logits itself or begin there (see below)
+    d_logits: Tensor | None = None,  # (T, V), may be logits itself or begin there (see below)
     scale: Tensor | None = None,  # () fp32
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-) -> Tensor:  # (N,) fp32
-    """Per-row loss; if `d_logits` is given, `scale` times the gradient of the summed loss is
-    written there.
+) -> Tensor:  # (T,) fp32
+    """The loss of each row. `d_logits`, if given, receives `scale` times the gradient of their sum.
 
     A 16-bit `d_logits` may begin at the address of fp32 logits, at the same stride in elements. Not
-    differentiable by autograd: `longctx.loss` calls it chunk by chunk. Raises ValueError for a
-    wrong shape, dtype, device or layout.
+    differentiable by autograd: `longctx.model.loss` calls it chunk by chunk. Raises ValueError for
+    a wrong shape, dtype, device or layout.
     """
     if logits.dim() != 2:
-        raise ValueError(f"logits must have shape (N, V), got {tuple(logits.shape)}")
-    N, V = logits.shape
+        raise ValueError(f"logits must have shape (T, V), got {tuple(logits.shape)}")
+    T, V = logits.shape
     check_float("logits", logits)
     check_rows("logits", logits)
-    check_shape("labels", labels, (N,))
+    check_shape("labels", labels, (T,))
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
     if d_logits is not None:
-        check_shape("d_logits", d_logits, (N, V))
+        check_shape("d_logits", d_logits, (T, V))
         check_float("d_logits", d_logits)
         check_rows("d_logits", d_logits)
     overlaps = d_logits is not None and _overlaps(logits, d_logits)
@@ -258,7 +265,7 @@ def cross_entropy(
             softcap=softcap,
         )
 
-    loss = torch.empty(N, dtype=torch.float32, device=logits.device)
+    loss = torch.empty(T, dtype=torch.float32, device=logits.device)
     labels = labels.contiguous()
 
     def launch(config: Config) -> None:
@@ -266,9 +273,9 @@ def cross_entropy(
         ticket = words = None
         if parts > 1 or overlaps:
             pairs = 2 if label_smoothing else 1
-            zeros = logits.new_zeros(16 + N * parts * pairs, dtype=torch.int64)
+            zeros = logits.new_zeros(16 + T * parts * pairs, dtype=torch.int64)
             ticket, words = zeros, zeros[16:]  # on different 128-byte lines
-        _cross_entropy_kernel[(N * parts,)](
+        _cross_entropy_kernel[(T * parts,)](
             logits,
             logits if d_logits is None else d_logits,
             labels,
@@ -289,14 +296,14 @@ def cross_entropy(
             BLOCK=config.block,
             PARTS=parts,
             LANES=triton.next_power_of_2(parts),
-            # Triton's interpreter runs one program after the other: nobody has to wait.
+            # Triton's interpreter runs one program after the other: none has to wait.
             OVERLAPS=overlaps and not INTERPRETED,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             maxnreg=config.maxnreg,
         )
 
-    if N:
+    if T:
         with on_device(logits):
             simple = not label_smoothing and softcap is None
             simple &= d_logits is None or d_logits.element_size() == 2
@@ -308,11 +315,12 @@ def cross_entropy(
 
 @cache
 def default_config(V: int, simple: bool = True) -> Config:
-    """Slices of 32 KB. For a gradient in 16 bits without options 256 threads of 64 registers are
-    enough, so that a multiprocessor holds four slices; the rest would spill.
+    """Slices of 32 KB in fp32. `simple` means no label smoothing, no softcap and no fp32 gradient.
+    Then 256 threads of 64 registers are enough, so that a multiprocessor holds four slices; the
+    other cases would spill.
     """
     block = max(128, triton.next_power_of_2(V))
-    if INTERPRETED:  # one program runs after the other, so that none may wait for another
+    if INTERPRETED:  # programs run one after the other: one that waited would wait for ever
         return Config(block=block, num_warps=4)
     if simple and block >= 8192:
         return Config(block=8192, num_warps=8, maxnreg=64)
@@ -328,8 +336,8 @@ def _candidates(default: Config) -> list[Config]:
 
 
 def _overlaps(logits: Tensor, d_logits: Tensor) -> bool:
-    """Whether gradients lie over the logits of other rows. Raises ValueError if they do so in a way
-    that the kernel does not wait for.
+    """Whether gradients are written over the logits of other rows. Raises ValueError for an overlap
+    that the kernel is not made for.
     """
     begin, d_begin = logits.data_ptr(), d_logits.data_ptr()
     end = begin + len(logits) * logits.stride(0) * logits.element_size()
@@ -348,8 +356,9 @@ def _overlaps(logits: Tensor, d_logits: Tensor) -> bool:
 
 
 def _parts(logits: Tensor, config: Config) -> int:
-    """Programs that share a row. All of them have to run at the same time, which is certain of as
-    many as registers have room for at 255 a thread. Raises ValueError for a longer row.
+    """The number of programs that share a row. They all have to run at the same time. The device is
+    sure to run as many as fit into its registers at 255 a thread; a row that needs more raises
+    ValueError.
     """
     parts = -(-logits.shape[1] // config.block)
     limit = sm_count(logits) * max(1, 8 // config.num_warps)

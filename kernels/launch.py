@@ -1,12 +1,14 @@
 """What every kernel needs before it can start: Triton, a device, and a launch configuration.
 
-Triton is imported here and nowhere else. Without it the library still works on the CPU, where every
-op runs its plain torch reference; asking for a kernel then is an error that names the fix.
+Shapes: T tokens, D hidden, F intermediate, H query and K key/value heads of size d, V vocabulary.
 
-One configuration (block sizes, warps) is used per op and size. Each was the fastest of a small
-sweep on one H200 (`profiling/kernel_bench.py` keeps the notes). `LONGCTX_AUTOTUNE=1` times the
-alternatives instead, once per op and *binned* size, so that sequences of changing length do not
-tune again and again.
+Triton is imported here and nowhere else. Without Triton the library still works on the CPU, where
+every op runs its plain torch reference; CUDA tensors then raise an error that names the fix.
+
+Each op uses one configuration (block sizes, warps) per size, the fastest of a small sweep on one
+H200 (notes in `profiling/bench/kernel_bench.py`). With `LONGCTX_AUTOTUNE=1` the alternatives are
+timed instead, once per op and *binned* size, so that sequences of varying length do not cause
+tuning again and again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ except ImportError:
     HAS_TRITON = False
 
     class _Absent:
-        """Stands where `triton` and `tl` would: files with kernels import without Triton."""
+        """Stands in for `triton` and `tl`, so that files with kernels import without Triton."""
 
         def __getattr__(self, name: str) -> _Absent:
             return self
@@ -39,15 +41,17 @@ except ImportError:
     triton = tl = _Absent()
 
 INTERPRETED = HAS_TRITON and bool(triton.knobs.runtime.interpret)
-"""TRITON_INTERPRET=1 was set when Triton was imported: kernels run on CPU tensors, slowly."""
+"""True if TRITON_INTERPRET=1 was set when Triton was imported: kernels then run on CPU tensors,
+slowly."""
 
 _ROUND_BF16 = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """x, fp32, rounded to nearest even. Triton's interpreter alone truncates a bf16, so it gets it
-    done by hand.
+    """fp32 x as `dtype`, rounded to nearest even.
+
+    Triton's interpreter, unlike its compiler, truncates to bf16, so there it is done by hand.
     """
     if _ROUND_BF16:
         if dtype == tl.bfloat16:
@@ -61,9 +65,9 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def runs_kernel(*tensors: Tensor | None) -> bool:
-    """True if these tensors go to the Triton kernel, False if they go to the plain torch reference.
+    """True if the Triton kernel handles these tensors, False if the plain torch reference does.
 
-    CUDA tensors always go to the kernel, and CPU tensors only under Triton's interpreter. Raises
+    The kernel handles all CUDA tensors, and CPU tensors only under Triton's interpreter. Raises
     ValueError for tensors on different devices and RuntimeError for CUDA tensors without Triton.
     """
     devices = {x.device for x in tensors if x is not None}
@@ -80,12 +84,14 @@ def runs_kernel(*tensors: Tensor | None) -> bool:
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Makes the tensor's device the current one: that is where Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def sm_count(x: Tensor) -> int:
-    """Multiprocessors of the tensor's device, from which a persistent grid takes its size."""
+    """Number of multiprocessors of the tensor's device (2 on the CPU): it sets the size of a
+    persistent grid.
+    """
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
@@ -102,7 +108,7 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
 
 
 def check_rows(name: str, x: Tensor) -> None:
-    """Kernels walk rows at any stride, but inside a row the elements have to be neighbours."""
+    """Rows may lie at any stride, but the elements of a row must be contiguous."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(
             f"{name} must be contiguous in its last dimension, got strides {tuple(x.stride())}"
@@ -110,7 +116,7 @@ def check_rows(name: str, x: Tensor) -> None:
 
 
 def as_rows(name: str, x: Tensor) -> Tensor:
-    """x (..., D) seen as (N, D) without a copy; ValueError where its strides do not allow that."""
+    """A view of x (..., D) as (T, D); ValueError if its strides allow none without a copy."""
     check_rows(name, x)
     try:
         return x.view(-1, x.shape[-1])
@@ -126,7 +132,7 @@ class Config:
     """How one kernel is started."""
 
     block: int
-    """Elements along the dimension that the kernel walks."""
+    """Elements that one program handles along the last dimension."""
     num_warps: int
     rows: int = 1
     """Rows (or tokens) that one program holds at a time."""
@@ -134,7 +140,7 @@ class Config:
     """For persistent grids: programs started per multiprocessor."""
     num_stages: int = 1
     maxnreg: int | None = None
-    """At most so many registers a thread, so that more programs fit on a multiprocessor."""
+    """Upper limit of registers per thread, so that more programs fit on a multiprocessor."""
 
 
 _tuned: dict[tuple[Any, ...], Config] = {}
@@ -148,11 +154,11 @@ def choose(
     run: Callable[[Config], object],
     overwrites: Sequence[Tensor] = (),
 ) -> Config:
-    """The configuration to start `op` with: `default`, or under LONGCTX_AUTOTUNE=1 the fastest of
-    it and `candidates(default)`.
+    """The configuration to start `op` with: `default`, or with LONGCTX_AUTOTUNE=1 the fastest among
+    `default` and `candidates(default)`.
 
-    `key` holds what the choice depends on (binned by the caller); `overwrites` are the tensors that
-    `run` changes: they are restored after the trials.
+    `key` holds what the choice depends on (sizes binned by the caller). `overwrites` are the
+    tensors that `run` changes; they are restored after the trials.
     """
     if os.environ.get("LONGCTX_AUTOTUNE") != "1" or INTERPRETED:
         return default

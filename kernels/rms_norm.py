@@ -1,19 +1,21 @@
-"""Root-mean-square norm, optionally of a sum, and its gradient, optionally added to a residual's.
+"""Root-mean-square norm of x or of x + residual, and its gradient, which may be added to the
+gradient of a residual.
 
     h = x + residual (or x)        rstd = (mean_j h_j^2 + eps)^(-1/2)        n = h rstd
-    y = round(n) * w               with Llama's rounding: n is rounded to the dtype, then times w
+    y = round(n) * w               as in Llama: n is rounded to x's dtype, then multiplied by w
     y = n * w                      all in fp32, rounded once (`llama_rounding=False`)
 
     d_n = dy * w
     dh  = d_residual + rstd (d_n - n mean_j(d_n n))
     dw += sum over rows of dy * n, in fp32 (n rounded as in forward)
 
-Saved: the input alone. Backward reads it anyway, so it recomputes rstd. Bytes per token at D
-elements of 2 bytes: forward 4 D (8 D with a residual, whose sum is written too), backward 6 D (8 D
-with a residual's gradient).
+Saved: only the input. Backward has to read it anyway, so it recomputes rstd. Bytes read and written
+per token at 2 bytes an element: forward 4 D (8 D with a residual, because the sum is written too),
+backward 6 D (8 D with a residual's gradient).
 
-Backward starts a fixed number of programs, each of which walks rows and keeps its part of dw in
-registers; the parts are then added in a fixed order, so dw does not change from run to run.
+Backward starts a fixed number of programs. Each takes several blocks of rows, one after the other,
+and keeps its partial sum of dw in registers. The partial sums are then added in a fixed order, so
+dw is the same in every run.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from longctx.kernels.launch import (
 )
 
 MAX_HIDDEN = 32768
-"""A row is held in registers; past 8192 elements backward spills some of them (sm_80)."""
+"""Largest D. A row is held in registers; above 8192 elements backward spills some (sm_80)."""
 
 
 def rms_norm_reference(
@@ -50,7 +52,7 @@ def rms_norm_reference(
     eps: float,
     llama_rounding: bool = True,
 ) -> Tensor:  # (..., D)
-    """The first equations above in plain torch; differentiable."""
+    """y of the equations above in plain torch; differentiable."""
     wide = x if x.dtype == torch.float64 else x.float()
     n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if llama_rounding:
@@ -59,14 +61,14 @@ def rms_norm_reference(
 
 
 def _backward_reference(
-    dy: Tensor,  # (N, D)
-    x: Tensor,  # (N, D)
+    dy: Tensor,  # (T, D)
+    x: Tensor,  # (T, D)
     weight: Tensor,  # (D,)
     eps: float,
     llama_rounding: bool,
-    d_residual: Tensor | None,  # (N, D)
+    d_residual: Tensor | None,  # (T, D)
     dw: Tensor | None,  # (D,) fp32
-) -> Tensor:  # (N, D)
+) -> Tensor:  # (T, D)
     wide, d_n = x.float(), dy.float() * weight.float()
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     n = wide * rstd
@@ -78,12 +80,12 @@ def _backward_reference(
 
 @triton.jit
 def _forward_kernel(
-    x_ptr,  # (N, D)
-    residual_ptr,  # (N, D)
+    x_ptr,  # (T, D)
+    residual_ptr,  # (T, D)
     weight_ptr,  # (D,)
-    summed_ptr,  # (N, D)
-    out_ptr,  # (N, D)
-    N,
+    summed_ptr,  # (T, D)
+    out_ptr,  # (T, D)
+    T,
     D,
     stride_x,
     stride_residual,
@@ -97,11 +99,11 @@ def _forward_kernel(
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     offs = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
-    mask = (rows < N) & (offs < D)
+    mask = (rows < T) & (offs < D)
     x = tl.load(x_ptr + rows * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + rows * stride_residual + offs, mask=mask, other=0.0)
-        # What is normalised is the sum as stored: backward will find only that.
+        # The sum is normalised as stored, after rounding: that is all that backward will see.
         summed = round_to(x + residual.to(tl.float32), x_ptr.dtype.element_ty)
         tl.store(summed_ptr + rows * stride_summed + offs, summed, mask=mask)
         x = summed.to(tl.float32)
@@ -116,13 +118,13 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr,  # (N, D)
-    x_ptr,  # (N, D)
+    dy_ptr,  # (T, D)
+    x_ptr,  # (T, D)
     weight_ptr,  # (D,)
-    d_residual_ptr,  # (N, D)
-    out_ptr,  # (N, D), may alias dy or d_residual
+    d_residual_ptr,  # (T, D)
+    out_ptr,  # (T, D), may alias dy or d_residual
     partial_ptr,  # (programs, D) fp32
-    N,
+    T,
     D,
     stride_dy,
     stride_x,
@@ -139,12 +141,12 @@ def _backward_kernel(
     offs = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
     weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    # The next rows are fetched while these are reduced, and neither sum waits for the other: one
-    # row at a time, its second sum after its first, reaches 0.67 of the copy rate.
+    # The next rows are fetched while these are reduced, and the two sums do not depend on each
+    # other. One row at a time, with the second sum after the first, reaches 0.67 of the copy rate.
     step = tl.num_programs(0) * ROWS
-    for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
+    for first in tl.range(tl.program_id(0) * ROWS, T, step, num_stages=STAGES):
         rows = tl.arange(0, ROWS)[:, None].to(tl.int64) + first  # (ROWS, 1)
-        mask = (rows < N) & (offs < D)
+        mask = (rows < T) & (offs < D)
         x = tl.load(x_ptr + rows * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + rows * stride_dy + offs, mask=mask, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
@@ -192,9 +194,9 @@ def rms_norm_forward(
     summed: Tensor | None = None,  # (..., D), may alias x or residual
     llama_rounding: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(y, h): the norm of h = x + residual, and h itself, which is x without a residual.
+    """(y, h): the norm y of h = x + residual, and h itself. Without a residual h is x.
 
-    `out` and `summed` receive y and h if given. Not differentiable by autograd. Raises ValueError
+    `out` and `summed`, if given, receive y and h. Not differentiable by autograd. Raises ValueError
     for a wrong shape, dtype, device or layout.
     """
     _check(x, weight, residual=residual, out=out, summed=summed)
@@ -210,16 +212,16 @@ def rms_norm_forward(
 
     x_rows, out_rows, summed_rows = as_rows("x", x), as_rows("out", out), as_rows("summed", summed)
     residual_rows = x_rows if residual is None else as_rows("residual", residual)
-    (N, D), weight = x_rows.shape, weight.contiguous()
+    (T, D), weight = x_rows.shape, weight.contiguous()
 
     def launch(config: Config) -> None:
-        _forward_kernel[(triton.cdiv(N, config.rows),)](
+        _forward_kernel[(triton.cdiv(T, config.rows),)](
             x_rows,
             residual_rows,
             weight,
             summed_rows,
             out_rows,
-            N,
+            T,
             D,
             x_rows.stride(0),
             residual_rows.stride(0),
@@ -233,7 +235,7 @@ def rms_norm_forward(
             num_warps=config.num_warps,
         )
 
-    if N:
+    if T:
         default = forward_config(D)
         with on_device(x):
             key = (default.block, x.dtype, residual is not None)
@@ -254,10 +256,10 @@ def rms_norm_backward(
     out: Tensor | None = None,  # (..., D), may alias dy or d_residual
     llama_rounding: bool = True,
 ) -> Tensor:  # (..., D)
-    """d_residual + the gradient for x. The weight's gradient is *added* to `dw` if given.
+    """The gradient of x, plus `d_residual` if given. The weight's gradient is *added* to `dw`, if
+    given, so that tiles of a long sequence can share one `dw`.
 
-    So a long row's norm may be differentiated tile by tile into one `dw`. Raises ValueError for a
-    wrong shape, dtype, device or layout.
+    Raises ValueError for a wrong shape, dtype, device or layout.
     """
     _check(x, weight, dy=dy, d_residual=d_residual, out=out)
     if dw is not None:
@@ -272,10 +274,10 @@ def rms_norm_backward(
 
     x_rows, dy_rows, out_rows = as_rows("x", x), as_rows("dy", dy), as_rows("out", out)
     residual_rows = x_rows if d_residual is None else as_rows("d_residual", d_residual)
-    (N, D), weight = x_rows.shape, weight.contiguous()
+    (T, D), weight = x_rows.shape, weight.contiguous()
 
     def launch(config: Config) -> None:
-        programs = min(triton.cdiv(N, config.rows), sm_count(x) * config.programs_per_sm)
+        programs = min(triton.cdiv(T, config.rows), sm_count(x) * config.programs_per_sm)
         partial = weight if dw is None else dw.new_empty(programs, D)
         _backward_kernel[(programs,)](
             dy_rows,
@@ -284,7 +286,7 @@ def rms_norm_backward(
             residual_rows,
             out_rows,
             partial,
-            N,
+            T,
             D,
             dy_rows.stride(0),
             x_rows.stride(0),
@@ -302,7 +304,7 @@ def rms_norm_backward(
         if dw is not None:
             dw.add_(partial.sum(0))
 
-    if N:
+    if T:
         default = backward_config(D, x.element_size())
         with on_device(x):
             key = (default.block, x.dtype, d_residual is not None)
@@ -340,8 +342,15 @@ def rms_norm(
 ) -> Tensor:  # (..., D)
     """x / rms(x) * weight over the last dimension, differentiable in x and weight.
 
-    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467). An input
-    that is not contiguous is copied. Raises ValueError for a wrong shape, dtype or device.
+    Shapes: x and the result are (..., D) with 1 <= D <= 32768, weight is (D,); bf16, fp16 or fp32,
+    all of one dtype. rms(x) = sqrt(mean(x^2) + eps). With `llama_rounding` the normalised x is
+    rounded to x's dtype before the multiplication, as Hugging Face's LlamaRMSNorm does; without it
+    only the result is rounded.
+
+    Saves x and weight; x is copied first if it is not contiguous. A frozen weight costs nothing in
+    backward. Raises ValueError for a wrong shape, dtype or device.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467).
     """
     _check(x, weight)
     return _RMSNorm.apply(x.contiguous(), weight, eps, llama_rounding)
@@ -360,7 +369,8 @@ def _forwards(default: Config) -> list[Config]:
 @cache
 def backward_config(D: int, itemsize: int = 2) -> Config:
     block = triton.next_power_of_2(D)
-    # Rows fetched ahead wait in shared memory: three stages of 32 KiB rows would need 192 KiB.
+    # Prefetched rows lie in shared memory, so wide rows get fewer stages: three stages of 32 KiB
+    # rows would need 192 KiB.
     row_bytes = block * itemsize
     return Config(
         block=block,

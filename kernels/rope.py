@@ -1,19 +1,22 @@
-"""Rotary position embedding of queries and keys, in place and in one launch, without a table.
+"""Rotary position embedding of queries and keys: in place, in one launch, without a table of sines.
 
 For the pair (j, j + d/2) of a head of size d at position p (HF's rotate-half layout):
 
-    angle = p * inv_freq_j, in fp32       c, s = scaling * cos(angle), scaling * sin(angle)
+    angle = p * inv_freq_j, in fp32
+    c, s = attention_scaling * cos(angle), attention_scaling * sin(angle)
     x_j'       = x_j c - x_{j+d/2} s
     x_{j+d/2}' = x_{j+d/2} c + x_j s
 
-The gradient is the same rotation with -s (`inverse=True`), so nothing is saved but the positions.
-Bytes per token: each element of q and k read once and written once, 4 (H + K) d at 2 bytes.
+attention_scaling is HF's factor of that name: 1 for plain RoPE, above 1 for YaRN, for instance.
 
-One program holds a token with all its heads, so an angle's sine and cosine are computed once. HF
-forms the angle in fp32 and so does this file, bit for bit: at position 4 million its rounding alone
-is worth 0.25 rad. The sine of so large an angle needs the angle modulo pi/2 to more digits than
-fp32 has: the quotient and the remainder are taken in fp64 (error 1e-9 at 4 million), then a
-polynomial in fp32. HF rounds cos and sin to the model's dtype; here they stay in fp32.
+The gradient is the same rotation with -s (`inverse=True`), so only the positions are saved. Bytes
+per token: each element of q and k is read once and written once, 4 (H + K) d at 2 bytes an element.
+
+One program handles all heads of a token, so the sine and cosine of an angle are computed once. The
+angle is formed in fp32, bit for bit as HF does it: at position 4 million that rounding alone can
+change it by 0.25 rad. The sine of such a large angle needs the angle modulo pi/2 with more digits
+than fp32 has, so the quotient and the remainder are computed in fp64 (error 1e-9 at 4 million) and
+the polynomial in fp32. HF rounds cos and sin to the model's dtype; here they stay in fp32.
 """
 
 from __future__ import annotations
@@ -41,28 +44,28 @@ from longctx.kernels.launch import (
 
 
 def rope_reference(
-    x: Tensor,  # (N, H, d)
-    position_ids: Tensor,  # (N,)
+    x: Tensor,  # (T, H, d)
+    position_ids: Tensor,  # (T,)
     inv_freq: Tensor,  # (d / 2,) fp32
-    scaling: float = 1.0,
+    attention_scaling: float = 1.0,
     *,
     inverse: bool = False,
-) -> Tensor:  # (N, H, d)
+) -> Tensor:  # (T, H, d)
     """The rotation of one tensor in plain torch; differentiable."""
-    angle = position_ids.to(inv_freq.dtype)[:, None, None] * inv_freq  # (N, 1, d/2)
-    c, s = scaling * angle.cos(), scaling * (-angle if inverse else angle).sin()
+    angle = position_ids.to(inv_freq.dtype)[:, None, None] * inv_freq  # (T, 1, d/2)
+    c, s = attention_scaling * angle.cos(), attention_scaling * (-angle if inverse else angle).sin()
     a, b = x.to(torch.promote_types(x.dtype, c.dtype)).chunk(2, dim=-1)
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
 
 
 @triton.jit
 def _sin_cos(angle):
-    """(sin, cos) of fp32 angles up to 1e8, as exact as fp32."""
+    """(sin, cos) of fp32 angles up to 1e8, to fp32 accuracy."""
     wide = angle.to(tl.float64)
     quarter = tl.floor(wide * 0.6366197723675814 + 0.5)
     r = (wide - quarter * 1.5707963267948966).to(tl.float32)  # in [-pi/4, pi/4]
     t = r * r
-    # Fitted to [-pi/4, pi/4] at Chebyshev's points: errors 1e-8 and 8e-10.
+    # Polynomials fitted at Chebyshev points of [-pi/4, pi/4]: errors 1e-8 (sin) and 8e-10 (cos).
     sin = r + r * t * (
         -0.16666664649833968 + t * (0.008332745664123299 + t * -0.0001958730861286321)
     )
@@ -106,13 +109,13 @@ def _rotate(
 
 @triton.jit
 def _rope_kernel(
-    q_ptr,  # (N, H, d)
-    k_ptr,  # (N, K, d)
-    q_out_ptr,  # (N, H, d), may be q
-    k_out_ptr,  # (N, K, d), may be k
-    positions_ptr,  # (N,)
+    q_ptr,  # (T, H, d)
+    k_ptr,  # (T, K, d)
+    q_out_ptr,  # (T, H, d), may be q
+    k_out_ptr,  # (T, K, d), may be k
+    positions_ptr,  # (T,)
     inv_freq_ptr,  # (d / 2,) fp32
-    N,
+    T,
     H,
     K,
     half,
@@ -124,7 +127,7 @@ def _rope_kernel(
     stride_q_out_head,
     stride_k_out_token,
     stride_k_out_head,
-    scaling,
+    attention_scaling,
     INVERSE: tl.constexpr,
     TOKENS: tl.constexpr,
     Q_BLOCK: tl.constexpr,
@@ -132,13 +135,13 @@ def _rope_kernel(
     HALF_BLOCK: tl.constexpr,
 ):
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-    in_bounds = tokens < N
+    in_bounds = tokens < T
     offs = tl.arange(0, HALF_BLOCK)[None, None, :]
     positions = tl.load(positions_ptr + tokens, mask=in_bounds, other=0).to(tl.float32)
     inv_freq = tl.load(inv_freq_ptr + offs, mask=offs < half, other=0.0)
     sin, cos = _sin_cos(positions * inv_freq)
-    cos *= scaling
-    sin *= -scaling if INVERSE else scaling
+    cos *= attention_scaling
+    sin *= -attention_scaling if INVERSE else attention_scaling
     _rotate(
         q_ptr,
         q_out_ptr,
@@ -176,7 +179,7 @@ def _rope_kernel(
 def _check(q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 3 or x.shape[2] % 2 or x.shape[2] == 0:
-            raise ValueError(f"{name} must have shape (N, heads, even d), got {tuple(x.shape)}")
+            raise ValueError(f"{name} must have shape (T, heads, even d), got {tuple(x.shape)}")
         check_float(name, x, q.dtype)
         check_rows(name, x)
     check_shape("k", k, (q.shape[0], k.shape[1], q.shape[2]))
@@ -188,32 +191,32 @@ def _check(q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor) -> None
 
 
 def _rotate_into(
-    q: Tensor,  # (N, H, d)
-    k: Tensor,  # (N, K, d)
-    q_out: Tensor,  # (N, H, d), may be q
-    k_out: Tensor,  # (N, K, d), may be k
-    position_ids: Tensor,  # (N,)
+    q: Tensor,  # (T, H, d)
+    k: Tensor,  # (T, K, d)
+    q_out: Tensor,  # (T, H, d), may be q
+    k_out: Tensor,  # (T, K, d), may be k
+    position_ids: Tensor,  # (T,)
     inv_freq: Tensor,  # (d / 2,) fp32
-    scaling: float,
+    attention_scaling: float,
     inverse: bool,
 ) -> None:
     _check(q, k, position_ids, inv_freq)
     if not runs_kernel(q, k, q_out, k_out, position_ids, inv_freq):
         for x, out in ((q, q_out), (k, k_out)):
-            out.copy_(rope_reference(x, position_ids, inv_freq, scaling, inverse=inverse))
+            out.copy_(rope_reference(x, position_ids, inv_freq, attention_scaling, inverse=inverse))
         return
-    (N, H, d), K = q.shape, k.shape[1]
+    (T, H, d), K = q.shape, k.shape[1]
     position_ids, inv_freq = position_ids.contiguous(), inv_freq.contiguous()
 
     def launch(config: Config) -> None:
-        _rope_kernel[(triton.cdiv(N, config.rows),)](
+        _rope_kernel[(triton.cdiv(T, config.rows),)](
             q,
             k,
             q_out,
             k_out,
             position_ids,
             inv_freq,
-            N,
+            T,
             H,
             K,
             d // 2,
@@ -221,7 +224,7 @@ def _rotate_into(
             *k.stride()[:2],
             *q_out.stride()[:2],
             *k_out.stride()[:2],
-            scaling,
+            attention_scaling,
             INVERSE=inverse,
             TOKENS=config.rows,
             Q_BLOCK=triton.next_power_of_2(H),
@@ -230,7 +233,7 @@ def _rotate_into(
             num_warps=config.num_warps,
         )
 
-    if N and H and K:
+    if T and H and K:
         with on_device(q):
             key = (H, K, d, q.dtype)
             default = default_config(H, d)
@@ -239,70 +242,83 @@ def _rotate_into(
 
 @annotated("rope")
 def rope_(
-    q: Tensor,  # (N, H, d)
-    k: Tensor,  # (N, K, d)
-    position_ids: Tensor,  # (N,) int64 or int32
+    q: Tensor,  # (T, H, d)
+    k: Tensor,  # (T, K, d)
+    position_ids: Tensor,  # (T,) int64 or int32
     inv_freq: Tensor,  # (d / 2,) fp32
-    scaling: float = 1.0,
+    attention_scaling: float = 1.0,
     *,
     inverse: bool = False,
 ) -> None:
-    """Rotate q and k in place; `inverse` rotates back, which turns their gradients.
+    """Rotates q and k in place. With `inverse` it rotates the other way, as their gradients need.
 
     Tokens and heads may lie at any stride, as in the parts of a fused q|k|v buffer. Not
     differentiable by autograd. Raises ValueError for a wrong shape, dtype, device or layout.
     """
-    _rotate_into(q, k, q, k, position_ids, inv_freq, scaling, inverse)
+    _rotate_into(q, k, q, k, position_ids, inv_freq, attention_scaling, inverse)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, scaling: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        position_ids: Tensor,
+        inv_freq: Tensor,
+        attention_scaling: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(position_ids, inv_freq)
-        ctx.scaling = scaling
+        ctx.attention_scaling = attention_scaling
         q, k = q.detach(), k.detach()
-        rope_(q, k, position_ids, inv_freq, scaling)
+        rope_(q, k, position_ids, inv_freq, attention_scaling)
         return q, k
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         position_ids, inv_freq = ctx.saved_tensors
-        # Not in place: autograd may have handed the same gradient to somebody else as well.
+        # Not in place: autograd may have given the same gradient tensor to another operation too.
         dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
         dq_in, dk_in = torch.empty_like(dq), torch.empty_like(dk)
-        _rotate_into(dq, dk, dq_in, dk_in, position_ids, inv_freq, ctx.scaling, True)
+        _rotate_into(dq, dk, dq_in, dk_in, position_ids, inv_freq, ctx.attention_scaling, True)
         return dq_in, dk_in, None, None, None
 
 
 def rope(
-    q: Tensor,  # (N, H, d)
-    k: Tensor,  # (N, K, d)
-    position_ids: Tensor,  # (N,) int64 or int32
+    q: Tensor,  # (T, H, d)
+    k: Tensor,  # (T, K, d)
+    position_ids: Tensor,  # (T,) int64 or int32
     inv_freq: Tensor,  # (d / 2,) fp32
-    scaling: float = 1.0,
+    attention_scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(q, k) rotated, differentiable. q and k are overwritten: they share memory with the results.
+    """q and k rotated by their positions, differentiable in both. Overwrites q and k.
 
-    Autograd raises if somebody saved their old values. Source: Su et al., RoFormer (arXiv
-    2104.09864). Raises ValueError for a wrong shape, dtype, device or layout, or for a leaf that
-    needs a gradient.
+    Shapes: q is (T, H, d) and k is (T, K, d), d even, both of one dtype (bf16, fp16 or fp32). The
+    results have these shapes and share memory with q and k. Tokens and heads may lie at any stride.
+    position_ids is (T,) and inv_freq (d / 2,); attention_scaling multiplies the results.
+
+    Saves only position_ids and inv_freq.
+
+    Raises ValueError for a wrong shape, dtype, device or layout, and for a leaf that requires a
+    gradient. In backward, autograd raises RuntimeError if another operation saved the old values of
+    q or k.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864); halves paired as in Hugging Face's Llama.
     """
     for name, x in (("q", q), ("k", k)):
         if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} is overwritten, so it must not be a leaf, got one")
     _check(q, k, position_ids, inv_freq)
-    q_out, k_out = _Rope.apply(q, k, position_ids, inv_freq, scaling)
+    q_out, k_out = _Rope.apply(q, k, position_ids, inv_freq, attention_scaling)
     torch.autograd.graph.increment_version((q, k))
     return q_out, k_out
 
 
 @cache
-def default_config(heads: int, d: int) -> Config:
+def default_config(H: int, d: int) -> Config:
     half = triton.next_power_of_2(d // 2)
-    elements = triton.next_power_of_2(heads) * half
+    elements = triton.next_power_of_2(H) * half
     return Config(block=half, num_warps=4, rows=max(1, 2048 // elements))
 
 

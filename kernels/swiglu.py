@@ -4,12 +4,12 @@
     d_gate = d_product up s (1 + gate (1 - s))
     d_up   = d_product gate s
 
-Backward overwrites gate and up with their gradients, so it takes no memory, and can write the
-recomputed product as well, which the gradient of the down projection's weight needs. All arithmetic
-is fp32 and each result is rounded once. Saved: gate and up. Bytes per token at FF elements of
-2 bytes: forward 6 FF, backward 10 FF (12 FF with the product).
+Saved: gate and up. Backward overwrites them with their gradients, so it allocates nothing. It can
+also write the recomputed product, which the gradient of the down projection's weight needs. All
+arithmetic is in fp32 and each result is rounded once. Bytes read and written per token at 2 bytes
+an element: forward 6 F, backward 10 F (12 F with the product).
 
-gate and up may be two tensors or the two halves of one buffer: rows at any stride.
+gate and up may be two tensors or the two halves of one buffer: rows may lie at any stride.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from longctx.kernels.launch import (
 
 
 def swiglu_reference(
-    gate: Tensor,  # (..., FF)
-    up: Tensor,  # (..., FF)
-) -> Tensor:  # (..., FF)
+    gate: Tensor,  # (..., F)
+    up: Tensor,  # (..., F)
+) -> Tensor:  # (..., F)
     """The first equation above in plain torch, rounded once; differentiable."""
     wide = gate if gate.dtype == torch.float64 else gate.float()
     return (torch.nn.functional.silu(wide) * up).to(gate.dtype)
 
 
 def _backward_reference_(
-    d_product: Tensor,  # (N, FF)
-    gate: Tensor,  # (N, FF)
-    up: Tensor,  # (N, FF)
-    product: Tensor | None,  # (N, FF)
+    d_product: Tensor,  # (T, F)
+    gate: Tensor,  # (T, F)
+    up: Tensor,  # (T, F)
+    product: Tensor | None,  # (T, F)
 ) -> None:
     g, u, d = gate.float(), up.float(), d_product.float()
     s = g.sigmoid()
     silu = g * s
-    # All results before the first write: in fp32 these are the caller's tensors, and may alias.
+    # All results are computed before the first write: `.float()` does not copy fp32 tensors, so g,
+    # u and d can be the caller's own memory, and product may alias d_product.
     d_gate, d_up, gated = d * u * s * (1 + g * (1 - s)), d * silu, silu * u
     gate.copy_(d_gate)
     up.copy_(d_up)
@@ -62,11 +63,11 @@ def _backward_reference_(
 
 @triton.jit
 def _forward_kernel(
-    gate_ptr,  # (N, FF)
-    up_ptr,  # (N, FF)
-    out_ptr,  # (N, FF)
-    N,
-    FF,
+    gate_ptr,  # (T, F)
+    up_ptr,  # (T, F)
+    out_ptr,  # (T, F)
+    T,
+    F,
     blocks_per_row,
     stride_gate,
     stride_up,
@@ -77,7 +78,7 @@ def _forward_kernel(
     first = (tl.program_id(0) // blocks_per_row).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     offs = (tl.program_id(0) % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
-    mask = (row < N) & (offs < FF)
+    mask = (row < T) & (offs < F)
     gate = tl.load(gate_ptr + row * stride_gate + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + offs, mask=mask, other=0.0).to(tl.float32)
     product = round_to(gate * tl.sigmoid(gate) * up, out_ptr.dtype.element_ty)
@@ -86,12 +87,12 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    d_product_ptr,  # (N, FF)
-    gate_ptr,  # (N, FF), becomes d_gate
-    up_ptr,  # (N, FF), becomes d_up
-    product_ptr,  # (N, FF), may alias d_product
-    N,
-    FF,
+    d_product_ptr,  # (T, F)
+    gate_ptr,  # (T, F), becomes d_gate
+    up_ptr,  # (T, F), becomes d_up
+    product_ptr,  # (T, F), may alias d_product
+    T,
+    F,
     blocks_per_row,
     stride_d_product,
     stride_gate,
@@ -104,7 +105,7 @@ def _backward_kernel(
     first = (tl.program_id(0) // blocks_per_row).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     offs = (tl.program_id(0) % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
-    mask = (row < N) & (offs < FF)
+    mask = (row < T) & (offs < F)
     dtype = gate_ptr.dtype.element_ty
     gate_ptrs = gate_ptr + row * stride_gate + offs
     up_ptrs = up_ptr + row * stride_up + offs
@@ -130,10 +131,10 @@ def _check(gate: Tensor, **others: Tensor | None) -> None:
 
 
 def swiglu_forward(
-    gate: Tensor,  # (..., FF)
-    up: Tensor,  # (..., FF)
-    out: Tensor | None = None,  # (..., FF), may alias gate or up
-) -> Tensor:  # (..., FF)
+    gate: Tensor,  # (..., F)
+    up: Tensor,  # (..., F)
+    out: Tensor | None = None,  # (..., F), may alias gate or up
+) -> Tensor:  # (..., F)
     """silu(gate) * up. Not differentiable by autograd.
 
     Raises ValueError for a wrong shape, dtype, device or layout.
@@ -143,16 +144,16 @@ def swiglu_forward(
     if not runs_kernel(gate, up, out):
         return out.copy_(swiglu_reference(gate, up))
     g, u, o = as_rows("gate", gate), as_rows("up", up), as_rows("out", out)
-    N, FF = g.shape
+    T, F = g.shape
 
     def launch(config: Config) -> None:
-        blocks = triton.cdiv(FF, config.block)
-        _forward_kernel[(triton.cdiv(N, config.rows) * blocks,)](
+        blocks = triton.cdiv(F, config.block)
+        _forward_kernel[(triton.cdiv(T, config.rows) * blocks,)](
             g,
             u,
             o,
-            N,
-            FF,
+            T,
+            F,
             blocks,
             g.stride(0),
             u.stride(0),
@@ -164,20 +165,20 @@ def swiglu_forward(
 
     if out.numel():
         with on_device(gate):
-            key = (triton.next_power_of_2(FF), gate.dtype)
+            key = (triton.next_power_of_2(F), gate.dtype)
             written = [out]
-            launch(choose("swiglu_forward", key, default_config(FF), _candidates, launch, written))
+            launch(choose("swiglu_forward", key, default_config(F), _candidates, launch, written))
     return out
 
 
 def swiglu_backward_(
-    d_product: Tensor,  # (..., FF)
-    gate: Tensor,  # (..., FF), becomes d_gate
-    up: Tensor,  # (..., FF), becomes d_up
+    d_product: Tensor,  # (..., F)
+    gate: Tensor,  # (..., F), becomes d_gate
+    up: Tensor,  # (..., F), becomes d_up
     *,
-    product: Tensor | None = None,  # (..., FF), may alias d_product
+    product: Tensor | None = None,  # (..., F), may alias d_product
 ) -> tuple[Tensor, Tensor]:
-    """(d_gate, d_up), written over gate and up; `product` receives silu(gate) * up if given.
+    """(d_gate, d_up), written over gate and up; `product`, if given, receives silu(gate) * up.
 
     Raises ValueError for a wrong shape, dtype, device or layout.
     """
@@ -188,17 +189,17 @@ def swiglu_backward_(
     if not runs_kernel(d_product, gate, up, product):
         _backward_reference_(d, g, u, None if product is None else p)
         return gate, up
-    N, FF = g.shape
+    T, F = g.shape
 
     def launch(config: Config) -> None:
-        blocks = triton.cdiv(FF, config.block)
-        _backward_kernel[(triton.cdiv(N, config.rows) * blocks,)](
+        blocks = triton.cdiv(F, config.block)
+        _backward_kernel[(triton.cdiv(T, config.rows) * blocks,)](
             d,
             g,
             u,
             p,
-            N,
-            FF,
+            T,
+            F,
             blocks,
             d.stride(0),
             g.stride(0),
@@ -212,9 +213,9 @@ def swiglu_backward_(
 
     if gate.numel():
         with on_device(gate):
-            key = (triton.next_power_of_2(FF), gate.dtype, product is not None)
+            key = (triton.next_power_of_2(F), gate.dtype, product is not None)
             written = [gate, up] if product is None else [gate, up, product]
-            launch(choose("swiglu_backward", key, default_config(FF), _candidates, launch, written))
+            launch(choose("swiglu_backward", key, default_config(F), _candidates, launch, written))
     return gate, up
 
 
@@ -228,21 +229,29 @@ class _SwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        # Autograd refuses to use gate or up again: not silently wrong for a second backward.
+        # A new version makes autograd raise if anything reads gate or up again, for instance a
+        # second backward, whose result would otherwise be silently wrong.
         torch.autograd.graph.increment_version((gate, up))
         return swiglu_backward_(d_product.contiguous(), gate.detach(), up.detach())
 
 
 def swiglu(
-    gate: Tensor,  # (..., FF)
-    up: Tensor,  # (..., FF)
-) -> Tensor:  # (..., FF)
-    """silu(gate) * up, differentiable. Backward overwrites gate and up with their gradients.
+    gate: Tensor,  # (..., F)
+    up: Tensor,  # (..., F)
+) -> Tensor:  # (..., F)
+    """silu(gate) * up, differentiable in both. Backward overwrites gate and up.
 
-    So nobody else may need their values by then; autograd raises if another saved them, or if
-    backward runs twice. Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
-    Raises ValueError for a wrong shape, dtype, device or layout, and for a leaf that needs a
-    gradient.
+    Shapes: gate, up and the result are (..., F), in bf16, fp16 or fp32, all of one dtype. gate and
+    up may be views whose rows lie at one stride, such as the halves of one buffer.
+
+    Saves gate and up, and writes their gradients over them in backward, so no other operation may
+    need their values by then.
+
+    Raises ValueError for a wrong shape, dtype, device or layout, and for a leaf that requires a
+    gradient. In backward, autograd raises RuntimeError if another operation saved gate or up, or if
+    backward runs twice.
+
+    Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
     """
     _check(gate, up=up)
     for name, x in (("gate", gate), ("up", up)):
@@ -254,8 +263,8 @@ def swiglu(
 
 
 @cache
-def default_config(FF: int) -> Config:
-    block = min(2048, max(128, triton.next_power_of_2(FF)))
+def default_config(F: int) -> Config:
+    block = min(2048, max(128, triton.next_power_of_2(F)))
     return Config(block=block, num_warps=4, rows=2048 // block)
 
 
