@@ -1,0 +1,59 @@
+"""The tree as docs/ and the rooms' docstrings describe it: few files a room, arrows one way."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from paths import ROOT
+
+from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
+
+ALLOWED = {
+    "report": {"run", "data"},
+    "run": {"engines", "model", "memory", "kernels"},
+    "engines": {"memory"},
+    "model": {"memory", "kernels"},
+    "data": set(),
+    "memory": set(),
+    "kernels": set(),
+}
+"""Room -> rooms it may import. All may import the files beside the rooms (config, errors, ...)."""
+
+
+@pytest.fixture(scope="module")
+def imports():
+    return read_imports(ROOT)
+
+
+def test_no_file_and_no_room_imports_in_a_circle(imports) -> None:
+    floors(imports)
+    assert room_floors(imports)["run"] > room_floors(imports)["engines"]
+
+
+def test_arrows_go_one_way(imports) -> None:
+    found = {(start, end) for start, end in arrows(imports) if end != "longctx"}
+    assert found <= {(start, end) for start, ends in ALLOWED.items() for end in ends}
+
+
+def test_no_room_is_crowded(imports) -> None:
+    assert sizes(imports).keys() == {*ALLOWED, "longctx"}
+    assert max(sizes(imports).values()) <= 12
+
+
+def test_a_circle_is_found() -> None:
+    with pytest.raises(ValueError, match="a circle: a -> b -> a"):
+        floors({"a": {"b"}, "b": {"a"}})
+
+
+def test_only_engines_know_their_names() -> None:
+    """Elsewhere an engine is asked, not recognised."""
+    names = {"plain", "deepspeed", "fsdp", "Plain", "DeepSpeed", "FSDP2"}
+    for path in (ROOT / "longctx").rglob("*.py"):
+        if "engines" in path.parts or "kernels" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                words = {w.value for w in ast.walk(node) if isinstance(w, ast.Constant)}
+                words |= {w.id for w in ast.walk(node) if isinstance(w, ast.Name)}
+                assert not words & names, f"{path}:{node.lineno}"
