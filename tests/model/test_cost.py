@@ -1,0 +1,177 @@
+"""What the schedule costs, counted: FLOPs of every product, bytes kept, bytes at the peak.
+
+The counts are torch's (FlopCounterMode, MemTracker), the expectations are the formulas of
+longctx/model/layer.py and longctx/memory/plan.py. On a CPU attention's own op is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from small_model import CPU
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from longctx.config import ModelArguments
+from longctx.kernels.rms_norm import rms_norm_forward
+from longctx.memory.plan import Sizes
+from longctx.model import layer
+from longctx.model.patch import patch
+from longctx.run.loading import load_config
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+LAYERS, D, F, H, K, d, V, T = 3, 64, 96, 8, 4, 8, 32, 512
+QKV, OUT, MLP = D * (H + 2 * K) * d, H * d * D, 3 * D * F  # weights of each product of a layer
+UNIT_BYTES = T * D * 4
+LSE_BYTES = H * T * 4
+
+
+@dataclass
+class Step:
+    model: LlamaForCausalLM
+    batch: dict[str, torch.Tensor]
+
+    def forward(self) -> torch.Tensor:
+        return self.model(**self.batch).loss
+
+
+@pytest.fixture
+def step(request) -> Step:
+    """A model whose settings are the fixture's parameter, and one row of T tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=F,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=H,
+        num_key_value_heads=K,
+    )
+    model = LlamaForCausalLM(config)
+    settings = dict(tile_tokens=64, head_groups=K, offload_activations="none")
+    patch(model, ModelArguments(**settings | getattr(request, "param", {})), CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.randint(V, (1, T))
+    return Step(model, {"input_ids": ids, "labels": ids, "position_ids": torch.arange(T)[None]})
+
+
+@pytest.mark.parametrize(
+    ("step", "again"),
+    [({}, QKV), ({"keep_attention": False}, 2 * QKV), ({"head_groups": 1, "tile_tokens": T}, QKV)],
+    ids=["keep", "recompute", "one group, one tile"],
+    indirect=["step"],
+)
+def test_every_product_is_computed_as_often_as_the_schedule_says(step: Step, again: int) -> None:
+    """Forward each once; backward each gradient once, q, k, v and h, gate, up again, down never."""
+    with FlopCounterMode(display=False) as forward:
+        loss = step.forward()
+    loss_flops = 6 * V * D * (T - 1)  # of the last token there is no label
+    assert forward.get_total_flops() == LAYERS * 2 * T * (QKV + OUT + MLP) + loss_flops
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    recomputed = again + OUT + MLP * 2 // 3
+    assert backward.get_total_flops() == LAYERS * 2 * T * (recomputed + 2 * (QKV + OUT + MLP))
+
+
+@pytest.mark.parametrize(
+    ("step", "kept_bytes"),
+    [({}, 2 * UNIT_BYTES + LSE_BYTES), ({"keep_attention": False}, UNIT_BYTES)],
+    ids=["keep", "recompute"],
+    indirect=["step"],
+)
+def test_a_layer_keeps_what_the_plan_counts(step: Step, kept_bytes: int) -> None:
+    loss = step.forward()
+    held = step.model.longctx.store.tensors_on_gpu()
+    assert sum(t.untyped_storage().nbytes() for t in held) == LAYERS * kept_bytes
+    sizes = sizes_of(step.model)
+    assert kept_bytes <= sizes.kept_bytes(T) <= kept_bytes + 3 * 512 + 512
+    del loss
+
+
+def test_nothing_else_lives_between_forward_and_backward(step: Step) -> None:
+    """The last layer's output (for the final norm) and the loss's gradients: two units."""
+    tracker = MemTracker()
+    tracker.track_external(step.model)
+    with tracker:
+        loss = step.forward()
+        alive = tracker.get_tracker_snapshot("current")[CPU]
+    del loss
+    kept = LAYERS * (2 * UNIT_BYTES + LSE_BYTES)
+    assert kept <= activations(alive) <= kept + 2 * UNIT_BYTES + 4 * V * D + 64 * T
+
+
+def test_the_peak_is_what_the_plan_leaves_room_for(step: Step) -> None:
+    tracker = MemTracker()
+    tracker.track_external(step.model)
+    with tracker:
+        step.forward().backward()
+    peak = activations(tracker.get_tracker_snapshot("peak")[CPU])
+    sizes = sizes_of(step.model)
+    planned = LAYERS * sizes.kept_bytes(T) + sizes.working_bytes(T, logits_bytes=T * V * 4)
+    repeated = UNIT_BYTES // 4  # torch's flash op for CPUs wants k and v of a group for every head
+    assert 0.9 * planned <= peak <= planned + repeated
+
+
+def test_n1_is_computed_for_every_head_group(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the schedule's docstring says: G times in forward, G + 1 times in backward."""
+    tokens: list[int] = []
+
+    def count(x, weight, eps):
+        tokens.append(len(x) if weight is norm1 else 0)
+        return rms_norm_forward(x, weight, eps)
+
+    norm1 = step.model.model.layers[0].input_layernorm.weight
+    monkeypatch.setattr(layer, "rms_norm_forward", count)
+    loss = step.forward()
+    assert sum(tokens) == K * T
+    loss.backward()
+    assert sum(tokens) == (2 * K + 1) * T
+
+
+def sizes_of(model: LlamaForCausalLM) -> Sizes:
+    return Sizes(
+        layers=LAYERS,
+        hidden=D,
+        intermediate=F,
+        heads=H,
+        head_dim=d,
+        vocab=V,
+        itemsize=4,
+        keep_attention=model.longctx.args.keep_attention,
+    )
+
+
+def activations(snapshot: dict) -> int:
+    """All but weights and gradients."""
+    known = {str(kind): nbytes for kind, nbytes in snapshot.items()}
+    return known["Total"] - sum(
+        known[f"_MemRefType.{kind}"] for kind in ("PARAM", "BUFFER", "GRAD")
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_groups", "limit_gib"), [(8, 1.62), (1, 2.60)])
+def test_the_peak_of_llama_8b_layers_on_a_gpu(head_groups: int, limit_gib: float) -> None:
+    """Two layers of Llama-3.1-8B at 32768 tokens, one in host memory: the allocator's peak over
+    weights and gradients, in backward. A unit is 0.25 GiB."""
+    tokens, device = 32768, torch.device("cuda")
+    config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=tokens), vocab_size=1)
+    config.num_hidden_layers, config.vocab_size = 2, 1024
+    with device:
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    args = ModelArguments(offload_activations="all", head_groups=head_groups, tile_tokens=4096)
+    patch(model, args, device)
+    ids = torch.randint(1024, (1, tokens), device=device)
+    batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens, device=device)[None])
+    for _ in range(2):  # the first compiles kernels and makes the gradients
+        torch.cuda.synchronize()
+        before_bytes = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(**batch).loss.backward()
+    peak_gib = (torch.cuda.max_memory_allocated() - before_bytes) / 2**30
+    assert peak_gib < limit_gib, f"{peak_gib:.2f} GiB"
