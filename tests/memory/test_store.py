@@ -1,0 +1,101 @@
+"""The activation store on a GPU: copies beside compute change nothing, the slab is page-locked.
+
+Its logic under stress (random lengths, dropped graphs, poisoned buffers) is tested on the CPU, in
+tests/model/test_layer.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.memory.slab import PinnedSlab
+from longctx.memory.store import ActivationStore
+from longctx.model.patch import patch
+from longctx.run.loading import load_config
+
+CPU = torch.device("cpu")
+
+
+def test_a_slab_has_exactly_its_size() -> None:
+    assert PinnedSlab(1_000_003, CPU).data.untyped_storage().nbytes() == 1_000_003
+
+
+def test_a_slab_grows_only_when_it_must() -> None:
+    store = ActivationStore(CPU, "all")
+    store.reserve(layers=4, layer_bytes=1000, working_bytes=0)
+    first = store._slab
+    assert first.numel() == 3000  # the last layer stays where backward needs it first
+    store.reserve(layers=4, layer_bytes=500, working_bytes=0)
+    assert store._slab is first
+    store.reserve(layers=5, layer_bytes=1000, working_bytes=0)
+    assert store._slab.numel() == 4000
+
+
+def test_host_memory_that_is_short_is_named_before_it_is_taken() -> None:
+    store = ActivationStore(CPU, "all", host_limit_gib=1.0)
+    with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
+        store.reserve(layers=3, layer_bytes=2**30, working_bytes=0)
+    assert store._slab.numel() == 0
+
+
+@pytest.mark.gpu
+def test_the_slab_is_page_locked_until_it_is_gone() -> None:
+    slab = PinnedSlab(3 * 2**20 + 7, torch.device("cuda"))
+    address = slab.data
+    assert address.is_pinned()
+    del slab
+    assert not address.is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
+def test_copies_beside_compute_change_no_bit(keep: bool) -> None:
+    """Four layers of Llama-3.1-8B, steps of random lengths, the slab poisoned before each one:
+    losses and gradients are those of a store that keeps all on the GPU. A copy that starts early
+    or ends late reads NaN."""
+    device = torch.device("cuda")
+    config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=16384), vocab_size=1)
+    config.num_hidden_layers, config.vocab_size = 4, 1024
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    draw = random.Random(0)
+
+    def gradients(offload: str, tokens: int, tile: int, groups: int) -> list[torch.Tensor]:
+        # cuDNN's attention repeats itself bit for bit, flash-attn-4's does not.
+        args = ModelArguments(
+            offload_activations=offload,
+            attn_backend="cudnn",
+            keep_attention=keep,
+            tile_tokens=tile,
+            head_groups=groups,
+        )
+        runtime = getattr(model, "longctx", None)
+        if runtime is None or runtime.args.offload_activations != offload:
+            model.__dict__.pop("longctx", None)
+            patch(model, args, device)
+        model.longctx.args = args
+        model.zero_grad()
+        generator = torch.Generator(device).manual_seed(tokens)
+        ids = torch.randint(1024, (1, tokens), generator=generator, device=device)
+        positions = torch.arange(tokens, device=device)[None] % (tokens // 2 + 1)
+        model.longctx.reserve(model, tokens)
+        slab = model.longctx.store._slab
+        if slab.numel():
+            torch.cuda.synchronize()
+            slab.fill_(255)  # NaN, in bf16 and fp32
+        loss = model(input_ids=ids, labels=ids, position_ids=positions).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    for _ in range(6):
+        shape = (draw.randint(3000, 16384), draw.choice([512, 1000, 4096]), draw.choice([1, 4]))
+        truth = [grad.clone() for grad in gradients("none", *shape)]
+        ours = gradients("all", *shape)
+        assert all(torch.equal(a, b) for a, b in zip(truth, ours, strict=True)), shape

@@ -1,0 +1,78 @@
+"""Products into an fp32 sum: on a GPU the matrix unit adds, on a CPU operands are converted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from exactness import DEVICE, DTYPES, assert_exact, relative_error
+from longctx.model.projection import WeightGradient, addmm_, linear, linear_add, mm
+
+SHAPES = [
+    pytest.param((96, 40, 72), id="ragged"),
+    pytest.param((1, 8, 16), id="one-token"),
+    pytest.param((4096, 1024, 512), id="large", marks=pytest.mark.gpu),
+]
+
+
+def operands(shape: tuple[int, int, int], dtype: torch.dtype):
+    """dy (T, rows), x (T, columns) in `dtype`, and both in fp64."""
+    torch.manual_seed(0)
+    T, rows, columns = shape
+    dy, x = (torch.randn(T, n, dtype=torch.float64, device=DEVICE) for n in (rows, columns))
+    return dy.to(dtype), x.to(dtype), dy.to(dtype).double(), x.to(dtype).double()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_stays_in_fp32(shape, dtype: torch.dtype) -> None:
+    """Eight tiles added up: as exact as one fp32 product, where bf16 sums would lose bits."""
+    dy, x, dy_true, x_true = operands(shape, dtype)
+    total = torch.empty(shape[1], shape[2], dtype=torch.float32, device=DEVICE)
+    mm(dy.t(), x, out=total)
+    for _ in range(7):
+        addmm_(total, dy.t(), x)
+    truth = 8 * (dy_true.t() @ x_true)
+    assert relative_error(total, truth) < 2e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_gradient_is_rounded_once(shape, dtype: torch.dtype) -> None:
+    dy, x, dy_true, x_true = operands(shape, dtype)
+    gradient = WeightGradient(weight=True, bias=True)
+    for tile in torch.arange(len(dy)).split(max(1, len(dy) // 5)):
+        part = slice(int(tile[0]), int(tile[-1]) + 1)
+        gradient.add(dy[part], x[part])
+    weight, bias = gradient.round(dtype)
+    truth, bias_truth = dy_true.t() @ x_true, dy_true.sum(0)
+    assert weight.dtype == bias.dtype == dtype
+    # The rounding of the exact result is all the error that is left (fp32: that of the sums).
+    assert_exact("weight", weight, truth.to(dtype), truth)
+    assert_exact("bias", bias, bias_truth.to(dtype), bias_truth)
+    assert gradient.round(dtype) == (None, None)  # the sums are freed
+
+
+def test_nothing_is_computed_for_frozen_weights() -> None:
+    dy, x, *_ = operands((6, 4, 3), torch.float32)
+    gradient = WeightGradient(weight=False)
+    gradient.add(dy, x)
+    assert gradient.round(torch.float32) == (None, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_and_linear_add(dtype: torch.dtype, biased: bool) -> None:
+    torch.manual_seed(0)
+    base, x, w = (
+        torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((9, 5), (9, 7), (5, 7))
+    )
+    bias = torch.randn(5, device=DEVICE).to(dtype) if biased else None
+    wide = [None if t is None else t.double() for t in (base, x, w, bias)]
+    truth = torch.nn.functional.linear(*wide[1:])
+    naive = torch.nn.functional.linear(x, w, bias)
+    assert_exact("linear", linear(x, w, bias), naive, truth)
+    into = torch.empty_like(base)
+    ours = linear_add(base, x, w, bias, out=into)
+    assert ours.data_ptr() == into.data_ptr()
+    assert_exact("linear_add", ours, base + naive, wide[0] + truth)
