@@ -1,3 +1,36 @@
-"""longctx: full fine-tuning of Llama-family models at very long context on one GPU."""
+"""longctx: full fine-tuning of Llama-family models at very long context on one GPU.
+
+The public names, each imported when it is first used (torch is not loaded before):
+
+    patch                   the schedule on one instance of LlamaForCausalLM
+    LongTrainer             transformers' Trainer with whole checkpoints, throughput and memory
+    linear_cross_entropy    lm_head and cross-entropy in chunks, without the logits
+    rms_norm, rope, swiglu  the Triton kernels as differentiable functions
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "patch": "longctx.model.patch",
+    "LongTrainer": "longctx.run.trainer",
+    "linear_cross_entropy": "longctx.model.loss",
+    "rms_norm": "longctx.kernels.rms_norm",
+    "rope": "longctx.kernels.rope",
+    "swiglu": "longctx.kernels.swiglu",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longctx' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch.autograd import profiler
 
 P = ParamSpec("P")
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -24,12 +24,12 @@ def annotate(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
-def annotated(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def annotated(name: str) -> Callable[[Callable[P, Item]], Callable[P, Item]]:
     """Decorator: every call of the function is a range called `name`."""
 
-    def wrap(function: Callable[P, T]) -> Callable[P, T]:
+    def wrap(function: Callable[P, Item]) -> Callable[P, Item]:
         @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        def call(*args: P.args, **kwargs: P.kwargs) -> Item:
             with annotate(name):
                 return function(*args, **kwargs)
 
@@ -38,7 +38,7 @@ def annotated(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return wrap
 
 
-def each(name: str, items: Iterable[T]) -> Iterator[T]:
+def each(name: str, items: Iterable[Item]) -> Iterator[Item]:
     """The items; what the loop does with one is a range called `name`."""
     for item in items:
         with annotate(name):

@@ -1,7 +1,7 @@
 """lm_head and cross-entropy as one operation, in chunks of tokens whose logits never exceed a byte
 budget.
 
-    logits = hidden @ weight.T + bias              (N, V), never held whole
+    logits = hidden @ weight.T + bias              (T, V), never held whole
     loss   = sum_i cross_entropy(logits_i, labels_i) / count
 
 The gradients are computed in forward, chunk by chunk, and backward only scales them:
@@ -11,7 +11,7 @@ The gradients are computed in forward, chunk by chunk, and backward only scales 
     d_weight = sum over chunks of d_logits.T @ hidden, accumulated in fp32
 
 Rows whose label is ignored are dropped before the first product. FLOPs per remaining token: 6 V D
-(2 V D without gradients). Saved for backward: d_hidden (N, D) and the fp32 d_weight (V, D), which
+(2 V D without gradients). Saved for backward: d_hidden (T, D) and the fp32 d_weight (V, D), which
 is rounded once, in backward, together with the scale.
 
 Precision. The logits are fp32 even for 16-bit operands, because rounding a logit of 10 to bf16
@@ -42,9 +42,9 @@ LOGITS_BYTES = 2**30
 
 
 def linear_cross_entropy_reference(
-    hidden: Tensor,  # (N, D) or (B, S, D)
+    hidden: Tensor,  # (T, D) or (B, S, D)
     weight: Tensor,  # (V, D)
-    labels: Tensor,  # (N,) or (B, S)
+    labels: Tensor,  # (T,) or (B, S)
     *,
     bias: Tensor | None = None,
     num_items: int | Tensor | None = None,
@@ -54,7 +54,7 @@ def linear_cross_entropy_reference(
     softcap: float | None = None,
 ) -> Tensor:  # scalar
     """The same loss through ordinary autograd with all logits held: for tests, and to read."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (N, V)
+    logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (T, V)
     z = logits if logits.dtype == torch.float64 else logits.float()
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     y = labels.flatten()
@@ -125,10 +125,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @annotated("loss")
     def forward(
         ctx: Any,
-        hidden: Tensor,  # (N, D)
+        hidden: Tensor,  # (T, D)
         weight: Tensor,  # (V, D)
         bias: Tensor | None,  # (V,)
-        labels: Tensor,  # (N,)
+        labels: Tensor,  # (T,)
         count: int | Tensor | None,  # None: the number of rows that count
         grad: bool,
         logits_bytes: int,
@@ -136,9 +136,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = (grad and n for n in ctx.needs_input_grad[:3])
         grad = needs_hidden or needs_weight or needs_bias
-        (N, D), V, device = hidden.shape, weight.shape[0], hidden.device
+        (T, D), V, device = hidden.shape, weight.shape[0], hidden.device
         kept = _kept_rows(labels, V)  # None if every row counts
-        n = N if kept is None else len(kept)
+        n = T if kept is None else len(kept)
 
         count = max(1, n) if count is None else count
         scale = torch.as_tensor(count, dtype=torch.float32, device=device).reciprocal()
@@ -235,9 +235,9 @@ def _kept_rows(labels: Tensor, vocab: int) -> Tensor | None:
 
 
 def linear_cross_entropy(
-    hidden: Tensor,  # (N, D) or (B, S, D)
+    hidden: Tensor,  # (T, D) or (B, S, D)
     weight: Tensor,  # (V, D)
-    labels: Tensor,  # (N,) or (B, S), already aligned with hidden: nothing is shifted here
+    labels: Tensor,  # (T,) or (B, S), already aligned with hidden: nothing is shifted here
     *,
     bias: Tensor | None = None,  # (V,)
     num_items: int | Tensor | None = None,
@@ -259,7 +259,7 @@ def linear_cross_entropy(
     run once. Raises ValueError for a wrong shape, dtype or value.
     """
     if hidden.dim() not in (2, 3):
-        raise ValueError(f"hidden must have shape (N, D) or (B, S, D), got {tuple(hidden.shape)}")
+        raise ValueError(f"hidden must have shape (T, D) or (B, S, D), got {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight must have shape (V, {hidden.shape[-1]}), got {tuple(weight.shape)}"

@@ -19,13 +19,13 @@ from longctx.model.loss import (
 IGNORED = -100
 
 
-def _inputs(N: int, D: int, V: int, dtype: torch.dtype, ignored: float = 0.0, scale: float = 1.0):
-    torch.manual_seed(N + D + V)
-    hidden = torch.randn(N, D, dtype=torch.float64, device=DEVICE).to(dtype).requires_grad_()
+def _inputs(T: int, D: int, V: int, dtype: torch.dtype, ignored: float = 0.0, scale: float = 1.0):
+    torch.manual_seed(T + D + V)
+    hidden = torch.randn(T, D, dtype=torch.float64, device=DEVICE).to(dtype).requires_grad_()
     weight = torch.randn(V, D, dtype=torch.float64, device=DEVICE) * (scale * D**-0.5)
     weight = weight.to(dtype).requires_grad_()
-    labels = torch.randint(V, (N,), device=DEVICE)
-    labels[torch.rand(N, device=DEVICE) < ignored] = IGNORED
+    labels = torch.randint(V, (T,), device=DEVICE)
+    labels[torch.rand(T, device=DEVICE) < ignored] = IGNORED
     return hidden, weight, labels
 
 
@@ -64,7 +64,7 @@ def _check(hidden, weight, labels, bias=None, chunk=None, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("N", "D", "V", "ignored"),
+    ("T", "D", "V", "ignored"),
     [
         (1, 64, 100, 0.0),  # one row
         (127, 100, 333, 0.3),  # nothing is a power of two
@@ -73,8 +73,8 @@ def _check(hidden, weight, labels, bias=None, chunk=None, **options):
         (64, 512, 1000, 0.0),  # nothing ignored: no gather
     ],
 )
-def test_exact(N, D, V, ignored, dtype):
-    _check(*_inputs(N, D, V, dtype, ignored))
+def test_exact(T, D, V, ignored, dtype):
+    _check(*_inputs(T, D, V, dtype, ignored))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,9 +166,9 @@ def test_tied_embeddings():
 @pytest.mark.parametrize("num_items", [None, 5])
 def test_nothing_to_learn(num_items):
     """Every label ignored, or no row at all: loss 0 and gradients 0, not NaN."""
-    for N in (6, 0):
-        hidden, weight, _ = _inputs(N, 32, 100, torch.bfloat16)
-        labels = torch.full((N,), IGNORED, device=DEVICE)
+    for T in (6, 0):
+        hidden, weight, _ = _inputs(T, 32, 100, torch.bfloat16)
+        labels = torch.full((T,), IGNORED, device=DEVICE)
         loss, grads = _run(linear_cross_entropy, hidden, weight, labels, num_items=num_items)
         assert loss == 0 and all((g == 0).all() for g in grads.values())
 
@@ -272,7 +272,7 @@ def test_backward_runs_once():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": torch.zeros(8)}, r"hidden must have shape \(N, D\) or \(B, S, D\), got \(8,\)"),
+        ({"hidden": torch.zeros(8)}, r"hidden must have shape \(T, D\) or \(B, S, D\), got \(8,\)"),
         ({"weight": torch.zeros(9, 7)}, r"weight must have shape \(V, 8\), got \(9, 7\)"),
         (
             {"weight": torch.zeros(9, 8).half()},

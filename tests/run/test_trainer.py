@@ -1,0 +1,40 @@
+"""LongTrainer stands on private methods of transformers' Trainer: they are known to exist."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+import transformers
+from paths import ROOT
+from transformers import Trainer
+
+from longctx.run import trainer
+
+OWN = {"__init__", "save_final", "_clip_by_engine", "_log_skipped", "_forget_staging"}
+
+
+def test_what_is_not_ours_overrides_something() -> None:
+    methods = {
+        name for name, value in vars(trainer.LongTrainer).items() if inspect.isfunction(value)
+    }
+    assert len(methods - OWN) == 17
+    assert all(callable(getattr(Trainer, name, None)) for name in methods - OWN)
+    assert not any(hasattr(Trainer, name) for name in OWN - {"__init__"})
+
+
+@pytest.mark.parametrize("name", ["_get_grad_norm", "_run_epoch", "_load_optimizer_and_scheduler"])
+def test_a_method_that_is_gone_is_an_error_at_import(name: str, monkeypatch) -> None:
+    monkeypatch.delattr(Trainer, name)
+    with pytest.raises(ImportError, match=f"has no Trainer.{name}, which longctx overrides"):
+        importlib.reload(trainer)
+
+
+def test_transformers_is_bounded_by_what_ci_runs() -> None:
+    bounds = re.search(r'"transformers>=([\d.]+),<([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert bounds
+    low, high = (tuple(map(int, bound.split("."))) for bound in bounds.groups())
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    assert low <= version < high
