@@ -2,7 +2,7 @@
 
     python profiling/gpu_tests.py --output profiling/results/h200_gpu_tests.json
 
-What comes after `--` goes to pytest. Rows: test, outcome (passed, failed, skipped), reason, seconds.
+What comes after `--` goes to pytest. Rows: test, outcome (passed, failed, skipped), reason, s.
 The exit status is pytest's.
 """
 
