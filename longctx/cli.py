@@ -17,6 +17,7 @@ from pathlib import Path
 from longctx.errors import UserError
 
 COMMANDS = {
+    "cache": "longctx.data.prune",
     "eval": "longctx.report.evaluate",
     "report": "longctx.report.report",
 }
@@ -46,3 +47,7 @@ def usage() -> str:
         tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
         lines.append(f"  {name:10} {(ast.get_docstring(tree) or '').splitlines()[0]}")
     return "\n".join([*lines, "", "longctx COMMAND --help shows a command's options."])
+
+
+if __name__ == "__main__":
+    main()

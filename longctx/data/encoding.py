@@ -33,21 +33,46 @@ ENCODE_CHARS = 8_000_000
 Span = tuple[int, int]
 
 
-def encode(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """Tokenises documents, in order. Raises UserError for a conversation without an exact mask."""
-    pieces: dict[int, Piece] = {}
-    texts = [i for i, document in enumerate(documents) if document.kind == "text"]
-    for group in _groups(texts, [len(documents[i].content) for i in texts]):
-        for i, ids in zip(
-            group, _ids(tokenizer, [documents[i].content for i in group]), strict=True
-        ):
+def encode(
+    documents: Sequence[Document | None],
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None = None,
+) -> list[Piece]:
+    """Tokenises documents, in order; None, a blank record, has no tokens.
+
+    Raises UserError for a conversation without an exact mask and a token id of `vocab_size` or
+    more.
+    """
+    pieces = [Piece(np.empty(0, np.int32), np.empty(0, bool))] * len(documents)
+    texts = {i: d.content for i, d in enumerate(documents) if d and d.kind == "text"}
+    for group in _groups(list(texts), [len(text) for text in texts.values()]):
+        for i, ids in zip(group, _ids(tokenizer, [texts[i] for i in group]), strict=True):
             pieces[i] = _piece(_end(ids, tokenizer), trained_from=0)
     for i, document in enumerate(documents):
-        if document.kind == "completion":
+        if document and document.kind == "completion":
             pieces[i] = _completion(document, tokenizer)
-        elif document.kind == "chat":
+        elif document and document.kind == "chat":
             pieces[i] = _chat(document, tokenizer)
-    return [pieces[i] for i in range(len(documents))]
+    for piece in pieces:
+        check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
+    return pieces
+
+
+def check_vocabulary(largest_token_id: int, vocab_size: int | None) -> None:
+    """Raises UserError for a token that the model does not know."""
+    if vocab_size is not None and largest_token_id >= vocab_size:
+        raise UserError(
+            f"the tokenizer produced the token id {largest_token_id}, but the model's vocabulary "
+            f"has {vocab_size} tokens: use the model's own tokenizer (--tokenizer_name)"
+        )
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:
+    """Padding is never trained and shares no attention, so any id the model knows will do."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None and (vocab_size is None or token_id < vocab_size):
+            return token_id
+    return 0
 
 
 def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:

@@ -25,7 +25,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from datasets import Features, List, Value
 
+from longctx.errors import UserError
+
+TOKEN_COLUMNS = ("input_ids", "labels", "position_ids")
+ROW_FEATURES = Features({name: List(Value("int32")) for name in (*TOKEN_COLUMNS, "documents")})
 IGNORED = -100
 # Padding of the standard library's 4096-token rows: 1 open row 15%, 4 3.0%, 16 or more 1.0%.
 # 64 leave room for sources of more varied lengths and cost 5 bytes x 64 x seq_len.
@@ -65,7 +70,18 @@ class PackingStats:
             f"{self.documents:,} documents, {self.tokens:,} tokens -> {self.rows:,} rows of "
             f"{seq_len:,} ({self.truncated_tokens:,} tokens dropped by truncation, "
             f"{self.untrained_tokens:,} left out with nothing to train, "
-            f"{self.padding_tokens:,} padding = {share:.1%})"
+            f"{self.padding_tokens:,} padding = {share:.1%}); {self.trained_tokens:,} are trained"
+        )
+
+
+def check_trainable(stats: PackingStats, name: str) -> None:
+    """Raises UserError where the documents of `name` gave no row."""
+    if stats.documents == 0:
+        raise UserError(f"no readable text in {name}: everything in it is blank")
+    if stats.rows == 0:
+        raise UserError(
+            f"nothing to train on in {name}: no document has a trained token after its first "
+            "within --seq_len"
         )
 
 

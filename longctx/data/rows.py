@@ -7,8 +7,8 @@
     cache.py                 three Arrow files under cache_dir: the documents, their tokens
                              (4 bytes and a bit a token), the rows (12 bytes a token, 4 a document)
 
-The files' names are hashes of all they depend on: the files' identities, the tokenizer, seq_len,
-seed and this code. With --streaming nothing is kept: the same steps run while training reads.
+The files' names say all they depend on: the format (a number in cache.py) and a hash of the
+sources' identities, the tokenizer, seq_len and seed. With --streaming nothing is kept (stream.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
-from itertools import islice
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.utils import tqdm
@@ -33,17 +31,25 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.config import DataArguments, expanded
 from longctx.data.cache import (
+    cache_path,
     digest,
     file_identity,
     open_arrow,
     read_json,
+    scratch_folder,
     tokenizer_identity,
-    writable,
     write_arrow,
     write_text,
 )
-from longctx.data.encoding import encode
-from longctx.data.packing import PackingStats, Piece, pack
+from longctx.data.encoding import check_vocabulary, encode, pad_token_id
+from longctx.data.packing import (
+    ROW_FEATURES,
+    TOKEN_COLUMNS,
+    PackingStats,
+    Piece,
+    check_trainable,
+    pack,
+)
 from longctx.data.records import Document, as_document
 from longctx.data.sources import (
     check_dataset_name,
@@ -52,6 +58,7 @@ from longctx.data.sources import (
     read_documents,
     stdlib_files,
 )
+from longctx.data.stream import stream_rows
 from longctx.errors import UserError, print_rank0
 
 DOCUMENT_FEATURES = Features(
@@ -63,10 +70,7 @@ DOCUMENT_FEATURES = Features(
     }
 )
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "trained": List(Value("bool"))})
-TOKEN_COLUMNS = ("input_ids", "labels", "position_ids")
-ROW_FEATURES = Features({name: List(Value("int32")) for name in (*TOKEN_COLUMNS, "documents")})
 BATCH_DOCUMENTS = 256
-SHUFFLE_BUFFER_DOCUMENTS = 256  # of a streamed dataset
 # 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
 DOCUMENTS_PER_PROCESS = 5_000
 
@@ -92,7 +96,9 @@ def build_dataset(
     if files is None and args.dataset_name:
         loaded = load_records(args)
         if isinstance(loaded, IterableDataset):
-            return _stream(args, loaded, tokenizer, seq_len, vocab_size, seed)
+            return stream_rows(
+                args, loaded, tokenizer, seq_len=seq_len, vocab_size=vocab_size, seed=seed
+            )
         records, identity = loaded, [loaded._fingerprint]
     else:
         paths = stdlib_files() if files is None else find_files(files)
@@ -100,12 +106,12 @@ def build_dataset(
 
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     cache_dir = expanded(args.cache_dir)
-    pad_token_id = _pad_token_id(tokenizer, vocab_size)
+    padding = pad_token_id(tokenizer, vocab_size)
     source_key = digest(identity)
     tokens_key = digest(source_key, tokenizer_identity(tokenizer))
-    rows_key = digest(tokens_key, seq_len, args.long_documents, pad_token_id, seed)
-    rows_path = cache_dir / f"rows-{rows_key}.arrow"
-    report_path = rows_path.with_suffix(".json")
+    rows_key = digest(tokens_key, seq_len, args.long_documents, padding, seed)
+    rows_path = cache_path(cache_dir, "rows", rows_key)
+    report_path = cache_path(cache_dir, "rows", rows_key, ".json")
 
     report = _report(report_path)
     rows = open_arrow(rows_path, report["stats"]["rows"]) if report else None
@@ -116,9 +122,9 @@ def build_dataset(
         else:
             replaced = {}
         if not len(records):
-            raise _blank(name)
+            check_trainable(PackingStats(), name)
         tokens = _tokens(
-            cache_dir / f"tokens-{tokens_key}.arrow",
+            cache_path(cache_dir, "tokens", tokens_key),
             records,
             None if paths else args.dataset_name,
             tokenizer,
@@ -132,7 +138,7 @@ def build_dataset(
                 _shuffled(tokens, seed),
                 seq_len,
                 long_documents=args.long_documents,
-                pad_token_id=pad_token_id,
+                pad_token_id=padding,
                 stats=stats,
             ),
         )
@@ -142,8 +148,8 @@ def build_dataset(
     stats = PackingStats(**report["stats"])
     for file, count in report["replaced_bytes"].items():
         print_rank0(f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
-    _check_vocabulary(stats.largest_token_id, vocab_size)
-    _check_trainable(stats, name)
+    check_vocabulary(stats.largest_token_id, vocab_size)
+    check_trainable(stats, name)
     print_rank0(stats.summary(seq_len))
     return rows
 
@@ -211,7 +217,7 @@ def _report(path: Path) -> dict[str, Any] | None:
 
 def _documents_path(args: DataArguments, files: list[Path]) -> Path:
     key = digest([file_identity(path) for path in files])
-    return expanded(args.cache_dir) / f"documents-{key}.arrow"
+    return cache_path(expanded(args.cache_dir), "documents", key)
 
 
 def _documents(path: Path, files: list[Path]) -> Dataset:
@@ -266,14 +272,16 @@ def _tokens(
                 as_document(record, f"{name} row {row}")
                 for record, row in zip(records, rows, strict=True)
             ]
-        pieces = _encode(documents, tokenizer, vocab_size)
+        pieces = encode(documents, tokenizer, vocab_size)
         return {
             "input_ids": [piece.input_ids for piece in pieces],
             "trained": [piece.trained for piece in pieces],
         }
 
-    def build(reuse: bool) -> Dataset:
-        return records.map(
+    # Map leaves a file a process. They become one: for a billion tokens 20 s after minutes of
+    # tokenising, on disk space that their rows will take anyway.
+    with scratch_folder(path) as folder:
+        mapped = records.map(
             tokenise,
             batched=True,
             with_indices=True,
@@ -282,31 +290,13 @@ def _tokens(
             remove_columns=records.column_names,
             features=TOKEN_FEATURES,
             num_proc=_processes(records, tokenizer),
-            cache_file_name=str(path),
-            load_from_cache_file=reuse,
+            cache_file_name=str(folder / "tokens.arrow"),
             new_fingerprint=path.stem,
             desc="Tokenising",
         )
-
-    with writable(path.parent):
-        try:
-            return build(reuse=True)  # several processes leave several files, which only map knows
-        except pa.ArrowException:
-            return build(reuse=False)
-
-
-def _encode(
-    documents: Sequence[Document | None],
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
-) -> list[Piece]:
-    """Pieces of the documents, empty ones for None."""
-    empty = Piece(np.empty(0, np.int32), np.empty(0, bool))
-    pieces = iter(encode([document for document in documents if document], tokenizer))
-    encoded = [next(pieces) if document else empty for document in documents]
-    for piece in encoded:
-        _check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
-    return encoded
+        pieces = _pieces(mapped, range(len(mapped)))
+        columns = ({"input_ids": piece.input_ids, "trained": piece.trained} for piece in pieces)
+        return write_arrow(path, TOKEN_FEATURES, columns)
 
 
 def _processes(records: Dataset, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -323,85 +313,15 @@ def _processes(records: Dataset, tokenizer: PreTrainedTokenizerBase) -> int | No
 
 
 def _shuffled(tokens: Dataset, seed: int) -> Iterator[Piece]:
-    column = {name: tokens.data.column(name) for name in TOKEN_FEATURES}
     order = np.random.default_rng(seed).permutation(len(tokens))
-    for i in tqdm(order, desc="Packing", unit=" documents", leave=False, disable=None):
-        ids, trained = (column[name][int(i)].values for name in TOKEN_FEATURES)
-        yield Piece(
-            ids.to_numpy(zero_copy_only=False), trained.to_numpy(zero_copy_only=False), int(i)
+    bar = tqdm(order, desc="Packing", unit=" documents", leave=False, disable=None)
+    return _pieces(tokens, bar)
+
+
+def _pieces(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
+    column = {name: tokens.data.column(name) for name in TOKEN_FEATURES}
+    for i in order:
+        ids, trained = (
+            column[name][int(i)].values.to_numpy(zero_copy_only=False) for name in TOKEN_FEATURES
         )
-
-
-def _stream(
-    args: DataArguments,
-    records: IterableDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_len: int,
-    vocab_size: int | None,
-    seed: int,
-) -> IterableDataset:
-    """The same steps, one row at a time; the first record is checked at once."""
-    name = args.dataset_name or "the dataset"
-    first = next(iter(records), None)
-    if first is None:
-        raise UserError(f"{name} has no rows in the split {args.dataset_split!r}")
-    _encode([as_document(first, f"{name} row 0")], tokenizer, vocab_size)
-
-    def rows() -> Iterator[dict[str, list[int]]]:
-        stats = PackingStats()
-        shuffled = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
-        for row in pack(
-            _streamed(shuffled, name, tokenizer, vocab_size),
-            seq_len,
-            long_documents=args.long_documents,
-            pad_token_id=_pad_token_id(tokenizer, vocab_size),
-            stats=stats,
-        ):
-            yield {key: values.tolist() for key, values in row.items()}
-        _check_trainable(stats, name)
-        print_rank0(stats.summary(seq_len))
-
-    return IterableDataset.from_generator(rows, features=ROW_FEATURES)
-
-
-def _streamed(
-    records: Iterable[dict[str, Any]],
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
-) -> Iterator[Piece]:
-    numbered = enumerate(records)
-    while batch := list(islice(numbered, 16)):
-        documents = [as_document(record, f"{name} streamed record {n}") for n, record in batch]
-        for (n, _), piece in zip(batch, _encode(documents, tokenizer, vocab_size), strict=True):
-            yield replace(piece, record=n)
-
-
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:
-    """Padding is never trained and shares no attention, so any id the model knows will do."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None and (vocab_size is None or token_id < vocab_size):
-            return token_id
-    return 0
-
-
-def _check_vocabulary(largest_token_id: int, vocab_size: int | None) -> None:
-    if vocab_size is not None and largest_token_id >= vocab_size:
-        raise UserError(
-            f"the tokenizer produced the token id {largest_token_id}, but the model's vocabulary "
-            f"has {vocab_size} tokens: use the model's own tokenizer (--tokenizer_name)"
-        )
-
-
-def _check_trainable(stats: PackingStats, name: str) -> None:
-    if stats.documents == 0:
-        raise _blank(name)
-    if stats.rows == 0:
-        raise UserError(
-            f"nothing to train on in {name}: no document has a trained token after its first "
-            "within --seq_len"
-        )
-
-
-def _blank(name: str) -> UserError:
-    return UserError(f"no readable text in {name}: everything in it is blank")
+        yield Piece(ids, trained, int(i))

@@ -1,7 +1,7 @@
 """Where text comes from: files, folders, globs and records become documents.
 
     book.txt, notes.md, main.py        one document: the whole file
-    chats.jsonl                        one document a line (longctx/records.py says what it holds)
+    chats.jsonl                        one document a line (records.py says what it holds)
     --dataset_name                     one document a row, the same
 
 A folder is searched for files with the suffixes below. Without any file the documents are the

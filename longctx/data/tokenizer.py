@@ -1,9 +1,9 @@
 """The tokenizer of a run: the one named, else the model's own, else one trained on the spot.
 
 The default is a byte-level BPE with 8192 tokens, trained on the standard library's source files
-(longctx/sources.py), so that `python train.py` needs no download:
+(sources.py), so that `python train.py` needs no download:
 
-    text        <|bos|> tokens of the text           (data.py ends a document with <|im_end|>)
+    text        <|bos|> tokens of the text           (encoding.py ends a document with <|im_end|>)
     chat        <|bos|><|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                                             ^^^^^^^^^^^^^^^ trained
 
@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import logging as transformers_logging
 
 from longctx.config import DataArguments, ModelArguments, expanded
-from longctx.data.cache import digest, write_text
+from longctx.data.cache import cache_path, digest, mark_used, write_text
 from longctx.data.sources import read_documents, stdlib_files
 from longctx.errors import UserError, print_rank0
 
@@ -57,7 +57,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
 def default_tokenizer(cache_dir: Path, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Trains the default tokenizer, or loads it from `cache_dir`; a corrupt file is replaced."""
     key = digest(vocab_size, platform.python_version(), tokenizers.__version__)
-    path = cache_dir / f"tokenizer-{key}.json"
+    path = cache_path(cache_dir, "tokenizer", key, ".json")
     backend = _load_backend(path)
     if backend is None:
         print_rank0(f"training a tokenizer of {vocab_size} tokens on Python's standard library")
@@ -102,6 +102,7 @@ def train_backend(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def _load_backend(path: Path) -> Tokenizer | None:
     if not path.exists():
         return None
+    mark_used(path)
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot parse

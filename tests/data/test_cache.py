@@ -1,15 +1,30 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from datasets import Features, List, Value
 from small_tokenizer import small_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from longctx.config import DataArguments
 from longctx.data import cache
-from longctx.data.cache import digest, file_identity, open_arrow, tokenizer_identity, write_arrow
-from longctx.data.rows import _report
+from longctx.data.cache import (
+    FORMAT,
+    cache_path,
+    digest,
+    file_identity,
+    open_arrow,
+    tokenizer_identity,
+    write_arrow,
+)
+from longctx.data.rows import _report, build_dataset
 from longctx.errors import UserError
 
 FEATURES = Features({"ids": List(Value("int32")), "name": Value("large_string")})
@@ -40,17 +55,88 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["garbage", "half", "other length"])
+@pytest.mark.parametrize("damage", ["garbage", "half", "one byte", "other length", "checksum"])
 def test_a_damaged_file_is_reported_and_removed(tmp_path, damage, capsys):
-    path = tmp_path / "a.arrow"
+    path, checksum = tmp_path / "a.arrow", tmp_path / "a.arrow.xxh3"
     write_arrow(path, FEATURES, rows(50))
-    data = path.read_bytes()
-    if damage != "other length":
-        path.write_bytes(b"garbage" * 100 if damage == "garbage" else data[: len(data) // 2])
-    assert open_arrow(path, rows=51) is None
-    assert not path.exists()
-    assert "rebuilding the damaged cache file" in capsys.readouterr().out
+    data = bytearray(path.read_bytes())
+    if damage == "garbage":
+        path.write_bytes(b"garbage" * 100)
+    elif damage == "half":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "one byte":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif damage == "checksum":
+        checksum.write_bytes(b"\xff")
+    assert open_arrow(path, rows=51 if damage == "other length" else 50) is None
+    assert list(tmp_path.iterdir()) == []
+    out = capsys.readouterr().out
+    assert out.startswith(f"rebuilding the damaged cache file {path} (") and out.count("\n") == 1
+    assert ("51 rows" if damage == "other length" else "its checksum is ") in out
     assert open_arrow(path) is None
+
+
+def test_the_checksum_is_that_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "BATCH_BYTES", 100)
+    monkeypatch.setattr(cache, "READ_BYTES", 99)
+    write_arrow(tmp_path / "a.arrow", FEATURES, rows(50))
+    data = (tmp_path / "a.arrow").read_bytes()
+    assert (tmp_path / "a.arrow.xxh3").read_text() == xxhash.xxh3_64(data).hexdigest()
+    assert open_arrow(tmp_path / "a.arrow", rows=50) is not None
+
+
+def test_a_file_without_a_checksum_was_never_finished(tmp_path, capsys):
+    write_arrow(tmp_path / "a.arrow", FEATURES, rows(5))
+    (tmp_path / "a.arrow.xxh3").unlink()
+    assert open_arrow(tmp_path / "a.arrow") is None
+    assert capsys.readouterr().out == ""
+    write_arrow(tmp_path / "a.arrow", FEATURES, rows(6))
+    assert len(open_arrow(tmp_path / "a.arrow")) == 6
+    (tmp_path / "a.arrow").unlink()
+    assert open_arrow(tmp_path / "a.arrow") is None
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_ends_between_a_file_and_its_checksum_leaves_no_checksum(tmp_path, monkeypatch):
+    def killed(path, text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_arrow(tmp_path / "a.arrow", FEATURES, rows(5))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.arrow"]
+
+
+@pytest.mark.parametrize(("limit_bytes", "shown"), [(0, True), (1 << 30, False)])
+def test_large_files_show_their_progress(tmp_path, monkeypatch, limit_bytes, shown):
+    bars = []
+
+    class Bar(cache.tqdm):
+        def __init__(self, **options):
+            bars.append(options)
+            super().__init__(**options)
+
+    monkeypatch.setattr(cache, "tqdm", Bar)
+    monkeypatch.setattr(cache, "PROGRESS_BYTES", limit_bytes)
+    write_arrow(tmp_path / "a.arrow", FEATURES, rows(5))
+    assert open_arrow(tmp_path / "a.arrow") is not None
+    assert [bar["disable"] for bar in bars] == [None if shown else True]  # None: on a terminal
+    assert bars[0]["total"] == (tmp_path / "a.arrow").stat().st_size
+
+
+def test_opening_a_file_says_that_it_is_used(tmp_path, monkeypatch):
+    checksum = tmp_path / "a.arrow.xxh3"
+    write_arrow(tmp_path / "a.arrow", FEATURES, rows(5))
+    os.utime(checksum, (0, 0))
+    open_arrow(tmp_path / "a.arrow")
+    assert checksum.stat().st_mtime > 1e9
+
+    def refuse(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)  # a shared cache that may only be read
+    assert open_arrow(tmp_path / "a.arrow") is not None
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"stats": {}}', '{"stats": {"no": 1}}', "null", "{"])
@@ -86,6 +172,69 @@ def test_tokenizers_are_told_apart_by_what_they_do():
     assert tokenizer_identity(tokenizer) != before
 
 
-def test_names_depend_on_every_part():
+def test_names_depend_on_every_part(tmp_path, monkeypatch):
     assert digest("a", 1) == digest("a", 1)
     assert len({digest("a", 1), digest("a", 2), digest("a"), digest(["a", 1])}) == 4
+    now = cache_path(tmp_path, "rows", digest("a"))
+    assert now != cache_path(tmp_path, "tokens", digest("a"))
+    monkeypatch.setattr(cache, "FORMAT", FORMAT + 1)
+    assert cache_path(tmp_path, "rows", digest("a")) != now
+
+
+def test_names_do_not_depend_on_source_text():
+    """Constants: a comment in this project's code, or a new version of it, changes no name."""
+    assert digest("a", [1, None], {"b": 2.5}) == "e8e952af0d860dbc0a03"
+    assert cache_path(Path("c"), "rows", "k").name == f"rows-v{FORMAT}-k.arrow"
+
+
+WORDS = "<s> </s> <pad> <user> <assistant> a b c d e".split()
+TEMPLATE = """\
+{%- for m in messages %}{% if m.role == 'assistant' %}<assistant>
+{%- generation %} {{ m.content }} </s>{% endgeneration %}
+{%- else %}<user> {{ m.content }} </s>{% endif %}
+{%- endfor %}"""
+CORPUS = [
+    {"text": "a b c d e"},
+    {"text": "e d c b a " * 8},  # longer than a row
+    {"prompt": "a b", "completion": "c d"},
+    {
+        "messages": [
+            {"role": "user", "content": "a b c"},
+            {"role": "assistant", "content": "d e"},
+            {"role": "user", "content": "e"},
+            {"role": "assistant", "content": "a"},
+        ]
+    },
+    {"text": " "},
+    {"text": "b"},
+]
+ROWS = {1: "08d7e71dfaba40ad1d6e3d650c386d3aec227b8b94ab8f232a2f7e9c10c65d8d"}
+"""Format -> what the rows of CORPUS hash to."""
+
+
+def test_the_rows_of_this_format(tmp_path):
+    """The cache's names hold no trace of the code that made the rows, so this test watches it."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, CORPUS)))
+    found = [
+        row
+        for long_documents in ("split", "truncate")
+        for row in build_dataset(
+            DataArguments(cache_dir=str(tmp_path / "cache"), long_documents=long_documents),
+            tokenizer,
+            files=[str(tmp_path / "corpus.jsonl")],
+            seq_len=16,
+            vocab_size=len(WORDS),
+            seed=0,
+        )
+    ]
+    hashed = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    assert hashed == ROWS.get(FORMAT), (
+        "the same documents give other rows than before: if that is meant, raise FORMAT in "
+        f"longctx/data/cache.py, or old caches will be used, and write down {hashed!r} for it here"
+    )

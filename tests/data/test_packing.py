@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longctx.data.packing import IGNORED, PackingStats, Piece, build_row, pack
-from longctx.data.rows import TOKEN_COLUMNS
+from longctx.data.packing import IGNORED, TOKEN_COLUMNS, PackingStats, Piece, build_row, pack
 
 
 def document(length: int, first_id: int = 0) -> Piece:

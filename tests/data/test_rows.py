@@ -134,8 +134,14 @@ def test_another_tokenizer_or_template_is_not_served_from_the_cache(build, tmp_p
     assert build([path], small_tokenizer(template))[:] != rows
 
 
+def flip_one_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize("kind", ["documents", "tokens", "rows"])
-@pytest.mark.parametrize("damage", ["garbage", "half"])
+@pytest.mark.parametrize("damage", ["garbage", "half", "one byte"])
 def test_a_damaged_cache_is_rebuilt(build, tmp_path, kind, damage, capsys):
     rows = build()[:]
     later = {"documents": ("tokens", "rows"), "tokens": ("rows",), "rows": ()}[kind]
@@ -143,11 +149,17 @@ def test_a_damaged_cache_is_rebuilt(build, tmp_path, kind, damage, capsys):
         if path.name.startswith(later):
             path.unlink()
         elif path.name.startswith(kind) and path.suffix == ".arrow":
-            whole = path.read_bytes()
-            path.write_bytes(b"?" * 999 if damage == "garbage" else whole[: len(whole) // 2])
+            if damage == "one byte":
+                flip_one_byte(path)
+            else:
+                whole = path.read_bytes()
+                path.write_bytes(b"?" * 999 if damage == "garbage" else whole[: len(whole) // 2])
+    capsys.readouterr()
     assert build()[:] == rows
-    assert "rebuilding the damaged cache file" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.startswith(f"rebuilding the damaged cache file {tmp_path}/cache/{kind}-v")
     assert build()[:] == rows
+    assert "damaged" not in capsys.readouterr().out
 
 
 def test_a_run_in_another_process_finds_the_same_cache(build, corpus, tmp_path):
@@ -169,23 +181,55 @@ def test_a_run_in_another_process_finds_the_same_cache(build, corpus, tmp_path):
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == before
 
 
-def test_several_processes_give_the_same_rows(build, tmp_path, monkeypatch):
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
     turns = [
         [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
         for i in range(40)
     ]
-    path = write_jsonl(tmp_path / "c.jsonl", [{"messages": turn} for turn in turns])
-    rows = build([path])[:]
-    for cached in (tmp_path / "cache").iterdir():
-        cached.unlink()
+    return write_jsonl(tmp_path / "c.jsonl", [{"messages": turn} for turn in turns])
+
+
+def test_several_processes_leave_the_same_files(build, chats, tmp_path, monkeypatch, capsys):
+    processes = []
+    map_records = Dataset.map
+
+    def counted(self, *args, **options):
+        processes.append(options["num_proc"])
+        return map_records(self, *args, **options)
+
+    def files():
+        return {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("*.arrow*")}
+
+    monkeypatch.setattr(Dataset, "map", counted)
+    rows = build([chats])[:]
+    one_process = files()
+    for path in (tmp_path / "cache").iterdir():
+        path.unlink()
     monkeypatch.setattr(data, "DOCUMENTS_PER_PROCESS", 20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    assert build([path])[:] == rows
-    for cached in (tmp_path / "cache").glob("rows-*"):
-        cached.unlink()
-    for cached in (tmp_path / "cache").glob("tokens-*"):
-        cached.write_bytes(b"garbage")
-    assert build([path])[:] == rows
+    assert build([chats])[:] == rows
+    assert processes == [None, 2]
+    assert files() == one_process and len(one_process) == 6
+    for path in (tmp_path / "cache").glob("rows-*"):
+        path.unlink()
+    (tokens,) = (tmp_path / "cache").glob("tokens-*.arrow")
+    flip_one_byte(tokens)
+    assert build([chats])[:] == rows
+    assert f"rebuilding the damaged cache file {tokens} (" in capsys.readouterr().out
+    assert processes == [None, 2, 2] and files() == one_process
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_record_that_fails_leaves_no_temporary_file(
+    build, chats, tmp_path, monkeypatch, processes
+):
+    monkeypatch.setattr(data, "DOCUMENTS_PER_PROCESS", 40 // processes)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    with pytest.raises(UserError, match=r"c\.jsonl:\d+: the tokenizer has no chat template"):
+        build([chats], small_tokenizer(None))
+    left = sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir())
+    assert left == ["documents", "documents"]
 
 
 def test_mixed_formats(build, tmp_path):

@@ -1,0 +1,7 @@
+"""`python -m longctx COMMAND ...`, for where the console command is not on the path."""
+
+from __future__ import annotations
+
+from longctx.cli import main
+
+main()

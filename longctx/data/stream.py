@@ -1,0 +1,70 @@
+"""Packed rows of a dataset that is read while training runs (--streaming): nothing is kept on disk.
+
+The steps are those of rows.py, but records are shuffled through a buffer instead of all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from datasets import IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from longctx.config import DataArguments
+from longctx.data.encoding import encode, pad_token_id
+from longctx.data.packing import ROW_FEATURES, PackingStats, Piece, check_trainable, pack
+from longctx.data.records import as_document
+from longctx.errors import UserError, print_rank0
+
+SHUFFLE_BUFFER_DOCUMENTS = 256
+BATCH_DOCUMENTS = 16  # tokenised together; a row waits for as many
+
+
+def stream_rows(
+    args: DataArguments,
+    records: IterableDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seq_len: int,
+    vocab_size: int | None,
+    seed: int,
+) -> IterableDataset:
+    """Rows as those of `build_dataset`. Raises UserError where the first record is no good; a
+    later bad record ends the iteration with one."""
+    name = args.dataset_name or "the dataset"
+    first = next(iter(records), None)
+    if first is None:
+        raise UserError(f"{name} has no rows in the split {args.dataset_split!r}")
+    encode([as_document(first, f"{name} row 0")], tokenizer, vocab_size)
+
+    def rows() -> Iterator[dict[str, list[int]]]:
+        stats = PackingStats()
+        shuffled = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
+        for row in pack(
+            _pieces(shuffled, name, tokenizer, vocab_size),
+            seq_len,
+            long_documents=args.long_documents,
+            pad_token_id=pad_token_id(tokenizer, vocab_size),
+            stats=stats,
+        ):
+            yield {key: values.tolist() for key, values in row.items()}
+        check_trainable(stats, name)
+        print_rank0(stats.summary(seq_len))
+
+    return IterableDataset.from_generator(rows, features=ROW_FEATURES)
+
+
+def _pieces(
+    records: Iterable[dict[str, Any]],
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+) -> Iterator[Piece]:
+    numbered = enumerate(records)
+    while batch := list(islice(numbered, BATCH_DOCUMENTS)):
+        documents = [as_document(record, f"{name} streamed record {n}") for n, record in batch]
+        for (n, _), piece in zip(batch, encode(documents, tokenizer, vocab_size), strict=True):
+            yield replace(piece, record=n)
