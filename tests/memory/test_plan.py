@@ -78,7 +78,7 @@ def test_only_trained_parameters_on_a_gpu_are_pending() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("free_gib", [9, 13, 40])
+@pytest.mark.parametrize("free_gib", [7, 8, 40])
 def test_auto_fills_a_gpu_and_does_not_overflow_it(free_gib: float) -> None:
     """Six layers of Llama-3.1-8B at 32768 tokens beside a block that leaves `free_gib`: 0.5 GiB a
     layer are kept, gradients and 5 units come on top. Nothing runs out, and all layers stay on the

@@ -68,10 +68,11 @@ def test_copies_beside_compute_change_no_bit(keep: bool) -> None:
     draw = random.Random(0)
 
     def gradients(offload: str, tokens: int, tile: int, groups: int) -> list[torch.Tensor]:
-        # cuDNN's attention repeats itself bit for bit, flash-attn-4's does not.
+        # Of the backends on a GPU only plain torch repeats itself bit for bit: the others sum dq
+        # by atomics, so two runs differ by 5e-3.
         args = ModelArguments(
             offload_activations=offload,
-            attn_backend="cudnn",
+            attn_backend="math",
             keep_attention=keep,
             tile_tokens=tile,
             head_groups=groups,
@@ -84,7 +85,7 @@ def test_copies_beside_compute_change_no_bit(keep: bool) -> None:
         model.zero_grad()
         generator = torch.Generator(device).manual_seed(tokens)
         ids = torch.randint(1024, (1, tokens), generator=generator, device=device)
-        positions = torch.arange(tokens, device=device)[None] % (tokens // 2 + 1)
+        positions = torch.arange(tokens, device=device)[None] % 1500  # documents of 1500 tokens
         model.longctx.reserve(model, tokens)
         slab = model.longctx.store._slab
         if slab.numel():

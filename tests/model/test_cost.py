@@ -155,10 +155,15 @@ def activations(snapshot: dict) -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("head_groups", "limit_gib"), [(8, 1.62), (1, 2.60)])
+@pytest.mark.parametrize(("head_groups", "limit_gib"), [(8, 2.2), (1, 3.1)])
 def test_the_peak_of_llama_8b_layers_on_a_gpu(head_groups: int, limit_gib: float) -> None:
     """Two layers of Llama-3.1-8B at 32768 tokens, one in host memory: the allocator's peak over
-    weights and gradients, in backward. A unit is 0.25 GiB."""
+    weights and gradients, in backward. A unit is 0.25 GiB.
+
+    With 8 groups the MLP's backward has the peak: 3 units, 0.72 GiB of fp32 weight gradients and a
+    tile of 4096 tokens, 2.11 GiB in all (H200). With one group it is attention's: 3 units, q, k, v,
+    do and their gradients, and flash-attn-4's fp32 dq, 3.00 GiB.
+    """
     tokens, device = 32768, torch.device("cuda")
     config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=tokens), vocab_size=1)
     config.num_hidden_layers, config.vocab_size = 2, 1024

@@ -33,7 +33,7 @@ def test_the_sum_stays_in_fp32(shape, dtype: torch.dtype) -> None:
     for _ in range(7):
         addmm_(total, dy.t(), x)
     truth = 8 * (dy_true.t() @ x_true)
-    assert relative_error(total, truth) < 2e-6
+    assert relative_error(total, truth) < 1e-5  # bf16 sums: 4e-3; the tensor cores' own: 5e-6
 
 
 @pytest.mark.parametrize("shape", SHAPES)
