@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with two threads each are
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """xdist would begin with the files of many tests, and end with one worker in test_engine.py."""
+    """xdist would begin with the files of many tests, and end with one worker in tests/engines."""
     config.option.loadscopereorder = False
 
 

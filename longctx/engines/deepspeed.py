@@ -69,12 +69,13 @@ class DeepSpeed(Engine):
 
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
         config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-        layers: Any = trainer.model.model.layers  # type: ignore[union-attr]
         zero = config.setdefault("zero_optimization", {})
         if zero.get("stage") == 3:  # or `final/` would hold no model
             zero["stage3_gather_16bit_weights_on_model_save"] = True
         if zero.get("stage3_prefetch_bucket_size") == "auto":  # one layer ahead
-            zero["stage3_prefetch_bucket_size"] = sum(map(whole_numel, layers[0].parameters()))
+            model: Any = trainer.model
+            layer = model.get_decoder().layers[0].parameters()
+            zero["stage3_prefetch_bucket_size"] = sum(map(whole_numel, layer))
         # DeepSpeed would add up gradients in bf16, over processes and over accumulation steps.
         if args.world_size > 1:
             config.setdefault("communication_data_type", "fp32")

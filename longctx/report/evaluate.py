@@ -5,7 +5,7 @@
 Loss by position: windows of seq_len tokens of single documents, no packing; the mean loss of the
 tokens in each of the buckets 0..1/16, 1/16..1/4, 1/4..1/2 and 1/2..1 of seq_len (at 32768: 0-2K,
 2K-8K, 8K-16K, 16K-32K). A model that uses its context has a loss that falls with position;
-one beyond its positions has a loss that explodes. Needles: longctx/needle.py, at 1/8, 1/4, 1/2 and
+one beyond its positions has a loss that explodes. Needles: needle.py, at 1/8, 1/4, 1/2 and
 all of seq_len.
 
 The model runs as plain Hugging Face, without labels; logits are made 1024 tokens at a time, so a

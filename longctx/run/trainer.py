@@ -109,7 +109,7 @@ class LongTrainer(Trainer):
 
     @overrides
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Of a run that was resumed when all its steps were done, Trainer would train one more."""
+        """A run that is resumed after its last step is over; Trainer would train one step more."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
         else:
