@@ -47,6 +47,7 @@ def run(command: list[str], gpus: int = 0) -> str:
     env = environment(gpus)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "Hugging Face's layers run" not in done.stdout  # an engine's hooks are no strangers
     return done.stderr
 
 

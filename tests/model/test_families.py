@@ -82,6 +82,16 @@ def replace_forward(name: str):
     return change
 
 
+def normed_hook(model: LlamaForCausalLM) -> None:
+    """On the base model, whose output reaches lm_head."""
+
+    def double_hidden(module, given, output):
+        output.last_hidden_state = 2 * output.last_hidden_state
+        return output
+
+    model.model.register_forward_hook(double_hidden)
+
+
 def backward_hook(model: LlamaForCausalLM) -> None:
     mlp = model.model.layers[0].mlp
     mlp.register_full_backward_hook(lambda module, gin, gout: (3 * gin[0],))
@@ -94,6 +104,8 @@ STRANGERS = [
     pytest.param(hook("model.layers.1.mlp"), "hooks on model.layers.1.mlp", id="mlp-hook"),
     pytest.param(hook("model.layers.0.input_layernorm"), "hooks on", id="norm-hook"),
     pytest.param(hook("model.layers.0.self_attn"), "hooks on", id="attention-hook"),
+    pytest.param(hook("model.rotary_emb"), "hooks on model.rotary_emb", id="rotary-hook"),
+    pytest.param(normed_hook, "hooks on model", id="base-model-hook"),
     pytest.param(backward_hook, "hooks on model.layers.0.mlp", id="backward-hook"),
     pytest.param(replace_forward("model.layers.0.mlp.up_proj"), "up_proj", id="forward"),
     pytest.param(replace_forward("model.layers.0"), "replaced after patching", id="layer"),
@@ -162,4 +174,17 @@ def test_without_strangers_the_schedule_runs_in_silence(capsys, monkeypatch) -> 
     handle = ours.model.layers[0].mlp.register_forward_hook(double)
     assert why_not_scheduled(ours) == "hooks on model.layers.0.mlp"
     handle.remove()
+    assert why_not_scheduled(ours) is None
+
+
+def test_an_engines_own_hooks_are_no_strangers() -> None:
+    """ZeRO-3 hooks every module, to gather its weights."""
+    _, ours = models()
+
+    def gather(module, given):
+        return None
+
+    ours.model.register_forward_pre_hook(gather)
+    assert why_not_scheduled(ours) == "hooks on model"
+    gather.__module__ = "deepspeed.runtime.zero.parameter_offload"
     assert why_not_scheduled(ours) is None
