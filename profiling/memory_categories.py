@@ -16,19 +16,18 @@ alive at its end, without having been allocated in it was there before. An alloc
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 CATEGORIES = [
     "weights", "optimizer", "gradients", "kept activations", "loss", "working buffers", "other"
 ]  # fmt: skip
-
-_LOSS_FILES = ("longctx/loss.py", "loss_utils.py", "cross_entropy.py")
-# Recomputation in backward enters a layer through torch's checkpoint, not through its own class.
-_LAYER_FILES = ("modeling_layers.py", "utils/checkpoint.py", "longctx/layer.py")
-_OFFLOAD_FILES = ("longctx/offload.py",)
 
 
 @dataclass(kw_only=True)
@@ -180,21 +179,58 @@ def _category(block: _Block, marks: Marks, phases: _Phases) -> str:
         return "optimizer"
     if phase == "forward" and block.end_us > phases.end(block.start_us):
         return "kept activations"
-    if phase == "backward" and _called_from(block.frames, _OFFLOAD_FILES):
+    if phase == "backward" and _called_from(block.frames, "store"):
         return "kept activations"
     return "working buffers"
 
 
 def _is_loss(frames: list[dict[str, Any]]) -> bool:
     """Asked for by the loss, or by a linear map outside every decoder layer: lm_head."""
-    if _called_from(frames, _LOSS_FILES):
+    if _called_from(frames, "loss") or any(_LIGER_LOSS.search(_path(f)) for f in frames):
         return True
-    linear = bool(frames) and any(f["filename"].endswith("modules/linear.py") for f in frames)
-    return linear and not _called_from(frames, _LAYER_FILES)
+    return _called_from(frames, "linear") and not _called_from(frames, "layer")
 
 
-def _called_from(frames: Iterable[dict[str, Any]], files: tuple[str, ...]) -> bool:
-    return any(frame["filename"].replace("\\", "/").endswith(files) for frame in frames)
+_LIGER_LOSS = re.compile(r"/liger_kernel/.*(cross_entropy|loss_utils)\.py$")
+"""Liger-Kernel is optional and moves its files between releases: any of them with such a name."""
+
+
+@cache
+def _sources() -> dict[str, tuple[str, ...]]:
+    """Part of a step -> the ends of its files' paths. Imported here: to draw takes none of them."""
+    from torch.nn.modules import linear
+    from torch.utils import checkpoint
+    from transformers import modeling_layers
+    from transformers.loss import loss_utils
+
+    from longctx.memory import store
+    from longctx.model import loss
+
+    modules = {
+        "loss": (loss, loss_utils),
+        # Hugging Face's: longctx's own layers call no nn.Linear. Recomputation in backward enters
+        # them through torch's checkpoint, not through their class.
+        "layer": (modeling_layers, checkpoint),
+        "store": (store,),
+        "linear": (linear,),
+    }
+    return {part: tuple(map(source, of_part)) for part, of_part in modules.items()}
+
+
+def source(module: ModuleType) -> str:
+    """`/longctx/model/loss.py`: a module's file from its top package on. A snapshot may be recorded
+    on another machine, where only what stands before it differs."""
+    file = Path(str(module.__file__))
+    depth = module.__name__.count(".") + (2 if file.stem == "__init__" else 1)
+    return "/" + "/".join(file.parts[-depth:])
+
+
+def _called_from(frames: list[dict[str, Any]], part: str) -> bool:
+    return any(_path(frame).endswith(_sources()[part]) for frame in frames)
+
+
+def _path(frame: dict[str, Any]) -> str:
+    return "/" + str(frame["filename"]).replace("\\", "/")
 
 
 def _loss_gradients(blocks: list[_Block], phases: _Phases) -> None:

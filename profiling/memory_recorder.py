@@ -25,15 +25,18 @@ _RECORDED = 1_000_000
 
 
 class RecordMemory(TrainerCallback):
-    """Records the allocations of step `number` (from 0) and writes snapshot and timeline."""
+    """Records the allocations of step `step` (from 0) and writes snapshot and timeline, STEM.pickle
+    and STEM.json.gz. `description` says what ran and goes into the timeline."""
 
-    def __init__(self, trainer: LongTrainer, number: int, about: dict[str, Any], stem: Path):
-        self.trainer, self.number, self.about, self.stem = trainer, number, about, stem
+    def __init__(
+        self, trainer: LongTrainer, step: int, description: dict[str, Any], stem: Path
+    ) -> None:
+        self.trainer, self.step, self.description, self.stem = trainer, step, description, stem
         self.marks = Marks(phases=[])
         self.recording = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != self.number:
+        if state.global_step != self.step:
             return
         torch.cuda.synchronize()
         self.marks.before = self._held()
@@ -73,7 +76,7 @@ class RecordMemory(TrainerCallback):
         with self.stem.with_suffix(".pickle").open("wb") as file:
             pickle.dump(snapshot, file)
         timeline = memory_timeline.record(
-            snapshot, self.marks, self.about, torch.cuda.current_device()
+            snapshot, self.marks, self.description, torch.cuda.current_device()
         )
         memory_timeline.save(timeline, self.stem.with_suffix(".json.gz"))
 

@@ -21,7 +21,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.errors import UserError
-from longctx.report.page import code, figure, heading, named, paragraph, pyplot, table, write_page
+from longctx.report.page import (
+    code,
+    figure,
+    heading,
+    paragraph,
+    pyplot,
+    table,
+    with_ending,
+    write_page,
+)
 from profiling.memory_categories import CATEGORIES, Marks, categorise
 
 GIB = 2**30
@@ -37,30 +46,31 @@ COLOURS = dict(
 
 
 def record(
-    snapshot: dict[str, Any], marks: Marks, about: dict[str, Any], device: int = 0
+    snapshot: dict[str, Any], marks: Marks, description: dict[str, Any], device: int = 0
 ) -> dict[str, Any]:
     """What the pictures need of a snapshot (`torch.cuda.memory._snapshot()`): GiB by category and
     reserved GiB at up to POINTS moments of the step, and the categories at the peak.
 
-    `about` says what ran (`class_type`, `tokens`, ...) and is kept as it is.
+    `description` says what ran (`class_type`, `tokens`, ...) and is kept as it is.
     """
     changes = categorise(snapshot, marks, device)
     first = min([changes[0].time_us, *(time_us for _, time_us in marks.phases)])
     span = max(1, changes[-1].time_us - first)
     live = dict.fromkeys(CATEGORIES, 0)
     reserved = total = 0
-    points: dict[int, tuple[int, float, int, dict[str, int]]] = {}
+    # Bin -> (bytes in all, seconds, reserved bytes, bytes by category) of its largest moment.
+    bins: dict[int, tuple[int, float, int, dict[str, int]]] = {}
     for change in changes:
         live[change.category] += change.allocated_bytes
         total += change.allocated_bytes
         reserved += change.reserved_bytes
-        at = (change.time_us - first) * (POINTS - 1) // span
-        if at not in points or total > points[at][0]:
-            points[at] = (total, (change.time_us - first) / 1e6, reserved, dict(live))
-    kept = [points[at] for at in sorted(points)]
+        number = (change.time_us - first) * (POINTS - 1) // span
+        if number not in bins or total > bins[number][0]:
+            bins[number] = (total, (change.time_us - first) / 1e6, reserved, dict(live))
+    kept = [bins[number] for number in sorted(bins)]
     peak = max(kept, key=lambda point: point[0])
     return {
-        **about,
+        **description,
         "time_s": [round(time_s, 6) for _, time_s, _, _ in kept],
         "allocated_gib": {
             name: [round(live[name] / GIB, 4) for _, _, _, live in kept] for name in CATEGORIES
@@ -83,21 +93,23 @@ def draw(timelines: list[dict[str, Any]]) -> Any:
     """One panel a timeline, on one scale of memory."""
     plt = pyplot()
     size = (6.5 * len(timelines) + 1.5, 4.8)
-    drawn, panels = plt.subplots(1, len(timelines), figsize=size, sharey=True, squeeze=False)
-    near = any(max(t["reserved_gib"]) > 0.6 * t.get("capacity_gib", math.inf) for t in timelines)
+    fig, panels = plt.subplots(1, len(timelines), figsize=size, sharey=True, squeeze=False)
+    near_capacity = any(
+        max(t["reserved_gib"]) > 0.6 * t.get("capacity_gib", math.inf) for t in timelines
+    )
     for axes, timeline in zip(panels[0], timelines, strict=True):
         _panel(axes, timeline)
-        if near and "capacity_gib" in timeline:
+        if near_capacity and "capacity_gib" in timeline:
             style = dict(color="#c00", linewidth=1, label="the GPU's memory")
             axes.axhline(timeline["capacity_gib"], **style)
     panels[0][0].set_ylabel("GPU memory (GiB)")
     handles, labels = panels[0][-1].get_legend_handles_labels()
-    drawn.legend(
+    fig.legend(
         handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False
     )
-    drawn.tight_layout()
-    plt.close(drawn)
-    return drawn
+    fig.tight_layout()
+    plt.close(fig)
+    return fig
 
 
 def _panel(axes: Any, timeline: dict[str, Any]) -> None:
@@ -127,7 +139,7 @@ def peak_rows(timelines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*rows, {"at the peak": "all"} | {title(t): round(t["peak_gib"], 3) for t in timelines}]
 
 
-def parts(timelines: list[dict[str, Any]]) -> list[str]:
+def memory_section(timelines: list[dict[str, Any]]) -> list[str]:
     """The HTML of the picture and its table, for a page of its own or a larger one."""
     caption = (
         "Memory that tensors hold over one training step, by what it is for. Dotted: what the "
@@ -138,16 +150,16 @@ def parts(timelines: list[dict[str, Any]]) -> list[str]:
 
 def write(timelines: list[dict[str, Any]], output: Path) -> list[Path]:
     """Writes OUTPUT.png and OUTPUT.html."""
-    png, html = named(output, ".png"), named(output, ".html")
+    png, html = with_ending(output, ".png"), with_ending(output, ".html")
     output.parent.mkdir(parents=True, exist_ok=True)
     draw(timelines).savefig(png, dpi=110, bbox_inches="tight")
-    made = []
+    recorded = []
     for timeline in timelines:
-        made.append(heading(f"How {title(timeline)} was recorded"))
+        recorded.append(heading(f"How {title(timeline)} was recorded"))
         if timeline.get("hardware"):
-            made.append(paragraph(f"{timeline['hardware']}, commit {timeline.get('commit')}"))
-        made.append(code(str(timeline.get("command", ""))))
-    write_page(html, "GPU memory over a training step", [*parts(timelines), *made])
+            recorded.append(paragraph(f"{timeline['hardware']}, commit {timeline.get('commit')}"))
+        recorded.append(code(str(timeline.get("command", ""))))
+    write_page(html, "GPU memory over a training step", [*memory_section(timelines), *recorded])
     return [png, html]
 
 

@@ -31,9 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-
 PHASES = "attention projections mlp norm rope loss embedding optimizer".split()
 OTHER = "other"
 COMMUNICATION = "communication not hidden"
@@ -120,10 +117,10 @@ def phase_table(trace: dict[str, Any]) -> Table:
     free = [window]
     seconds: Counter[str] = Counter()
     for kind in ("compute", "communication", "copy"):
-        claimed, free = claim(kinds.get(kind, []), free)
-        seconds.update(claimed)
+        assigned, free = assign_time(kinds.get(kind, []), free)
+        seconds.update(assigned)
     seconds[IDLE] = sum(stop - start for start, stop in free)
-    copies, _ = claim(kinds.get("copy", []), [window])
+    copies, _ = assign_time(kinds.get("copy", []), [window])
     scale = 1e-6 / len(steps)
     return Table(
         steps=len(steps),
@@ -134,12 +131,12 @@ def phase_table(trace: dict[str, Any]) -> Table:
     )
 
 
-def claim(
+def assign_time(
     items: Iterable[Item], free: list[tuple[float, float]]
 ) -> tuple[Counter[str], list[tuple[float, float]]]:
     """Gives each moment of `free` (sorted, disjoint) to the item that runs then, the earliest one
     where several do; returns the sums by phase and what is still free."""
-    claimed: Counter[str] = Counter()
+    assigned: Counter[str] = Counter()
     left: list[tuple[float, float]] = []
     gaps = iter(free)
     start, stop = next(gaps, (0.0, 0.0))
@@ -153,13 +150,13 @@ def claim(
                 left.append((start, item.start))
                 start = item.start
             until = min(item.end, stop)
-            claimed[item.phase] += until - start
+            assigned[item.phase] += until - start
             start = until
             if start >= stop:
                 start, stop = next(gaps, (0.0, 0.0))
     if start < stop:
         left.append((start, stop))
-    return claimed, [*left, *gaps]
+    return assigned, [*left, *gaps]
 
 
 # --- which phase -----------------------------------------------------------------------------
@@ -170,7 +167,7 @@ def _cat(event: dict[str, Any]) -> str:
 
 
 def _named_ranges(
-    events: list[dict[str, Any]], every: list[dict[str, Any]]
+    events: list[dict[str, Any]], all_events: list[dict[str, Any]]
 ) -> dict[Any, list[Range]]:
     """Ranges with a phase by thread: annotations, operators with a telling name, and the backward
     operators whose forward operator ran inside such a range."""
@@ -186,8 +183,8 @@ def _named_ranges(
             continue
         if phase:
             ranges[event["tid"]].append(_range(event, phase))
-    forward = {e["id"]: e for e in every if e.get("cat") == "fwdbwd" and e.get("ph") == "s"}
-    links = [e for e in every if e.get("cat") == "fwdbwd" and e.get("ph") == "f"]
+    forward = {e["id"]: e for e in all_events if e.get("cat") == "fwdbwd" and e.get("ph") == "s"}
+    links = [e for e in all_events if e.get("cat") == "fwdbwd" and e.get("ph") == "f"]
     origins = [forward[e["id"]] for e in links if e["id"] in forward]
     phases = _innermost([(e["tid"], e["ts"]) for e in origins], ranges)
     by_id = {e["id"]: phase for e, phase in zip(origins, phases, strict=True)}
@@ -279,7 +276,7 @@ def _cpu_items(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> 
     ]
 
 
-# --- for people ------------------------------------------------------------------------------
+# --- printed ---------------------------------------------------------------------------------
 
 
 def show(table: Table) -> None:

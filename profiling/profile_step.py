@@ -48,13 +48,15 @@ from profiling.phases import LINES, Table, phase_table, read_trace, show
 from profiling.results import describe_run, write_results
 
 GIB = 2**30
+ROW_KEYS = ("class_type", "engine", "tokens", "layers")
+"""What each row of phases_rankN.json says of the run."""
 
 
 class RecordTime(TrainerCallback):
     """Runs torch's profiler over the first steps and writes a trace."""
 
     def __init__(self, args: argparse.Namespace, trace: Path, on_gpu: bool) -> None:
-        self.left = args.wait + args.warmup + args.active
+        self.steps_left = args.wait + args.warmup + args.active
         # No stacks: together with named ranges they make torch's own tables fail at random.
         self.profiler = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
@@ -66,21 +68,21 @@ class RecordTime(TrainerCallback):
         self.profiler.start()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if self.left == 0:
+        if self.steps_left == 0:
             return
-        self.left -= 1
+        self.steps_left -= 1
         self.profiler.step()
-        if self.left == 0:
+        if self.steps_left == 0:
             self.profiler.stop()
 
 
-def name_modules(model: Any) -> None:
+def annotate_modules(model: Any) -> None:
     """Names the parts of a model that runs Hugging Face's layers, as longctx's own code does."""
-    names = {"Attention": "attention", "MLP": "mlp", "RMSNorm": "norm", "Layer": "layer forward"}
+    ranges = {"Attention": "attention", "MLP": "mlp", "RMSNorm": "norm", "Layer": "layer forward"}
     sources = set()
     for module in model.modules():
         kind = type(module).__name__
-        name = next((name for end, name in names.items() if kind.endswith(end)), None)
+        name = next((name for end, name in ranges.items() if kind.endswith(end)), None)
         if name is not None:
             module.forward = annotated(name)(module.forward)
         if kind.endswith("Attention"):
@@ -126,20 +128,20 @@ def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:
     """Trains the steps and writes everything. Raises UserError, OutOfMemory among them."""
     on_gpu = _on_gpu(flags)
     args.profile_dir.mkdir(parents=True, exist_ok=True)
-    before = 1 if args.memory_only else args.wait + args.warmup + args.active
+    steps_before = 1 if args.memory_only else args.wait + args.warmup + args.active
     with tempfile.TemporaryDirectory() as folder:
         trainer, model_args = build_trainer(
-            flags, steps=before + on_gpu, output_dir=Path(folder), layers=args.layers
+            flags, steps=steps_before + on_gpu, output_dir=Path(folder), layers=args.layers
         )
         rank = trainer.args.process_index
         trace = args.profile_dir / f"trace_rank{rank}.json.gz"
         stem = args.profile_dir / f"memory_rank{rank}"
-        about = describe(trainer, model_args, args.profile_dir)
+        description = describe(trainer, model_args, args.profile_dir)
         if model_args.class_type != "custom":
-            name_modules(trainer.model)
+            annotate_modules(trainer.model)
         if not args.memory_only:
             trainer.add_callback(RecordTime(args, trace, on_gpu))
-        memory = RecordMemory(trainer, before, about, stem) if on_gpu else None
+        memory = RecordMemory(trainer, steps_before, description, stem) if on_gpu else None
         if memory:
             trainer.add_callback(memory)
         trainer.add_callback(PhaseMarks(trainer, memory.mark if memory else lambda name: None))
@@ -147,17 +149,20 @@ def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:
             trainer.train()
     by_phase = None if args.memory_only else phase_table(read_trace(trace))
     if by_phase:
-        rows = [{**row, **what(about)} for row in by_phase.rows()]
+        rows = [{**row, **{key: description[key] for key in ROW_KEYS}} for row in by_phase.rows()]
         extra = {"step_s": by_phase.step_s, "copies_s": by_phase.copies_s}
         write_results(args.profile_dir / f"phases_rank{rank}.json", rows, extra=extra)
     if trainer.is_world_process_zero():
         timeline = memory_timeline.read(stem.with_suffix(".json.gz")) if on_gpu else None
-        publish(args.profile_dir, about, by_phase, timeline)
+        publish(args.profile_dir, description, by_phase, timeline)
     return trainer
 
 
 def publish(
-    folder: Path, about: dict[str, Any], by_phase: Table | None, timeline: dict[str, Any] | None
+    folder: Path,
+    description: dict[str, Any],
+    by_phase: Table | None,
+    timeline: dict[str, Any] | None,
 ) -> None:
     """Prints the table and writes the pictures and pages."""
     if by_phase:
@@ -168,18 +173,18 @@ def publish(
         print(f"peak {timeline['peak_gib']:.2f} GiB allocated")
     else:
         print("no GPU: no memory timeline (torch records none of a CPU's memory)")
-    write_profile(folder / "profile.html", about, by_phase, timeline)
+    write_profile(folder / "profile.html", description, by_phase, timeline)
     print(f"wrote {folder}/profile.html and, beside it, what it was made from")
 
 
 def describe(trainer: LongTrainer, model_args: Any, folder: Path) -> dict[str, Any]:
-    """What ran and where, for the pages and files."""
-    about = describe_run(folder / "phases.json")
-    if torch.cuda.is_available():
+    """What ran and on which machine, for the pages and files."""
+    description = describe_run(folder / "phases.json")
+    if trainer.args.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(trainer.args.device).total_memory
-        about["capacity_gib"] = total_bytes / GIB
+        description["capacity_gib"] = total_bytes / GIB
     return {
-        **about,
+        **description,
         "class_type": model_args.class_type,
         "engine": trainer.engine.name,
         "tokens": model_args.seq_len,
@@ -187,32 +192,29 @@ def describe(trainer: LongTrainer, model_args: Any, folder: Path) -> dict[str, A
     }
 
 
-def what(about: dict[str, Any]) -> dict[str, Any]:
-    return {name: about[name] for name in ("class_type", "engine", "tokens", "layers")}
-
-
 def write_profile(
     path: Path,
-    about: dict[str, Any],
+    description: dict[str, Any],
     by_phase: Table | None,
     timeline: dict[str, Any] | None,
 ) -> None:
-    parts = [
-        paragraph(f"{about['hardware']}; commit {about['commit']}; {about['date']}."),
-        code(about["command"]),
+    sections = [
+        paragraph(
+            f"{description['hardware']}; commit {description['commit']}; {description['date']}."
+        ),
+        code(description["command"]),
     ]
     if by_phase:
-        parts += _time(by_phase)
-    parts.append(heading("Memory"))
+        sections += time_section(by_phase)
+    sections.append(heading("Memory"))
     if timeline:
-        parts += memory_timeline.parts([timeline])
+        sections += memory_timeline.memory_section([timeline])
     else:
-        parts.append(paragraph("A timeline of memory needs a GPU."))
-    title = f"Profile: {about['class_type']}, {about['tokens']:,} tokens, {about['layers']} layers"
-    write_page(path, title, parts)
+        sections.append(paragraph("A timeline of memory needs a GPU."))
+    write_page(path, f"Profile: {memory_timeline.title(description)}", sections)
 
 
-def _time(by_phase: Table) -> list[str]:
+def time_section(by_phase: Table) -> list[str]:
     caption = (
         "Share of a step, by what the GPU computes; copies and communication only where nothing "
         "computes beside them."
@@ -233,16 +235,16 @@ def _time(by_phase: Table) -> list[str]:
 
 
 def draw_shares(by_phase: Table) -> Any:
-    """A bar a line of the table, longest work first as the table has it."""
+    """A bar for each line of the table, in the table's order."""
     plt = pyplot()
     rows = by_phase.rows()[::-1]
-    drawn, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1))
+    fig, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1))
     colours = ["#999999" if r["phase"] in LINES[-3:] else "#4c72b0" for r in rows]
     bars = axes.barh([r["phase"] for r in rows], [100 * r["share"] for r in rows], color=colours)
     axes.bar_label(bars, [f"{r['share']:.1%}" for r in rows], padding=3, fontsize=8)
     axes.set_xlabel("% of the step")
-    plt.close(drawn)
-    return drawn
+    plt.close(fig)
+    return fig
 
 
 def main() -> None:

@@ -30,12 +30,12 @@ def describe_run(path: Path) -> dict[str, Any]:
     else:
         hardware = f"{os.cpu_count()} CPU cores, no GPU"
     published = Path("profiling/results") / path.name
-    places = {
+    published_names = {
         str(path): str(published),
         str(path.with_suffix("")): str(published.with_suffix("")),  # of several files
         str(path.parent): f"runs/{path.parent.name}",
     }
-    words = [places.get(word, word) for word in sys.argv]
+    words = [published_names.get(word, word) for word in sys.argv]
     versions = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
     for package in _PACKAGES:
         try:

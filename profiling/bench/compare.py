@@ -30,7 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.report.page import code, figure, heading, named, paragraph, pyplot, table, write_page
+from longctx.report.page import (
+    code,
+    figure,
+    heading,
+    paragraph,
+    pyplot,
+    table,
+    with_ending,
+    write_page,
+)
 from profiling.bench.step_bench import child_command
 from profiling.bench.subprocess_cases import run_child
 from profiling.results import describe_run, write_results
@@ -50,7 +59,7 @@ QUICK = dict(preset="tiny", tokens=[256, 512], class_types=("vanilla", "custom")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row to be. `gpus` is 0 without a GPU; `layers` None keeps the preset's."""
+    """What one process measures. `gpus` is 0 without a GPU; `layers` None keeps the preset's."""
 
     class_type: str
     engine: str
@@ -66,10 +75,10 @@ class Case:
 
     def command(self) -> list[str]:
         """The child's. Each class type runs as train.py would run it by default."""
-        own = {name: getattr(self, name) for name in KEY if name not in ("steps", "flags")}
+        case = {name: getattr(self, name) for name in KEY if name not in ("steps", "flags")}
         offload = "auto" if self.class_type == "custom" else "none"
         return child_command(
-            {**own, "backend": "auto", "offload": offload}, self.steps, shlex.split(self.flags)
+            {**case, "backend": "auto", "offload": offload}, self.steps, shlex.split(self.flags)
         )
 
 
@@ -177,7 +186,7 @@ def finished(path: Path, wanted: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str, Any]]]:
     """Runs what is not finished yet; yields all rows of the plan so far after every case."""
-    path = named(args.output, ".json")
+    path = with_ending(args.output, ".json")
     wanted = {case.key() for case in cases}
     rows = finished(path, wanted)
     done = {tuple(row.get(name) for name in KEY) for row in rows}
@@ -200,39 +209,39 @@ def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str
 
 def publish(output: Path, rows: list[dict[str, Any]]) -> None:
     """CSV, plots and page of the rows in OUTPUT.json."""
-    described = json.loads(named(output, ".json").read_text(encoding="utf-8"))
+    description = json.loads(with_ending(output, ".json").read_text(encoding="utf-8"))
     rows = sorted(rows, key=lambda r: (r["engine"], r["class_type"], r["tokens"]))
     columns = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in rows)]
-    temporary = named(output, ".tmp")
+    temporary = with_ending(output, ".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", restval="")
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(temporary, named(output, ".csv"))
+    os.replace(temporary, with_ending(output, ".csv"))
     plots = draw(rows)
-    for name, (drawn, _) in plots.items():
-        drawn.savefig(named(output, f"_{name}.png"), dpi=110, bbox_inches="tight")
-    versions = [{"package": k, "version": v} for k, v in described["versions"].items() if v]
+    for name, (fig, _) in plots.items():
+        fig.savefig(with_ending(output, f"_{name}.png"), dpi=110, bbox_inches="tight")
+    versions = [{"package": k, "version": v} for k, v in description["versions"].items() if v]
     write_page(
-        named(output, ".html"),
+        with_ending(output, ".html"),
         "Class types over sequence lengths",
         [
-            paragraph(what(rows)),
-            *(figure(drawn, caption) for drawn, caption in plots.values()),
+            paragraph(describe_cases(rows)),
+            *(figure(fig, caption) for fig, caption in plots.values()),
             heading("All cases"),
             table(rows, columns),
             heading("How it was measured"),
             paragraph(
-                f"{described['hardware']}; commit {described['commit']}; {described['date']}"
+                f"{description['hardware']}; commit {description['commit']}; {description['date']}"
             ),
-            code(described["command"]),
+            code(description["command"]),
             table(versions, ["package", "version"]),
         ],
     )
 
 
-def what(rows: list[dict[str, Any]]) -> str:
-    """What was run, in a sentence or two for the page."""
+def describe_cases(rows: list[dict[str, Any]]) -> str:
+    """What ran, in a sentence or two for the page."""
     row = rows[0]
     layers = f"{row['layers']} of its layers" if row["layers"] else "all of its layers"
     own_data = "--train_file" in row["flags"] or "--dataset_name" in row["flags"]
@@ -280,14 +289,14 @@ def _plot(
     plt = pyplot()
     from matplotlib.ticker import LogLocator
 
-    drawn, axes = plt.subplots(figsize=(8, 4.5))
+    fig, axes = plt.subplots(figsize=(8, 4.5))
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     lines = list(dict.fromkeys((row["class_type"], row["engine"]) for row in rows))
     for number, (class_type, engine) in enumerate(lines):
-        own = [r for r in rows if (r["class_type"], r["engine"]) == (class_type, engine)]
+        of_line = [r for r in rows if (r["class_type"], r["engine"]) == (class_type, engine)]
         label = f"{class_type}, {engine}" if len(engines) > 1 else class_type
         colour = COLOURS[class_type]
-        fits = [r for r in own if r["status"] == "ok"]
+        fits = [r for r in of_line if r["status"] == "ok"]
         if fits:
             axes.plot(
                 [r["tokens"] for r in fits],
@@ -297,7 +306,7 @@ def _plot(
                 color=colour,
                 label=label,
             )
-        failed = [r["tokens"] for r in own if r["status"] == "oom"]
+        failed = [r["tokens"] for r in of_line if r["status"] == "oom"]
         if failed:
             axes.plot(
                 failed,
@@ -324,8 +333,8 @@ def _plot(
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel(unit)
     axes.legend()
-    plt.close(drawn)
-    return drawn
+    plt.close(fig)
+    return fig
 
 
 def main() -> None:

@@ -52,20 +52,22 @@ def distance(a: list[float], b: list[float]) -> float:
 
 def compare(losses: Losses) -> list[dict[str, Any]]:
     """One row a run. The noise is the largest distance of a vanilla run from the plain one."""
-    away = {key: distance(run, losses["vanilla", key[1]]) for key, run in losses.items()}
-    noise = max(d for (name, _), d in away.items() if name.startswith("vanilla"))
+    distances = {key: distance(run, losses["vanilla", key[1]]) for key, run in losses.items()}
+    noise = max(d for (name, _), d in distances.items() if name.startswith("vanilla"))
     if noise == 0:
         raise UserError("no noise to compare with: name a second vanilla run in --runs")
     rows = []
     for (name, seed), run_losses in losses.items():
-        over = away[name, seed] / noise
-        print(f"{name:25} seed {seed}  last {run_losses[-1]:.4f}  distance {over:.2f} x noise")
-        row = {"run": name, "seed": seed, "rms_distance": away[name, seed]}
-        rows.append({**row, "distance_over_noise": over, "losses": run_losses})
+        over_noise = distances[name, seed] / noise
+        print(
+            f"{name:25} seed {seed}  last {run_losses[-1]:.4f}  distance {over_noise:.2f} x noise"
+        )
+        row = {"run": name, "seed": seed, "rms_distance": distances[name, seed]}
+        rows.append({**row, "distance_over_noise": over_noise, "losses": run_losses})
     return rows
 
 
-def band(losses: Losses) -> list[tuple[float, float]]:
+def noise_band(losses: Losses) -> list[tuple[float, float]]:
     """For each step, the lowest and highest difference of any vanilla run from the plain one."""
     runs = [
         [x - y for x, y in zip(run, losses["vanilla", seed], strict=True)]
@@ -78,36 +80,36 @@ def band(losses: Losses) -> list[tuple[float, float]]:
 def draw(losses: Losses) -> Any:
     """Above, the losses of the first seed; below, every seed's difference from its vanilla run."""
     plt = pyplot()
-    drawn, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True)
+    fig, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True)
     first = next(iter(losses))[1]
     for name in dict.fromkeys(name for name, _ in losses if name in COLOURS):
         run = losses[name, first]
         above.plot(range(1, len(run) + 1), run, color=COLOURS[name], label=name)
-    low, high = zip(*band(losses), strict=True)
+    low, high = zip(*noise_band(losses), strict=True)
     steps = range(1, len(low) + 1)
     below.fill_between(steps, low, high, color="#bbbbbb", label="noise: vanilla, other kernels")
     labelled: set[str] = set()
     for (name, seed), run in losses.items():
         if name in COLOURS and name != "vanilla":
-            away = [x - y for x, y in zip(run, losses["vanilla", seed], strict=True)]
+            difference = [x - y for x, y in zip(run, losses["vanilla", seed], strict=True)]
             label = None if name in labelled else f"{name} - vanilla"
             labelled.add(name)
-            below.plot(steps, away, color=COLOURS[name], linewidth=1, label=label)
+            below.plot(steps, difference, color=COLOURS[name], linewidth=1, label=label)
     above.set_ylabel(f"loss (seed {first})")
     below.set_ylabel("difference of the losses (all seeds)")
     below.set_xlabel("step")
     above.legend()
     below.legend()
-    drawn.tight_layout()
-    plt.close(drawn)
-    return drawn
+    fig.tight_layout()
+    plt.close(fig)
+    return fig
 
 
 def publish(output: Path, losses: Losses) -> None:
     """The plot and page of the rows in `output`."""
     written = json.loads(output.read_text(encoding="utf-8"))
-    drawn = draw(losses)
-    drawn.savefig(output.with_suffix(".png"), dpi=110)
+    fig = draw(losses)
+    fig.savefig(output.with_suffix(".png"), dpi=110)
     caption = (
         "Above: training losses. Below: each run's loss less that of vanilla from the same weights "
         "on the same batches. Grey: how far vanilla itself moves when only its kernels change."
@@ -117,7 +119,7 @@ def publish(output: Path, losses: Losses) -> None:
         output.with_suffix(".html"),
         "Convergence: vanilla, custom, liger",
         [
-            figure(drawn, caption),
+            figure(fig, caption),
             table(written["rows"], columns),
             heading("How it was measured"),
             paragraph(f"{written['hardware']}; commit {written['commit']}; {written['date']}"),

@@ -164,7 +164,7 @@ def main() -> None:
     for name in ("model", "data", "output", "runs"):  # the steps run in the repository's root
         setattr(args, name, getattr(args, name).absolute())
     args.runs.mkdir(parents=True, exist_ok=True)
-    work = {
+    run_step = {
         "base": lambda: evaluate("base", args.model, args),
         "yarn": lambda: evaluate("yarn", args.model, args, "--rope_scaling", "yarn"),
         "train-custom": lambda: train("custom", args, "custom"),
@@ -183,8 +183,8 @@ def main() -> None:
     words += ["--output", published, *(["--", *args.flags] if args.flags else [])]
     command = " ".join(words)
     for step in args.only:
-        if step in work:
-            row = work[step]()
+        if step in run_step:
+            row = run_step[step]()
             print(json.dumps(row), flush=True)
             # The rows of several calls with --only stand in one file.
             write_results(args.output, [row], key=["step"], extra={"command": command})

@@ -109,7 +109,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
 
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     schedule = [min(WARM_UP_TOKENS, *lengths)] + [n for n in lengths for _ in range(repeats)]
-    done: list[dict[str, float]] = []
+    steps_done: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             trainer, _ = build_trainer(
@@ -119,20 +119,20 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
                 layers=case["layers"],
                 lengths=schedule,
             )
-            watch = Stopwatch(trainer.args.device, done)
+            watch = Stopwatch(trainer.args.device, steps_done)
             trainer.add_callback(PhaseMarks(trainer, watch.mark))
             trainer.train()
         except (OutOfMemory, RuntimeError) as error:
             if "out of memory" not in str(error):
                 raise
             print(error, file=sys.stderr)
-    measured = list(zip(schedule, done, strict=False))[1:]
+    measured = list(zip(schedule, steps_done, strict=False))[1:]
     by_length = {n: [step for length, step in measured if length == n] for n in lengths}
     rows = [
         row_of(case, n, steps, trainer) for n, steps in by_length.items() if len(steps) == repeats
     ]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
-        rows.append({**described(case), "tokens": length, "status": "oom"})
+        rows.append({**row_keys(case), "tokens": length, "status": "oom"})
     return rows
 
 
@@ -181,7 +181,8 @@ class Stopwatch:
         return gib
 
 
-def described(case: Case) -> dict[str, Any]:
+def row_keys(case: Case) -> dict[str, Any]:
+    """What a row says of its case."""
     return {key: value for key, value in case.items() if key != "preset"}
 
 
@@ -191,7 +192,7 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")
     peaks = [name for name in steps[0] if name.endswith("_gib")]
-    row = {**described(case), "tokens": length}
+    row = {**row_keys(case), "tokens": length}
     row |= {name: statistics.median(step[name] for step in steps) for name in times}
     args = trainer.args
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps

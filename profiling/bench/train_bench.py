@@ -1,6 +1,6 @@
 """Runs train.py with each class type on the same batches and records every logged line.
 
-    python profiling/bench/first_run.py --output profiling/results/h200_first_run.json
+    python profiling/bench/train_bench.py --output profiling/results/h200_first_run.json
 
 The job is recipes/llama-3.2-1b_32k.yaml: Llama-3.2-1B's architecture on real text (Python's
 standard library), rows of 32768 tokens, bf16, ten steps. Anything after `--` goes to train.py, for

@@ -19,24 +19,26 @@ def convergence(monkeypatch: pytest.MonkeyPatch):
     return convergence
 
 
-def losses(away: float, seed: int) -> list[float]:
-    """Falls, and differs from the plain run by `away`, up and down in turn."""
-    return [9 - step / 10 + seed + away * (-1) ** step for step in range(STEPS)]
+def losses(offset: float, seed: int) -> list[float]:
+    """Falls, and differs from the plain run by `offset`, up and down in turn."""
+    return [9 - step / 10 + seed + offset * (-1) ** step for step in range(STEPS)]
 
 
-def made() -> dict[tuple[str, int], list[float]]:
-    away = {"vanilla": 0, "vanilla, torch.compile": 0.01, "custom": 0.015, "liger": 0.08}
-    runs = {(name, seed): losses(a, seed) for seed in (0, 1) for name, a in away.items()}
+def example_runs() -> dict[tuple[str, int], list[float]]:
+    offsets = {"vanilla": 0, "vanilla, torch.compile": 0.01, "custom": 0.015, "liger": 0.08}
+    runs = {
+        (name, seed): losses(offset, seed) for seed in (0, 1) for name, offset in offsets.items()
+    }
     return runs | {("vanilla, eager attention", 1): losses(-0.02, 1)}
 
 
 def test_distances_are_in_units_of_the_largest_vanilla_drift(convergence) -> None:
-    rows = {(row["run"], row["seed"]): row for row in convergence.compare(made())}
+    rows = {(row["run"], row["seed"]): row for row in convergence.compare(example_runs())}
     assert rows["vanilla", 0]["rms_distance"] == 0
     assert rows["vanilla, eager attention", 1]["distance_over_noise"] == pytest.approx(1)
     assert rows["custom", 0]["distance_over_noise"] == pytest.approx(0.75)
     assert rows["liger", 1]["distance_over_noise"] == pytest.approx(4)
-    for step, (low, high) in enumerate(convergence.band(made())):
+    for step, (low, high) in enumerate(convergence.noise_band(example_runs())):
         even = step % 2 == 0  # plain 0, compile +-0.01 in both seeds, eager -+0.02 in one
         expected = (-0.02, 0.01) if even else (-0.01, 0.02)
         assert (low, high) == pytest.approx(expected)
@@ -47,8 +49,8 @@ def test_all_is_written_and_the_page_opens(convergence, tmp_path: Path, monkeypa
 
     def run(name: str, flags: list[str], folder: Path) -> list[dict[str, float]]:
         asked.append((name, flags[flags.index("--seed") + 1], flags[-1]))
-        away = {"vanilla": 0, "custom": 0.01}.get(name.split(", seed")[0], 0.02)
-        return [{"loss": loss} for loss in losses(away, int(asked[-1][1]))]
+        offset = {"vanilla": 0, "custom": 0.01}.get(name.split(", seed")[0], 0.02)
+        return [{"loss": loss} for loss in losses(offset, int(asked[-1][1]))]
 
     monkeypatch.setattr(convergence, "run", run)
     output = tmp_path / "c.json"

@@ -1,15 +1,37 @@
-"""profiling/memory_timeline.py: a snapshot made by hand -> bytes by category -> pictures."""
+"""profiling/memory_timeline.py: a snapshot made by hand -> bytes by category -> pictures.
+
+The Python stacks in it are real ones, of steps of both class types on the CPU.
+"""
 
 from __future__ import annotations
 
 import gc
+import gzip
+import inspect
 import json
+import pickle
+import re
 import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from browser import open_page
+from small_model import CPU, packed_batch, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from longctx.config import ModelArguments
+from longctx.kernels import launch
+from longctx.memory.store import ActivationStore
+from longctx.model import layer, loss
+from longctx.model.patch import patch
 
 GIB = 2**30
 WEIGHTS, STATES, UNKNOWN, GRADIENT = 0x1000, 0x2000, 0x3000, 0x9000
@@ -22,18 +44,157 @@ def timelines(monkeypatch: pytest.MonkeyPatch):
     return memory_timeline
 
 
-def frames(*files: str) -> list[dict]:
-    """As the allocator records them, innermost first."""
-    return [{"filename": f"/src/{file}", "name": "f", "line": 1} for file in files]
+# --- real stacks -----------------------------------------------------------------------------
+
+Stack = list[dict[str, Any]]
+"""As the allocator records it, innermost first."""
 
 
-LAYER = frames("longctx/layer.py", "longctx/model.py", "train.py")
-HEAD = frames("torch/nn/modules/linear.py", "models/llama/modeling_llama.py", "train.py")
-MLP = frames("torch/nn/modules/linear.py", "transformers/modeling_layers.py", "train.py")
-AGAIN = frames("torch/nn/modules/linear.py", "torch/utils/checkpoint.py")
+class Call(NamedTuple):
+    """An operator that a step called."""
+
+    phase: str
+    part: str
+    """Told by the functions and modules that called it; no file's name is looked at."""
+    stack: Stack
 
 
-def snapshot() -> dict:
+FUNCTIONS = {
+    inspect.unwrap(function).__code__: part
+    for function, part in (
+        (loss.linear_cross_entropy, "loss"),
+        (loss._LinearCrossEntropy.forward, "loss"),
+        (loss._LinearCrossEntropy.backward, "loss"),
+        (ForCausalLMLoss, "loss"),
+        (ActivationStore.load, "store"),
+        (ActivationStore.retire, "store"),
+        (layer._ScheduledLayer.forward, "layer"),
+        (layer._ScheduledLayer.backward, "layer"),
+    )
+}
+
+
+class RecordCalls(TorchDispatchMode):
+    """Notes who called each operator. Backward has a thread of its own, as on a GPU."""
+
+    def __init__(self, model: LlamaForCausalLM, phase: str, calls: list[Call]) -> None:
+        super().__init__()
+        self.model, self.phase, self.calls = model, phase, calls
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        frame: FrameType | None = sys._getframe(1)
+        stack, part = [], ""
+        while frame is not None:
+            code = frame.f_code
+            place = {"filename": code.co_filename, "name": code.co_name, "line": frame.f_lineno}
+            stack.append(place)
+            part = part or FUNCTIONS.get(code) or self.part_of(frame.f_locals.get("self"))
+            frame = frame.f_back
+        self.calls.append(Call(self.phase, part, stack))
+        return function(*args, **(kwargs or {}))
+
+    def part_of(self, module: object) -> str:
+        if module is self.model.lm_head:
+            return "lm_head"
+        is_linear = isinstance(module, torch.nn.Linear)
+        return "linear of a layer" if is_linear else ""
+
+
+def recorded_step(name: str) -> list[Call]:
+    model = LlamaForCausalLM(tiny_config()).train()
+    if name == "custom":
+        patch(model, ModelArguments(preset="tiny", offload_activations="all"), CPU)
+    elif name == "vanilla":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    calls: list[Call] = []
+    with RecordCalls(model, "forward", calls):
+        output = model(**packed_batch())
+
+    def backward() -> None:
+        with RecordCalls(model, "backward", calls):
+            output.loss.backward()
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert {call.phase for call in calls} == {"forward", "backward"}
+    return calls
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[dict[str, list[Call]]]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(launch, "INTERPRETED", False)
+        yield {name: recorded_step(name) for name in ("custom", "vanilla", "all kept")}
+
+
+CATEGORY = {
+    ("custom", "forward", "loss"): "loss",
+    ("custom", "forward", "layer"): "working buffers",
+    ("custom", "backward", "loss"): "loss",
+    ("custom", "backward", "layer"): "working buffers",
+    ("custom", "backward", "store"): "kept activations",
+    ("vanilla", "forward", "loss"): "loss",
+    ("vanilla", "forward", "lm_head"): "loss",
+    ("vanilla", "forward", "linear of a layer"): "working buffers",
+    ("vanilla", "backward", "linear of a layer"): "working buffers",  # recomputed
+    ("all kept", "forward", "loss"): "loss",
+    ("all kept", "forward", "lm_head"): "loss",
+    ("all kept", "forward", "linear of a layer"): "working buffers",
+}
+"""(step, phase, part) -> category of what such a call makes and soon frees."""
+
+
+@pytest.mark.parametrize(
+    "elsewhere", ["", "/home/other/", "C:\\other\\"], ids=["here", "other folder", "Windows"]
+)
+def test_real_calls_of_a_step_have_their_category(calls, elsewhere: str) -> None:
+    """Also where the snapshot is of another machine, whose files lie elsewhere."""
+    from profiling.memory_categories import Marks, categorise
+
+    def moved(stack: Stack) -> Stack:
+        if not elsewhere:
+            return stack
+        paths = [re.sub(".*/(longctx|torch|transformers)/", r"\1/", f["filename"]) for f in stack]
+        paths = [elsewhere + path.replace("/", elsewhere[-1]) for path in paths]
+        return [{**f, "filename": path} for f, path in zip(stack, paths, strict=True)]
+
+    found = Counter()
+    for name, made in calls.items():
+        for call in made:
+            start_us = {"forward": 10, "backward": 50}[call.phase]
+            block = dict(addr=1, size=8, stream=0, frames=moved(call.stack))
+            trace = [
+                dict(block, action="alloc", time_us=start_us),
+                dict(block, action="free_completed", time_us=start_us + 1),
+            ]
+            marks = Marks(phases=[("forward", 5), ("backward", 40)])
+            changes = categorise({"segments": [], "device_traces": [trace]}, marks)
+            (category,) = {change.category for change in changes if change.allocated_bytes}
+            key = (name, call.phase, call.part)
+            assert category == CATEGORY.get(key, "working buffers"), (key, call.stack)
+            found[key] += 1
+    assert CATEGORY.keys() <= found.keys()
+
+
+# --- a snapshot made by hand -----------------------------------------------------------------
+
+
+@pytest.fixture
+def snapshot(calls) -> dict:
+    stacks = {
+        (name, call.phase, call.part): call.stack for name, made in calls.items() for call in made
+    }
+    return make_snapshot(
+        layer=stacks["custom", "forward", "layer"],
+        head=stacks["vanilla", "forward", "lm_head"],
+        mlp=stacks["vanilla", "forward", "linear of a layer"],
+        again=stacks["vanilla", "backward", "linear of a layer"],
+        store=stacks["custom", "backward", "store"],
+    )
+
+
+def make_snapshot(*, layer: Stack, head: Stack, mlp: Stack, again: Stack, store: Stack) -> dict:
     """A step with times 0..100: forward from 10, backward from 40, optimizer from 80."""
     trace: list[dict] = []
 
@@ -46,20 +207,20 @@ def snapshot() -> dict:
         trace.append(dict(event, action="free_requested"))
         trace.append(dict(event, action="free_completed"))
 
-    alloc(10, 0x100, 2, LAYER)  # a layer's input: alive until backward
-    alloc(20, 0x200, 4, MLP)  # within forward only
+    alloc(10, 0x100, 2, layer)  # a layer's input: alive until backward
+    alloc(20, 0x200, 4, mlp)  # within forward only
     free(25, 0x200, 4)
-    alloc(30, 0x200, 3, HEAD)  # the logits, at an address used before
+    alloc(30, 0x200, 3, head)  # the logits, at an address used before
     alloc(45, 0x300, 3, [])  # their gradient: no Python frames, the size of the logits
     free(50, 0x200, 3)
     free(55, 0x300, 3)
-    alloc(56, 0x300, 1, AGAIN)  # recomputed in backward
-    alloc(57, 0x400, 1.5, frames("longctx/offload.py", "longctx/layer.py"))
+    alloc(56, 0x300, 1, again)  # recomputed in backward
+    alloc(57, 0x400, 1.5, store)
     alloc(60, GRADIENT, 1, [])
     free(62, 0x300, 1)
     free(65, 0x400, 1.5)
     free(70, 0x100, 2)
-    alloc(85, 0x500, 0.5, frames("torch/optim/adamw.py"))
+    alloc(85, 0x500, 0.5, [])
     free(86, 0x500, 0.5)
     free(90, GRADIENT, 1)
     trace.insert(4, dict(action="segment_alloc", addr=0x200, size=4 * GIB, time_us=29, frames=[]))
@@ -73,7 +234,7 @@ def snapshot() -> dict:
     return {"segments": [segment], "device_traces": [trace]}
 
 
-def marks(timelines):
+def marks():
     from profiling.memory_categories import Marks
 
     return Marks(
@@ -83,11 +244,11 @@ def marks(timelines):
     )
 
 
-def live_gib(timelines, at_us: int) -> dict[str, float]:
+def live_gib(snapshot: dict, at_us: int) -> dict[str, float]:
     from profiling.memory_categories import categorise
 
     live: dict[str, float] = {}
-    for change in categorise(snapshot(), marks(timelines)):
+    for change in categorise(snapshot, marks()):
         if change.time_us <= at_us:
             live[change.category] = live.get(change.category, 0) + change.allocated_bytes / GIB
     return {name: gib for name, gib in live.items() if gib}
@@ -108,20 +269,20 @@ def live_gib(timelines, at_us: int) -> dict[str, float]:
         (90, {}),
     ],
 )
-def test_each_moment_knows_what_its_memory_is_for(timelines, at_us: int, live: dict) -> None:
+def test_each_moment_knows_what_its_memory_is_for(snapshot, at_us: int, live: dict) -> None:
     before = {"weights": 5, "optimizer": 6, "other": 0.25} if at_us >= 10 else {}
     expected = {name: before.get(name, 0) + live.get(name, 0) for name in {*before, *live}}
-    assert live_gib(timelines, at_us) == expected
+    assert live_gib(snapshot, at_us) == expected
 
 
-def test_the_record_keeps_the_peak_and_what_was_reserved(timelines, monkeypatch) -> None:
-    about = {"class_type": "vanilla", "tokens": 32768, "layers": 4}
-    timeline = timelines.record(snapshot(), marks(timelines), about)
+def test_the_record_keeps_the_peak_and_what_was_reserved(timelines, snapshot, monkeypatch) -> None:
+    description = {"class_type": "vanilla", "tokens": 32768, "layers": 4}
+    timeline = timelines.record(snapshot, marks(), description)
     assert timeline["peak_gib"] == 5 + 6 + 0.25 + 2 + 6
     assert timeline["peak_by_category_gib"]["loss"] == 6
     assert (timeline["reserved_gib"][0], timeline["reserved_gib"][-1]) == (16, 20)
     monkeypatch.setattr(timelines, "POINTS", 4)  # a bin keeps its moment of most memory
-    coarse = timelines.record(snapshot(), marks(timelines), about)
+    coarse = timelines.record(snapshot, marks(), description)
     assert len(coarse["time_s"]) <= 4 and coarse["peak_gib"] == timeline["peak_gib"]
     total = [sum(values) for values in zip(*coarse["allocated_gib"].values(), strict=True)]
     assert max(total) == pytest.approx(timeline["peak_gib"])
@@ -129,16 +290,23 @@ def test_the_record_keeps_the_peak_and_what_was_reserved(timelines, monkeypatch)
 
 def test_nothing_recorded_is_an_error(timelines) -> None:
     with pytest.raises(ValueError, match="recorded nothing on GPU 1"):
-        timelines.record({"segments": [], "device_traces": [[], []]}, marks(timelines), {}, 1)
+        timelines.record({"segments": [], "device_traces": [[], []]}, marks(), {}, 1)
 
 
-def test_two_class_types_side_by_side_in_a_browser(timelines, tmp_path, monkeypatch) -> None:
+def test_two_class_types_side_by_side_in_a_browser(
+    timelines, snapshot, tmp_path, monkeypatch
+) -> None:
     paths = []
     for class_type in ("custom", "vanilla"):
-        about = {"class_type": class_type, "tokens": 131072, "layers": 4, "capacity_gib": 24.0}
-        about |= {"hardware": "none: made by hand", "command": "python <x>", "commit": "abc"}
+        description = {
+            "class_type": class_type,
+            "tokens": 131072,
+            "layers": 4,
+            "capacity_gib": 24.0,
+        }
+        description |= {"hardware": "none: made by hand", "command": "python <x>", "commit": "abc"}
         paths.append(tmp_path / f"{class_type}.json.gz")
-        timelines.save(timelines.record(snapshot(), marks(timelines), about), paths[-1])
+        timelines.save(timelines.record(snapshot, marks(), description), paths[-1])
     words = ["memory_timeline.py", *map(str, paths), "--output", str(tmp_path / "both")]
     monkeypatch.setattr(sys, "argv", words)
     timelines.main()
@@ -150,19 +318,32 @@ def test_two_class_types_side_by_side_in_a_browser(timelines, tmp_path, monkeypa
     assert opened.colours >= 4  # weights, optimizer, kept activations, loss at the least
 
 
-@pytest.mark.parametrize("content", [None, "{}", "x"])
-def test_what_is_no_timeline_is_one_line(timelines, content, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read .*: No such file"),
+        ("{}", "is no memory timeline"),
+        ("x", "is no memory"),
+    ],
+    ids=["missing", "another object", "no JSON"],
+)
+def test_what_is_no_timeline_is_one_line(
+    timelines, content, message, tmp_path, monkeypatch
+) -> None:
     path = tmp_path / "memory.json.gz"
     if content is not None:
-        timelines.gzip.open(path, "wt").write(content)
+        with gzip.open(path, "wt") as file:
+            file.write(content)
     words = ["memory_timeline.py", str(path), "--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as error:
         timelines.main()
-    assert str(error.value).startswith("error: ") and "\n" not in str(error.value)
+    assert re.match(f"error: .*{message}", str(error.value)) and "\n" not in str(error.value)
 
 
-def test_the_recorder_marks_phases_and_writes_both_files(timelines, tmp_path, monkeypatch) -> None:
+def test_the_recorder_marks_phases_and_writes_both_files(
+    timelines, snapshot, tmp_path, monkeypatch
+) -> None:
     """The callback on a CPU step, with the allocator's functions answering by hand."""
     from profiling import memory_recorder
     from profiling.build import PhaseMarks, build_trainer
@@ -172,18 +353,20 @@ def test_the_recorder_marks_phases_and_writes_both_files(timelines, tmp_path, mo
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(memory, "_record_memory_history", lambda **kw: asked.append(kw), False)
-    monkeypatch.setattr(memory, "_snapshot", snapshot, False)
+    monkeypatch.setattr(memory, "_snapshot", lambda: snapshot, False)
     flags = ["--preset", "tiny", "--seq_len", "64", "--use_cpu"]
     trainer, _ = build_trainer(flags, steps=2, output_dir=tmp_path / "run", layers=1)
-    about = {"class_type": "custom", "tokens": 64}
-    recorder = memory_recorder.RecordMemory(trainer, 1, about, tmp_path / "memory_rank0")
+    description = {"class_type": "custom", "tokens": 64}
+    recorder = memory_recorder.RecordMemory(trainer, 1, description, tmp_path / "memory_rank0")
     trainer.add_callback(recorder)
     trainer.add_callback(PhaseMarks(trainer, recorder.mark))
     trainer.train()
     assert asked[0]["max_entries"] > 10000 and asked[1] == {"enabled": None}
-    assert [name for name, _ in recorder.marks.phases] == ["forward", "backward", "optimizer"]
-    assert json.dumps(timelines.read(tmp_path / "memory_rank0.json.gz")["marks"])
-    assert (tmp_path / "memory_rank0.pickle").exists()
+    phases = ["forward", "backward", "optimizer"]
+    assert [name for name, _ in recorder.marks.phases] == phases
+    timeline = timelines.read(tmp_path / "memory_rank0.json.gz")
+    assert [name for name, _ in timeline["marks"]] == phases and timeline["tokens"] == 64
+    assert pickle.loads((tmp_path / "memory_rank0.pickle").read_bytes()) == snapshot
 
 
 @pytest.mark.gpu

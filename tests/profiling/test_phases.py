@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def phases(monkeypatch: pytest.MonkeyPatch):
 
 
 class Trace:
-    """A trace as kineto writes it: `named` and `op` on a thread, `kernel` with its launch."""
+    """A trace as kineto writes it: `annotation` and `op` on a thread, `kernel` with its launch."""
 
     def __init__(self) -> None:
         self.events: list[dict] = []
@@ -34,7 +35,7 @@ class Trace:
         event = dict(ph="X", cat=cat, name=name, pid=1, tid=tid, ts=ts, dur=dur, args=args)
         self.events.append(event)
 
-    def named(self, name: str, ts: float, end: float, tid: int = MAIN) -> None:
+    def annotation(self, name: str, ts: float, end: float, tid: int = MAIN) -> None:
         self._add("user_annotation", name, tid, ts, end - ts)
 
     def op(self, name: str, ts: float, end: float, tid: int = MAIN) -> None:
@@ -66,11 +67,11 @@ def seconds(table) -> dict[str, float]:
 
 def test_a_gpu_step_is_given_out_to_the_last_microsecond(phases) -> None:
     trace = Trace()
-    trace.named("ProfilerStep#3", 0, 100)
+    trace.annotation("ProfilerStep#3", 0, 100)
     # The host launches everything early; the kernels run long after their ranges have closed.
-    trace.named("layer forward", 0, 20)
-    trace.named("mlp", 1, 9)
-    trace.named("norm", 2, 4)
+    trace.annotation("layer forward", 0, 20)
+    trace.annotation("mlp", 1, 9)
+    trace.annotation("norm", 2, 4)
     trace.kernel(launched=3, ts=20, end=30)  # norm, the innermost range
     trace.kernel(launched=5, ts=30, end=50)  # mlp
     trace.kernel(launched=10, ts=50, end=55)  # layer forward alone is no phase: other
@@ -93,21 +94,21 @@ def test_a_gpu_step_is_given_out_to_the_last_microsecond(phases) -> None:
 
 def test_autograds_own_backward_takes_the_phase_of_its_forward(phases) -> None:
     trace = Trace()
-    trace.named("ProfilerStep#0", 0, 50)
-    trace.named("ProfilerStep#1", 50, 100)
-    trace.named("mlp", 0, 10)
+    trace.annotation("ProfilerStep#0", 0, 50)
+    trace.annotation("ProfilerStep#1", 50, 100)
+    trace.annotation("mlp", 0, 10)
     trace.op("aten::mm", 1, 5)
     trace.kernel(launched=2, ts=2, end=12)
     trace.op("MmBackward0", 20, 24, tid=AUTOGRAD)
     trace.link(forward=1, backward=20)
     trace.kernel(launched=21, ts=22, end=42, tid=AUTOGRAD)
     # Recomputation inside a backward node: the inner range wins.
-    trace.named("attention", 30, 40, tid=AUTOGRAD)
+    trace.annotation("attention", 30, 40, tid=AUTOGRAD)
     trace.kernel(launched=31, ts=42, end=52, tid=AUTOGRAD)
     # Telling names where there is no range, and none.
     trace.op("LigerFusedLinearCrossEntropyFunction", 60, 64)
     trace.kernel(launched=61, ts=61, end=71)
-    trace.named("Optimizer.step#AdamW.step", 65, 70)
+    trace.annotation("Optimizer.step#AdamW.step", 65, 70)
     trace.kernel(launched=66, ts=71, end=81)
     trace.kernel(launched=90, ts=91, end=93)
     table = phases.phase_table(trace.as_json())
@@ -124,18 +125,18 @@ def test_autograds_own_backward_takes_the_phase_of_its_forward(phases) -> None:
 
 def test_overlapping_work_is_counted_once(phases) -> None:
     item = phases.Item
-    claimed, left = phases.claim(
+    assigned, left = phases.assign_time(
         [item(0, 10, "a"), item(5, 20, "b"), item(6, 8, "c"), item(30, 50, "a")],
         [(2, 12), (15, 18), (40, 60)],
     )
-    assert dict(claimed) == {"a": 8 + 10, "b": 2 + 3}
+    assert dict(assigned) == {"a": 8 + 10, "b": 2 + 3}
     assert left == [(50, 60)]
 
 
 def test_a_trace_of_a_cpu_says_so(phases, capsys) -> None:
     trace = Trace()
-    trace.named("ProfilerStep#0", 0, 100)
-    trace.named("norm", 0, 50)
+    trace.annotation("ProfilerStep#0", 0, 100)
+    trace.annotation("norm", 0, 50)
     trace.op("aten::linear", 10, 40)
     trace.op("aten::addmm", 12, 30)  # the innermost operator stands for the kernel
     table = phases.phase_table(trace.as_json())
@@ -152,6 +153,7 @@ def test_a_trace_of_a_cpu_says_so(phases, capsys) -> None:
         (gzip.compress(b"{}"), "is no trace"),
         (gzip.compress(b'{"traceEvents": []}'), "has no ProfilerStep"),
     ],
+    ids=["missing", "not gzipped", "no events", "no steps"],  # gzip's bytes hold the time
 )
 def test_what_is_no_trace_is_one_line(phases, content, message, tmp_path, monkeypatch) -> None:
     path = tmp_path / "trace.json.gz"
@@ -163,35 +165,80 @@ def test_what_is_no_trace_is_one_line(phases, content, message, tmp_path, monkey
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("class_type", "processes"), [("custom", 2), ("vanilla", 1)])
-def test_profile_step_on_a_cpu(class_type: str, processes: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(processes)]
-    command += ["profiling/profile_step.py", "--profile_dir", str(tmp_path)]
-    command += ["--layers", "2", "--wait", "0", "--preset", "tiny", "--seq_len", "256"]
-    done = subprocess.run(
-        [*command, "--use_cpu", "--class_type", class_type],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "no memory timeline" in done.stdout
-    written = json.loads((tmp_path / "phases_rank0.json").read_text())
+TINY = "--layers 2 --wait 0 --preset tiny --seq_len 256 --use_cpu".split()
+
+
+def check_profile(folder: Path, class_type: str, processes: int) -> None:
+    written = json.loads((folder / "phases_rank0.json").read_text())
     share = {row["phase"]: row["share"] for row in written["rows"]}
     known = {"attention", "projections", "mlp", "norm", "rope", "loss", "optimizer", "idle"}
     assert known <= share.keys()
     assert sum(share.values()) == pytest.approx(1)
     assert share.get("other", 0) < 0.2
+    assert {row["class_type"] for row in written["rows"]} == {class_type}
     for rank in range(processes):
-        with gzip.open(tmp_path / f"trace_rank{rank}.json.gz", "rt") as file:
+        with gzip.open(folder / f"trace_rank{rank}.json.gz", "rt") as file:
             names = {event["name"] for event in json.load(file)["traceEvents"]}
         assert "layer forward" in names
         assert ("tile" in names) == (class_type == "custom")
-    assert "There is no GPU in this profile" in (tmp_path / "profile.html").read_text()
-    opened = open_page(tmp_path / "profile.html", tmp_path)
+    assert "There is no GPU in this profile" in (folder / "profile.html").read_text()
+    opened = open_page(folder / "profile.html", folder)
     assert opened.console == [] and opened.svgs == 1 and opened.ink > 0.01
+
+
+def test_a_profile_of_huggingfaces_layers_on_a_cpu(phases, tmp_path, monkeypatch, capsys) -> None:
+    from transformers.models.llama import modeling_llama
+
+    from profiling import profile_step
+
+    # The profiler names a function of that module: put back afterwards.
+    rotation = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotation)
+    words = ["--profile_dir", str(tmp_path), *TINY, "--class_type", "vanilla"]
+    monkeypatch.setattr(sys, "argv", ["profiling/profile_step.py", *words])
+    profile_step.main()
+    assert "no memory timeline" in capsys.readouterr().out
+    check_profile(tmp_path, "vanilla", 1)
+
+
+# Forks its two ranks, as a launcher starts them, when everything is imported, once for both.
+TWO_RANKS = """
+import multiprocessing, os
+from profiling import profile_step
+
+def run(rank):
+    os.environ.update(RANK=rank, LOCAL_RANK=rank)
+    profile_step.main()
+
+ranks = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in "01"]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+print("exit codes", *(rank.exitcode for rank in ranks))
+"""
+
+
+def test_a_profile_of_two_processes_on_a_cpu(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    words = ["--profile_dir", str(tmp_path), *TINY, "--class_type", "custom"]
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_RANKS, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            **{"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+            **{"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+        },
+        timeout=300,
+    )
+    assert done.stdout.splitlines()[-1:] == ["exit codes 0 0"], (done.stdout, done.stderr)
+    assert done.stdout.count("no memory timeline") == 1
+    check_profile(tmp_path, "custom", 2)
 
 
 def test_a_misspelt_option_is_trainpys_error(phases, monkeypatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser import open_page
+from markupsafe import Markup
 
 from longctx import cli
 from longctx.report.page import write_page
@@ -39,7 +40,7 @@ def test_the_page_shows_every_panel_in_a_browser(tmp_path: Path, capsys) -> None
 
 
 def test_a_console_error_and_an_empty_page_are_seen(tmp_path: Path) -> None:
-    write_page(tmp_path / "bad.html", "bad", ["<script>nothing.here()</script>"])
+    write_page(tmp_path / "bad.html", "bad", [Markup("<script>nothing.here()</script>")])
     opened = open_page(tmp_path / "bad.html", tmp_path)
     assert len(opened.console) == 1 and "nothing is not defined" in opened.console[0]
     assert (opened.svgs, opened.colours) == (0, 0)

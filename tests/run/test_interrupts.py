@@ -112,13 +112,23 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
 
 
-AT_STEP_TWO = """
-import os, signal, sys, train
+# Forks its two ranks when everything is imported, once for both. Rank 1 gets a signal in step 2.
+TWO_RANKS = """
+import multiprocessing, os, signal, sys, train
 from small_run import SendAt, add_callback
-from paths import PYTHONPATH, ROOT
-if os.environ["RANK"] == "1":
-    add_callback(SendAt(signal.SIGTERM, 2))
-train.main(sys.argv[1:])
+
+def run(rank):
+    os.environ.update(RANK=rank, LOCAL_RANK=rank)
+    if rank == "1":
+        add_callback(SendAt(signal.SIGTERM, 2))
+    train.main(sys.argv[1:])
+
+ranks = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in "01"]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+print("exit codes", *(rank.exitcode for rank in ranks))
 """
 
 
@@ -126,20 +136,18 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(flags, tmp_path) -> 
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", AT_STEP_TWO, *flags, "--output_dir", str(tmp_path / "run")]
-    processes = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **ranks, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": PYTHONPATH},
-        )
-        for rank in ("0", "1")
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [143, 143], outputs
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_RANKS, *flags, "--output_dir", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            **{"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+            **{"PYTHONPATH": PYTHONPATH, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
+        },
+        timeout=300,
+    )
+    assert done.stdout.splitlines()[-1] == "exit codes 143 143", (done.stdout, done.stderr)
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
-    assert outputs[0].count("stopped by SIGTERM: continue with") == 1
+    assert done.stdout.count("stopped by SIGTERM: continue with") == 1
