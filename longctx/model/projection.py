@@ -3,6 +3,8 @@
 A weight's gradient is a sum over tiles of tokens, dW = sum_t dy_t' x_t. Adding bf16 tiles loses a
 bit with every doubling of their number; here the sum stays in an fp32 buffer that the matrix unit
 adds into (`addmm` with an fp32 output), and is rounded to the weight's dtype at the end.
+
+T tokens, I features in, O features out; weights as Hugging Face holds them, (O, I).
 """
 
 from __future__ import annotations

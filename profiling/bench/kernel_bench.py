@@ -6,7 +6,7 @@ the matmul rate), both measured in the same run. It writes a JSON file and, with
 chart.
 
 Fewest bytes, in units of tokens x hidden elements, forward + backward: RMSNorm 2 + 3, RoPE 2.5 +
-2.5, SwiGLU 10.5 + 17.5 (FF = 14336). The loss counts 6 tokens V D operations (2 forward); its
+2.5, SwiGLU 10.5 + 17.5 (F = 14336). The loss counts 6 tokens V D operations (2 forward); its
 ceiling is the rate of the three lm_head products at 8192 tokens, in bf16, one after the other, with
 normally distributed operands. Peak extra is what is allocated beyond the inputs: results, gradients
 and workspace.
@@ -54,7 +54,7 @@ from longctx.model.loss import linear_cross_entropy, linear_cross_entropy_refere
 from profiling.results import write_results
 
 ROOT = Path(__file__).resolve().parents[2]
-HIDDEN, FF, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EPS = 4096, 14336, 32, 8, 128, 128256, 1e-5
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EPS = 4096, 14336, 32, 8, 128, 128256, 1e-5
 OPS = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
 IMPLS = ("longctx", "liger", "compile", "eager", "functional", "cce", "torch_linear_ce")
 UNITS = {"rms_norm": 5.0, "rope": 5.0, "swiglu": 28.0}
@@ -168,7 +168,9 @@ def inputs(op: str, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
         grads = [torch.randn_like(x) for x in (q, k)]
         return [q, k, positions, 1 / 500000**exponent], grads
     if op == "swiglu":
-        return [rand(tokens, FF), rand(tokens, FF)], [rand(tokens, FF).detach()]
+        return [rand(tokens, INTERMEDIATE), rand(tokens, INTERMEDIATE)], [
+            rand(tokens, INTERMEDIATE).detach()
+        ]
     weight = rand(VOCAB, HIDDEN, scale=HIDDEN**-0.5).detach().requires_grad_()
     return [rand(tokens, HIDDEN), weight, torch.randint(VOCAB, (tokens,), device="cuda")], []
 
