@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from paths import PYTHONPATH
 
+from longctx.engines import builds
 from longctx.engines.builds import extensions_folder
 from longctx.errors import UserError
 
 # Loads an operator whose build is a line of Python: it marks its folder as torch does, and waits
 # where torch waits. DeepSpeed itself, which takes seconds to import, is two names.
 LOAD = """
-import os, sys, time
+import importlib.util, os, sys, time
 from pathlib import Path
 from types import ModuleType
 
@@ -40,9 +41,9 @@ for name in ("deepspeed", "deepspeed.ops", "deepspeed.ops.op_builder", builder):
     sys.modules[name] = ModuleType(name)
 sys.modules["deepspeed"].__version__ = "0"
 sys.modules[builder].OpBuilder = OpBuilder
-
-from longctx.engines import builds
-
+spec = importlib.util.spec_from_file_location("builds", sys.argv[1])
+builds = importlib.util.module_from_spec(spec)  # the file alone, without all engines
+spec.loader.exec_module(builds)
 builds.build_one_at_a_time()
 print("loading", flush=True)
 OpBuilder().load()
@@ -57,7 +58,7 @@ def start(tmp_path: Path):
     processes: list[subprocess.Popen[str]] = []
 
     def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", LOAD]
+        command = [sys.executable, "-c", LOAD, str(builds.__file__)]
         processes.append(subprocess.Popen(command, text=True, env=env, **pipes))
         return processes[-1]
 
