@@ -21,7 +21,7 @@ from longctx.data.example import show_example
 from longctx.data.rows import build_dataset, check_sources, collate, document_names
 from longctx.data.tokenizer import load_tokenizer
 from longctx.engines import check_resume
-from longctx.errors import UserError
+from longctx.errors import UserError, survive_lost_output
 from longctx.run import FINAL, METRICS
 from longctx.run.checkpoint import resolve_resume
 from longctx.run.loading import check_request, load_config, load_model, weights_bytes
@@ -136,6 +136,7 @@ def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> N
 
 
 if __name__ == "__main__":
+    survive_lost_output()
     try:
         main()
     except UserError as error:

@@ -176,6 +176,11 @@ class TrainArguments(TrainingArguments):
         "Mixed precision: bf16 compute over fp32 weights. Default: on with DeepSpeed or FSDP on "
         "GPUs, which keep the fp32 weights; else off, and --dtype says what is trained.",
     )
+    resume_from_checkpoint: str | None = _option(
+        None,
+        "Continue from a checkpoint-N folder. `last`: the newest whole one in --output_dir; "
+        "`auto`: that, or a new run where there is none yet, for jobs that are requeued.",
+    )
     logging_steps: float = _option(1, "Steps between two logged lines.")
     report_to: None | str | list[str] = _option("none", "tensorboard, wandb, ...; none by default.")
     prediction_loss_only: bool = _option(

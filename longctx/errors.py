@@ -4,13 +4,52 @@ processes run. Imports nothing heavy, so that commands can use it without torch.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 
 class UserError(Exception):
     """Bad input. The message is one line that names what is wrong and what to do."""
+
+
+class _Surviving:
+    """A standard stream that falls silent when it cannot be written any more, instead of ending the
+    run: a closed pipe (`| head`), a full disk, a terminal that is gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            return self._silence(len(text))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._silence()
+
+    def _silence(self, written: int = 0) -> int:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def survive_lost_output() -> None:
+    """From now on nothing that is printed, progress bars included, can end the program."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Surviving):
+            setattr(sys, name, _Surviving(stream))
 
 
 def print_rank0(line: str) -> None:

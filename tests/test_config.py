@@ -76,6 +76,7 @@ def test_the_default_recipe_serves_only_runs_that_name_no_job(tmp_path: Path) ->
         (["--use_liger_kernel", "true"], "--use_liger_kernel would replace the model's forward"),
         (["--enable_jit_checkpoint", "true"], "--enable_jit_checkpoint would handle SIGTERM"),
         (["--fsdp", "true", "--fsdp_config", "gone.json"], "no such file: gone.json"),
+        (["--preset", "tiny", "--dtype", "float16"], "AdamW's eps of 1e-8 is 0"),
         (["--deepspeed", "gone.json"], "no such file: gone.json"),
         (["--config", "missing.yaml"], "cannot read the recipe missing.yaml"),
     ],

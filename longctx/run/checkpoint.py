@@ -158,28 +158,32 @@ def _flush(path: Path) -> None:
 
 
 def resolve_resume(args: TrainArguments) -> Path | None:
-    """The checkpoint to resume from. `last` (or `true`) means the newest whole one in output_dir.
+    """The checkpoint to resume from. `last` (or `true`) means the newest whole one in output_dir;
+    so does `auto`, which starts a new run where there is none yet (a job that is requeued).
 
     Raises UserError for a folder that is not a whole checkpoint.
     """
     name = args.resume_from_checkpoint
     if name is None or name.lower() == "false":
         return None
-    if name.lower() in ("last", "true"):
-        return _last_whole(Path(str(args.output_dir)))
+    output_dir = Path(str(args.output_dir))
+    if name.lower() == "auto" and not _checkpoints(output_dir):
+        return None
+    if name.lower() in ("last", "true", "auto"):
+        return _last_whole(output_dir)
     path = Path(name)
     if not path.is_dir():
         raise UserError(f"--resume_from_checkpoint: no such folder: {path}")
     if problem := integrity_problem(path):
         raise UserError(
             f"--resume_from_checkpoint: {path} is no whole checkpoint ({problem}); "
-            "name a checkpoint-N folder, or `last`"
+            "name a checkpoint-N folder, `last` or `auto`"
         )
     return path
 
 
 def _last_whole(output_dir: Path) -> Path:
-    found = [(step, p) for p in output_dir.glob("*") if (step := checkpoint_step(p)) is not None]
+    found = _checkpoints(output_dir)
     for _, path in sorted(found, reverse=True):
         problem = integrity_problem(path)
         if problem is None:
@@ -187,6 +191,10 @@ def _last_whole(output_dir: Path) -> Path:
         print_rank0(f"not resuming from {path}: {problem}")
     whole = "whole " if found else ""
     raise UserError(f"nothing to resume: {output_dir} holds no {whole}checkpoint-N folder")
+
+
+def _checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    return [(step, p) for p in output_dir.glob("*") if (step := checkpoint_step(p)) is not None]
 
 
 def integrity_problem(checkpoint: Path) -> str | None:

@@ -1,10 +1,11 @@
-"""SIGTERM or Ctrl-C: the step that runs is finished, a checkpoint is saved, and the run exits.
+"""SIGTERM, Ctrl-C, SIGHUP: the step that runs is finished, a checkpoint is saved, the run exits.
 
-The exit status is 128 + the signal's number (143 for SIGTERM, 130 for Ctrl-C), as shells report
-it, so that a script or scheduler does not take an interrupted run for a finished one. A second
-signal ends the process at once. Only a whole step can be resumed exactly, so the time until the
-checkpoint begins is up to one step (and an evaluation, if the signal comes during one; none is
-begun any more). With several processes a signal to any of them stops all.
+The exit status is 128 + the signal's number (143 for SIGTERM, 130 for Ctrl-C, 129 for a terminal
+that is gone), as shells report it, so that a script or scheduler does not take an interrupted run
+for a finished one. A signal that is ignored when training begins, as SIGHUP is under `nohup`, stays
+ignored. A second signal ends the process at once. Only a whole step can be resumed exactly, so the
+time until the checkpoint begins is up to one step (and an evaluation, if the signal comes during
+one; none is begun any more). With several processes a signal to any of them stops all.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import TrainerCallback
 from longctx.engines.collectives import all_reduce_max
 from longctx.errors import print_rank0
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupts(TrainerCallback):
@@ -36,7 +37,8 @@ class Interrupts(TrainerCallback):
     def __enter__(self) -> Interrupts:
         self.stopped_by = self._received = 0
         if threading.current_thread() is threading.main_thread():  # others may not set handlers
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            heard = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._receive) for number in heard}
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -67,7 +69,7 @@ class Interrupts(TrainerCallback):
         if os.getpid() != self._pid:  # a data loader's worker: it ends when this process does
             return
         self._received = number
-        for again in SIGNALS:
+        for again in self._before:
             signal.signal(again, signal.SIG_DFL)
         print_rank0(
             f"{signal.Signals(number).name}: stopping after this step; once more to stop at once"

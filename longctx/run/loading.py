@@ -98,7 +98,7 @@ def load_model(
 
     Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
     parts); a preset's are random (seed them with `transformers.set_seed`).
-    Raises UserError where a package or a GPU is missing.
+    Raises UserError where a package, a GPU or a weight is missing.
     """
     engine = engine or Plain()
     check_request(args, device)
@@ -115,8 +115,14 @@ def load_model(
     else:
         name, where = _pretrained(args)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=dtype, attn_implementation=attention, **where
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+                **where,
             )
         except torch.OutOfMemoryError:
             raise
@@ -127,6 +133,8 @@ def load_model(
                 f"{args.model_name_or_path} holds a file that is damaged or would run code when "
                 "read; nothing of it was run"
             ) from error
+        model, found = loaded
+        _refuse_missing(args, found)
         if "gguf_file" in where:
             forget_gguf(model)
     patched = patch(model, args, device)
@@ -135,6 +143,21 @@ def load_model(
         f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
     )
     return model
+
+
+def _refuse_missing(args: ModelArguments, found: Mapping[str, Any]) -> None:
+    """transformers fills in what a file lacks with random weights, and only warns."""
+    mismatched = [f"{name} {tuple(there)}" for name, there, _ in found["mismatched_keys"]]
+    for names, what in (
+        (sorted(found["missing_keys"]), "are not in"),
+        (sorted(mismatched), "have another shape in"),
+    ):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise UserError(
+                f"{len(names)} of the model's weights {what} {args.model_name_or_path} ({shown}): "
+                "they would be random; get the files again, or those of this config.json"
+            )
 
 
 def _unreadable(args: ModelArguments, error: Exception) -> UserError:

@@ -37,6 +37,11 @@ def parse_args(
 
 def _with_dtype(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> ModelArguments:
     """Mixed precision decides the weights' dtype; a --dtype that contradicts it is refused."""
+    if model_args.dtype == "float16" and not engine.shards_states:
+        raise UserError(
+            "--dtype float16 would train in float16, where AdamW's eps of 1e-8 is 0 and a run "
+            "diverges by itself: use --dtype bfloat16, or --fp16 for fp32 weights"
+        )
     if not engine.shards_states and (args.bf16 or args.fp16):
         if model_args.dtype not in ("auto", "float32"):
             raise UserError(

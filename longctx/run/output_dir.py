@@ -37,9 +37,13 @@ def open_output_dir(args: TrainArguments) -> Path:
 def check_output_dir(output_dir: Path, args: TrainArguments, resume: Path | None) -> None:
     """Raises UserError if an earlier run is there that is neither resumed nor to be overwritten.
 
-    Nothing in the folder is touched yet.
+    With `--resume_from_checkpoint auto` a run that has saved nothing is started again. Nothing in
+    the folder is touched yet.
     """
-    if resume is None and not args.overwrite_output_dir and _earlier_run(output_dir):
+    earlier = {path.name for path in _earlier_run(output_dir)}
+    if str(args.resume_from_checkpoint).lower() == "auto":
+        earlier -= {METRICS}
+    if resume is None and not args.overwrite_output_dir and earlier:
         raise UserError(
             f"{output_dir} holds an earlier run: continue it with --resume_from_checkpoint last, "
             "replace it with --overwrite_output_dir, or choose another --output_dir"

@@ -9,6 +9,7 @@ import pytest
 from longctx.config import TrainArguments
 from longctx.errors import UserError
 from longctx.run.checkpoint import publish, resolve_resume, staging_path
+from longctx.run.output_dir import check_output_dir
 
 
 def arguments(output_dir: Path, **changes) -> TrainArguments:
@@ -30,7 +31,7 @@ def test_resume_takes_the_newest_or_the_named_checkpoint(tmp_path: Path) -> None
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": 1}')
     named = str(tmp_path / "checkpoint-9")
-    for name, step in (("last", 10), ("True", 10), (named, 9)):
+    for name, step in (("last", 10), ("True", 10), ("auto", 10), (named, 9)):
         resume = resolve_resume(arguments(tmp_path, resume_from_checkpoint=name))
         assert resume == tmp_path / f"checkpoint-{step}"
     assert resolve_resume(arguments(tmp_path)) is None
@@ -43,3 +44,20 @@ def test_resume_from_what_is_no_checkpoint(tmp_path: Path, name: str, message: s
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=message):
         resolve_resume(arguments(tmp_path, resume_from_checkpoint=str(tmp_path / name)))
+
+
+def test_auto_starts_where_nothing_is_saved_and_never_over_a_damaged_checkpoint(
+    tmp_path: Path,
+) -> None:
+    auto = arguments(tmp_path, resume_from_checkpoint="auto")
+    assert resolve_resume(auto) is None
+    (tmp_path / "metrics.jsonl").touch()  # of a run that was killed before its first save
+    check_output_dir(tmp_path, auto, None)
+    with pytest.raises(UserError, match="holds an earlier run"):
+        check_output_dir(tmp_path, arguments(tmp_path), None)
+    (tmp_path / "final").mkdir()  # a model without a checkpoint: another run's
+    with pytest.raises(UserError, match="holds an earlier run"):
+        check_output_dir(tmp_path, auto, None)
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(UserError, match="holds no whole checkpoint"):
+        resolve_resume(auto)

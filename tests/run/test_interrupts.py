@@ -24,7 +24,7 @@ def flags(tmp_path_factory) -> list[str]:
     return [*prepare(tmp_path_factory.mktemp("small")), "--max_steps", "6"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_stops_and_resumes_exactly(
     flags, monkeypatch, tmp_path, number, capsys
 ) -> None:

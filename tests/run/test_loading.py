@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_gguf import write_gguf
 from small_model import CPU, ROPE, packed_batch, tiny_config
 from transformers import (
@@ -88,3 +89,47 @@ def test_a_gguf_file_is_trained_and_saved_like_any_model(tmp_path: Path) -> None
     assert all(
         torch.equal(p, q) for p, q in zip(loaded.parameters(), model.parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
+            r"1 of the .* \(model.layers.1.mlp.up",
+        ),
+        (lambda w: w.pop("model.norm.weight"), r"are not in .* \(model.norm.weight\)"),
+        (lambda w: w.clear(), r"30 of the model's weights are not in .*, \.\.\.\): they would"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(63)}),
+            r"another shape in .* \(model.norm.weight \(63,\)\)",
+        ),
+        (lambda w: w.update({"vision.weight": torch.ones(3)}), None),  # of another model's part
+        (lambda w: None, None),
+    ],
+    ids=["projection", "norm", "empty", "shape", "more", "whole"],
+)
+def test_a_weight_that_is_missing_is_an_error(tied, change, message, tmp_path: Path) -> None:
+    config = tiny_config(tie_word_embeddings=tied, num_hidden_layers=3)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    args = ModelArguments(model_name_or_path=str(tmp_path), seq_len=48)
+    if message is None:
+        load_model(args, load_config(args, vocab_size=331), device=CPU)
+        return
+    with pytest.raises(UserError, match=message) as error:
+        load_model(args, load_config(args, vocab_size=331), device=CPU)
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_that_is_missing_and_not_tied(tmp_path: Path) -> None:
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    args = ModelArguments(model_name_or_path=str(tmp_path), seq_len=48)
+    with pytest.raises(UserError, match="lm_head.weight"):
+        load_model(args, load_config(args, vocab_size=331), device=CPU)

@@ -1,0 +1,57 @@
+"""What a run prints can be lost without ending it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from paths import PYTHONPATH
+
+# Prints before and after whoever reads has gone; the exit status is the program's own.
+PROGRAM = """
+import sys
+from longctx.errors import print_rank0, survive_lost_output
+survive_lost_output()
+print_rank0("ready")
+sys.stdin.readline()
+for _ in range(2000):
+    print_rank0("x" * 100)
+    print("y" * 100, file=sys.stderr, flush=True)
+sys.exit(7)
+"""
+
+
+def start(**streams) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=env, **streams)
+
+
+def test_a_closed_pipe() -> None:
+    program = start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert program.stdout and program.stderr and program.stdin
+    assert program.stdout.readline() == b"ready\n"
+    program.stdout.close()
+    program.stderr.close()
+    program.stdin.close()
+    assert program.wait(timeout=60) == 7
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk() -> None:
+    with open("/dev/full", "wb") as full:
+        program = start(stdout=full, stderr=full)
+        program.communicate(b"\n", timeout=60)
+    assert program.returncode == 7
+
+
+def test_a_terminal_that_is_gone() -> None:
+    mine, theirs = os.openpty()
+    program = start(stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    assert os.read(mine, 5) == b"ready"
+    os.close(mine)
+    program.communicate(b"\n", timeout=60)
+    assert program.returncode == 7
