@@ -35,6 +35,11 @@ def expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def means_no(value: Any) -> bool:
+    """Whether an option's value switches it off, also as a word (`deepspeed: no` in a recipe)."""
+    return not value or str(value).lower() in ("false", "no", "none", "0", "off")
+
+
 def installed(module: str) -> bool:
     """Whether `import module` would find it; nothing is imported but its parent package."""
     try:
@@ -208,12 +213,11 @@ class TrainArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         for name in ("deepspeed", "fsdp_config"):
-            file = getattr(self, name)
-            if isinstance(file, str) and not file.lstrip().startswith("{"):
-                if not Path(file).is_file():
-                    raise UserError(f"--{name}: no such file: {file}")
-        if str(self.fsdp).lower() in ("true", "false"):  # words, from a recipe
-            self.fsdp = str(self.fsdp).lower() == "true"  # type: ignore[assignment]
+            if means_no(getattr(self, name)):
+                setattr(self, name, None)
+            _check_settings(name, getattr(self, name))
+        if means_no(self.fsdp) or str(self.fsdp).lower() == "true":  # words, from a recipe
+            self.fsdp = not means_no(self.fsdp)  # type: ignore[assignment]
         for name, fix in _NOT_OURS.items():
             if getattr(self, name, False):
                 raise UserError(f"--{name} {fix}")
@@ -227,6 +231,19 @@ class TrainArguments(TrainingArguments):
             raise UserError("--memory_snapshot_on_oom needs a GPU: CPU memory has no snapshot")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise UserError(f"--peak_tflops must be above 0, got {self.peak_tflops}")
+
+
+def _check_settings(name: str, settings: Any) -> None:
+    """Of an engine: a file's name, JSON or a dict. Raises UserError for what is neither."""
+    if not isinstance(settings, str):
+        return
+    is_json = settings.lstrip().startswith("{")
+    try:
+        json.loads(settings if is_json else Path(settings).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--{name}: no such file: {settings}") from error
+    except ValueError as error:
+        raise UserError(f"--{name} {settings}: not JSON: {error}") from error
 
 
 _DATACLASSES = (ModelArguments, DataArguments, TrainArguments)

@@ -5,7 +5,8 @@
 
 A *floor* is a file's height over the files that import nothing of ours. A *room* is a folder of
 longctx/; files beside the rooms (config.py, errors.py, ...) are one, called `longctx`. Every import
-counts, those inside functions too. tests/test_rooms.py holds the tree to what this counts.
+statement counts, those inside functions too; what the public doors (longctx/__init__.py, cli.py)
+import by name when it is asked for does not. tests/test_rooms.py holds the tree to this count.
 """
 
 from __future__ import annotations

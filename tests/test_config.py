@@ -77,6 +77,8 @@ def test_the_default_recipe_serves_only_runs_that_name_no_job(tmp_path: Path) ->
         (["--enable_jit_checkpoint", "true"], "--enable_jit_checkpoint would handle SIGTERM"),
         (["--fsdp", "true", "--fsdp_config", "gone.json"], "no such file: gone.json"),
         (["--preset", "tiny", "--dtype", "float16"], "AdamW's eps of 1e-8 is 0"),
+        (["--deepspeed", "{bad"], "--deepspeed {bad: not JSON: Expecting property name"),
+        (["--fsdp_config", "{bad"], "--fsdp_config {bad: not JSON: Expecting property name"),
         (["--deepspeed", "gone.json"], "no such file: gone.json"),
         (["--config", "missing.yaml"], "cannot read the recipe missing.yaml"),
     ],

@@ -57,3 +57,6 @@ def test_only_engines_know_their_names() -> None:
                 words = {w.value for w in ast.walk(node) if isinstance(w, ast.Constant)}
                 words |= {w.id for w in ast.walk(node) if isinstance(w, ast.Name)}
                 assert not words & names, f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                asked = {w.id for w in ast.walk(node.args[1]) if isinstance(w, ast.Name)}
+                assert not asked & names, f"{path}:{node.lineno}"

@@ -32,23 +32,33 @@ def build_one_at_a_time() -> None:
     load = OpBuilder.load
     if hasattr(load, "__wrapped__"):  # done before
         return
+    lock, depth = (folder / ".lock").open("w"), 0  # an operator may load another one
 
     @functools.wraps(load)
     def load_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with (folder / ".lock").open("w") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
+        nonlocal depth
+        if depth == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        depth += 1
+        try:
             (folder / self.name / "lock").unlink(missing_ok=True)
             return load(self, *args, **kwargs)
+        finally:
+            depth -= 1
+            if depth == 0:
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
     OpBuilder.load = load_alone
 
 
 def extensions_folder(deepspeed_version: str) -> Path:
     """Made if need be; inside TORCH_EXTENSIONS_DIR if that is set, else in torch's default."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).absolute()
+    if root.name.startswith("longctx-torch"):  # a process that was started by one of ours
+        root = root.parent
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     name = f"longctx-torch{torch.__version__}-deepspeed{deepspeed_version}-{python}"
-    folder = root if root.name == name else root / name
+    folder = root / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".lock").touch()

@@ -16,10 +16,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from longctx.config import TrainArguments, installed
+from longctx.config import TrainArguments, installed, means_no
 from longctx.engines.builds import build_one_at_a_time
 from longctx.engines.collectives import become_one_process, gathered_bytes, whole_numel
 from longctx.engines.protocol import Engine
@@ -35,8 +36,7 @@ class DeepSpeed(Engine):
 
     @classmethod
     def requested(cls, options: Any) -> bool:
-        launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true", "yes")
-        return bool(options.deepspeed) or launched
+        return not means_no(options.deepspeed) or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
 
     @classmethod
     def saved(cls, checkpoint: Path) -> bool:

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from longctx.config import TrainArguments
+from longctx.config import TrainArguments, means_no
 from longctx.engines.collectives import become_one_process, gathered_bytes, local_shard
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
@@ -34,9 +35,7 @@ class FSDP2(Engine):
 
     @classmethod
     def requested(cls, options: Any) -> bool:
-        asked = str(options.fsdp or "").lower() not in ("", "false")
-        launched = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes")
-        return asked or launched
+        return not means_no(options.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")
 
     @classmethod
     def saved(cls, checkpoint: Path) -> bool:

@@ -27,7 +27,13 @@ from longctx.config import ModelArguments
 from longctx.errors import UserError, print_rank0
 from longctx.memory.store import ActivationStore
 from longctx.model.backends import choose_attention
-from longctx.model.families import layer_weights, why_not_scheduled
+from longctx.model.families import (
+    is_ours,
+    layer_weights,
+    replaceable,
+    why_not_chunked,
+    why_not_scheduled,
+)
 from longctx.model.layer import Schedule, final_norm, scheduled_layer
 from longctx.model.loss import linear_cross_entropy
 from longctx.model.runtime import Runtime, make_schedule, runtime_of
@@ -48,18 +54,24 @@ def patch(model: PreTrainedModel, args: ModelArguments, device: torch.device) ->
 def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
     if not isinstance(model, LlamaForCausalLM):
         raise UserError(f"custom patches LlamaForCausalLM, got {type(model).__name__}")
+    if "forward" in vars(model) and not is_ours(model):
+        raise UserError(
+            "custom patches a model whose forward was exchanged already, which would be lost: "
+            "patch it first"
+        )
     backend, attention = choose_attention(args.attn_backend, device, model.dtype)
     store = ActivationStore(device, args.offload_activations, args.host_memory_gib)
     runtime: Any = Runtime(args=args, attention=attention, store=store, dtype=model.dtype)
     model.longctx = runtime
     forwards: list[tuple[Any, Any]] = [
-        (model, _model_forward),
         *((layer, _layer_forward) for layer in model.model.layers),
         (model.model.norm, _norm_forward),
         (model.lm_head, _head_forward),
     ]
+    model.forward = MethodType(_model_forward, model)  # type: ignore[method-assign]
     for module, forward in forwards:
-        module.forward = MethodType(forward, module)
+        if replaceable(module):  # or it stays as it is, which is found and said on the first call
+            module.forward = MethodType(forward, module)
     kept = "input and attention output" if args.keep_attention else "input"
     return (
         f"patched: {len(model.model.layers)} scheduled decoder layers (keep their {kept}, offload "
@@ -93,11 +105,14 @@ def _model_forward(
         **kwargs,
     )
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-    if labels is None or wants_logits or not _is_ours(self.lm_head, _head_forward):
-        if labels is not None and not wants_logits:
-            _warn_once(self, "an lm_head with a forward of its own, which makes all logits")
+    all_logits = None if labels is None or wants_logits else why_not_chunked(self)
+    if labels is not None and use_cache is None:
+        inputs["use_cache"] = False  # with a cache Hugging Face does not look for documents
+    if labels is None or wants_logits or all_logits:
+        if all_logits:
+            _warn_once(self, f"{all_logits}, which takes all logits")
             if self.training and _runtime(self).label_smoothing:
-                raise UserError("--label_smoothing_factor needs an lm_head without an adapter")
+                raise UserError(f"--label_smoothing_factor is impossible with {all_logits}")
         loss_inputs = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
         given = {k: v for k, v in loss_inputs.items() if v is not None}
         return type(self).forward(
@@ -133,11 +148,6 @@ def _runtime(model: PreTrainedModel) -> Runtime:
     return runtime
 
 
-def _is_ours(module: Any, forward: Any) -> bool:
-    """Whether the module still runs the forward that was patched in."""
-    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
-
-
 def _warn_once(model: PreTrainedModel, reason: str) -> None:
     warned = _runtime(model).warned
     if reason not in warned:
@@ -158,16 +168,12 @@ def _not_covered(model: LlamaForCausalLM, inputs: dict[str, Any]) -> str | None:
         return "output_attentions or output_hidden_states"
     if mask is not None and mask.dim() != 2:
         return f"a {mask.dim()}-dimensional attention mask"
-    if config.attention_dropout and model.training:
-        return "attention dropout"
+    if model.dtype == torch.float64:
+        return "weights in float64"
     if config.hidden_act not in ("silu", "swish"):
         return f"hidden_act {config.hidden_act!r}"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast (use --dtype bfloat16 instead of --bf16 for the schedule)"
-    if not all(_is_ours(layer, _layer_forward) for layer in model.model.layers):
-        return "a decoder layer whose forward was replaced after patching"
-    if not _is_ours(model.model.norm, _norm_forward):
-        return "a final norm whose forward was replaced after patching"
     return why_not_scheduled(model)
 
 

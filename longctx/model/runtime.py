@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from longctx.config import ModelArguments
@@ -31,9 +31,7 @@ class Runtime:
     dtype: torch.dtype
     """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
     label_smoothing: float = 0.0
-    pending_bytes: Callable[[PreTrainedModel], int] = lambda model: pending_bytes(
-        model.parameters()
-    )
+    pending_bytes: Callable[[PreTrainedModel], int] = field(default_factory=lambda: _plain_pending)
     """What else the first step will claim on the GPU; an engine knows better."""
     reserved_tokens: int = 0
     """The longest batch for which the store has room."""
@@ -60,9 +58,18 @@ class Runtime:
         self.store.reserve(sizes.layers, sizes.kept_bytes(tokens), working_bytes)
 
 
+def _plain_pending(model: PreTrainedModel) -> int:
+    return pending_bytes(model.parameters())
+
+
 def runtime_of(model: Any) -> Runtime | None:
-    """What `patch` attached to the model; None for one that runs as Hugging Face made it."""
-    return getattr(model, "longctx", None)
+    """What `patch` attached to this very model; None for one that runs as Hugging Face made it."""
+    return vars(model).get("longctx")
+
+
+def patched_part(model: nn.Module) -> Any | None:
+    """The patched LlamaForCausalLM, itself or inside what adapters or engines wrapped around it."""
+    return next((part for part in model.modules() if runtime_of(part)), None)
 
 
 def make_schedule(

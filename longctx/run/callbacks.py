@@ -11,7 +11,7 @@ import torch
 from transformers import ProgressCallback, TrainerCallback
 
 from longctx.errors import print_rank0
-from longctx.model.runtime import Runtime
+from longctx.model.families import why_not_scheduled
 from longctx.run import METRICS
 from longctx.run.metrics import Throughput
 
@@ -20,11 +20,12 @@ class Reserve(TrainerCallback):
     """Makes room for the activations when everything else has its memory, before the first step:
     host memory that is short shows there."""
 
-    def __init__(self, runtime: Runtime, tokens: int) -> None:
-        self.runtime, self.tokens = runtime, tokens
+    def __init__(self, model: Any, tokens: int) -> None:
+        self.model, self.tokens = model, tokens  # patched
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.runtime.reserve(kwargs["model"], self.tokens)
+        if why_not_scheduled(self.model) is None:
+            self.model.longctx.reserve(self.model, self.tokens)
 
 
 class Clock(TrainerCallback):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from longctx.engines.collectives import any_rank
 from longctx.errors import UserError, print_rank0
-from longctx.model.runtime import runtime_of
+from longctx.model.runtime import patched_part
 
 PATIENCE = 10
 SHOWN_DOCUMENTS = 8
@@ -154,8 +154,8 @@ def first_nonfinite(model: nn.Module, row: Batch) -> tuple[str, int | None] | No
 def _called_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules by name, but those inside the layers of a patched model: the schedule calls none of
     them, and would not run if they had hooks."""
-    patched: list[Any] = [module for module in model.modules() if runtime_of(module)]
-    layers = [layer for module in patched for layer in module.model.layers]
+    patched = patched_part(model)
+    layers = patched.model.layers if patched else []
     inside = {part for layer in layers for part in layer.modules() if part is not layer}
     named = [(_plain(name), module) for name, module in model.named_modules()]
     return [(name, module) for name, module in named if name and module not in inside]

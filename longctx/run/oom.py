@@ -36,7 +36,7 @@ from longctx.kernels import cross_entropy
 from longctx.memory import slab, store
 from longctx.memory.plan import GIB
 from longctx.model import attention, backends, layer, loss
-from longctx.model.runtime import runtime_of
+from longctx.model.runtime import patched_part
 from longctx.run.trainer import LongTrainer
 
 _RECORDED = 100_000
@@ -214,8 +214,8 @@ def holders(trainer: LongTrainer) -> dict[str, int]:
             (value for state in states.values() for value in state.values()), device
         ),
     }
-    if runtime := runtime_of(model):
-        held["kept activations"] = _bytes(runtime.store.tensors_on_gpu(), device)
+    if patched := patched_part(model):
+        held["kept activations"] = _bytes(patched.longctx.store.tensors_on_gpu(), device)
     return held
 
 

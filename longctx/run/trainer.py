@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from longctx.config import TrainArguments
 from longctx.engines import Engine, choose_engine
-from longctx.model.runtime import runtime_of
+from longctx.model.runtime import patched_part
 from longctx.run.callbacks import Clock, Console, MetricsFile, Reserve
 from longctx.run.checkpoint import (
     STATE,
@@ -84,12 +84,13 @@ class LongTrainer(Trainer):
             self.args.world_size,
             self.args.peak_tflops or device_peak_tflops(self.args.device),
         )
-        if runtime := runtime_of(model):
-            self.engine.gather_whole(model, model.get_decoder().layers)
+        if patched := patched_part(model):
+            runtime = patched.longctx
+            self.engine.gather_whole(patched, patched.model.layers)
             runtime.pending_bytes = self.engine.pending_bytes
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
-            self.add_callback(Reserve(runtime, args.per_device_train_batch_size * seq_len))
+            self.add_callback(Reserve(patched, args.per_device_train_batch_size * seq_len))
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
         self.add_callback(Clock(self.throughput))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,31 @@ def test_each_yaml_says_what_its_json_says() -> None:
         ours["offload_params"] = ours.pop("cpu_offload")
         ours["transformer_layer_cls_to_wrap"] = ",".join(ours["transformer_layer_cls_to_wrap"])
         assert theirs == {f"fsdp_{key}": value for key, value in ours.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "engine"),
+    [
+        ({}, {}, "plain"),
+        ({"deepspeed": "ds.json"}, {}, "deepspeed"),
+        ({"deepspeed": {"zero_optimization": {}}}, {}, "deepspeed"),
+        ({"deepspeed": "false"}, {}, "plain"),
+        ({"fsdp": "true"}, {}, "fsdp"),
+        ({"fsdp": True}, {}, "fsdp"),
+        ({"fsdp": "no"}, {}, "plain"),
+        ({"fsdp": []}, {}, "plain"),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "on"}, "deepspeed"),
+        ({}, {"ACCELERATE_USE_FSDP": "y"}, "fsdp"),
+        ({}, {"ACCELERATE_USE_FSDP": "false"}, "plain"),
+    ],
+)
+def test_options_and_environment_choose_the_engine(
+    options, environment, engine, monkeypatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    chosen = choose_engine(SimpleNamespace(**{"deepspeed": None, "fsdp": None} | options))
+    assert chosen.name == engine
 
 
 def test_host_offload_is_seen_in_a_file_text_or_dict(tmp_path: Path) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+from functools import partial
+
 import pytest
 import torch
 from small_model import CPU, packed_batch, tiny_config
 from torch import nn
-from transformers import LlamaForCausalLM
+from torch.utils.data import default_collate
+from transformers import AttentionInterface, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-from longctx.config import ModelArguments
+from longctx.config import ModelArguments, TrainArguments
 from longctx.errors import UserError
 from longctx.model.families import why_not_scheduled
 from longctx.model.patch import patch
+from longctx.run.trainer import LongTrainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -97,10 +103,83 @@ def backward_hook(model: LlamaForCausalLM) -> None:
     mlp.register_full_backward_hook(lambda module, gin, gout: (3 * gin[0],))
 
 
+class OtherLayer(LlamaDecoderLayer):
+    def forward(self, x, **kwargs):
+        return 2 * super().forward(x, **kwargs) + 1
+
+
+class OtherNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OtherHead(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def other_class(name: str, kind: type[nn.Module]):
+    return lambda model: setattr(model.get_submodule(name), "__class__", kind)
+
+
+def setting(name: str, attribute: str, value):
+    return lambda model: setattr(model.get_submodule(name), attribute, value)
+
+
+def one_token(module, given, output):
+    """Of (B, S, D) one token is changed, where the schedule's (T, D) would make it a channel."""
+    return torch.cat([output[:, :10], 3 * output[:, 10:11], output[:, 11:]], 1)
+
+
+def other_loss(model: LlamaForCausalLM) -> None:
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
+
+
+def one_layer(model: LlamaForCausalLM) -> None:
+    model.config.num_hidden_layers = 1  # Hugging Face runs so many of them
+
+
+def one_bias(model: LlamaForCausalLM) -> None:
+    torch.manual_seed(1)
+    model.model.layers[0].self_attn.v_proj.bias = nn.Parameter(torch.randn(32))
+
+
+def zero_attention(model: LlamaForCausalLM) -> None:
+    def zero(module, q, k, v, mask, **kwargs):
+        return 0 * q.transpose(1, 2), None
+
+    AttentionInterface.register("longctx_test_zero", zero)
+    model.set_attn_implementation("longctx_test_zero")
+
+
 STRANGERS = [
-    pytest.param(adapt("model.layers.1.self_attn.q_proj"), "a forward of its own", id="q_proj"),
-    pytest.param(adapt("model.layers.0.self_attn.o_proj"), "a forward of its own", id="o_proj"),
-    pytest.param(adapt("model.layers.0.mlp.down_proj"), "a forward of its own", id="down_proj"),
+    pytest.param(other_class("model.layers.0", OtherLayer), "does not know", id="layer-class"),
+    pytest.param(other_class("model.norm", OtherNorm), "does not know", id="norm-class"),
+    pytest.param(other_class("lm_head", OtherHead), "lm_head, a ", id="head-class"),
+    pytest.param(setting("model.layers.0.mlp", "act_fn", nn.GELU()), "act_fn", id="activation"),
+    pytest.param(hook("model.layers.0.mlp.act_fn"), "act_fn", id="activation-hook"),
+    pytest.param(hook("lm_head"), "hooks on lm_head", id="head-hook"),
+    pytest.param(
+        lambda model: model.model.layers[0].register_forward_hook(one_token),
+        "hooks on model.layers.0",
+        id="layer-hook",
+    ),
+    pytest.param(
+        lambda model: model.model.norm.register_forward_hook(partial(one_token)),
+        "hooks on model.norm",
+        id="final-norm-hook",
+    ),
+    pytest.param(
+        setting("model.layers.1.input_layernorm", "variance_epsilon", 9.0), "epsilon", id="epsilon"
+    ),
+    pytest.param(setting("model.layers.0.self_attn", "scaling", 1.0), "scale", id="scale"),
+    pytest.param(one_layer, "2 layers where the configuration has 1", id="fewer-layers"),
+    pytest.param(zero_attention, "longctx_test_zero", id="attention"),
+    pytest.param(one_bias, "biases on some of q, k, v", id="one-bias"),
+    pytest.param(other_loss, "a loss_function of its own", id="loss"),
+    pytest.param(adapt("model.layers.1.self_attn.q_proj"), "does not know", id="q_proj"),
+    pytest.param(adapt("model.layers.0.self_attn.o_proj"), "does not know", id="o_proj"),
+    pytest.param(adapt("model.layers.0.mlp.down_proj"), "does not know", id="down_proj"),
     pytest.param(hook("model.layers.1.mlp"), "hooks on model.layers.1.mlp", id="mlp-hook"),
     pytest.param(hook("model.layers.0.input_layernorm"), "hooks on", id="norm-hook"),
     pytest.param(hook("model.layers.0.self_attn"), "hooks on", id="attention-hook"),
@@ -108,9 +187,9 @@ STRANGERS = [
     pytest.param(normed_hook, "hooks on model", id="base-model-hook"),
     pytest.param(backward_hook, "hooks on model.layers.0.mlp", id="backward-hook"),
     pytest.param(replace_forward("model.layers.0.mlp.up_proj"), "up_proj", id="forward"),
-    pytest.param(replace_forward("model.layers.0"), "replaced after patching", id="layer"),
-    pytest.param(replace_forward("model.norm"), "replaced after patching", id="final-norm"),
-    pytest.param(adapt("lm_head"), "an lm_head with a forward of its own", id="lm_head"),
+    pytest.param(replace_forward("model.layers.0"), "does not know", id="layer"),
+    pytest.param(replace_forward("model.norm"), "does not know", id="final-norm"),
+    pytest.param(adapt("lm_head"), "lm_head, a ", id="lm_head"),
 ]
 
 
@@ -161,7 +240,7 @@ def test_label_smoothing_is_not_dropped_with_an_adapted_head() -> None:
     _, ours = models()
     adapt("lm_head")(ours)
     ours.longctx.label_smoothing = 0.1
-    with pytest.raises(UserError, match="--label_smoothing_factor needs an lm_head without"):
+    with pytest.raises(UserError, match="--label_smoothing_factor is impossible with lm_head"):
         ours(**packed_batch())
 
 
@@ -188,3 +267,82 @@ def test_an_engines_own_hooks_are_no_strangers() -> None:
     assert why_not_scheduled(ours) == "hooks on model"
     gather.__module__ = "deepspeed.runtime.zero.parameter_offload"
     assert why_not_scheduled(ours) is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "says"),
+    [(LlamaMLP, "forward", "model.layers.0.mlp"), (LlamaRMSNorm, "forward", "model.norm")],
+)
+def test_a_class_that_is_changed_for_the_whole_process(owner, name, says, monkeypatch) -> None:
+    _, ours = models()
+    forward = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, x: 2 * forward(self, x))
+    assert says in str(why_not_scheduled(ours))
+
+
+def test_hooks_on_all_modules() -> None:
+    _, ours = models()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert why_not_scheduled(ours) == "hooks on all modules"
+    finally:
+        handle.remove()
+    assert why_not_scheduled(ours) is None
+
+
+@pytest.mark.parametrize("before", [other_class("model.layers.0", OtherLayer), adapt("lm_head")])
+def test_what_was_changed_before_patching_is_not_lost(before) -> None:
+    losses = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(tiny_config())
+        before(model)
+        if patched:
+            patch(model, ModelArguments(), CPU)
+        losses.append(model.train()(**packed_batch()).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_forward_that_would_be_lost_is_refused() -> None:
+    model = LlamaForCausalLM(tiny_config())
+    model.forward = model.forward
+    with pytest.raises(UserError, match="exchanged already, .*: patch it first"):
+        patch(model, ModelArguments(), CPU)
+
+
+def test_the_schedule_runs_again_after_hidden_states_were_asked_for() -> None:
+    """transformers leaves its hooks installed."""
+    _, ours = models()
+    assert ours(**packed_batch(), output_hidden_states=True).hidden_states
+    assert why_not_scheduled(ours) is None
+
+
+def test_without_use_cache_the_fallback_still_sees_documents() -> None:
+    vanilla, ours = models()
+    ours.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    batch = {name: value for name, value in packed_batch().items() if name != "use_cache"}
+    expected = vanilla(**batch, use_cache=False).loss
+    assert ours(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_patched_model_can_be_pickled() -> None:
+    _, ours = models()
+    assert pickle.dumps(ours)
+
+
+def test_long_trainer_takes_adapters(tmp_path, capsys) -> None:
+    peft = pytest.importorskip("peft")
+    _, ours = models()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    row = {name: value[0] for name, value in packed_batch(rows=1).items() if name != "use_cache"}
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=1, disable_tqdm=True)
+    trainer = LongTrainer(
+        model=peft.get_peft_model(ours, config),
+        args=args,
+        seq_len=48,
+        train_dataset=[row] * 2,
+        data_collator=default_collate,
+    )
+    trainer.train()
+    assert "q_proj" in capsys.readouterr().out
+    assert ours.longctx.reserved_tokens == 0  # no room for activations that nobody keeps
