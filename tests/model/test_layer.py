@@ -227,7 +227,10 @@ def test_evaluation_keeps_nothing() -> None:
     [
         (lambda m, i: i.update(output_attentions=True), "output_attentions"),
         (lambda m, i: i.update(use_cache=True), "cache"),
-        (lambda m, i: setattr(m.config, "attention_dropout", 1e-9), "attention dropout"),
+        (
+            lambda m, i: setattr(m.model.layers[0].self_attn, "attention_dropout", 1e-9),
+            "attention dropout",
+        ),
     ],
     ids=["output_attentions", "cache", "dropout"],
 )
