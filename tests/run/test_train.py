@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -95,6 +96,7 @@ def test_label_smoothing_agrees_without_full_logits(run, monkeypatch) -> None:
 
 
 def refuse_vocabulary(forward):
+    @functools.wraps(forward)  # or the schedule would not know it
     def checked(self, x):
         assert self.out_features != 8192, "lm_head was called for full logits"
         return forward(self, x)
