@@ -96,7 +96,7 @@ def is_ours(module: nn.Module) -> bool:
 def why_not_scheduled(model: LlamaForCausalLM) -> str | None:
     """The first thing that the schedule would pass by, in a few words; None if there is none.
 
-    Looked for on every forward, in 0.5 ms for 32 layers: adapters and hooks come and go.
+    Looked for on every forward, in 0.9 ms for 32 layers: adapters and hooks come and go.
     """
     return next(_strangers(model), None)
 
