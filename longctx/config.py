@@ -215,7 +215,7 @@ class TrainArguments(TrainingArguments):
         for name in ("deepspeed", "fsdp_config"):
             if means_no(getattr(self, name)):
                 setattr(self, name, None)
-            _check_settings(name, getattr(self, name))
+            read_settings(name, getattr(self, name))
         if means_no(self.fsdp) or str(self.fsdp).lower() == "true":  # words, from a recipe
             self.fsdp = not means_no(self.fsdp)  # type: ignore[assignment]
         for name, fix in _NOT_OURS.items():
@@ -233,13 +233,17 @@ class TrainArguments(TrainingArguments):
             raise UserError(f"--peak_tflops must be above 0, got {self.peak_tflops}")
 
 
-def _check_settings(name: str, settings: Any) -> None:
-    """Of an engine: a file's name, JSON or a dict. Raises UserError for what is neither."""
-    if not isinstance(settings, str):
-        return
+def read_settings(name: str, settings: Any) -> dict[str, Any]:
+    """What `--deepspeed` or `--fsdp_config` hold: a file's name, JSON or a dict. Raises UserError
+    for anything else."""
+    if means_no(settings) or not isinstance(settings, str):
+        return settings if isinstance(settings, dict) else {}
     is_json = settings.lstrip().startswith("{")
     try:
-        json.loads(settings if is_json else Path(settings).read_text(encoding="utf-8"))
+        found = json.loads(settings if is_json else Path(settings).read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("an object {...} is expected")
+        return found
     except OSError as error:
         raise UserError(f"--{name}: no such file: {settings}") from error
     except ValueError as error:

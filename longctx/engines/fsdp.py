@@ -7,7 +7,6 @@ name. Only the first process loads weights, and hands the others their shards.
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import Namespace
 from collections.abc import Iterable
@@ -21,7 +20,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from longctx.config import TrainArguments, means_no
+from longctx.config import TrainArguments, means_no, read_settings
 from longctx.engines.collectives import become_one_process, gathered_bytes, local_shard
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
@@ -44,7 +43,7 @@ class FSDP2(Engine):
     def prepare(self, flags: Namespace) -> None:
         super().prepare(flags)
         become_one_process()
-        if offloads(flags.fsdp_config):
+        if read_settings("fsdp_config", flags.fsdp_config).get("cpu_offload"):
             # As accelerate's launcher does: what lies on the host is summed by gloo, beside NCCL.
             os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
 
@@ -129,19 +128,6 @@ class FSDP2(Engine):
         if trainer.args.should_save:
             trainer.model.config.dtype = dtype
             trainer._save(str(path), {name: w.to(dtype) for name, w in weights.items()})
-
-
-def offloads(fsdp_config: Any) -> bool:
-    """Whether FSDP2's settings (a file's name, JSON or a dict) keep the weights in host memory."""
-    if isinstance(fsdp_config, str):
-        is_json = fsdp_config.lstrip().startswith("{")
-        try:
-            fsdp_config = json.loads(fsdp_config if is_json else Path(fsdp_config).read_text())
-        except OSError as error:
-            raise UserError(f"--fsdp_config: no such file: {fsdp_config}") from error
-        except ValueError as error:
-            raise UserError(f"--fsdp_config {fsdp_config}: not JSON: {error}") from error
-    return bool((fsdp_config or {}).get("cpu_offload"))
 
 
 def keep_shapes_only(model: Any, mixed: bool) -> None:

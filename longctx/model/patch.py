@@ -170,8 +170,6 @@ def _not_covered(model: LlamaForCausalLM, inputs: dict[str, Any]) -> str | None:
         return f"a {mask.dim()}-dimensional attention mask"
     if model.dtype == torch.float64:
         return "weights in float64"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"hidden_act {config.hidden_act!r}"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast (use --dtype bfloat16 instead of --bf16 for the schedule)"
     return why_not_scheduled(model)

@@ -11,9 +11,9 @@ import torch
 import yaml
 from paths import ROOT
 
-from longctx.config import TrainArguments
+from longctx.config import TrainArguments, read_settings
 from longctx.engines import check_resume, choose_engine
-from longctx.engines.fsdp import FSDP2, offloads
+from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
 
@@ -74,13 +74,17 @@ def test_options_and_environment_choose_the_engine(
 
 
 def test_host_offload_is_seen_in_a_file_text_or_dict(tmp_path: Path) -> None:
+    def offloads(settings: object) -> bool:
+        return bool(read_settings("fsdp_config", settings).get("cpu_offload"))
+
     assert offloads(str(ROOT / "fsdp_configs/fsdp2_offload.json"))
     assert not offloads(str(ROOT / "fsdp_configs/fsdp2.json"))
     assert offloads('{"cpu_offload": true}') and offloads({"cpu_offload": True})
-    assert not offloads(None)
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(UserError, match="broken.json: not JSON"):
-        offloads(str(tmp_path / "broken.json"))
+    assert not offloads(None) and not offloads("false")
+    for text in ("{", "[1]"):
+        (tmp_path / "broken.json").write_text(text)
+        with pytest.raises(UserError, match="broken.json: not JSON"):
+            offloads(str(tmp_path / "broken.json"))
 
 
 def test_a_checkpoint_of_another_engine_is_refused(tmp_path: Path) -> None:
