@@ -18,23 +18,37 @@ from transformers import set_seed
 
 from longctx.config import TrainArguments
 from longctx.data.example import show_example
-from longctx.data.rows import build_dataset, check_sources, collate, document_names
+from longctx.data.rows import (
+    build_dataset,
+    check_sources,
+    collate,
+    document_names,
+    rows_identity,
+)
 from longctx.data.tokenizer import load_tokenizer
 from longctx.engines import check_resume
 from longctx.errors import UserError, survive_lost_output
-from longctx.run import FINAL, METRICS
-from longctx.run.checkpoint import resolve_resume
-from longctx.run.loading import check_request, load_config, load_model, weights_bytes
-from longctx.run.metrics import peak_memory
-from longctx.run.oom import explained_oom, explained_oom_of_weights
-from longctx.run.options import parse_args
-from longctx.run.output_dir import (
+from longctx.output import FINAL, METRICS
+from longctx.output.definition import check_same_run, define
+from longctx.output.folder import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
     lock_folder,
     open_output_dir,
 )
+from longctx.output.resume import resolve_resume
+from longctx.run.interrupts import exit_on_signals
+from longctx.run.loading import (
+    check_request,
+    compute_dtype,
+    load_config,
+    load_model,
+    weights_bytes,
+)
+from longctx.run.metrics import peak_memory
+from longctx.run.oom import explained_oom, explained_oom_of_weights
+from longctx.run.options import parse_args
 from longctx.run.trainer import LongTrainer
 
 SPECIAL = ("bos", "eos", "pad")
@@ -44,9 +58,9 @@ QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 def main(argv: list[str] | None = None) -> None:
     # 1. Options: flags and recipe, checked together, and the engine they ask for.
     model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
-    resume = resolve_resume(args)
     check_sources(data_args)
     engine.start(args)
+    resume = resolve_resume(args)
     check_resume(engine, args, resume)
     check_request(model_args, args.device)
 
@@ -84,6 +98,15 @@ def main(argv: list[str] | None = None) -> None:
             show_example(row, names(row["documents"]), tokenizer)
         return
 
+    run = define(
+        [model_args, data_args, args, args.accelerator_config],
+        dtype=compute_dtype(model_args, args.device),
+        data=rows_identity(data_args, train_rows),
+        model=config.to_dict(),
+        num_processes=args.world_size,
+    )
+    check_same_run(resume, run, args.allow_changed or [])
+
     # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):
@@ -100,6 +123,7 @@ def main(argv: list[str] | None = None) -> None:
             data_collator=collate,
             processing_class=tokenizer,
             document_names=names,
+            run=run,
         )
 
     # 5. Train.
@@ -137,6 +161,7 @@ def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> N
 
 if __name__ == "__main__":
     survive_lost_output()
+    exit_on_signals()
     try:
         main()
     except UserError as error:

@@ -20,6 +20,7 @@ COMMANDS = {
     "cache": "longctx.data.prune",
     "eval": "longctx.report.evaluate",
     "report": "longctx.report.report",
+    "verify": "longctx.output.verify",
 }
 """Command -> module."""
 

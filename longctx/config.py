@@ -186,6 +186,11 @@ class TrainArguments(TrainingArguments):
         "Continue from a checkpoint-N folder. `last`: the newest whole one in --output_dir; "
         "`auto`: that, or a new run where there is none yet, for jobs that are requeued.",
     )
+    allow_changed: list[str] | None = _option(
+        None,
+        "When resuming: parts of the run that may differ from the checkpoint's, by the names that "
+        "the refusal shows (seq_len, seed, data, num_processes, ...).",
+    )
     logging_steps: float = _option(1, "Steps between two logged lines.")
     report_to: None | str | list[str] = _option("none", "tensorboard, wandb, ...; none by default.")
     prediction_loss_only: bool = _option(

@@ -13,7 +13,7 @@ from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import train
-from longctx.run import METRICS
+from longctx.output import METRICS
 from longctx.run.trainer import LongTrainer
 
 

@@ -10,8 +10,9 @@ from paths import ROOT
 from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
-    "report": {"run", "data"},
-    "run": {"engines", "model", "memory", "kernels"},
+    "report": {"run", "output", "data"},
+    "run": {"output", "engines", "model", "memory", "kernels"},
+    "output": {"memory"},
     "engines": {"memory"},
     "model": {"memory", "kernels"},
     "data": set(),

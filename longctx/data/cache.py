@@ -119,6 +119,15 @@ def write_arrow(path: Path, features: Features, rows: Iterable[dict[str, Any]]) 
     return Dataset.from_file(str(path))
 
 
+def content_of(dataset: Dataset) -> str | None:
+    """The checksum of a dataset of `write_arrow` or `open_arrow`: equal for equal rows, wherever
+    their sources lie."""
+    for file in dataset.cache_files:
+        with suppress(OSError):
+            return _checksum_path(Path(file["filename"])).read_text(encoding="utf-8")
+    return None
+
+
 def mark_used(path: Path) -> None:
     """Sets the time that `longctx cache` shows: many disks are mounted without access times."""
     with suppress(OSError):  # somebody else's cache can be read without being written

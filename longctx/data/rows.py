@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.config import DataArguments, expanded
 from longctx.data.cache import (
     cache_path,
+    content_of,
     digest,
     file_identity,
     open_arrow,
@@ -180,6 +181,14 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     for filled, row in zip(documents, rows, strict=True):
         filled[: len(row["documents"])] = torch.as_tensor(row["documents"])
     return {**batch, "documents": documents}
+
+
+def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
+    """Differs where the rows of `build_dataset` do; of a stream, which nobody has read yet, where
+    it comes from."""
+    if isinstance(rows, IterableDataset):
+        return [args.dataset_name, args.dataset_config, args.dataset_split]
+    return content_of(rows)
 
 
 def document_names(

@@ -49,7 +49,9 @@ def destroy_process_group() -> None:
 
 
 def local_shard(tensor: Any) -> Any:
-    """This process' part of a tensor that FSDP2 has sharded; anything else as it is."""
+    """This process' part of a tensor that FSDP2 or ZeRO-3 has sharded; anything else as it is."""
+    if hasattr(tensor, "ds_tensor"):
+        return tensor.ds_tensor
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -35,9 +35,15 @@ class Plain(Engine):
             args._n_gpu = 1
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
-        if list(checkpoint.glob("optimizer*")):
+        # transformers would start both from zero where one is missing.
+        missing = [name for name in ("optimizer", "scheduler") if not _holds(checkpoint, name)]
+        if not missing:
             return None
         return (
-            f"{checkpoint} holds no optimizer (--save_only_model) and cannot be resumed: start "
+            f"{checkpoint} holds no {missing[0]} (--save_only_model?) and cannot be resumed: start "
             "from its weights with --model_name_or_path"
         )
+
+
+def _holds(checkpoint: Path, name: str) -> bool:
+    return any(checkpoint.glob(f"{name}.*"))

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import UserError
+from longctx.output import METRICS
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
-from longctx.run import METRICS
 
 Line = dict[str, Any]
 

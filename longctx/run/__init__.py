@@ -1,9 +1,4 @@
-"""A run: options, model, trainer, and what it leaves in its output folder.
+"""A run: options, model, trainer, and what happens around its steps.
 
-checkpoint-N/   whole or absent (checkpoint.py)
-final/          the model that `from_pretrained` loads
-metrics.jsonl   a line a logged step (callbacks.py); `longctx report` draws it
+What it leaves in its folder is longctx/output's.
 """
-
-FINAL = "final"
-METRICS = "metrics.jsonl"

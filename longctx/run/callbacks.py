@@ -12,7 +12,8 @@ from transformers import ProgressCallback, TrainerCallback
 
 from longctx.errors import print_rank0
 from longctx.model.families import why_not_scheduled
-from longctx.run import METRICS
+from longctx.output import METRICS
+from longctx.output.save import disk_problem
 from longctx.run.metrics import Throughput
 
 
@@ -81,6 +82,42 @@ def _step(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, LookupError, TypeError):
         return float("inf")
+
+
+class Reporter:
+    """A reporting integration of transformers (TensorBoard, ...) whose full disk ends no run."""
+
+    def __init__(self, callback: TrainerCallback) -> None:
+        self._callback = callback
+        self._said = False
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._callback, name)
+        return self._guarded(method) if name.startswith("on_") else method
+
+    def _guarded(self, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                if (reason := disk_problem(error)) is None:
+                    raise
+                if not self._said:
+                    name = type(self._callback).__name__
+                    print_rank0(f"{name} cannot write: {reason}; training goes on without it")
+                self._said = True
+
+        return call
+
+
+def spare_reporters(handler: Any) -> None:
+    """Wraps transformers' own reporting callbacks, of --report_to, in `Reporter`."""
+    handler.callbacks = [
+        Reporter(callback)
+        if type(callback).__module__.startswith("transformers.integr")
+        else callback
+        for callback in handler.callbacks
+    ]
 
 
 class Console(ProgressCallback):

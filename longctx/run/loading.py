@@ -16,6 +16,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -76,6 +77,11 @@ def check_request(args: ModelArguments, device: torch.device) -> None:
         _hf_attention(args, device)
 
 
+def compute_dtype(args: ModelArguments, device: torch.device) -> torch.dtype:
+    """What `--dtype` means on this device."""
+    return _dtype(args.dtype, device)
+
+
 def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
     """The size of the model's parameters, without making them; 0 for a class that is not
     transformers' own."""
@@ -122,6 +128,7 @@ def load_model(
                 attn_implementation=attention,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
+                generation_config=_generation(args, config),
                 **where,
             )
         except torch.OutOfMemoryError:
@@ -143,6 +150,23 @@ def load_model(
         f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
     )
     return model
+
+
+def _generation(args: ModelArguments, config: PretrainedConfig) -> GenerationConfig | None:
+    """None: transformers reads the model's own. Where it refuses to, training need not: a new one
+    takes its place, and it is said."""
+    name, where = _pretrained(args)
+    if "gguf_file" in where:
+        return None
+    try:
+        GenerationConfig.from_pretrained(name)
+    except OSError:  # most base models have none
+        return None
+    except Exception as error:  # each of transformers' checks has a type of its own
+        reason = " ".join(str(error).split())[:200]
+        print_rank0(f"{name}: its generation_config.json is left out ({reason})")
+        return GenerationConfig.from_model_config(config)
+    return None
 
 
 def _refuse_missing(args: ModelArguments, found: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from longctx.engines.collectives import any_rank
+from longctx.engines.collectives import any_rank, local_shard
 from longctx.errors import UserError, print_rank0
 from longctx.model.runtime import patched_part
 
@@ -79,6 +79,16 @@ class NonFinite:
         print_rank0(f"{line}; skipped")
         return True
 
+    def check_update(self, model: Any, step: int) -> None:
+        """Raises UserError if a weight is not finite after the update of `step`. Every process must
+        call it."""
+        found = [name for name in gather_object([broken_weight(model)]) if name]
+        if found:
+            raise UserError(
+                f"step {step} broke the weight {found[0]}: it is not finite after the update; "
+                "lower --learning_rate; earlier checkpoints are from before it"
+            )
+
 
 def explain(model: nn.Module, batches: Sequence[Batch], names: Names, *, again: bool = True) -> str:
     """Where the numbers went wrong, in one line. Every process must call it; gradients are lost.
@@ -99,8 +109,19 @@ def explain(model: nn.Module, batches: Sequence[Batch], names: Names, *, again: 
 
 
 def _broken_weight(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
-    broken = next((name for name, w in model.named_parameters() if not _finite(w)), None)
-    return broken and f"the weight {_plain(broken)} was broken before it"
+    name = broken_weight(model)
+    return name and f"the weight {name} was broken before it"
+
+
+def broken_weight(model: nn.Module) -> str | None:
+    """The first parameter that is not finite, as far as this process holds it."""
+    # The norm, unlike isfinite, needs no memory of the weight's size.
+    norms = {
+        name: torch.linalg.vector_norm(shard.detach(), math.inf)
+        for name, weight in model.named_parameters()
+        if (shard := local_shard(weight)).numel() and shard.is_floating_point()
+    }
+    return next((_plain(name) for name, norm in norms.items() if not norm.isfinite()), None)
 
 
 def _broken_output(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,19 +17,26 @@ from transformers.trainer_callback import PrinterCallback
 from longctx.config import TrainArguments
 from longctx.engines import Engine, choose_engine
 from longctx.model.runtime import patched_part
-from longctx.run.callbacks import Clock, Console, MetricsFile, Reserve
-from longctx.run.checkpoint import (
-    STATE,
+from longctx.output import STATE
+from longctx.output.definition import Run
+from longctx.output.rehearsal import rehearse_save
+from longctx.output.resume import (
+    apply_learning_rate,
+    apply_options,
     explained_damage,
+    group_options,
     mapped_files,
+)
+from longctx.output.save import (
+    common_staging,
     publish,
-    publish_checkpoint,
+    remove_staging,
     report_unsaved,
     require_space,
     rotate,
-    staging_path,
     try_on_all_ranks,
 )
+from longctx.run.callbacks import Clock, Console, MetricsFile, Reserve, spare_reporters
 from longctx.run.interrupts import Interrupts
 from longctx.run.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
 from longctx.run.nonfinite import Names, NonFinite
@@ -62,13 +68,15 @@ class LongTrainer(Trainer):
         seq_len: int,
         engine: Engine | None = None,
         document_names: Names | None = None,
+        run: Run | None = None,
         **kwargs: Any,
     ) -> None:
         """`seq_len` is the longest row; `document_names` names the records that rows carry as
-        `documents`, for errors."""
+        `documents`, for errors; `run` is what checkpoints record of what defines the run."""
         super().__init__(model=model, args=args, **kwargs)
         self._dtype = model.dtype  # FSDP2 makes fp32 of it
         self._staging: Path | None = None
+        self._run = run
         self.engine = engine or choose_engine(args)
         self.engine.configure(self, args)
         names = document_names or (lambda numbers: [f"record {number}" for number in numbers])
@@ -93,6 +101,7 @@ class LongTrainer(Trainer):
             self.add_callback(Reserve(patched, args.per_device_train_batch_size * seq_len))
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
+        spare_reporters(self.callback_handler)
         self.add_callback(Clock(self.throughput))
         self.add_callback(MetricsFile())
         self.add_callback(self.interrupts)
@@ -101,12 +110,26 @@ class LongTrainer(Trainer):
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        rehearse_save(self)
         with self.interrupts:
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
+        self._check_update()
         last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         self.interrupts.exit_if_stopped(saved=last.is_dir())
         return result
+
+    def _check_update(self) -> None:
+        """The next step's loss would tell that an update broke the weights: a save, and the end of
+        the run, come before it."""
+        self.nonfinite.check_update(self.model, self.state.global_step)
+
+    @overrides
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """How often to log, save and evaluate is this run's to say, not the checkpoint's."""
+        begin = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return begin
 
     @overrides
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -199,17 +222,19 @@ class LongTrainer(Trainer):
 
     @overrides
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Saves whole or not at all, in the steps of `checkpoint.py`."""
+        """Saves whole or not at all, in the steps of `longctx/output/save.py`."""
+        self._check_update()
         run_dir = Path(self._get_output_dir(trial))
         checkpoint = run_dir / f"checkpoint-{self.state.global_step}"
-        staging = staging_path(checkpoint)
+        staging = common_staging(checkpoint)
+        staged = staging / checkpoint.name
         best = self.state.best_model_checkpoint
         self.accelerator.wait_for_everyone()
 
         def prepare() -> None:
             require_space(run_dir, self._checkpoint_bytes)
             # Every process looks for it, to note the best checkpoint, before FSDP2 writes.
-            (staging / checkpoint.name).mkdir(parents=True, exist_ok=True)
+            staged.mkdir(parents=True, exist_ok=True)
 
         def write() -> None:
             self._staging = staging
@@ -219,21 +244,29 @@ class LongTrainer(Trainer):
                 self._staging = None
 
         def publish_it() -> None:
-            self._forget_staging(staging / checkpoint.name, checkpoint)
+            self._forget_staging(staged, checkpoint)
             if self.args.should_save:
-                staged = staging / checkpoint.name
-                self._checkpoint_bytes = publish_checkpoint(staged, checkpoint)
-                newest = {checkpoint, Path(self.state.best_model_checkpoint or checkpoint)}
-                rotate(run_dir, self.args.save_total_limit, newest)
+                self._checkpoint_bytes = publish(staged, checkpoint, self._run)
 
-        problem = (
-            try_on_all_ranks(prepare) or try_on_all_ranks(write) or try_on_all_ranks(publish_it)
-        )
+        with self._swept(staging):
+            problem = (
+                try_on_all_ranks(prepare) or try_on_all_ranks(write) or try_on_all_ranks(publish_it)
+            )
         if problem:
             self.state.best_model_checkpoint = best
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
             report_unsaved(problem, checkpoint, stop=self.args.on_save_error == "stop")
+        elif self.args.should_save:
+            newest = {checkpoint, Path(self.state.best_model_checkpoint or checkpoint)}
+            rotate(run_dir, self.args.save_total_limit, newest)
+
+    @contextmanager
+    def _swept(self, staging: Path) -> Iterator[None]:
+        """What is still there when a save is over, however it ended, was not published."""
+        try:
+            yield
+        finally:
+            if self.args.should_save:
+                remove_staging(staging)
 
     @overrides
     def _get_output_dir(self, trial: Any) -> str:
@@ -256,9 +289,16 @@ class LongTrainer(Trainer):
 
     @overrides
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        asked = group_options(self.optimizer)
+        base_lrs = list(getattr(self.lr_scheduler, "base_lrs", ()))
         mapped = mapped_files() if self.engine.maps_optimizer else nullcontext()
         with explained_damage(checkpoint), mapped:
             super()._load_optimizer_and_scheduler(checkpoint)
+        if not self.engine.steps_itself:
+            apply_options(self.optimizer, asked, Path(checkpoint))
+        apply_learning_rate(self.lr_scheduler, base_lrs)
 
     @overrides
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -279,16 +319,16 @@ class LongTrainer(Trainer):
 
     def save_final(self, path: Path) -> None:
         """Writes the model and tokenizer that `from_pretrained` loads, whole or not at all."""
-        staging = staging_path(path)
+        staging = common_staging(path)
         self.accelerator.wait_for_everyone()
 
         def publish_it() -> None:
             if self.args.should_save:
-                publish(staging, path)
+                publish(staging, path, self._run)
 
-        problem = try_on_all_ranks(
-            lambda: self.engine.save_model(self, staging, self._dtype)
-        ) or try_on_all_ranks(publish_it)
+        with self._swept(staging):
+            problem = try_on_all_ranks(
+                lambda: self.engine.save_model(self, staging, self._dtype)
+            ) or try_on_all_ranks(publish_it)
         if problem:
-            shutil.rmtree(staging, ignore_errors=True)
             report_unsaved(problem, path, stop=True)

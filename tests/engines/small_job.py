@@ -15,7 +15,7 @@ import torch
 from paths import PYTHONPATH, ROOT
 from transformers import AutoModelForCausalLM
 
-from longctx.run import METRICS
+from longctx.output import METRICS
 
 STEPS = 5
 ROWS_A_STEP = 4

@@ -14,7 +14,8 @@ from transformers import TrainerCallback
 
 from longctx.data.rows import collate
 from longctx.errors import UserError
-from longctx.run import METRICS, nonfinite
+from longctx.output import METRICS
+from longctx.run import nonfinite
 from longctx.run.nonfinite import first_nonfinite
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

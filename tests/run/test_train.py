@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from longctx.errors import UserError
-from longctx.run import METRICS
+from longctx.output import METRICS
 from longctx.run.trainer import LongTrainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -17,16 +17,17 @@ from longctx.config import TrainArguments
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
-from longctx.run.checkpoint import resolve_resume, staging_path
-from longctx.run.output_dir import (
+from longctx.output.folder import (
     check_disk_space,
     check_output_dir,
     clear_output_dir,
     lock_folder,
 )
+from longctx.output.removal import staging_path
+from longctx.output.resume import resolve_resume
 
 HOLD = (
-    "import sys, time, os, pathlib; from longctx.run.output_dir import lock_folder;"
+    "import sys, time, os, pathlib; from longctx.output.folder import lock_folder;"
     "lock = lock_folder(pathlib.Path(sys.argv[1])); child = os.fork();"
     "child and print('held', flush=True); time.sleep(60)"
 )
@@ -78,6 +79,7 @@ def test_an_earlier_run_is_refused_resumed_or_overwritten(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="--overwrite_output_dir"):
         check_output_dir(tmp_path, arguments(tmp_path), None)
     check_output_dir(tmp_path, arguments(tmp_path), old)
+    (old / "trainer_state.json").write_text('{"global_step": 3}')
     clear_output_dir(tmp_path, old)
     assert old.exists()
     check_output_dir(tmp_path, arguments(tmp_path, overwrite_output_dir=True), None)

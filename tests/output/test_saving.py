@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import TrainerCallback
 
 from longctx.errors import UserError
-from longctx.run import checkpoint
-from longctx.run.checkpoint import disk_problem, require_space, rotate, try_on_all_ranks
+from longctx.output import save
+from longctx.output.save import disk_problem, require_space, rotate, try_on_all_ranks
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -75,13 +75,13 @@ def test_a_full_disk_is_survived(flags, full_disk, tmp_path, capsys) -> None:
 
 def test_the_last_whole_checkpoint_stays_while_none_can_be_saved(flags, tmp_path, monkeypatch):
     """With a limit of one: the new checkpoint fails, so the old one is all there is."""
-    free = checkpoint.shutil.disk_usage
+    free = save.shutil.disk_usage
 
     def little(path):
         saved = (Path(path) / "checkpoint-2").exists()
         return free(path)._replace(free=10**4 if saved else 10**9)
 
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", little)
+    monkeypatch.setattr(save.shutil, "disk_usage", little)
     run(flags, tmp_path / "run", "--on_save_error", "continue", "--save_total_limit", "1")
     assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
@@ -103,20 +103,15 @@ def test_what_a_full_disk_raises_is_known(tmp_path) -> None:
     assert disk_problem(ValueError("shapes differ")) is None
 
 
-def test_rotation_deletes_the_oldest_saved_not_the_lowest(tmp_path) -> None:
-    """A run resumed from an early step saves lower numbers than are there already."""
-    import os
-
-    for age, step in enumerate((8, 10, 4, 6)):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        os.utime(folder, (1000 + age, 1000 + age))
-    rotate(tmp_path, 2, {tmp_path / "checkpoint-6", tmp_path / "checkpoint-8"})
-    assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-8"]
-    rotate(tmp_path, 1, {tmp_path / "checkpoint-6", tmp_path / "checkpoint-8"})
-    assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+def test_rotation_deletes_the_oldest_and_keeps_the_best(tmp_path) -> None:
+    for step in (8, 10, 4, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    rotate(tmp_path, 2, {tmp_path / "checkpoint-10", tmp_path / "checkpoint-4"})
+    assert checkpoints(tmp_path) == ["checkpoint-10", "checkpoint-4"]
+    rotate(tmp_path, 1, {tmp_path / "checkpoint-10", tmp_path / "checkpoint-4"})
+    assert checkpoints(tmp_path) == ["checkpoint-10", "checkpoint-4"]
     rotate(tmp_path, None, set())
-    assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+    assert checkpoints(tmp_path) == ["checkpoint-10", "checkpoint-4"]
 
 
 def test_final_reports_a_full_disk(flags, tmp_path, monkeypatch) -> None:

@@ -18,8 +18,9 @@ from typing import IO
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
 from longctx.memory.plan import GIB
-from longctx.run import FINAL, METRICS
-from longctx.run.checkpoint import STAGING, checkpoint_step
+from longctx.output import FINAL, METRICS, STAGING, checkpoint_step
+from longctx.output.removal import discard, remove, require_removable
+from longctx.output.resume import set_aside_later
 
 LOCK = ".lock"
 
@@ -35,15 +36,20 @@ def open_output_dir(args: TrainArguments) -> Path:
 
 
 def check_output_dir(output_dir: Path, args: TrainArguments, resume: Path | None) -> None:
-    """Raises UserError if an earlier run is there that is neither resumed nor to be overwritten.
+    """Raises UserError if an earlier run is there that is neither resumed nor to be overwritten, or
+    that cannot be deleted.
 
     With `--resume_from_checkpoint auto` a run that has saved nothing is started again. Nothing in
     the folder is touched yet.
     """
-    earlier = {path.name for path in _earlier_run(output_dir)}
-    if str(args.resume_from_checkpoint).lower() == "auto":
-        earlier -= {METRICS}
-    if resume is None and not args.overwrite_output_dir and earlier:
+    if resume is not None:
+        return
+    earlier = _earlier_run(output_dir)
+    if args.overwrite_output_dir:
+        require_removable(earlier)
+        return
+    started_only = {METRICS} if str(args.resume_from_checkpoint).lower() == "auto" else set()
+    if {path.name for path in earlier} - started_only:
         raise UserError(
             f"{output_dir} holds an earlier run: continue it with --resume_from_checkpoint last, "
             "replace it with --overwrite_output_dir, or choose another --output_dir"
@@ -51,13 +57,18 @@ def check_output_dir(output_dir: Path, args: TrainArguments, resume: Path | None
 
 
 def clear_output_dir(output_dir: Path, resume: Path | None) -> None:
-    """Deletes what a killed run left half done and, unless resuming, the run to be overwritten.
+    """Makes way for the run: what a killed one left half done goes, and so does the run to be
+    overwritten; when resuming, checkpoints of later steps are set aside.
 
     Called when everything else is known to work, by one process.
     """
-    leftovers = list(output_dir.glob(STAGING + "*"))
-    for path in leftovers + ([] if resume else _earlier_run(output_dir)):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in output_dir.glob(STAGING + "*"):
+        remove(path)  # what cannot be deleted stands in nobody's way
+    if resume is not None:
+        set_aside_later(output_dir, resume)
+        return
+    for path in _earlier_run(output_dir):
+        discard(path)
 
 
 def _earlier_run(output_dir: Path) -> list[Path]:
@@ -92,8 +103,13 @@ def lock_folder(folder: Path) -> IO[bytes]:
     Raises UserError if another process has it. Says so where the filesystem knows no locks.
     """
     try:
-        file = open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+        opened = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = open(opened, "r+b", buffering=0)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(
+                f"{folder / LOCK} is a link and would be overwritten: remove it"
+            ) from error
         raise UserError(f"cannot write to {folder}: {error.strerror}") from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,8 +19,8 @@ from transformers import TrainerState
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError
+from longctx.output.resume import integrity_problem, resolve_resume
 from longctx.run.callbacks import MetricsFile
-from longctx.run.checkpoint import integrity_problem, resolve_resume
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_model(flags, copy, tmp_path) -> None:
 
 MEASURE = """
 import json, resource, sys, torch
-from longctx.run.checkpoint import mapped_files
+from longctx.output.resume import mapped_files
 from paths import PYTHONPATH
 mapped = sys.argv[2] == "mapped"
 def anonymous_kib():

@@ -8,8 +8,10 @@ import pytest
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError
-from longctx.run.checkpoint import publish, resolve_resume, staging_path
-from longctx.run.output_dir import check_output_dir
+from longctx.output.folder import check_output_dir
+from longctx.output.removal import staging_path
+from longctx.output.resume import resolve_resume
+from longctx.output.save import publish
 
 
 def arguments(output_dir: Path, **changes) -> TrainArguments:
@@ -23,7 +25,8 @@ def test_publish_replaces_a_folder_whole(tmp_path: Path) -> None:
         staging.mkdir()
         (staging / text).write_text(text)
         publish(staging, final)
-    assert [p.name for p in tmp_path.rglob("*")] == ["final", "new"]
+    names = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*"))
+    assert names == ["final", "final/manifest.json", "final/new"]
 
 
 def test_resume_takes_the_newest_or_the_named_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""The output folder: what a run leaves there, written so that it is whole or absent, and read.
+
+    checkpoint-N/                 weights, optimizer, scheduler, RNG after N steps
+    final/                        the model that `from_pretrained` loads
+      manifest.json               in each of them: its files' checksums, and what defines the run
+    metrics.jsonl                 a line a logged step; `longctx report` draws it
+    abandoned-checkpoint-N/       set aside by a run that was resumed from an earlier step
+    .incomplete-.../  .lock       what is being written or deleted; who has the folder
+
+folder.py       one run at a time; an earlier one is resumed or overwritten, never mixed in
+rehearsal.py    everything small that a save writes, written once before step 1
+save.py         written aside, published by a rename, rotated; what a full disk does
+manifest.py     checksums of a folder; verify.py: `longctx verify`
+definition.py   what defines a run, and what may not change when it is resumed
+resume.py       which checkpoint, and reading it without running code from it
+removal.py      deleting what may be a link, or may not be deleted
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FINAL = "final"
+METRICS = "metrics.jsonl"
+STATE = "trainer_state.json"
+MANIFEST = "manifest.json"
+STAGING = ".incomplete-"
+ABANDONED = "abandoned-"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)", re.ASCII)
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """N of a folder called checkpoint-N; None for any other name."""
+    found = _CHECKPOINT.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Every checkpoint-N in the folder, by N; also links, and what is no folder."""
+    found = [path for path in output_dir.glob("checkpoint-*") if checkpoint_step(path) is not None]
+    return sorted(found, key=lambda path: (checkpoint_step(path), path.name))

@@ -1,0 +1,153 @@
+"""What defines a run: the options that decide which rows it trains and the numbers that come out.
+
+A checkpoint's manifest records them. Resumed with others, the run would go on as a different one
+under the old one's name, so a difference is refused in one line; `--allow_changed NAME ...` lets it
+through. What people change on purpose (APPLIED) is applied, and said. Options that change nothing
+but speed, memory or rounding are not recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from longctx.errors import UserError, print_rank0
+from longctx.output.manifest import read_manifest
+
+OPTIONS = (
+    # which rows, and in which order
+    "seq_len",
+    "long_documents",
+    "seed",
+    "data_seed",
+    "train_sampling_strategy",
+    "group_by_length",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "dataloader_drop_last",
+    "split_batches",
+    "dispatch_batches",
+    "even_batches",
+    # which numbers
+    "rope_scaling",
+    "dtype",
+    "bf16",
+    "fp16",
+    "optim",
+    "optim_args",
+    "optim_target_modules",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "average_tokens_across_devices",
+)
+APPLIED = (
+    "learning_rate",
+    "weight_decay",
+    "max_steps",
+    "num_train_epochs",
+    "save_steps",
+    "logging_steps",
+    "eval_steps",
+    "class_type",
+    "attn_backend",
+)
+DATA, MODEL, PROCESSES = "data", "model", "num_processes"
+NAMES = (*OPTIONS, DATA, MODEL, PROCESSES)
+"""What `--allow_changed` takes."""
+
+_ROWS = {"seq_len", "long_documents", "seed"}
+"""Other values give other rows from the same data."""
+_NO_MODEL = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
+"""What a config.json says besides what the model computes."""
+Run = dict[str, Any]
+
+
+def define(
+    options: Sequence[Any], *, dtype: Any, data: Any, model: Mapping[str, Any], num_processes: int
+) -> Run:
+    """The definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs means
+    here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`."""
+    run: Run = {}
+    for name in (*OPTIONS, *APPLIED):
+        owner = next((o for o in options if hasattr(o, name)), None)
+        if owner is not None:
+            run[name] = _plain(getattr(owner, name))
+    run |= {"dtype": str(dtype), DATA: data, PROCESSES: num_processes}
+    run[MODEL] = {k: _plain(v) for k, v in model.items() if k not in _NO_MODEL}
+    return run
+
+
+def check_same_run(checkpoint: Path | None, run: Run, allowed: Collection[str]) -> None:
+    """Compares with the definition in the checkpoint; says what is applied.
+
+    Raises UserError for a difference that is not `allowed`, and for an unknown name there.
+    """
+    if unknown := [name for name in allowed if name not in NAMES]:
+        raise UserError(
+            f"--allow_changed {unknown[0]}: no such part of a run; known: {', '.join(NAMES)}"
+        )
+    if checkpoint is None:
+        return
+    manifest = read_manifest(checkpoint)
+    if manifest is None or manifest["run"] is None:
+        print_rank0(
+            f"{checkpoint} does not say what it was trained with (another program saved it): "
+            "options and data are taken as they are now"
+        )
+        return
+    before: Run = manifest["run"]
+    changed = differences(before, run)
+    refused = {name: what for name, what in changed.items() if name not in allowed}
+    refused = {name: what for name, what in refused.items() if name not in applied(run)}
+    if refused:
+        raise UserError(
+            f"{checkpoint} is of another run: {', '.join(refused.values())} (then and now); give "
+            f"what it was trained with, or train on with --allow_changed {' '.join(refused)}"
+        )
+    if changed:
+        print_rank0(f"resuming with other options (then and now): {', '.join(changed.values())}")
+
+
+def applied(run: Run) -> set[str]:
+    """What may change without being asked for."""
+    on_plateau = run.get("lr_scheduler_type") == "reduce_lr_on_plateau"
+    return set(APPLIED) - ({"learning_rate"} if on_plateau else set())
+
+
+def differences(before: Run, now: Run) -> dict[str, str]:
+    """Name -> `name 64 -> 128`, of what both record."""
+    found = {
+        name: f"{name} {_shown(before[name])} -> {_shown(now[name])}"
+        for name in (*OPTIONS, PROCESSES, *APPLIED)
+        if name in before and name in now and before[name] != now[name]
+    }
+    if before.get(DATA) != now[DATA] and not _ROWS & found.keys():
+        found[DATA] = "data (the rows are not the same)"
+    model = before.get(MODEL, {})
+    keys = [key for key in model if key in now[MODEL] and model[key] != now[MODEL][key]]
+    if keys:
+        found[MODEL] = f"model ({', '.join(sorted(keys)[:3])} in config.json)"
+    return found
+
+
+def _shown(value: Any) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return str(getattr(value, "value", value))

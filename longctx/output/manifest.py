@@ -1,0 +1,82 @@
+"""manifest.json: which files a published folder holds, their sizes and checksums, and of which run.
+
+    {"format": 1, "run": {"seed": 42, ...}, "files": {"model.safetensors": [bytes, xxh3], ...},
+     "xxh3": of all the rest}
+
+It is written last, before the rename that publishes the folder. `run` is definition.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from longctx.checksum import checksums
+from longctx.output import MANIFEST
+
+FORMAT = 1
+
+
+class Damaged(Exception):
+    """The folder is not what its manifest says; the message tells in a few words."""
+
+
+def write_manifest(folder: Path, run: Mapping[str, Any] | None = None) -> int:
+    """Describes every file in the folder; returns their size in bytes. Raises OSError."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    sizes_bytes = [path.stat().st_size for path in paths]
+    sums = checksums(paths, "Checksums")
+    files = dict(zip(names, zip(sizes_bytes, sums, strict=True), strict=True))
+    content: dict[str, Any] = {"format": FORMAT, "run": run, "files": files}
+    text = json.dumps(content | {"xxh3": _digest(content)}, indent=1)
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    return sum(sizes_bytes)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """None where there is none: written by another program. Raises Damaged."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(content)
+        if content.pop("xxh3", None) != _digest(content) or content["format"] != FORMAT:
+            raise Damaged(f"{MANIFEST} is damaged, or of another version")
+        return content
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, RecursionError) as error:
+        raise Damaged(f"{MANIFEST} is unreadable") from error
+
+
+def check_files(folder: Path, *, contents: bool = True) -> int | None:
+    """Compares every file with the manifest, by size and (`contents`) by checksum; how many there
+    are, None without a manifest. Raises Damaged with the first that differs."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    files: dict[str, list[Any]] = manifest["files"]
+    for name, (size_bytes, _) in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise Damaged(f"{name} is missing")
+        if path.stat().st_size != size_bytes:
+            raise Damaged(f"{name} has {path.stat().st_size} of {size_bytes} bytes")
+    if contents:
+        try:
+            found = checksums([folder / name for name in files], f"Checking {folder.name}")
+        except OSError as error:
+            name = Path(error.filename or "a file").name
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from error
+        for (name, (_, expected)), checksum in zip(files.items(), found, strict=True):
+            if checksum != expected:
+                raise Damaged(f"{name} is damaged: its checksum is {checksum}, not {expected}")
+    return len(files)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()

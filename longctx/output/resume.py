@@ -1,0 +1,211 @@
+"""Which checkpoint a run continues from, and reading it: damage is one clear error, and nothing in
+it is run. Files are mapped, not copied.
+
+`last` is the newest one that agrees with its manifest. Later ones are set aside, so that a run has
+one timeline: what `last` finds afterwards was trained on from here.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.serialization import config as torch_files
+from transformers import TrainerState
+
+from longctx.config import TrainArguments, expanded
+from longctx.errors import UserError, print_rank0
+from longctx.output import ABANDONED, STATE, checkpoints
+from longctx.output.manifest import Damaged, check_files
+
+_READ_ERRORS = (SafetensorError, OSError, EOFError, RuntimeError, ValueError, LookupError)
+
+
+# --- choosing --------------------------------------------------------------------------------
+
+
+def resolve_resume(args: TrainArguments) -> Path | None:
+    """The checkpoint to resume from. `last` (or `true`) means the newest whole one in output_dir;
+    so does `auto`, which starts a new run where there is none yet (a job that is requeued).
+
+    The first process reads checkpoints and compares their checksums; the others hear the outcome.
+    Raises UserError for a folder that is not a whole checkpoint.
+    """
+    outcome: list[Any] = [None, None]
+    if args.process_index == 0:
+        try:
+            outcome[0] = _resolve(args)
+        except UserError as error:
+            outcome[1] = str(error)
+    if args.world_size > 1:
+        outcome = broadcast_object_list(outcome)
+    checkpoint, problem = outcome
+    if problem is not None:
+        raise UserError(problem)
+    return checkpoint
+
+
+def _resolve(args: TrainArguments) -> Path | None:
+    name = args.resume_from_checkpoint
+    if name is None or name.lower() == "false":
+        return None
+    output_dir = Path(str(args.output_dir))
+    if name.lower() == "auto" and not checkpoints(output_dir):
+        return None
+    if name.lower() in ("last", "true", "auto"):
+        return _last_whole(output_dir)
+    path = expanded(name)
+    if not path.is_dir():
+        raise UserError(f"--resume_from_checkpoint: no such folder: {path}")
+    if problem := integrity_problem(path):
+        raise UserError(
+            f"--resume_from_checkpoint: {path} is no whole checkpoint ({problem}); "
+            "name a checkpoint-N folder, `last` or `auto`"
+        )
+    return path
+
+
+def _last_whole(output_dir: Path) -> Path:
+    found = checkpoints(output_dir)
+    for path in reversed(found):
+        problem = integrity_problem(path)
+        if problem is None:
+            return path
+        print_rank0(f"not resuming from {path}: {problem}")
+    whole = "whole " if found else ""
+    raise UserError(f"nothing to resume: {output_dir} holds no {whole}checkpoint-N folder")
+
+
+def integrity_problem(checkpoint: Path) -> str | None:
+    """What is missing or damaged in a checkpoint, in a few words; None for a whole one."""
+    try:
+        global_step(checkpoint)
+        check_files(checkpoint)
+    except Damaged as problem:
+        return str(problem)
+    return None
+
+
+def global_step(checkpoint: Path) -> int:
+    """The steps it was trained for. Raises Damaged."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        TrainerState(**state)
+        return len(range(state["global_step"]))
+    except FileNotFoundError:
+        raise Damaged(f"{STATE} is missing") from None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise Damaged(f"{STATE} is unreadable") from error
+
+
+def set_aside_later(output_dir: Path, resume: Path) -> None:
+    """Renames the checkpoints of later steps than `resume`, so that nothing continues from them.
+
+    Raises UserError where that is not allowed.
+    """
+    step = global_step(resume)
+    later = [path for path in checkpoints(output_dir) if int(path.name.split("-")[1]) > step]
+    for path in later:
+        if path.resolve() == resume.resolve():
+            continue
+        aside = _free_name(path.with_name(ABANDONED + path.name))
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise UserError(
+                f"{path} lies after step {step} and cannot be set aside ({error.strerror}): move "
+                "it, or choose another --output_dir"
+            ) from error
+        print_rank0(f"{path} lies after step {step}: set aside as {aside.name}")
+
+
+def _free_name(path: Path) -> Path:
+    names = (path if n == 1 else path.with_name(f"{path.name}.{n}") for n in range(1, 10**6))
+    return next(name for name in names if not name.is_symlink() and not name.exists())
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def mapped_files() -> Iterator[None]:
+    """`torch.load` maps files instead of reading them into memory.
+
+    Pages are read as they are copied to the GPU, so host memory never holds all of an optimizer's
+    states; on the CPU the mapped pages (private, copy on write) are themselves the states.
+    """
+    with torch_files.patch("load.mmap", True):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def explained_damage(checkpoint: str | Path | None) -> Iterator[None]:
+    """Turns what a damaged or malicious checkpoint raises into a UserError. transformers reads
+    every .pt file with `weights_only=True`, which refuses all but tensors and plain values."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{checkpoint} holds a file that is damaged or would run code when read; nothing of it "
+            "was run: resume from another checkpoint"
+        ) from error
+    except torch.OutOfMemoryError:
+        raise
+    except (*_READ_ERRORS, CheckpointException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"cannot resume from {checkpoint} ({type(error).__name__}: {reason}): resume from "
+            "another checkpoint"
+        ) from error
+
+
+Options = Sequence[Mapping[str, Any]]
+"""A group of parameters each: lr, betas, weight_decay, ..."""
+
+
+def group_options(optimizer: Any) -> list[dict[str, Any]]:
+    """What the options of this run ask of each group of parameters."""
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
+    """After a checkpoint's states were read: options come from this run, states from the checkpoint
+    (torch takes both from there).
+
+    Raises UserError where the checkpoint's optimizer is of another kind, or has no states.
+    """
+    groups = optimizer.param_groups
+    missing = {key for group, new in zip(groups, asked, strict=True) for key in new.keys() - group}
+    adaptive = any("betas" in group for group in groups)
+    if missing or (adaptive and not any(map(len, optimizer.state.values()))):
+        what = f"has no {', '.join(sorted(missing))}" if missing else "has no states"
+        raise UserError(
+            f"the optimizer in {checkpoint} is not of this run's kind ({what}): give the --optim "
+            "it was trained with, or start from its weights with --model_name_or_path"
+        )
+    for group, new in zip(groups, asked, strict=True):
+        group.update({key: value for key, value in new.items() if key != "lr"})
+
+
+def apply_learning_rate(scheduler: Any, base_lrs: Sequence[float]) -> None:
+    """The rate of this run's schedule after the checkpoint's steps; the same bits if nothing has
+    changed. A schedule that is no function of the step (on a plateau of the loss) stays where it
+    was."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    if not isinstance(scheduler, LambdaLR):
+        return
+    scheduler.base_lrs[:] = base_lrs
+    factors = [function(scheduler.last_epoch) for function in scheduler.lr_lambdas]
+    rates = [base * factor for base, factor in zip(base_lrs, factors, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates

@@ -1,0 +1,57 @@
+"""Compares checkpoints and models with the checksums that were written while they were saved.
+
+    longctx verify runs/longctx                   every checkpoint-N and final in a run's folder
+    longctx verify runs/longctx/checkpoint-100    one of them
+
+Reads all of it, as fast as the disk does. The exit status is 1 if anything is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from longctx.config import expanded
+from longctx.errors import UserError
+from longctx.output import ABANDONED, FINAL, MANIFEST, checkpoints
+from longctx.output.manifest import Damaged, check_files
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="longctx verify", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER")
+    args = parser.parse_args(argv)
+    damaged = 0
+    for name in args.folders:
+        for folder in published(expanded(name)):
+            damaged += not verify(folder)
+    if damaged:
+        sys.exit(1)
+
+
+def published(folder: Path) -> list[Path]:
+    """The folder itself, or the published folders in it. Raises UserError where there is none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: give a run's --output_dir or a checkpoint-N")
+    if (folder / MANIFEST).exists():
+        return [folder]
+    inside = [*checkpoints(folder), *sorted(folder.glob(f"{ABANDONED}*")), folder / FINAL]
+    found = [path for path in inside if path.is_dir()]
+    if not found:
+        raise UserError(f"{folder} holds no checkpoint-N, no {FINAL} and no {MANIFEST}")
+    return found
+
+
+def verify(folder: Path) -> bool:
+    """Prints one line; whether nothing is damaged."""
+    try:
+        files = check_files(folder)
+    except Damaged as problem:
+        print(f"{folder}: DAMAGED: {problem}")
+        return False
+    print(f"{folder}: " + ("no manifest.json" if files is None else f"{files} files are whole"))
+    return True
