@@ -24,12 +24,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from longctx.annotate import annotate
 from longctx.errors import UserError
+from longctx.memory.machine import available_host_bytes
 from longctx.memory.plan import GIB, Offload, layers_on_gpu
 from longctx.memory.slab import PinnedSlab
 
@@ -69,7 +69,10 @@ class ActivationStore:
         self._pinned = PinnedSlab(0, device)
         self._stack: list[weakref.ref[Saved]] = []
         self._buffers: list[Tensor] = []
-        self._filled_for: Saved | None = None
+        # Whose backward reads the buffers, and who they are filled for: held by autograd's graph
+        # alone, so that what is left of a step that ran out of memory goes with its graph.
+        self._reader: weakref.ref[Saved] | None = None
+        self._filled: weakref.ref[Saved] | None = None
         self._tile_ready: dict[int, Any] = {}
         on_gpu = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if on_gpu else None
@@ -98,7 +101,7 @@ class ActivationStore:
 
     def _check_host(self, more_bytes: int) -> None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this machine
-        free_gib = psutil.virtual_memory().available / GIB / processes
+        free_gib = available_host_bytes() / GIB / processes
         if self.host_limit_gib is not None:
             free_gib = self.host_limit_gib - self._slab.numel() / GIB
         missing_gib = more_bytes / GIB - free_gib
@@ -119,7 +122,7 @@ class ActivationStore:
         """
         alive = self._alive()
         saved = Saved(rows, lse)
-        self._stack = [weakref.ref(s) for s in alive] + [weakref.ref(saved)]
+        self._stack = [weakref.ref(s) for s in [*alive, saved]]
         if layers_above < self.layers_on_gpu:
             return saved
         offset = max((s.offset + s.nbytes for s in alive if s.offset is not None), default=0)
@@ -154,18 +157,18 @@ class ActivationStore:
                 "as they are used (retain_graph is not supported)"
             )
         saved.used = True
-        if self._filled_for is not None and self._filled_for is not saved:
-            self._abandon_fill()
+        if self._filled is not None and self._filled() is not saved:
+            self._abandon()
         if saved.on_gpu is not None:
             return saved.on_gpu
-        if self._filled_for is not saved:
+        if self._filled is None:
             self._buffers = [
                 torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in saved.specs
             ]
             self._fill_begin(saved)
             for tile in tiles:
                 self._fill(saved, tile)
-        self._filled_for = None
+        self._reader, self._filled = self._watched(saved), None
         return list(self._buffers)
 
     def wait(self, tile: slice) -> None:
@@ -177,31 +180,41 @@ class ActivationStore:
         """The layer is done with this tile: the layer below's takes its place."""
         if saved.on_gpu is not None:
             return
-        if self._filled_for is None:
+        below = self._filled() if self._filled is not None else None
+        if below is None:
             alive = self._alive()
             if not alive or alive[-1].on_gpu is not None or alive[-1].specs != saved.specs:
                 return
             below = alive[-1]
             self._fill_begin(below)
-        assert self._filled_for is not None
-        self._fill(self._filled_for, tile)
+        self._fill(below, tile)
 
     def finish(self, saved: Saved) -> None:
         """The layer's backward is over; with the last one go the buffers."""
-        saved.on_gpu = None
-        if self._filled_for is None:
+        saved.on_gpu = self._reader = None
+        if self._filled is None:
             self._buffers = []
 
-    def _abandon_fill(self) -> None:
-        """Another layer came next than the one below (a graph was dropped). The buffers may be
-        reused only when the copies into them are done."""
+    def _watched(self, saved: Saved) -> weakref.ref[Saved]:
+        """A reference by which the store learns that a graph was dropped before its backward was
+        over: memory ran out, or another layer came next than the one below."""
+
+        def gone(reference: weakref.ref[Saved]) -> None:
+            if reference is self._reader or reference is self._filled:
+                self._abandon()
+
+        return weakref.ref(saved, gone)
+
+    def _abandon(self) -> None:
+        """Lets go of the buffers. They may be reused when the copies into them are done."""
         if self._in is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._in)
-        self._filled_for, self._buffers, self._tile_ready = None, [], {}
+        self._reader, self._filled = None, None
+        self._buffers, self._tile_ready = [], {}
 
     def _fill_begin(self, saved: Saved) -> None:
         """Starts to fill the buffers; the log-sum-exp goes first and whole."""
-        self._filled_for = saved
+        self._filled = self._watched(saved)
         self._tile_ready = {}
         with annotate("offload in"), _after_compute(self._in):
             if self._in is not None:

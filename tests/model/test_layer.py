@@ -7,6 +7,7 @@ every parameter's gradient are compared.
 from __future__ import annotations
 
 import copy
+import gc
 import random
 
 import pytest
@@ -294,6 +295,49 @@ def test_store_under_stress(keep, monkeypatch) -> None:
         for name, grad in grads.items():
             if grad is not None:
                 assert torch.equal(grad, our_grads[name]), f"step {step}: {name}"
+
+
+@pytest.mark.parametrize("offload", ["none", "all"])
+@pytest.mark.parametrize("part", ["mlp_backward_", "attention_backward_", "input_backward_"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_nothing_of_a_step_that_ran_out_of_memory_stays(offload, part, layer, monkeypatch) -> None:
+    """Wherever backward fails, no activation outlives its graph, and the next step is exact."""
+    from longctx.model import layer as schedule
+
+    _, _, ours = trio(torch.float32, dict(offload_activations=offload, tile_tokens=16))
+    ours.longctx.store.layers_on_gpu = 1 if offload == "all" else 3
+    inputs = batch(PACKED)
+    expected = gradients(ours, inputs)[1]
+    expected = {name: grad.clone() for name, grad in expected.items()}
+    before = _activations()
+    done, left = getattr(schedule, part), [2 - layer]
+
+    def failing(*args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return done(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(schedule, part, failing)
+        loss = ours(**inputs).loss
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+    del loss
+    assert ours.longctx.store.tensors_on_gpu() == []
+    ours.zero_grad()
+    assert _activations() <= before
+    for name, grad in gradients(ours, inputs)[1].items():
+        assert torch.equal(grad, expected[name]), name
+
+
+def _activations() -> int:
+    """Bytes of the tensors alive that are neither parameters nor the slab's."""
+    gc.collect()
+    kept = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype is torch.float32]
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values()
+    )
 
 
 def test_host_memory_that_is_too_small_is_named_before_the_first_step() -> None:

@@ -90,7 +90,7 @@ def test_what_is_changed_on_purpose_is_applied_and_said(flags, copy, capsys) -> 
     for change in (
         "learning_rate 0.003 -> 0.001",
         "weight_decay 0 -> 0.5",
-        "save_steps 2.0 -> 5",
+        "save_steps 2 -> 5",
     ):
         assert change in said
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 6, 8]

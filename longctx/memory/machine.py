@@ -1,0 +1,79 @@
+"""What host memory this process may still take: the machine's, under the limits of its container.
+
+A container's limit is its cgroup's, and everything above it counts too. Of what a cgroup uses, the
+page cache is given back when it is needed, as in the kernel's own MemAvailable. cgroup v1 and v2:
+Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+PROC = Path("/proc/self")
+
+
+def available_host_bytes() -> int:
+    """What can be taken without swapping and without being killed."""
+    return max(0, min(psutil.virtual_memory().available, *_rooms(PROC)))
+
+
+def _rooms(proc: Path) -> Iterator[int]:
+    """What is left under each limit that holds for this process."""
+    yield psutil.virtual_memory().total
+    for folder, mounted in _memory_cgroups(proc):
+        for level in [folder, *folder.parents]:
+            yield from _room(level)
+            if level == mounted:
+                break
+
+
+def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, Path]]:
+    """The process's cgroups that limit memory, each with the folder where its tree is mounted."""
+    paths: dict[bool, str] = {}  # is it v2 -> path in its tree
+    for line in _lines(proc / "cgroup"):
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" or "memory" in controllers.split(","):
+            paths[hierarchy == "0"] = path
+    for line in _lines(proc / "mountinfo"):
+        where, _, what = line.partition(" - ")
+        root, mounted = where.split()[3:5]
+        kind, _, options = what.split()
+        is_v2 = kind == "cgroup2"
+        if is_v2 in paths and (is_v2 or (kind == "cgroup" and "memory" in options.split(","))):
+            # Inside a container the tree may be mounted from the container's own cgroup on.
+            path = PurePosixPath(paths[is_v2])
+            inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
+            yield Path(mounted) / inside, Path(mounted)
+
+
+def _room(cgroup: Path) -> Iterator[int]:
+    """Its limit less what it uses and cannot give back; nothing where there is no limit."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory.high", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit_bytes, used_bytes = _number(cgroup / limit), _number(cgroup / used)
+        if limit_bytes is not None and used_bytes is not None:
+            stat = dict(line.split() for line in _lines(cgroup / "memory.stat"))
+            prefix = "total_" if "total_active_file" in stat else ""  # v1: with its children
+            cached = sum(
+                int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive")
+            )
+            yield limit_bytes - used_bytes + cached
+
+
+def _number(path: Path) -> int | None:
+    """None where the file is missing or says `max`."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux, or not for us to read
+        return []

@@ -1,0 +1,130 @@
+"""Limits of containers count as the machine's own memory does: cgroup v1 and v2, at every level."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from longctx.errors import UserError
+from longctx.memory import machine
+from longctx.memory.plan import GIB
+from longctx.memory.store import ActivationStore
+
+MIB = 2**20
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch):
+    """cgroups(lines of /proc/self/cgroup, (root, mount point, type, options)s, files by name)."""
+
+    def write(lines: str, mounts: list[tuple[str, str, str, str]], files: dict[str, str]) -> None:
+        (tmp_path / "cgroup").write_text(lines)
+        described = [
+            f"31 23 0:28 {root} {tmp_path}{mounted} rw,nosuid shared:9 - {kind} none {options}\n"
+            for root, mounted, kind, options in mounts
+        ]
+        (tmp_path / "mountinfo").write_text("".join(described))
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        monkeypatch.setattr(machine, "PROC", tmp_path)
+
+    return write
+
+
+V2 = [("/", "/fs", "cgroup2", "rw,nsdelegate")]
+V1 = [
+    ("/", "/fs/cpu", "cgroup", "rw,cpu"),
+    ("/docker/abc", "/fs/memory", "cgroup", "rw,memory"),
+]
+
+CASES = {
+    "v2": ("0::/job\n", V2, {"fs/job/memory.max": "500", "fs/job/memory.current": "200"}, 300),
+    "v2 page cache is given back": (
+        "0::/job\n",
+        V2,
+        {
+            "fs/job/memory.max": "500",
+            "fs/job/memory.current": "450",
+            "fs/job/memory.stat": "anon 100\nactive_file 150\ninactive_file 200\nshmem 20\n",
+        },
+        400,
+    ),
+    "v2 throttled before it is killed": (
+        "0::/job\n",
+        V2,
+        {
+            "fs/job/memory.max": "500",
+            "fs/job/memory.high": "400",
+            "fs/job/memory.current": "200",
+        },
+        200,
+    ),
+    "v2 a level above is narrower": (
+        "0::/slurm/job/step\n",
+        V2,
+        {
+            "fs/slurm/job/step/memory.max": "max",
+            "fs/slurm/job/step/memory.current": "10",
+            "fs/slurm/job/memory.max": "300",
+            "fs/slurm/job/memory.current": "250",
+        },
+        50,
+    ),
+    "v2 in a container of its own": (
+        "0::/\n",
+        V2,
+        {"fs/memory.max": "900", "fs/memory.current": "100"},
+        800,
+    ),
+    "v2 seen from outside its namespace": (
+        "0::/../other\n",
+        [("/kubepods/pod", "/fs", "cgroup2", "rw")],
+        {"fs/memory.max": "900", "fs/memory.current": "300"},
+        600,
+    ),
+    "v1": (
+        "5:cpu:/docker/abc\n4:memory:/docker/abc/job\n",
+        V1,
+        {
+            "fs/memory/job/memory.limit_in_bytes": "700",
+            "fs/memory/job/memory.usage_in_bytes": "300",
+            "fs/memory/job/memory.stat": "active_file 1\ntotal_active_file 5\n"
+            "total_inactive_file 6\n",
+            "fs/memory/memory.limit_in_bytes": "9223372036854771712",
+            "fs/memory/memory.usage_in_bytes": "800",
+        },
+        411,
+    ),
+    "used up": ("0::/job\n", V2, {"fs/job/memory.max": "5", "fs/job/memory.current": "9"}, 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_narrowest_limit_counts(cgroups, name) -> None:
+    lines, mounts, mebibytes, room_mib = CASES[name]
+
+    def in_bytes(text: str) -> str:
+        return re.sub(r"\b\d{1,5}\b", lambda number: str(int(number[0]) * MIB), text)
+
+    cgroups(lines, mounts, {file: in_bytes(text) for file, text in mebibytes.items()})
+    assert machine.available_host_bytes() == room_mib * MIB
+
+
+@pytest.mark.parametrize("lines", ["", "0::/job\n", "4:memory:/gone\n"])
+def test_without_a_limit_the_machine_counts(cgroups, lines, monkeypatch) -> None:
+    cgroups(lines, [], {})
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert machine.available_host_bytes() == memory.available
+
+
+def test_the_store_is_told(cgroups) -> None:
+    cgroups(*CASES["v2"][:2], {"fs/job/memory.max": str(GIB), "fs/job/memory.current": "0"})
+    store = ActivationStore(torch.device("cpu"), "all")
+    with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
+        store.reserve(layers=3, layer_bytes=GIB, working_bytes=0)
