@@ -139,6 +139,9 @@ class DataArguments:
     long_documents: Literal["split", "truncate"] = _option(
         "split", "A document longer than --seq_len: split into several rows, or keep its start."
     )
+    allow_undecodable: bool = _option(
+        False, "Train on files of which more than 2% is not text; what cannot be read is replaced."
+    )
     show_example: bool = _option(
         False, "Print one packed row, its documents and trained tokens in colour, and end."
     )

@@ -31,6 +31,8 @@ ROLES = {
     "observation": "tool",
     "ipython": "tool",
 }
+MAX_DEPTH = 100
+"""Levels of a record: json and chat templates go down by recursion, and the stack is finite."""
 FORMATS = "`text`, `messages`, `conversations` or `prompt` and `completion`"
 
 
@@ -53,6 +55,7 @@ def as_document(record: Any, where: str, replaced_bytes: int = 0) -> Document | 
     """
     if not isinstance(record, Mapping):
         raise UserError(f"{where}: expected an object with {FORMATS}, found {_kind(record)}")
+    _check_depth(record, where)
     given = {key for key, value in record.items() if value is not None}
     content: Any
     if "messages" in given or "conversations" in given:
@@ -73,8 +76,25 @@ def as_document(record: Any, where: str, replaced_bytes: int = 0) -> Document | 
         if not content.strip():
             return None
         return Document(kind="text", content=content, where=where, replaced_bytes=replaced_bytes)
-    found = ", ".join(f"`{key}`" for key in list(record)[:6]) or "nothing"
-    raise UserError(f"{where}: expected {FORMATS}, found {found}")
+    found = ", ".join(
+        f"`{key}`" + " (null)" * (value is None) for key, value in list(record.items())[:6]
+    )
+    raise UserError(f"{where}: expected {FORMATS}, found {found or 'nothing'}")
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Goes down level by level, not by recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        items = (
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, Mapping) else value)
+        )
+        level = [item for item in items if isinstance(item, (Mapping, list))]
+        if not level:
+            return
+    raise UserError(f"{where}: nested more than {MAX_DEPTH} levels deep: flatten or remove it")
 
 
 def _messages(turns: Any, key: str, where: str) -> list[dict[str, Any]]:
@@ -100,7 +120,8 @@ def _messages(turns: Any, key: str, where: str) -> list[dict[str, Any]]:
         if content is None and turn.get("tool_calls"):
             content = ""
         if not isinstance(content, str):
-            raise UserError(f"{at} needs a string as `{content_key}`, found {_kind(content)}")
+            found = _kind(content) if content_key in turn else "nothing"
+            raise UserError(f"{at} needs a string as `{content_key}`, found {found}")
         # Arrow fills absent fields with None, which templates would print.
         extra = {k: _without_none(v) for k, v in turn.items() if v is not None}
         extra = {k: v for k, v in extra.items() if k not in (role_key, content_key)}
@@ -121,6 +142,7 @@ def _text_part(part: Any, at: str) -> str:
 def _tools(tools: Any, where: str) -> Any:
     if isinstance(tools, str):  # datasets keep JSON schemas as strings
         tools = parse_json(tools, f"{where}: `tools`") if tools.strip() else []
+        _check_depth([tools], f"{where}: `tools`")
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise UserError(f"{where}: `tools` must be a list of JSON schemas")
     return [_without_none(tool) for tool in tools] or None
@@ -140,7 +162,7 @@ def _string(value: Any, key: str, where: str) -> str:
 
 def _kind(value: Any) -> str:
     if value is None:
-        return "nothing"
+        return "nothing (null)"
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     name = names.get(type(value), "a number")
     return f"an empty {name.split()[1]}" if value in ({}, [], "") else name

@@ -103,7 +103,7 @@ def build_dataset(
         records, identity = loaded, [loaded._fingerprint]
     else:
         paths = stdlib_files() if files is None else find_files(files)
-        identity = [file_identity(path) for path in paths]
+        identity = _identity(args, paths)
 
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     cache_dir = expanded(args.cache_dir)
@@ -118,7 +118,7 @@ def build_dataset(
     rows = open_arrow(rows_path, report["stats"]["rows"]) if report else None
     if report is None or rows is None:
         if records is None:
-            records = _documents(_documents_path(args, paths), paths)
+            records = _documents(args, paths)
             replaced = _replaced_bytes(records)
         else:
             replaced = {}
@@ -207,7 +207,7 @@ def document_names(
     def names(numbers: Iterable[int]) -> list[str]:
         if not path.exists() and _documents_path(args, paths) != path:
             raise UserError("the data has changed since it was read")
-        documents = _documents(path, paths)
+        documents = _documents(args, paths, path)
         return [documents[number]["where"] for number in numbers if number >= 0]
 
     return names
@@ -224,13 +224,19 @@ def _report(path: Path) -> dict[str, Any] | None:
     return report
 
 
+def _identity(args: DataArguments, files: list[Path]) -> list[Any]:
+    """All that decides what is read from files."""
+    return [file_identity(path) for path in files] + ["undecodable"] * args.allow_undecodable
+
+
 def _documents_path(args: DataArguments, files: list[Path]) -> Path:
-    key = digest([file_identity(path) for path in files])
-    return cache_path(expanded(args.cache_dir), "documents", key)
+    return cache_path(expanded(args.cache_dir), "documents", digest(_identity(args, files)))
 
 
-def _documents(path: Path, files: list[Path]) -> Dataset:
-    """The documents of files, as columns; read once and kept, so that they need not fit in RAM."""
+def _documents(args: DataArguments, files: list[Path], path: Path | None = None) -> Dataset:
+    """The documents of files, as columns; read once and kept (at `path`), so that they need not fit
+    in RAM."""
+    path = path or _documents_path(args, files)
 
     def columns(document: Document) -> dict[str, Any]:
         content = json.dumps(document.content)
@@ -240,7 +246,11 @@ def _documents(path: Path, files: list[Path]) -> Dataset:
     if cached is not None:
         return cached
     documents = tqdm(
-        read_documents(files), desc="Reading", unit=" documents", leave=False, disable=None
+        read_documents(files, allow_undecodable=args.allow_undecodable),
+        desc="Reading",
+        unit=" documents",
+        leave=False,
+        disable=None,
     )
     return write_arrow(path, DOCUMENT_FEATURES, map(columns, documents))
 

@@ -11,11 +11,14 @@ file (and line) and what to do.
 
 from __future__ import annotations
 
+import codecs
 import glob
+import io
 import json
 import os
+import re
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
@@ -30,6 +33,39 @@ TEXT_SUFFIXES = frozenset(
     " .rs .go .java .kt .scala .js .jsx .ts .tsx .rb .php .pl .lua .sh .sql .swift .m .r .jl .hs"
     " .ml .ex .erl .clj .cs .fs .zig .html .css .vue .cmake".split()
 )
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",  # begins with that of UTF-16
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+# A Latin-1 page of French holds 3% accented letters, and every one of them would be lost.
+UNDECODABLE_SHARE = 0.02
+UNPACK, CONVERT = "unpack it", "convert it to text"
+MAGIC_NUMBERS = {
+    rb"\x1f\x8b": ("gzip-compressed", UNPACK),
+    rb"PK\x03\x04": ("a zip archive", UNPACK),
+    rb"\x28\xb5\x2f\xfd": ("zstd-compressed", UNPACK),
+    rb"\xfd7zXZ\0": ("xz-compressed", UNPACK),
+    rb"BZh[1-9]1AY&SY": ("bzip2-compressed", UNPACK),
+    rb"\x04\x22\x4d\x18": ("lz4-compressed", UNPACK),
+    rb"7z\xbc\xaf\x27\x1c": ("a 7z archive", UNPACK),
+    rb"(?s).{257}ustar": ("a tar archive", UNPACK),
+    rb"%PDF-": ("a PDF", CONVERT),
+    rb"\x89PNG\r\n": ("a PNG picture", CONVERT),
+    rb"\xff\xd8\xff": ("a JPEG picture", CONVERT),
+    rb"GIF8[79]a": ("a GIF picture", CONVERT),
+    rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": ("an Office document", CONVERT),
+    rb"\x7fELF": ("a program", "remove it"),
+    rb"SQLite format 3\0": ("an SQLite database", CONVERT),
+    rb"PAR1[\0-\x1f]": ("a Parquet file", "give its folder as --dataset_name"),
+    rb"ARROW1\0\0": ("an Arrow file", "give its folder as --dataset_name"),
+    rb"\x80[\x02-\x05][\x95cX}\]K(q.]": ("a Python pickle", "write its text as .jsonl"),
+    rb"\x93NUMPY": ("a NumPy array", CONVERT),
+    rb"\x89HDF\r\n": ("an HDF5 file", CONVERT),
+}
+"""How a file that is no text begins (a regular expression) -> what it is, and what to do."""
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages"})
 
 # The standard library without tests and without `encodings`, 1.4 MB of character tables. Python
@@ -61,51 +97,87 @@ def stdlib_files() -> list[Path]:
     return files
 
 
-def read_documents(files: Sequence[Path]) -> Iterator[Document]:
-    """The documents of text and JSONL files, in order; blank ones are left out."""
+def read_documents(files: Sequence[Path], *, allow_undecodable: bool = False) -> Iterator[Document]:
+    """The documents of text and JSONL files, in order; blank ones are left out.
+
+    Raises UserError for a file of which more than UNDECODABLE_SHARE is not text.
+    """
     for path in files:
         try:
-            yield from _read_jsonl(path) if _is_jsonl(path) else _read_text(path)
+            replaced_bytes = yield from _read_jsonl(path) if _is_jsonl(path) else _read_text(path)
+            share = replaced_bytes / max(1, path.stat().st_size)
         except OSError as error:
             raise _unreadable(path, error) from error
+        if share > UNDECODABLE_SHARE and not allow_undecodable:
+            raise UserError(
+                f"{path}: {share:.0%} of its bytes are not UTF-8 text: save it as UTF-8, remove it "
+                "or train on it as it is with --allow_undecodable"
+            )
 
 
-def _read_text(path: Path) -> Iterator[Document]:
-    text, replaced = _decode(path.read_bytes())
+Reading = Generator[Document, None, int]
+"""Yields a file's documents and returns its undecodable bytes."""
+
+
+def _read_text(path: Path) -> Reading:
+    data = path.read_bytes()
+    encoding = _encoding(data)
+    text, replaced = _decode(data, encoding)
+    del data  # as large as the text
+    text = text.replace("\r\n", "\n")
     if text.strip():
         yield Document(kind="text", content=text, where=str(path), replaced_bytes=replaced)
+    return replaced
 
 
-def _read_jsonl(path: Path) -> Iterator[Document]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            text, replaced = _decode(line)
-            if not text.strip():
-                continue
-            record = parse_json(text, where)
-            # JSON can spell half a surrogate pair, which is no character and cannot be encoded.
-            if "\\ud" in text.lower():
-                try:
-                    json.dumps(record, ensure_ascii=False).encode()
-                except UnicodeEncodeError:
-                    clean = json.dumps(record, ensure_ascii=False).encode(errors="replace")
-                    record, replaced = json.loads(clean), replaced + 1
-            document = as_document(record, where, replaced)
-            if document is not None:
-                yield document
+def _read_jsonl(path: Path) -> Reading:
+    total = 0
+    for number, (text, replaced) in enumerate(_lines(path), 1):
+        total += replaced
+        where = f"{path}:{number}"
+        if not text.strip():
+            continue
+        record = parse_json(text, where)
+        # JSON can spell half a surrogate pair, which is no character and cannot be encoded.
+        if "\\ud" in text.lower():
+            try:
+                json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                clean = json.dumps(record, ensure_ascii=False).encode(errors="replace")
+                record, replaced = json.loads(clean), replaced + 1
+        document = as_document(record, where, replaced)
+        if document is not None:
+            yield document
+    return total
 
 
-def _decode(data: bytes) -> tuple[str, int]:
-    """UTF-8 text without byte order mark and with \\n line ends, and the bytes replaced."""
-    replaced = 0
+def _lines(path: Path) -> Iterator[tuple[str, int]]:
+    """The lines of a file and how many bytes of each were replaced."""
+    with path.open("rb") as file:
+        encoding = _encoding(file.read(4))
+        file.seek(0)
+        if encoding == "utf-8-sig":
+            yield from (_decode(line, encoding) for line in file)
+            return
+        width_bytes = int(encoding[-2:]) // 8
+        for line in io.TextIOWrapper(file, encoding, errors="replace", newline="\n"):
+            yield line, line.count("\ufffd") * width_bytes
+
+
+def _encoding(data: bytes) -> str:
+    """By the byte order mark; UTF-8 without one."""
+    return next((e for mark, e in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8-sig")
+
+
+def _decode(data: bytes, encoding: str) -> tuple[str, int]:
+    """Text without byte order mark, and the bytes replaced."""
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode(encoding), 0
     except UnicodeDecodeError:
-        text = data.decode("utf-8-sig", errors="replace")
         # Bytes that survive a round trip were text; the rest were replaced.
-        replaced = len(data) - len(data.decode("utf-8", errors="ignore").encode())
-    return text.replace("\r\n", "\n"), replaced
+        with_mark = encoding.removesuffix("-sig")
+        kept = len(data.decode(with_mark, errors="ignore").encode(with_mark))
+        return data.decode(encoding, errors="replace"), len(data) - kept
 
 
 def load_records(args: DataArguments) -> Dataset | IterableDataset:
@@ -192,8 +264,12 @@ def _check_readable(path: Path) -> None:
     if path.suffix.lower() == ".json":
         raise UserError(f"{path}: JSON is read line by line; write one object a line as .jsonl")
     with path.open("rb") as file:
-        if b"\0" in file.read(8192):
-            raise UserError(f"{path} is binary or UTF-16, not UTF-8 text: convert or remove it")
+        head = file.read(8192)
+    for magic_number, (what, cure) in MAGIC_NUMBERS.items():
+        if re.match(magic_number, head):
+            raise UserError(f"{path} is no text but {what}: {cure}")
+    if b"\0" in head and _encoding(head) == "utf-8-sig":
+        raise UserError(f"{path} is binary or UTF-16, not UTF-8 text: convert or remove it")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

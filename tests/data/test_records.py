@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from longctx.data.records import as_document, parse_json
@@ -108,3 +110,63 @@ def test_what_is_not_json(text, message):
     with pytest.raises(UserError, match=message) as error:
         parse_json(text, "f:2")
     assert "\n" not in str(error.value)
+
+
+def nested(levels: int) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = {"a": [value]}
+    return value
+
+
+TURNS = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize("levels", [60, 2_000])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda deep: {"text": "t", "meta": deep},
+        lambda deep: {"messages": TURNS, "tools": [deep]},
+        lambda deep: {"messages": [{**TURNS[0], "content": [deep]}, TURNS[1]]},
+        lambda deep: {"messages": [TURNS[0], {**TURNS[1], "tool_calls": [deep]}]},
+    ],
+    ids=["beside", "tools", "content", "calls"],
+)
+def test_what_is_nested_too_deeply_is_refused(levels, place):
+    with pytest.raises(UserError, match="^f:1: nested more than 100 levels deep: flatten"):
+        as_document(place(nested(levels)), "f:1")
+
+
+@pytest.mark.parametrize("levels", [60, 20_000])
+def test_tools_as_a_string_are_refused_too(levels):
+    text = '[{"a":' * levels + "1" + "}]" * levels
+    with pytest.raises(UserError, match=r"^f:1: `tools`.*nested (more than 100|too deeply)"):
+        as_document({"messages": TURNS, "tools": text}, "f:1")
+
+
+def test_a_hundred_levels_are_allowed():
+    document = as_document({"messages": TURNS, "tools": [nested(48)]}, "f:1")
+    assert json.dumps(document.content["tools"][0]) == json.dumps(nested(48))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": None}, r"found `text` \(null\)$"),
+        ({"text": None, "id": 3}, r"found `text` \(null\), `id`$"),
+        ({"messages": [None]}, r"turn 1 of `messages` must be an object, found nothing \(null\)"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            r"turn 1 of `messages` needs a string as `content`, found nothing \(null\)",
+        ),
+        (
+            {"messages": [{"role": "user"}]},
+            "turn 1 of `messages` needs a string as `content`, found nothing$",
+        ),
+        ({"prompt": "p", "completion": None}, r"found `prompt`, `completion` \(null\)$"),
+    ],
+)
+def test_null_is_called_null(record, message):
+    with pytest.raises(UserError, match=f"^f:1: .*{message}"):
+        as_document(record, "f:1")

@@ -254,10 +254,14 @@ def test_undecodable_bytes_are_reported_every_time(build, tmp_path, capsys):
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au l\xe0it".encode("latin-1"))
     (tmp_path / "lines.jsonl").write_bytes(b'{"text": "a\xff"}\n{"text": "b\xff\xff"}')
     for _ in range(2):
-        build([tmp_path / "latin.txt", tmp_path / "lines.jsonl"])
+        build([tmp_path / "latin.txt", tmp_path / "lines.jsonl"], allow_undecodable=True)
         out = capsys.readouterr().out
         assert f"{tmp_path / 'latin.txt'}: replaced 2 undecodable bytes" in out
         assert f"{tmp_path / 'lines.jsonl'}: replaced 3 undecodable bytes" in out
+    with pytest.raises(UserError, match="latin.txt: 17% .* --allow_undecodable"):
+        build([tmp_path / "latin.txt"])
+    with pytest.raises(UserError, match="latin.txt: 17% .* --allow_undecodable"):
+        build([tmp_path / "latin.txt", tmp_path / "lines.jsonl"])  # what was allowed is cached
 
 
 def test_token_ids_beyond_the_vocabulary(build):
@@ -325,7 +329,7 @@ def test_a_dataset_is_packed_like_files(build, saved, tmp_path, monkeypatch):
 
 
 def test_a_dataset_row_is_checked_like_a_line(build, saved, tmp_path):
-    with pytest.raises(UserError, match="saved row 100: expected .* found `text`, `id`"):
+    with pytest.raises(UserError, match="saved row 100: expected .* found `text` .null.,"):
         build(dataset_name=saved)
     Dataset.from_dict({"body": ["a"]}).save_to_disk(tmp_path / "other")
     for streaming in (False, True):

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,7 +95,7 @@ def test_a_bad_path_says_what_is_wrong(tmp_path, name, message):
     (tmp_path / "folder" / "x.png").write_bytes(b"\0")
     (tmp_path / "folder" / "x.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"ab\0\1")
-    (tmp_path / "utf16.txt").write_text("hello", encoding="utf-16")
+    (tmp_path / "utf16.txt").write_text("hello", encoding="utf-16-le")
     (tmp_path / "array.json").write_text("[]")
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "self").symlink_to(tmp_path / "self")
@@ -130,7 +135,7 @@ def test_text_is_normalised(tmp_path):
 def test_undecodable_bytes_are_counted_and_replaced(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("é".encode() + b"\xff\xfe ok \xe9")
-    (document,) = read(path)
+    (document,) = read_documents([path], allow_undecodable=True)
     assert document.replaced_bytes == 3
     assert document.content == "é\ufffd\ufffd ok \ufffd"
 
@@ -140,10 +145,89 @@ def test_jsonl_lines_know_their_number(tmp_path):
     path.write_bytes(
         b'\xef\xbb\xbf{"text": "one"}\r\n\n{"text": " "}\n{"text": "\xff"}\n{"text": "\\ud800!"}'
     )
-    documents = read(path)
+    documents = list(read_documents([path], allow_undecodable=True))
     assert [d.content for d in documents] == ["one", "\ufffd", "?!"]
     assert [d.where for d in documents] == [f"{path}:{n}" for n in (1, 4, 5)]
     assert [d.replaced_bytes for d in documents] == [0, 1, 1]
+
+
+UTF = ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"]
+
+
+@pytest.mark.parametrize("encoding", UTF)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_byte_order_mark_says_how_to_read(tmp_path, encoding, suffix):
+    """The \u0a0a is a line break in every other byte."""
+    texts = ["one é \U0001f600", "two \u0a0a"]
+    path = tmp_path / f"a.{suffix}"
+    lines = (
+        texts if suffix == "txt" else [json.dumps({"text": t}, ensure_ascii=False) for t in texts]
+    )
+    path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode(encoding))
+    found = [document.content for document in read(find_files([str(path)])[0])]
+    assert found == (["\n".join(texts)] if suffix == "txt" else texts)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_what_is_broken_in_utf16_is_counted(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    text = '{"text": "' + "x" * 200 + '"}'
+    path.write_bytes(
+        ("\ufeff" + text).encode("utf-16-le")[:-4] + b"\0\xd8" + '"}'.encode("utf-16-le")
+    )
+    (document,) = read(path)
+    assert document.replaced_bytes == 2 and document.content.count("\ufffd") == 1
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize(("broken", "refused"), [(19, False), (21, True)])
+def test_a_file_that_is_mostly_not_text_is_refused(tmp_path, suffix, broken, refused):
+    path = tmp_path / f"a.{suffix}"
+    line = b'{"text": "' + b"y" * 86 + b'"}\n'
+    path.write_bytes((line * 10).replace(b"y", b"\xe9", broken))
+    assert path.stat().st_size == 990
+    if refused:
+        message = r"a\.\w+: 2% of its bytes are not UTF-8 text: .* --allow_undecodable"
+        with pytest.raises(UserError, match=message):
+            read(path)
+    else:
+        assert sum(document.replaced_bytes for document in read(path)) == broken
+    assert list(read_documents([path], allow_undecodable=True))
+
+
+FILES = {
+    "gzip-compressed: unpack it": gzip.compress(b"text"),
+    "bzip2-compressed: unpack it": bz2.compress(b"text"),
+    "xz-compressed: unpack it": lzma.compress(b"text"),
+    "zstd-compressed: unpack it": b"\x28\xb5\x2f\xfd\x04\x00text",
+    "a PDF: convert it": b"%PDF-1.7\n%\xb5\xb5\n1 0 obj",
+    "a PNG picture": b"\x89PNG\r\n\x1a\nIHDR",
+    "a Parquet file: .* --dataset_name": b"PAR1\x15\x04\x15",
+    **{f"a Python pickle(?#{n})": pickle.dumps({"a": [1, "b"]}, n) for n in (2, 3, 4, 5)},
+}
+
+
+@pytest.mark.parametrize(("what", "content"), FILES.items(), ids=range(len(FILES)))
+def test_a_file_of_another_kind_is_told(tmp_path, what, content):
+    for name in ("a.txt", "a.jsonl", "a.bin"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} is no text but {what}"):
+            find_files([str(tmp_path / name)])
+
+
+def test_archives_are_told(tmp_path):
+    for kind, what in (("zip", "a zip archive"), ("tar", "a tar archive")):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "a.txt").write_text("text")
+        made = Path(shutil.make_archive(str(tmp_path / "made"), kind, tmp_path / kind))
+        with pytest.raises(UserError, match=f"is no text but {what}: unpack it"):
+            find_files([str(made.rename(tmp_path / f"{kind}.txt"))])
+
+
+def test_text_that_begins_like_another_kind(tmp_path):
+    for text in ("BZh is a header", "PAR1 is a format", "GIF8 or not", "PK means public key"):
+        (tmp_path / "a.txt").write_text(text)
+        assert find_files([str(tmp_path / "a.txt")])
 
 
 def test_a_surrogate_pair_is_a_character(tmp_path):

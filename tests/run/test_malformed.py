@@ -6,6 +6,7 @@ point at it (later flags win), and names what the line must say.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -253,7 +254,15 @@ CASES: dict[str, tuple[Make, str]] = {
     "an empty document": (file("b.txt", b" \n\t\n"), r"no readable text in .*b\.txt: .* blank"),
     "blank lines": (file("b.jsonl", b"\n\n \n"), r"no readable text in .*b\.jsonl: .* blank"),
     "binary": (file("b.txt", bytes(range(256))), r"b\.txt is binary or UTF-16"),
-    "UTF-16": (file("u.txt", "hello".encode("utf-16")), r"u\.txt is binary or UTF-16"),
+    "UTF-16 without a mark": (
+        file("u.txt", "hello".encode("utf-16-le")),
+        r"u\.txt is binary or UTF-16",
+    ),
+    "random bytes": (
+        file("r.txt", bytes(range(1, 256)) * 9),
+        r"r\.txt: \d+% of its bytes are not UTF-8 text: .*--allow_undecodable",
+    ),
+    "a gzip file": (file("z.txt", gzip.compress(b"text")), r"z\.txt is no text but gzip-comp"),
     "JSON that is no JSONL": (file("a.json", b"[]"), r"a\.json: JSON is read line by line"),
     "a link to itself": (
         link("self.txt", "self.txt"),
@@ -380,7 +389,7 @@ CASES: dict[str, tuple[Make, str]] = {
 WORKS: dict[str, tuple[Make, str]] = {
     "one character": (file("o.txt", b"x"), "1 documents, 3 tokens -> 1 rows"),  # and its two ends
     "mixed encodings": (
-        file("m.txt", "né ".encode() * 50 + "né ".encode("latin-1") * 50),
+        file("m.txt", "né ".encode() * 2000 + "né ".encode("latin-1") * 50),
         r"m\.txt: replaced 50 undecodable bytes",
     ),
     "a split of a dataset without splits": (
@@ -448,4 +457,4 @@ def test_an_unreadable_file(flags, tmp_path) -> None:
 
 def test_none_is_lost() -> None:
     """A repeated name would replace a case in silence."""
-    assert (len(CASES), len(WORKS)) == (90, 3)
+    assert (len(CASES), len(WORKS)) == (92, 3)
