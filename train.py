@@ -24,10 +24,16 @@ from longctx.engines import check_resume
 from longctx.errors import UserError, survive_lost_output
 from longctx.run import FINAL, METRICS
 from longctx.run.checkpoint import resolve_resume
-from longctx.run.loading import check_request, load_config, load_model, weights_bytes
+from longctx.run.loading import (
+    check_request,
+    load_config,
+    load_model,
+    read_config,
+    weights_bytes,
+)
 from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
-from longctx.run.options import parse_args
+from longctx.run.options import check_rows, parse_args
 from longctx.run.output_dir import (
     check_disk_space,
     check_output_dir,
@@ -52,6 +58,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
     with args.main_process_first(desc="tokenizer"):
+        if model_args.model_name_or_path:
+            read_config(model_args)  # before its tokenizer, which would get the blame
         tokenizer = load_tokenizer(model_args, data_args)
     special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
@@ -77,6 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         train_rows = rows(data_args.train_file)
         eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
 
+    check_rows(args, train_rows, eval_rows)
     names = document_names(data_args, data_args.train_file)
     if data_args.show_example:
         if args.process_index == 0:
