@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
@@ -21,7 +22,7 @@ from longctx.data.example import show_example
 from longctx.data.rows import build_dataset, check_sources, collate, document_names
 from longctx.data.tokenizer import load_tokenizer
 from longctx.engines import check_resume
-from longctx.errors import UserError, survive_lost_output
+from longctx.errors import UserError, printable, survive_lost_output
 from longctx.run import FINAL, METRICS
 from longctx.run.checkpoint import resolve_resume
 from longctx.run.loading import (
@@ -33,7 +34,7 @@ from longctx.run.loading import (
 )
 from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
-from longctx.run.options import check_rows, parse_args
+from longctx.run.options import check_rows, explained_options, parse_args
 from longctx.run.output_dir import (
     check_disk_space,
     check_output_dir,
@@ -99,21 +100,24 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(model_args, config, device=args.device, engine=engine)
         if args.process_index == 0:
             clear_output_dir(output_dir, resume)
-        trainer = LongTrainer(
-            model=model,
-            args=args,
-            engine=engine,
-            seq_len=model_args.seq_len,
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            data_collator=collate,
-            processing_class=tokenizer,
-            document_names=names,
-        )
+        with explained_options("these options"):
+            trainer = LongTrainer(
+                model=model,
+                args=args,
+                engine=engine,
+                seq_len=model_args.seq_len,
+                train_dataset=train_rows,
+                eval_dataset=eval_rows,
+                data_collator=collate,
+                processing_class=tokenizer,
+                document_names=names,
+            )
 
     # 5. Train.
     with explained_oom(trainer, model_args):
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        if not trainer.state.global_step:
+            raise UserError("no step was trained: the data gave no batch")
         if eval_rows is not None:
             trainer.evaluate()
 
@@ -138,8 +142,8 @@ def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> N
             table.add_row("tokens/s", f"{speeds[len(speeds) // 2]:,.0f} (median of logged steps)")
     for name, gib in peak_memory(args.device).items():
         table.add_row(name.removesuffix("_gib").replace("_", " "), f"{gib:.2f} GiB")
-    table.add_row("checkpoint", str(output_dir / FINAL))
-    table.add_row("metrics", str(output_dir / METRICS))
+    for what, name in (("checkpoint", FINAL), ("metrics", METRICS)):
+        table.add_row(what, escape(printable(str(output_dir / name))))
     table.add_row("next", "python train.py --model_name_or_path YOUR_MODEL --train_file YOUR_FILES")
     Console().print(table)
 

@@ -88,26 +88,32 @@ def rehearse(args: TrainArguments, steps: int) -> None:
     steps (below 1: not known yet). Raises UserError for what would end the run then."""
     steps = steps if steps > 0 else 1000
     trial = _Rehearsal(args)
-    with _explained(f"--optim {_word(args.optim)}"):
+    with explained_options(f"--optim {_word(args.optim)}"):
         trial.create_optimizer()
     _check_optim_args(args)
-    with _explained(f"--lr_scheduler_type {_word(args.lr_scheduler_type)}"):
+    with explained_options(f"--lr_scheduler_type {_word(args.lr_scheduler_type)}"):
         schedule: Any = trial.create_scheduler(steps)
-        some = sorted({*range(0, steps, max(1, steps // 1000)), steps - 1})
-        factors = [f(step) for f in getattr(schedule, "lr_lambdas", []) for step in some]
+        factors = [
+            factor(step)
+            for factor in getattr(schedule, "lr_lambdas", [])
+            for step in [*range(0, steps, max(1, steps // 1000)), steps - 1, steps]
+        ]
     if any(isinstance(f, complex) or not 0 <= f < math.inf for f in factors):
         raise UserError("--lr_scheduler_kwargs makes learning rates that are no positive numbers")
-    if factors and not any(factors):
+    if factors and not any(factors[:-1]):  # the last is of the step after them all
         raise UserError(
-            f"the learning rate is 0 in each of {steps} steps: shorten --warmup_steps, or train on"
+            f"the learning rate is 0 in each of {steps} steps: lower --warmup_steps or mend "
+            "--lr_scheduler_kwargs"
         )
 
 
 @contextmanager
-def _explained(options: str) -> Iterator[None]:
+def explained_options(options: str) -> Iterator[None]:
     """Turns what another library says of options, in any type of error, into a UserError."""
     try:
         yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         raise UserError(f"{options} cannot be used: {one_line(error)}") from error
 

@@ -107,6 +107,11 @@ def edit_config(**changes: object) -> Callable[[Path], object]:
     return edit
 
 
+def config_pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
 def own_code(folder: Path) -> None:
     edit_config(model_type="mine", auto_map={"AutoConfig": "mine.Config"})(folder)
     (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Config: pass\n")
@@ -329,6 +334,32 @@ CASES: dict[str, tuple[Make, str]] = {
         model(own_code),
         "broken.* code of its own; .* --trust_remote_code",
     ),
+    "a config that is a pipe": (model(config_pipe), r"broken has no config\.json"),
+    "no config": (model(lambda f: (f / "config.json").unlink()), r"broken has no config\.json"),
+    "a file as a model": (
+        given("--model_name_or_path", "FOLDER/model/config.json"),
+        r"config\.json is no folder: give a model's folder or hub id",
+    ),
+    "an unknown RoPE": (
+        model(edit_config(rope_parameters={"rope_type": "none", "rope_theta": 1.0})),
+        r"broken: its config\.json: 'none'",
+    ),
+    "a quantised model": (
+        model(edit_config(quantization_config={"quant_method": "gptq", "bits": 4})),
+        r"broken is quantised \(gptq\), and .*: give the model that it was made from",
+    ),
+    "a model that bitsandbytes quantised": (
+        model(edit_config(quantization_config={"load_in_4bit": True})),
+        r"broken is quantised",
+    ),
+    "an adapter beside a model": (
+        model(write("adapter_config.json", '{"base_model_name_or_path": "a/b"}')),
+        r"broken holds an adapter \(adapter_config\.json\)",
+    ),
+    "head groups that do not divide": (
+        given("--head_groups", "3"),
+        "--head_groups 3 must divide the model's 2 key/value heads",
+    ),
     "a GGUF file of text": (
         given("--model_name_or_path", "FOLDER/bad.gguf"),
         r"bad\.gguf does not start with the GGUF magic bytes",
@@ -355,6 +386,18 @@ CASES: dict[str, tuple[Make, str]] = {
         "--class_type.*: invalid choice: 'fast'",
     ),
     # datasets, caches, outputs
+    "rows that give no batch": (
+        given("--dataloader_drop_last", "--per_device_train_batch_size", "1000"),
+        r"\d+ rows give no batch of 1000.*lower --per_device_train_batch_size",
+    ),
+    "evaluation rows that give no batch": (
+        given("--dataloader_drop_last", "--per_device_eval_batch_size", "9", "--eval_file", "CHAT"),
+        "1 rows give no batch of 9.*lower --per_device_eval_batch_size",
+    ),
+    "a name that is no text": (
+        given("--output_dir", "FOLDER/\udcff"),
+        "--output_dir .*udcff' is not UTF-8 text",
+    ),
     "a missing dataset": (given("--dataset_name", "./none"), "the dataset ./none does not exist"),
     "half a dataset": (dataset(cut_arrow), "cannot load the dataset .*saved .* message body"),
     "a dataset's broken state": (
@@ -382,6 +425,20 @@ WORKS: dict[str, tuple[Make, str]] = {
     "mixed encodings": (
         file("m.txt", "né ".encode() * 50 + "né ".encode("latin-1") * 50),
         r"m\.txt: replaced 50 undecodable bytes",
+    ),
+    "a kernel of a stranger's choice": (
+        model(
+            edit_config(
+                attn_implementation="kernels-community/flash-attn",
+                experts_implementation="kernels-community/moe",
+                distributed_config={"tp_size": 2},
+            )
+        ),
+        "patched: 2 scheduled decoder layers",
+    ),
+    "the same for Hugging Face's code": (
+        model(edit_config(attn_implementation="evil/kernel"), "--class_type", "vanilla"),
+        "nothing patched; sdpa attention",
     ),
     "a split of a dataset without splits": (
         dataset(lambda f: None, "--dataset_split", "gone"),
@@ -448,4 +505,4 @@ def test_an_unreadable_file(flags, tmp_path) -> None:
 
 def test_none_is_lost() -> None:
     """A repeated name would replace a case in silence."""
-    assert (len(CASES), len(WORKS)) == (90, 3)
+    assert (len(CASES), len(WORKS)) == (101, 5)
