@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
@@ -27,7 +28,7 @@ from longctx.data.rows import (
 )
 from longctx.data.tokenizer import load_tokenizer
 from longctx.engines import check_resume
-from longctx.errors import UserError, survive_lost_output
+from longctx.errors import UserError, printable, survive_lost_output
 from longctx.output import FINAL, METRICS
 from longctx.output.definition import check_same_run, define
 from longctx.output.folder import (
@@ -44,11 +45,12 @@ from longctx.run.loading import (
     compute_dtype,
     load_config,
     load_model,
+    read_config,
     weights_bytes,
 )
 from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
-from longctx.run.options import parse_args
+from longctx.run.options import check_rows, explained_options, parse_args
 from longctx.run.trainer import LongTrainer
 
 SPECIAL = ("bos", "eos", "pad")
@@ -66,6 +68,8 @@ def main(argv: list[str] | None = None) -> None:
 
     # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
     with args.main_process_first(desc="tokenizer"):
+        if model_args.model_name_or_path:
+            read_config(model_args)  # before its tokenizer, which would get the blame
         tokenizer = load_tokenizer(model_args, data_args)
     special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
@@ -91,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         train_rows = rows(data_args.train_file)
         eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
 
+    check_rows(args, train_rows, eval_rows)
     names = document_names(data_args, data_args.train_file)
     if data_args.show_example:
         if args.process_index == 0:
@@ -113,22 +118,25 @@ def main(argv: list[str] | None = None) -> None:
         model = load_model(model_args, config, device=args.device, engine=engine)
         if args.process_index == 0:
             clear_output_dir(output_dir, resume)
-        trainer = LongTrainer(
-            model=model,
-            args=args,
-            engine=engine,
-            seq_len=model_args.seq_len,
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            data_collator=collate,
-            processing_class=tokenizer,
-            document_names=names,
-            run=run,
-        )
+        with explained_options("these options"):
+            trainer = LongTrainer(
+                model=model,
+                args=args,
+                engine=engine,
+                seq_len=model_args.seq_len,
+                train_dataset=train_rows,
+                eval_dataset=eval_rows,
+                data_collator=collate,
+                processing_class=tokenizer,
+                document_names=names,
+                run=run,
+            )
 
     # 5. Train.
     with explained_oom(trainer, model_args):
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        if not trainer.state.global_step:
+            raise UserError("no step was trained: the data gave no batch")
         if eval_rows is not None:
             trainer.evaluate()
 
@@ -153,8 +161,8 @@ def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> N
             table.add_row("tokens/s", f"{speeds[len(speeds) // 2]:,.0f} (median of logged steps)")
     for name, gib in peak_memory(args.device).items():
         table.add_row(name.removesuffix("_gib").replace("_", " "), f"{gib:.2f} GiB")
-    table.add_row("checkpoint", str(output_dir / FINAL))
-    table.add_row("metrics", str(output_dir / METRICS))
+    for what, name in (("checkpoint", FINAL), ("metrics", METRICS)):
+        table.add_row(what, escape(printable(str(output_dir / name))))
     table.add_row("next", "python train.py --model_name_or_path YOUR_MODEL --train_file YOUR_FILES")
     Console().print(table)
 

@@ -4,9 +4,10 @@
     recipe  preset: tiny                     an impossible combination is a one-line `UserError`
             seq_len: 8192                    that names the closest valid name or the fix
 
-A recipe is read as if its keys stood on the command line before the flags, so flags win and both
-go through the same checks. Options only: what they need of the machine is started by the engine
-(longctx/engines) between `parse_flags` and `make_arguments`; longctx/run/options.py does all three.
+A recipe (recipe.py) is read as if its keys stood on the command line, where flags win, and both go
+through the same checks (limits.py). Options only: what they need of the machine is started by the
+engine (longctx/engines) between `parse_flags` and `make_arguments`; longctx/run/options.py does all
+three.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 import sys
 import warnings
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import ArgumentError, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
-import yaml
+from accelerate.utils import DynamoBackend
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import string_to_bool
+from transformers.integrations import get_available_reporting_integrations
 
-from longctx.errors import UserError
+from longctx.errors import UserError, one_line
+from longctx.limits import check_together, check_values, refuse_not_ours
+from longctx.recipe import Written, read_recipe, read_text
 
 
 def expanded(path: str) -> Path:
@@ -35,9 +41,13 @@ def expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
+_NO = ("false", "no", "none", "0", "off")
+_YES = ("true", "yes", "1", "on", "t", "y")
+
+
 def means_no(value: Any) -> bool:
     """Whether an option's value switches it off, also as a word (`deepspeed: no` in a recipe)."""
-    return not value or str(value).lower() in ("false", "no", "none", "0", "off")
+    return not value or str(value).lower() in _NO
 
 
 def installed(module: str) -> bool:
@@ -112,10 +122,7 @@ class ModelArguments:
                 "give --model_name_or_path or --preset, not both "
                 f"(got {self.model_name_or_path!r} and {self.preset!r})"
             )
-        for name in ("seq_len", "head_groups", "tile_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name} must be at least 1, got {value}")
+        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,19 +157,11 @@ class DataArguments:
     )
 
     def __post_init__(self) -> None:
+        check_values(self)
         if self.train_file and self.dataset_name:
             raise UserError("give --train_file or --dataset_name, not both")
         if self.streaming and not self.dataset_name:
             raise UserError("--streaming reads a --dataset_name; local files need no streaming")
-
-
-_NOT_OURS = {
-    "use_liger_kernel": "would replace the model's forward after it was patched: use --class_type "
-    "liger",
-    "enable_jit_checkpoint": "would handle SIGTERM a second time: leave it out, SIGTERM saves a "
-    "checkpoint anyway",
-}
-"""Options of transformers that would undo what this run says it does."""
 
 
 @dataclass(kw_only=True)
@@ -195,11 +194,15 @@ class TrainArguments(TrainingArguments):
         "the refusal shows (seq_len, seed, data, num_processes, ...).",
     )
     logging_steps: float = _option(1, "Steps between two logged lines.")
-    report_to: None | str | list[str] = _option("none", "tensorboard, wandb, ...; none by default.")
+    report_to: list[str] = field(  # type: ignore[assignment]
+        default_factory=list, metadata={"help": "tensorboard, wandb, ...; none by default."}
+    )
     prediction_loss_only: bool = _option(
         True, "Evaluation returns the loss only: logits of a long row do not fit in memory."
     )
-    save_total_limit: int | None = _option(2, "Checkpoints kept; the oldest is deleted.")
+    save_total_limit: int | None = _option(
+        2, "Checkpoints kept; the oldest is deleted. 0 keeps all."
+    )
     memory_snapshot_on_oom: bool = _option(
         False,
         "Record allocations and, when the GPU's memory runs out, write them to --output_dir for "
@@ -220,50 +223,121 @@ class TrainArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        for name in ("deepspeed", "fsdp_config"):
+        for name in ("deepspeed", "fsdp_config", "resume_from_checkpoint"):
             if means_no(getattr(self, name)):
                 setattr(self, name, None)
-            read_settings(name, getattr(self, name))
         if means_no(self.fsdp) or str(self.fsdp).lower() == "true":  # words, from a recipe
             self.fsdp = not means_no(self.fsdp)  # type: ignore[assignment]
-        for name, fix in _NOT_OURS.items():
-            if getattr(self, name, False):
-                raise UserError(f"--{name} {fix}")
+        reports = [self.report_to] if isinstance(self.report_to, str) else self.report_to or []
+        self.report_to = [name for name in reports if not means_no(name)]
+        check_values(self)
+        refuse_not_ours(self)
+        for name in self._VALID_DICT_FIELDS:
+            read_settings(name, getattr(self, name, None))
+        _check_accelerator(self.accelerator_config)
+        _check_compile(self)
+        if self.ddp_backend and "RANK" not in os.environ:
+            raise UserError("--ddp_backend is for several processes: start with accelerate launch")
+        if self.save_strategy == "best":
+            self.metric_for_best_model = self.metric_for_best_model or "loss"
         with warnings.catch_warnings():
             # Newer transformers rename it to activation_checkpointing; 5.17 has only this name.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
             super().__post_init__()
+        _check_reports(self.report_to)
         if not torch.cuda.is_available():
             self.dataloader_pin_memory = False  # or torch warns that there is nothing to pin for
         if self.memory_snapshot_on_oom and (self.use_cpu or not torch.cuda.is_available()):
             raise UserError("--memory_snapshot_on_oom needs a GPU: CPU memory has no snapshot")
-        if self.peak_tflops is not None and self.peak_tflops <= 0:
-            raise UserError(f"--peak_tflops must be above 0, got {self.peak_tflops}")
+
+
+_FILES = ("deepspeed", "fsdp_config", "accelerator_config")
 
 
 def read_settings(name: str, settings: Any) -> dict[str, Any]:
-    """What `--deepspeed` or `--fsdp_config` hold: a file's name, JSON or a dict. Raises UserError
-    for anything else."""
-    if means_no(settings) or not isinstance(settings, str):
+    """What an option of settings holds: JSON or a dict, or for some the name of a file of JSON.
+    Raises UserError for anything else."""
+    if settings is None or not isinstance(settings, str):
         return settings if isinstance(settings, dict) else {}
-    is_json = settings.lstrip().startswith("{")
+    is_file = name in _FILES and not settings.lstrip().startswith(("{", "["))
+    text = read_text(name, Path(settings)) if is_file else settings
     try:
-        found = json.loads(settings if is_json else Path(settings).read_text(encoding="utf-8"))
+        found = json.loads(text)
         if not isinstance(found, dict):
             raise ValueError("an object {...} is expected")
         return found
-    except OSError as error:
-        raise UserError(f"--{name}: no such file: {settings}") from error
-    except ValueError as error:
-        raise UserError(f"--{name} {settings}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"--{name} {settings[:80]}: not JSON: {reason}") from error
+
+
+def _check_accelerator(given: Any) -> None:
+    """Raises UserError for what accelerate would only notice when the model is there."""
+    settings = read_settings("accelerator_config", given)
+    steps = settings.pop("gradient_accumulation_kwargs", None) or {}
+    wrong = [name for name, value in settings.items() if not isinstance(value, bool | None)]
+    if wrong:
+        raise UserError(f"--accelerator_config: {wrong[0]} must be true or false")
+    if settings.get("use_configured_state"):
+        raise UserError("--accelerator_config: use_configured_state is for programs of your own")
+    if not isinstance(steps, dict) or not steps.keys() <= _ACCUMULATION_KEYS:
+        raise UserError(
+            "--accelerator_config: gradient_accumulation_kwargs takes "
+            f"{' and '.join(sorted(_ACCUMULATION_KEYS))}; steps are --gradient_accumulation_steps"
+        )
+
+
+_ACCUMULATION_KEYS = {"adjust_scheduler", "sync_each_batch", "sync_with_dataloader"}
+
+
+def _check_compile(args: TrainingArguments) -> None:
+    """Raises UserError for names that torch.compile does not know."""
+    backends = {backend.value.lower() for backend in DynamoBackend} - {"no"}
+    if args.torch_compile_backend and args.torch_compile_backend.lower() not in backends:
+        raise UserError(f"--torch_compile_backend must be one of {', '.join(sorted(backends))}")
+    if args.torch_compile_mode:
+        modes = torch._inductor.list_mode_options()  # imports the compiler
+        if args.torch_compile_mode not in modes:
+            raise UserError(f"--torch_compile_mode must be one of {', '.join(modes)}")
+
+
+def _check_reports(report_to: Sequence[str]) -> None:
+    available = get_available_reporting_integrations()
+    for name in report_to:
+        if name not in available:
+            raise UserError(
+                f"--report_to {name} is not installed, or is not known to transformers; here are: "
+                f"{', '.join(available) or 'none'}"
+            )
 
 
 _DATACLASSES = (ModelArguments, DataArguments, TrainArguments)
 
 
 class _Parser(HfArgumentParser):
+    """Options are strict, but understand every word for yes and no, as YAML does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for action in self._actions:
+            if action.type is string_to_bool:
+                action.type, action.nargs, action.const = _yes_or_no, "?", True
+            elif action.choices and (no := {"no", "none"} & set(map(str, action.choices))):
+                action.type = _choice(action.type, no.pop())
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        raise UserError(re.sub(r"^argument (--\w+)[^:]*:", r"\1:", message))
+
+
+def _yes_or_no(word: str) -> bool:
+    if word.lower() in (*_YES, "n", "f", *_NO):
+        return word.lower() in _YES
+    raise ArgumentTypeError(f"true or false is expected, got {word!r}")
+
+
+def _choice(parse: Any, no: str) -> Callable[[str], Any]:
+    """A parser of words in which any word for no means `no`."""
+    return lambda word: parse(no if word.lower() in _NO else word)
 
 
 Arguments = tuple[ModelArguments, DataArguments, TrainArguments]
@@ -278,7 +352,7 @@ def parse_flags(
     Raises UserError for anything unknown or of the wrong type.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    config_parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    config_parser = _Parser(add_help=False, allow_abbrev=False)
     config_parser.add_argument("--config", type=Path)
     known, flags = config_parser.parse_known_args(argv)
 
@@ -288,13 +362,14 @@ def parse_flags(
         allow_abbrev=False,
         epilog="--config recipe.yaml reads the same options from a file; flags win.",
     )
-    valid = {action.dest for action in parser._actions} | {"config"}
+    actions = {action.dest: action for action in reversed(parser._actions)}  # before --no_*
     recipe = known.config
     if recipe is None and not _names_a_job(flags):
         recipe = default_recipe
-    arguments = (_recipe_to_flags(recipe, valid) if recipe else []) + flags
-    _refuse_unknown(parser, arguments, valid)
-    return parser.parse_args(arguments)
+    if recipe:
+        parser.set_defaults(**_recipe_values(recipe, parser, actions))
+    _refuse_unknown(parser, flags, {*actions, "config"})
+    return parser.parse_args(flags)
 
 
 def make_arguments(flags: Namespace) -> Arguments:
@@ -306,11 +381,23 @@ def make_arguments(flags: Namespace) -> Arguments:
 
     try:
         model, data, train = map(make, _DATACLASSES)
-    except (ValueError, TypeError) as error:
-        raise UserError(str(error).splitlines()[0]) from error
-    if data.streaming and train.max_steps < 1:
-        raise UserError("--streaming has no known length: say how long to train with --max_steps")
+    except UserError:
+        raise
+    except Exception as error:  # transformers' and accelerate's checks raise many types
+        raise UserError(f"{_culprit(str(error), values)}{one_line(error)}") from error
+    check_together(model, data, train)
     return model, data, train
+
+
+def _culprit(message: str, values: dict[str, Any]) -> str:
+    """The option that another library's error names, or else whose value it repeats."""
+    for name in values:
+        if re.search(rf"\b{name}\b", message):
+            return "" if f"--{name}" in message else f"--{name}: "
+    for name, value in values.items():
+        if isinstance(value, str) and repr(value) in message:
+            return f"--{name}: "
+    return ""
 
 
 def _names_a_job(flags: Sequence[str]) -> bool:
@@ -319,29 +406,32 @@ def _names_a_job(flags: Sequence[str]) -> bool:
     return not names.isdisjoint(job)
 
 
-def _recipe_to_flags(path: Path, valid: set[str]) -> list[str]:
-    """The recipe's keys as command-line words: `seq_len: 8192` -> `--seq_len=8192`."""
-    try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(recipe, dict):
-        raise UserError(f"{path} must hold `key: value` lines, found a {type(recipe).__name__}")
-    words: list[str] = []
-    for key, value in recipe.items():
-        if key not in valid or key == "config":
-            raise UserError(f"{path}: unknown key {key!r}{_closest(str(key), valid)}")
-        if value is None:
-            continue
-        if isinstance(value, list):
-            words += [f"--{key}", *map(str, value)]
-        elif isinstance(value, dict):
-            words.append(f"--{key}={json.dumps(value)}")
-        else:
-            words.append(f"--{key}={value}")
-    return words
+def _recipe_values(path: Path, parser: _Parser, actions: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's options, as if they stood on the command line."""
+    found = {}
+    for name, written in read_recipe(path).items():
+        if name not in actions or name == "help":
+            raise UserError(f"{path}: unknown key {name!r}{_closest(name, {*actions})}")
+        try:
+            found[name] = _parsed(parser, actions[name], written)
+        except ArgumentError as error:
+            raise UserError(f"{path}: --{name}: {error.message}") from error
+    return found
+
+
+def _parsed(parser: _Parser, action: Any, written: Written) -> Any:
+    if isinstance(written, dict):
+        if action.dest not in TrainingArguments._VALID_DICT_FIELDS:
+            raise ArgumentError(action, "takes no settings of its own")
+        return json.dumps(written)
+    many = action.nargs == "+"
+    if isinstance(written, list) and not many:
+        raise ArgumentError(action, "takes one value, found a list")
+    values = []
+    for word in [written] if isinstance(written, str) else written:
+        values.append(parser._get_value(action, word))
+        parser._check_value(action, values[-1])
+    return values if many else values[0]
 
 
 def _refuse_unknown(parser: _Parser, arguments: list[str], valid: set[str]) -> None:

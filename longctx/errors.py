@@ -11,8 +11,23 @@ from pathlib import Path
 from typing import Any, TextIO
 
 
+def printable(line: str) -> str:
+    """The line with what is no visible character escaped: names may hold line ends, terminal
+    codes, or bytes that are no text."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def one_line(error: BaseException, width: int = 300) -> str:
+    """What an error of another library says, in one line of at most `width` characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
 class UserError(Exception):
     """Bad input. The message is one line that names what is wrong and what to do."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.args))
 
 
 class _Surviving:
@@ -45,17 +60,19 @@ class _Surviving:
 
 
 def survive_lost_output() -> None:
-    """From now on nothing that is printed, progress bars included, can end the program."""
+    """From now on nothing that is printed, progress bars included, can end the program; what the
+    terminal's encoding lacks is escaped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Surviving):
+            stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, _Surviving(stream))
 
 
 def print_rank0(line: str) -> None:
     """Prints a line, in the first process only."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 @contextmanager

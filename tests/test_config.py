@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from transformers import TrainingArguments
 
 from longctx.config import DataArguments, ModelArguments, TrainArguments
 from longctx.errors import UserError
+from longctx.limits import NOT_OURS
 from longctx.run.options import parse_args
+
+CPU = ["--preset", "tiny", "--use_cpu"]
 
 
 def test_flags_win_over_the_recipe(tmp_path: Path) -> None:
@@ -41,7 +45,8 @@ def test_one_process_uses_one_gpu(monkeypatch: pytest.MonkeyPatch, capsys) -> No
 def test_recipe_lists_and_dicts(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
-        "train_file: [a.txt, 'b c.txt']\nlr_scheduler_kwargs: {num_cycles: 2}\nmax_steps: null\n"
+        "train_file: [a.txt, 'b c.txt']\nlr_scheduler_type: cosine\n"
+        "lr_scheduler_kwargs: {num_cycles: 2}\nmax_steps: null\n"
     )
     _, data, train, _ = parse_args(["--config", str(recipe)])
     assert data.train_file == ["a.txt", "b c.txt"]
@@ -75,12 +80,12 @@ def test_the_default_recipe_serves_only_runs_that_name_no_job(tmp_path: Path) ->
         (["--save_strategy", "sometimes"], "sometimes"),
         (["--use_liger_kernel", "true"], "--use_liger_kernel would replace the model's forward"),
         (["--enable_jit_checkpoint", "true"], "--enable_jit_checkpoint would handle SIGTERM"),
-        (["--fsdp", "true", "--fsdp_config", "gone.json"], "no such file: gone.json"),
+        (["--fsdp", "true", "--fsdp_config", "gone.json"], "cannot read gone.json: No such file"),
         (["--preset", "tiny", "--dtype", "float16"], "AdamW's eps of 1e-8 is 0"),
         (["--deepspeed", "{bad"], "--deepspeed {bad: not JSON: Expecting property name"),
         (["--fsdp_config", "{bad"], "--fsdp_config {bad: not JSON: Expecting property name"),
-        (["--deepspeed", "gone.json"], "no such file: gone.json"),
-        (["--config", "missing.yaml"], "cannot read the recipe missing.yaml"),
+        (["--deepspeed", "gone.json"], "cannot read gone.json: No such file"),
+        (["--config", "missing.yaml"], "cannot read missing.yaml: No such file"),
     ],
 )
 def test_bad_flags_are_one_line(flags: list[str], message: str) -> None:
@@ -88,6 +93,142 @@ def test_bad_flags_are_one_line(flags: list[str], message: str) -> None:
         parse_args(flags)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+# Numbers that no run can use, by the option that refuses them and how it says so.
+NUMBERS = {
+    "at least 1": "per_device_train_batch_size per_device_eval_batch_size "
+    "gradient_accumulation_steps head_groups tile_tokens ddp_timeout torch_empty_cache_steps",
+    "at least 0": "seed data_seed weight_decay max_grad_norm warmup_steps save_total_limit "
+    "dataloader_num_workers eval_delay neftune_noise_alpha host_memory_gib adam_beta1 adam_beta2 "
+    "label_smoothing_factor",
+    "above 0": "num_train_epochs logging_steps save_steps eval_steps adam_epsilon peak_tflops",
+}
+FLOATS = (
+    "learning_rate weight_decay adam_epsilon adam_beta1 max_grad_norm num_train_epochs "
+    "warmup_steps logging_steps save_steps eval_steps label_smoothing_factor host_memory_gib"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        *((f"--{n}=-1", words) for words, names in NUMBERS.items() for n in names.split()),
+        *((f"--{n}=0", w) for w in ("at least 1", "above 0") for n in NUMBERS[w].split()),
+        *((f"--{name}=nan", "a number") for name in FLOATS),
+        *((f"--{name}={value}", "at most") for name in FLOATS[:3] for value in ("inf", "1e30")),
+        *((f"--{name}={2**63}", "at most") for name in ("seed", "max_steps", "ddp_timeout")),
+        ("--learning_rate=0", "at least 1e-12"),
+        ("--adam_beta1=1", "below 1"),
+        ("--label_smoothing_factor=1", "below 1"),
+        ("--dataloader_num_workers=2000", "at most 1024"),
+    ],
+)
+def test_numbers_have_ranges(flags: str, words: str) -> None:
+    name, _, value = flags.partition("=")
+    with pytest.raises(UserError) as error:
+        parse_args([*CPU, flags])
+    assert str(error.value).startswith(f"{name} must be {words}")
+    assert "got " in str(error.value)
+
+
+@pytest.mark.parametrize("option", sorted(NOT_OURS))
+def test_what_transformers_offers_and_a_run_refuses(option: str) -> None:
+    """Through the dataclass, as the flags of some are words and of others yes or no."""
+    default = TrainArguments.__dataclass_fields__[option].default
+    with pytest.raises(UserError, match=f"--{option} .*(leave it out|use|uploads|examines)"):
+        TrainArguments(use_cpu=True, **{option: ["x"] if option.startswith("inc") else not default})
+
+
+EVAL = "--eval_file e.txt --eval_strategy steps "
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--max_steps 0", "--max_steps must be at least 1, or -1"),
+        ("--max_steps -7", "--max_steps must be at least 1, or -1"),
+        ("--eval_strategy steps", "give it"),
+        ("--eval_on_start", "give it"),
+        ("--do_eval", "give it"),
+        ("--load_best_model_at_end --save_strategy no --eval_file e.txt", "--eval_strategy"),
+        ("--save_strategy best", "give --eval_strategy"),
+        (EVAL + "--metric_for_best_model accuracy", "must be loss"),
+        ("--max_grad_norm 1e-300", "clips gradients to nothing"),
+        ("--dataloader_persistent_workers", "need workers"),
+        ("--dataloader_multiprocessing_context spawn", "need workers"),
+        ("--train_sampling_strategy group_by_length", "all have --seq_len tokens"),
+        ("--debug tpu_metrics_debug", "needs a TPU"),
+        ('--gradient_checkpointing_kwargs {"bad":1}', "takes debug, determinism_check"),
+        ('--accelerator_config {"split_batches":"maybe"}', "split_batches must be true or false"),
+        ('--accelerator_config {"gradient_accumulation_kwargs":{"num_steps":3}}', "steps are"),
+        ('--accelerator_config {"gradient_accumulation_kwargs":3}', "gradient_accumulation_kwargs"),
+        ('--accelerator_config {"bad":true}', "unexpected keyword argument 'bad'"),
+        ("--accelerator_config gone.json", "cannot read gone.json"),
+        ("--lr_scheduler_kwargs gone.json", "not JSON"),
+        ("--ddp_backend gloo", "accelerate launch"),
+        ("--torch_compile_backend word", "must be one of aot_eager"),
+        ("--torch_compile_mode word", "must be one of default"),
+        ("--report_to word", "--report_to word is not installed"),
+        ("--report_to codecarbon", "--report_to codecarbon is not installed"),
+        ("--output_dir=", "--output_dir is empty"),
+        ("--train_file a.txt \udcff", "--train_file .*udcff' is not UTF-8"),
+        ("--fsdp word", "Unknown `fsdp` option: word"),
+        # What transformers would say when training begins
+        ("--optim adamw_torch_xla", "--optim adamw_torch_xla cannot be used: "),
+        ("--optim lomo", "inside backward"),
+        ("--optim galore_adamw_layerwise", "inside backward"),
+        ("--optim_args a", "--optim adamw_torch_fused cannot be used"),
+        ("--optim_args momentum=0.9", "momentum=0.9 changes nothing of --optim adamw_torch_fused"),
+        ("--optim sgd --optim_args momentum=0.9,nestrov=1", "nestrov=1 changes nothing"),
+        ("--optim sgd --optim_args nesterov=true", "Nesterov momentum requires"),
+        ("--lr_scheduler_type warmup_stable_decay", "missing 1 required .* 'num_decay_steps'"),
+        ("--lr_scheduler_type cosine_with_min_lr", "One of min_lr or min_lr_rate"),
+        ('--lr_scheduler_kwargs {"bad":1}', "unexpected keyword argument 'bad'"),
+        ('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":NaN}', "is 0 in each of"),
+        ('--lr_scheduler_type polynomial --lr_scheduler_kwargs {"power":-1}', "negative power"),
+        ('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":1e400}', "cannot be used"),
+        ('--lr_scheduler_type inverse_sqrt --lr_scheduler_kwargs {"timescale":0}', "by zero"),
+        ("--max_steps 1 --warmup_steps 1", "the learning rate is 0 in each of 1 steps"),
+    ],
+)
+def test_what_cannot_be_together(flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        parse_args([*CPU, *flags.split(" ")])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        ("--class_type vanilla --head_groups 2 --keep_attention false", "--class_type custom"),
+        ("--class_type vanilla --gradient_checkpointing false", None),
+        ("--gradient_checkpointing false", "--class_type vanilla or liger"),
+        ("--offload_activations none --host_memory_gib 3", "--offload_activations auto or all"),
+        ("--dataset_split test", "--dataset_name"),
+        ("--eval_steps 5", "--eval_strategy steps"),
+        (EVAL + "--eval_steps 5", None),
+        ("--save_strategy no --save_steps 5", "--save_strategy steps"),
+        ("--greater_is_better true", "--load_best_model_at_end"),
+        ("--run_name me", "--report_to"),
+        ("--lr_scheduler_type constant --warmup_steps 5", "a --lr_scheduler_type with a warmup"),
+        ("--lr_scheduler_type constant_with_warmup --warmup_steps 5", None),
+        ("--optim sgd --adam_beta2 0.9", "an Adam"),
+        ("--optim_target_modules all-linear", "a GaLore or APOLLO"),
+        ("--ddp_bucket_cap_mb 3", "several processes"),
+        ("", None),
+    ],
+)
+def test_what_does_nothing_is_said_once(flags: str, idle: str | None, capsys) -> None:
+    parse_args([*CPU, *flags.split()])
+    said = [line for line in capsys.readouterr().out.splitlines() if "nothing comes of it" in line]
+    assert len(said) == (idle is not None)
+    assert idle is None or f"needs {idle}" in said[0]
+
+
+BILLION_LAUGHS = "lr_scheduler_kwargs:\n  a0: &a0 [lol]\n" + "".join(
+    f"  a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12)
+)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +239,23 @@ def test_bad_flags_are_one_line(flags: list[str], message: str) -> None:
         ("- a\n- b", "must hold `key: value` lines"),
         ("seq_len: long", "invalid int value: 'long'"),
         ("config: other.yaml", "unknown key 'config'"),
-        ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
+        ("seq_len: 1\nseq_len: 2", "has seq_len twice"),
+        ("seq_len: 1:30", "--seq_len: invalid int value: '1:30'"),
+        ("seq_len: 0x10", "--seq_len: invalid int value: '0x10'"),
+        ("seq_len: 2020-01-01", "--seq_len: invalid int value: '2020-01-01'"),
+        ("seq_len: [1]", "--seq_len: takes one value, found a list"),
+        ("seq_len: {a: 1}", "--seq_len: takes no settings of its own"),
+        ("train_file: []", "train_file must be a list of words"),
+        ("train_file: [[a]]", "train_file must be a list of words"),
+        ("streaming: maybe", "--streaming: true or false is expected, got 'maybe'"),
+        ("eval_strategy: true", "--eval_strategy: invalid choice: 'true'"),
+        ("train_file: [a, &x b, *x]", "line 1 has an alias: write the value out"),
+        (BILLION_LAUGHS, "has an alias: write the value out"),
+        ("train_file: " + "[" * 5000, "is nested too deeply"),
+        ("lr_scheduler_kwargs: " + "{a: " * 5000, "is nested too deeply"),
+        ("no_keep_attention: true", "unknown key 'no_keep_attention'"),
+        ('output_dir: "a\\0b"', "is not UTF-8 text"),
+        ("!!python/object/apply:os.system ['true']", "must hold `key: value` lines"),
     ],
 )
 def test_bad_recipes_are_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -108,6 +265,66 @@ def test_bad_recipes_are_one_line(tmp_path: Path, text: str, message: str) -> No
         parse_args(["--config", str(recipe)])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "means"),
+    [
+        ("save_strategy: no", "save_strategy", "no"),
+        ("save_strategy: off", "save_strategy", "no"),
+        ("save_strategy: false", "save_strategy", "no"),
+        ("eval_strategy: off", "eval_strategy", "no"),
+        ("report_to: no", "report_to", []),
+        ("report_to: none", "report_to", []),
+        ("report_to: [tensorboard]", "report_to", ["tensorboard"]),
+        ("resume_from_checkpoint: no", "resume_from_checkpoint", None),
+        ("deepspeed: off", "deepspeed", None),
+        ("bf16: yes", "bf16", True),
+        ("bf16: on", "bf16", True),
+        ("bf16: off", "bf16", False),
+        ("learning_rate: 1e-4", "learning_rate", 1e-4),
+        ("learning_rate: 1E-4", "learning_rate", 1e-4),
+        ("max_steps: 010", "max_steps", 10),
+        ("max_steps: 1_000", "max_steps", 1000),
+        ("max_steps: '7'", "max_steps", 7),
+        ("max_steps: ~", "max_steps", -1),
+        ("max_steps:", "max_steps", -1),
+        ("output_dir: 1.10", "output_dir", "1.10"),
+        ("output_dir: 2020-01-01", "output_dir", "2020-01-01"),
+        ("output_dir: --x", "output_dir", "--x"),
+        ("output_dir: 'null'", "output_dir", "null"),
+        (
+            "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-5}",
+            "lr_scheduler_kwargs",
+            {"min_lr": 1e-5},
+        ),
+    ],
+)
+def test_recipes_mean_what_is_written(tmp_path: Path, text: str, option: str, means) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(text)
+    assert getattr(parse_args(["--config", str(recipe), *CPU])[2], option) == means
+
+
+@pytest.mark.parametrize("option", ["config", "deepspeed", "fsdp_config", "accelerator_config"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("/dev/zero", "is not a regular file"),
+        ("/dev/stdin", "is not a regular file|cannot read"),
+        ("FOLDER", "is not a regular file"),
+        ("FOLDER/fifo", "is not a regular file"),
+        ("FOLDER/none", "No such file"),
+        ("FOLDER/large", "is a file of 2 MiB"),
+        ("FOLDER/bytes", "is not UTF-8 text"),
+    ],
+)
+def test_files_of_options_are_small_and_end(tmp_path, option, kind, message) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "large").write_text(" " * 2**21)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=message):
+        parse_args([*CPU, f"--{option}", kind.replace("FOLDER", str(tmp_path))])
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)

@@ -21,11 +21,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import find_adapter_config_file
 
-from longctx.config import ModelArguments, installed
+from longctx.config import ModelArguments, expanded, installed
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, one_line, print_rank0
 from longctx.model.backends import choose_attention
 from longctx.model.patch import patch
 from longctx.run.presets import PRESETS
@@ -49,22 +50,60 @@ def load_config(
     """
     if args.model_name_or_path is None:
         preset = PRESETS[args.preset or "tiny"]
-        config = LlamaConfig(**{"vocab_size": vocab_size, **preset, **(special_ids or {})})
+        config: PretrainedConfig = LlamaConfig(
+            **{"vocab_size": vocab_size, **preset, **(special_ids or {})}
+        )
     else:
-        name, where = _pretrained(args)
-        try:
-            config = AutoConfig.from_pretrained(name, **where)
-        except Exception as error:  # a file's values raise as many types as there are checks
-            raise _unreadable(args, error) from error
-        if getattr(config, "num_hidden_layers", 1) < 1:
-            raise UserError(f"{args.model_name_or_path}: its config.json has no layers")
+        config = read_config(args)
     if args.class_type == "custom" and config.model_type != "llama":
         raise UserError(
             f"--class_type custom patches models of the Llama family; {args.model_name_or_path} "
             f"is of type {config.model_type!r}: use --class_type vanilla or liger"
         )
+    kv_heads = getattr(config, "num_key_value_heads", None) or 1
+    if args.class_type == "custom" and kv_heads % (args.head_groups or 1):
+        raise UserError(
+            f"--head_groups {args.head_groups} must divide the model's {kv_heads} key/value heads"
+        )
     _check_context(config, args)
     return config
+
+
+def read_config(args: ModelArguments) -> PretrainedConfig:
+    """The configuration of a pretrained model, without what its author chose for other machines.
+    Raises UserError for one that is unreadable, or of a model that cannot be trained."""
+    name, where = _pretrained(args)
+    try:
+        adapter = find_adapter_config_file(name)
+        config = AutoConfig.from_pretrained(name, **where)
+    except Exception as error:  # a file's values raise as many types as there are checks
+        raise _unreadable(args, error, "its config.json: ") from error
+    if adapter:  # transformers would put it into the model, whoever's that is
+        raise UserError(
+            f"{args.model_name_or_path} holds an adapter ({Path(adapter).name}) and a run trains "
+            "whole models: merge it into its model first (PEFT's merge_and_unload)"
+        )
+    if getattr(config, "num_hidden_layers", 1) < 1:
+        raise UserError(f"{args.model_name_or_path}: its config.json has no layers")
+    if "gguf_file" not in where:
+        _refuse_quantised(args, config)
+    # A kernel of the hub, which would be downloaded and run; a layout over GPUs.
+    config._attn_implementation = config._experts_implementation = None
+    vars(config).pop("distributed_config", None)
+    return config
+
+
+def _refuse_quantised(args: ModelArguments, config: PretrainedConfig) -> None:
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            found = getattr(part, key, None)
+            if found:
+                method = found.get("quant_method") if isinstance(found, dict) else None
+                raise UserError(
+                    f"{args.model_name_or_path} is quantised ({method or 'by an unnamed method'}), "
+                    "and rounded weights cannot be trained as a whole: give the model that it was "
+                    "made from, in bfloat16 or float32"
+                )
 
 
 def check_request(args: ModelArguments, device: torch.device) -> None:
@@ -88,8 +127,11 @@ def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         return 0
-    with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes
-        model = kind(config)
+    try:
+        with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes
+            model = kind(config)
+    except Exception as error:
+        raise _unreadable(args, error, "its config.json: ") from error
     return sum(p.numel() for p in model.parameters()) * _dtype(args.dtype, device).itemsize
 
 
@@ -184,11 +226,11 @@ def _refuse_missing(args: ModelArguments, found: Mapping[str, Any]) -> None:
             )
 
 
-def _unreadable(args: ModelArguments, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:300] or type(error).__name__
+def _unreadable(args: ModelArguments, error: Exception, where: str = "") -> UserError:
+    reason = where + one_line(error)
     if "custom code" in reason:
         reason = "it ships code of its own; read it, and if you trust it add --trust_remote_code"
-    return UserError(f"cannot load a model from {args.model_name_or_path!r}: {reason}")
+    return UserError(f"cannot load a model from {args.model_name_or_path}: {reason}")
 
 
 def _check_liger(args: ModelArguments, device: torch.device) -> None:
@@ -237,13 +279,20 @@ def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
     assert name is not None
     where: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if name.endswith(".gguf"):
-        path = Path(name)
+        path = expanded(name)
         if not path.is_file():
             raise UserError(f"no such GGUF file: {name}")
         if not installed("gguf"):
             raise UserError(f"{name} needs the gguf package: pip install gguf")
         return str(path.parent), {**where, "gguf_file": path.name}
-    return name, where
+    folder = expanded(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"--model_name_or_path {name} has no config.json: it is no model's folder")
+    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/", "~"))):
+        raise UserError(
+            f"--model_name_or_path {name} is no folder: give a model's folder or hub id"
+        )
+    return str(folder) if folder.is_dir() else name, where
 
 
 def forget_gguf(model: Any) -> None:

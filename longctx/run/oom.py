@@ -67,7 +67,7 @@ def explained_oom(trainer: LongTrainer, model_args: ModelArguments) -> Iterator[
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(explain(error, trainer, model_args, snapshot)) from error
+        raise OutOfMemory(*explain(error, trainer, model_args, snapshot)) from error
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def explained_oom_of_weights(engine: Engine, model_args: ModelArguments) -> Iter
         if model_args.dtype == "float32":
             lines.append("  --dtype bfloat16: weights of half the size")
         lines.append("  nvidia-smi shows whether other processes hold the GPU's memory")
-        raise OutOfMemory("\n".join(lines)) from error
+        raise OutOfMemory(*lines) from error
 
 
 def _snapshot_on_oom(path: Path) -> None:
@@ -105,7 +105,7 @@ def explain(
     trainer: LongTrainer,
     model_args: ModelArguments,
     snapshot: Path | None = None,
-) -> str:
+) -> list[str]:
     """The message: lines as in the module's docstring."""
     text = str(error)
     held = holders(trainer)
@@ -131,7 +131,7 @@ def explain(
         lines.append("  to see who asked for it: --memory_snapshot_on_oom true")
     elif snapshot.exists():
         lines.append(f"  snapshot: {snapshot}; open it at https://pytorch.org/memory_viz")
-    return "\n".join(lines)
+    return lines
 
 
 def _gib(pattern: re.Pattern[str], text: str) -> float | None:

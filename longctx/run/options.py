@@ -6,9 +6,16 @@ and prepares the environment in between: flags -> engine -> dataclasses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import math
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
 
 from longctx.config import (
     DataArguments,
@@ -18,7 +25,8 @@ from longctx.config import (
     parse_flags,
 )
 from longctx.engines import Engine, choose_engine
-from longctx.errors import UserError
+from longctx.errors import UserError, one_line, print_rank0
+from longctx.limits import idle_options
 
 
 def parse_args(
@@ -32,7 +40,104 @@ def parse_args(
     engine = choose_engine(flags)
     engine.prepare(flags)
     model_args, data_args, args = make_arguments(flags)
+    for line in idle_options(model_args, data_args, args):
+        print_rank0(line)
+    rehearse(args, args.max_steps)
     return _with_dtype(model_args, args, engine), data_args, args, engine
+
+
+def check_rows(args: TrainArguments, train_rows: Any, eval_rows: Any) -> None:
+    """Raises UserError for rows that give no batch, and where the run's number of steps gives no
+    learning rate."""
+    steps = args.max_steps
+    if isinstance(train_rows, Sized):
+        batches = _batches(args, "train", train_rows)
+        per_epoch = math.ceil(batches / args.gradient_accumulation_steps)
+        steps = steps if steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    if isinstance(eval_rows, Sized):
+        _batches(args, "eval", eval_rows)
+    rehearse(args, steps)
+
+
+def _batches(args: TrainArguments, kind: str, rows: Sized) -> int:
+    """Batches of a pass over the rows."""
+    option = f"per_device_{kind}_batch_size"
+    together = getattr(args, option) * args.world_size
+    whole, rest = divmod(len(rows), together)
+    if not len(rows) or (not whole and args.dataloader_drop_last):
+        raise UserError(
+            f"{len(rows)} rows give no batch of {together}, and --dataloader_drop_last leaves out "
+            f"the rest: lower --{option}, or leave --dataloader_drop_last out"
+        )
+    return whole + (rest > 0 and not args.dataloader_drop_last)
+
+
+class _Rehearsal(Trainer):
+    """As much of Trainer as makes an optimizer and a schedule, for a model of two numbers."""
+
+    def __init__(self, args: TrainArguments) -> None:
+        self.args = copy.copy(args)
+        if args.optim_target_modules:  # names of the real model
+            self.args.optim_target_modules = "all-linear"
+        self.model = torch.nn.Linear(1, 1)
+        self.optimizer = self.lr_scheduler = self.optimizer_cls_and_kwargs = None
+
+
+def rehearse(args: TrainArguments, steps: int) -> None:
+    """Makes optimizer and schedule as Trainer will, and asks for the learning rates of `steps`
+    steps (below 1: not known yet). Raises UserError for what would end the run then."""
+    steps = steps if steps > 0 else 1000
+    trial = _Rehearsal(args)
+    with explained_options(f"--optim {_word(args.optim)}"):
+        trial.create_optimizer()
+    _check_optim_args(args)
+    with explained_options(f"--lr_scheduler_type {_word(args.lr_scheduler_type)}"):
+        schedule: Any = trial.create_scheduler(steps)
+        factors = [
+            factor(step)
+            for factor in getattr(schedule, "lr_lambdas", [])
+            for step in [*range(0, steps, max(1, steps // 1000)), steps - 1, steps]
+        ]
+    if any(isinstance(f, complex) or not 0 <= f < math.inf for f in factors):
+        raise UserError("--lr_scheduler_kwargs makes learning rates that are no positive numbers")
+    if factors and not any(factors[:-1]):  # the last is of the step after them all
+        raise UserError(
+            f"the learning rate is 0 in each of {steps} steps: lower --warmup_steps or mend "
+            "--lr_scheduler_kwargs"
+        )
+
+
+@contextmanager
+def explained_options(options: str) -> Iterator[None]:
+    """Turns what another library says of options, in any type of error, into a UserError."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{options} cannot be used: {one_line(error)}") from error
+
+
+def _check_optim_args(args: TrainArguments) -> None:
+    """Raises UserError for one that changes nothing: most optimizers read none."""
+    if not args.optim_args:
+        return
+    without = copy.copy(args)
+    pairs = args.optim_args.replace(" ", "").split(",")
+    for pair in pairs:
+        without.optim_args = ",".join(other for other in pairs if other != pair)
+        if _optimizer_settings(without) == _optimizer_settings(args):
+            raise UserError(f"--optim_args {pair} changes nothing of --optim {_word(args.optim)}")
+
+
+def _optimizer_settings(args: TrainArguments) -> Any:
+    model: Any = torch.nn.Linear(1, 1)
+    return Trainer.get_optimizer_cls_and_kwargs(args, model)[1]
+
+
+def _word(choice: Any) -> str:
+    """A choice as it stands on the command line."""
+    return str(getattr(choice, "value", choice))
 
 
 def _with_dtype(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> ModelArguments:

@@ -57,7 +57,7 @@ def test_rows_longer_than_the_model(capsys, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_name_or_path": "/no/such/folder"}, "cannot load a model"),
+        ({"model_name_or_path": "/no/such/folder"}, "is no folder"),
         ({"model_name_or_path": "/no/such/model.gguf"}, "no such GGUF file"),
         ({"class_type": "liger"}, "liger"),
         ({"attn_backend": "fa4"}, "--attn_backend fa4 needs a GPU"),

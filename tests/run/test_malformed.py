@@ -108,6 +108,11 @@ def edit_config(**changes: object) -> Callable[[Path], object]:
     return edit
 
 
+def config_pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
 def own_code(folder: Path) -> None:
     edit_config(model_type="mine", auto_map={"AutoConfig": "mine.Config"})(folder)
     (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Config: pass\n")
@@ -273,20 +278,20 @@ CASES: dict[str, tuple[Make, str]] = {
     "a pipe": (fifo, r"fifo\.txt is not a regular file"),
     "a device": (given("--train_file", "/dev/null"), "/dev/null is not a regular file"),
     "a name too long": (path("x" * 300), "cannot read .*x: File name too long"),
-    "a NUL in the name": (path("a\0b"), "/a.b does not exist"),
+    "a NUL in the name": (path("a\0b"), "--train_file .* is not UTF-8 text"),
     # models
     "no such model": (
         given("--model_name_or_path", "/no/such/model"),
-        "/no/such/model is no folder with a tokenizer",
+        "--model_name_or_path /no/such/model is no folder",
     ),
     "an empty model folder": (
         given("--model_name_or_path", "FOLDER/empty"),
-        "no tokenizer could be loaded from .*/empty",
+        r"/empty has no config\.json",
     ),
     "half a config": (model(cut("config.json")), r"config\.json' is not a valid JSON file"),
     "a config that is a list": (
         model(write("config.json", "[]")),
-        "broken.* must be a mapping, not list",
+        r"broken: its config\.json: Unrecognized model",
     ),
     "a config that is null": (model(write("config.json", "null")), "broken.* 'NoneType'"),
     "no heads": (model(edit_config(num_attention_heads=0)), "broken.* by zero"),
@@ -338,6 +343,32 @@ CASES: dict[str, tuple[Make, str]] = {
         model(own_code),
         "broken.* code of its own; .* --trust_remote_code",
     ),
+    "a config that is a pipe": (model(config_pipe), r"broken has no config\.json"),
+    "no config": (model(lambda f: (f / "config.json").unlink()), r"broken has no config\.json"),
+    "a file as a model": (
+        given("--model_name_or_path", "FOLDER/model/config.json"),
+        r"config\.json is no folder: give a model's folder or hub id",
+    ),
+    "an unknown RoPE": (
+        model(edit_config(rope_parameters={"rope_type": "none", "rope_theta": 1.0})),
+        r"broken: its config\.json: 'none'",
+    ),
+    "a quantised model": (
+        model(edit_config(quantization_config={"quant_method": "gptq", "bits": 4})),
+        r"broken is quantised \(gptq\), and .*: give the model that it was made from",
+    ),
+    "a model that bitsandbytes quantised": (
+        model(edit_config(quantization_config={"load_in_4bit": True})),
+        r"broken is quantised",
+    ),
+    "an adapter beside a model": (
+        model(write("adapter_config.json", '{"base_model_name_or_path": "a/b"}')),
+        r"broken holds an adapter \(adapter_config\.json\)",
+    ),
+    "head groups that do not divide": (
+        given("--head_groups", "3"),
+        "--head_groups 3 must divide the model's 2 key/value heads",
+    ),
     "a GGUF file of text": (
         given("--model_name_or_path", "FOLDER/bad.gguf"),
         r"bad\.gguf does not start with the GGUF magic bytes",
@@ -345,14 +376,14 @@ CASES: dict[str, tuple[Make, str]] = {
     # recipes and flags
     "a missing recipe": (
         given("--config", "FOLDER/none.yaml"),
-        r"cannot read the recipe .*none\.yaml: No such file",
+        r"cannot read .*none\.yaml: No such file",
     ),
     "half a recipe": (recipe("seq_len: [1,\nfoo"), r"r\.yaml is not valid YAML: .* line 2"),
     "a recipe that is a list": (recipe("- a\n- b"), "must hold `key: value` lines"),
     "an unknown key": (recipe("seq_length: 4"), "unknown key 'seq_length'; did you mean seq_len"),
-    "a key that is a list": (recipe("? [a]\n: 1"), r"r\.yaml is not valid YAML: .* unhashable key"),
+    "a key that is a list": (recipe("? [a]\n: 1"), r"r\.yaml: unknown key \"\['a'\]\""),
     "a word for a number": (recipe("seq_len: many"), "--seq_len.*: invalid int value: 'many'"),
-    "a binary recipe": (recipe(b"\xff\xfe\0\0"), r"r\.yaml is not valid YAML: .* byte 0xff"),
+    "a binary recipe": (recipe(b"\xff\xfe\0\0"), r"r\.yaml is not UTF-8 text: .* byte 0xff"),
     "a recipe that runs code": (
         recipe("seq_len: !!python/object/apply:os.mkdir ['FOLDER/ran']"),
         r"r\.yaml is not valid YAML: .* the tag '.*os\.mkdir'",
@@ -364,6 +395,18 @@ CASES: dict[str, tuple[Make, str]] = {
         "--class_type.*: invalid choice: 'fast'",
     ),
     # datasets, caches, outputs
+    "rows that give no batch": (
+        given("--dataloader_drop_last", "--per_device_train_batch_size", "1000"),
+        r"\d+ rows give no batch of 1000.*lower --per_device_train_batch_size",
+    ),
+    "evaluation rows that give no batch": (
+        given("--dataloader_drop_last", "--per_device_eval_batch_size", "9", "--eval_file", "CHAT"),
+        "1 rows give no batch of 9.*lower --per_device_eval_batch_size",
+    ),
+    "a name that is no text": (
+        given("--output_dir", "FOLDER/\udcff"),
+        "--output_dir .*udcff' is not UTF-8 text",
+    ),
     "a missing dataset": (given("--dataset_name", "./none"), "the dataset ./none does not exist"),
     "half a dataset": (dataset(cut_arrow), "cannot load the dataset .*saved .* message body"),
     "a dataset's broken state": (
@@ -391,6 +434,20 @@ WORKS: dict[str, tuple[Make, str]] = {
     "mixed encodings": (
         file("m.txt", "né ".encode() * 2000 + "né ".encode("latin-1") * 50),
         r"m\.txt: replaced 50 undecodable bytes",
+    ),
+    "a kernel of a stranger's choice": (
+        model(
+            edit_config(
+                attn_implementation="kernels-community/flash-attn",
+                experts_implementation="kernels-community/moe",
+                distributed_config={"tp_size": 2},
+            )
+        ),
+        "patched: 2 scheduled decoder layers",
+    ),
+    "the same for Hugging Face's code": (
+        model(edit_config(attn_implementation="evil/kernel"), "--class_type", "vanilla"),
+        "nothing patched; sdpa attention",
     ),
     "a split of a dataset without splits": (
         dataset(lambda f: None, "--dataset_split", "gone"),
@@ -457,4 +514,4 @@ def test_an_unreadable_file(flags, tmp_path) -> None:
 
 def test_none_is_lost() -> None:
     """A repeated name would replace a case in silence."""
-    assert (len(CASES), len(WORKS)) == (92, 3)
+    assert (len(CASES), len(WORKS)) == (103, 5)
