@@ -54,6 +54,14 @@ def test_the_slab_is_page_locked_until_it_is_gone() -> None:
 
 
 @pytest.mark.gpu
+def test_a_forked_process_has_no_copy_of_the_slab() -> None:
+    """Locked pages are not shared but copied by a fork: 8 GiB in each data loader's worker."""
+    from profiling.bench.slab_fork import measure
+
+    assert measure(2, dontfork=True)["child_rss_gib"] < 2
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
 def test_copies_beside_compute_change_no_bit(keep: bool) -> None:
     """Four layers of Llama-3.1-8B, steps of random lengths, the slab poisoned before each one:

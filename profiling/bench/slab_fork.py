@@ -1,0 +1,70 @@
+"""What a fork costs beside a page-locked slab, with MADV_DONTFORK (longctx/memory/slab.py) and
+without: the kernel copies locked pages into every child at once.
+
+    python profiling/bench/slab_fork.py --output profiling/results/h100_slab_fork.json
+
+Rows: slab_gib, dontfork, fork_s (until the call returns to the parent), child_rss_gib (what the
+child holds as its own, slab or not).
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from longctx.memory.plan import GIB
+from longctx.memory.slab import PinnedSlab
+from profiling.results import write_results
+
+
+def measure(slab_gib: int, dontfork: bool) -> dict[str, Any]:
+    """Forks once beside a slab that is locked, touched and used by a copy."""
+    advice = mmap.MADV_DONTFORK
+    if not dontfork:
+        del mmap.MADV_DONTFORK  # type: ignore[misc]
+    try:
+        slab = PinnedSlab(slab_gib * GIB, torch.device("cuda"))
+    finally:
+        mmap.MADV_DONTFORK = advice  # type: ignore[misc]
+    slab.data[:GIB].copy_(torch.ones(GIB, dtype=torch.uint8, device="cuda"))
+    reads, writes = os.pipe()
+    start = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        fields = dict(line.split(":") for line in open("/proc/self/status"))
+        os.write(writes, fields["RssAnon"].split()[0].encode())
+        os._exit(0)
+    fork_s = time.perf_counter() - start
+    os.waitpid(child, 0)
+    rss_kib = int(os.read(reads, 100))
+    return {
+        "slab_gib": slab_gib,
+        "dontfork": dontfork,
+        "fork_s": round(fork_s, 4),
+        "child_rss_gib": round(rss_kib / 2**20, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--gib", type=int, nargs="+", default=[8, 32])
+    args = parser.parse_args()
+    torch.zeros(1, device="cuda")
+    rows = [measure(gib, dontfork) for gib in args.gib for dontfork in (True, False)]
+    for row in rows:
+        print(row)
+    write_results(args.output, rows)
+
+
+if __name__ == "__main__":
+    main()
