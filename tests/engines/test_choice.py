@@ -93,7 +93,8 @@ def test_a_checkpoint_of_another_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="saved with engine deepspeed .* --model_name_or_path"):
         check_resume(Plain(), args, tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(UserError, match="holds no optimizer"):
-        check_resume(Plain(), args, tmp_path / "checkpoint-2")
-    (tmp_path / "checkpoint-2" / "optimizer.pt").touch()
+    for name in ("optimizer", "scheduler"):
+        with pytest.raises(UserError, match=f"holds no {name}"):
+            check_resume(Plain(), args, tmp_path / "checkpoint-2")
+        (tmp_path / "checkpoint-2" / f"{name}.pt").touch()
     check_resume(Plain(), args, tmp_path / "checkpoint-2")

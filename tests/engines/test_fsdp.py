@@ -59,6 +59,7 @@ def test_fsdp2_through_accelerate(
     kill_after_saving(command, tmp_path / "run", gpus)
     processes = 1 if start == "preset" else processes
     resumed = [*sharded, *batch(processes), "--resume_from_checkpoint", "last"]
+    resumed += ["--allow_changed", "num_processes", "gradient_accumulation_steps"]
     said = run(launch(processes, script, *resumed), min(gpus, processes))
     assert "Could not locate the best model" not in said
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")

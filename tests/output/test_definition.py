@@ -11,8 +11,6 @@ from small_run import logged, prepare, run
 
 from longctx.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
-
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:

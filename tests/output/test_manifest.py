@@ -13,8 +13,6 @@ from longctx.errors import UserError
 from longctx.output import manifest, resume, verify
 from longctx.output.manifest import Damaged, check_files, read_manifest, write_manifest
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
-
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory) -> Path:

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM
 from longctx.errors import UserError
 from longctx.output.rehearsal import rehearse_save
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
-
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:

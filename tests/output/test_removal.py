@@ -14,8 +14,6 @@ from longctx.output import removal
 from longctx.output.manifest import check_files
 from longctx.output.save import rotate
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
-
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:

@@ -22,8 +22,6 @@ from longctx.errors import UserError
 from longctx.output.resume import integrity_problem, resolve_resume
 from longctx.run.callbacks import MetricsFile
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
-
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:

@@ -17,8 +17,6 @@ from longctx.errors import UserError
 from longctx.output import save
 from longctx.output.save import disk_problem, require_space, rotate, try_on_all_ranks
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
-
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[str]:

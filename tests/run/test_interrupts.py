@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from paths import PYTHONPATH, ROOT
@@ -68,30 +69,33 @@ def test_a_stopping_run_begins_no_evaluation(flags, monkeypatch, tmp_path) -> No
 def test_a_stopping_run_does_not_end_its_epoch(flags, monkeypatch, tmp_path) -> None:
     """Trainer would evaluate and save once more, by the strategy `epoch`."""
     placed = []
-    place = trainer.publish_checkpoint
-    monkeypatch.setattr(
-        trainer, "publish_checkpoint", lambda *paths: placed.append(paths) or place(*paths)
-    )
+    place = trainer.publish
+
+    def place_and_note(staged: Path, path: Path, run: Any) -> int:
+        placed.append(path.name)
+        return place(staged, path, run)
+
+    monkeypatch.setattr(trainer, "publish", place_and_note)
     add_callback(SendAt(signal.SIGTERM, 3), monkeypatch)
     text = flags[flags.index("--train_file") + 1]
     words = f"--eval_file {text} --eval_strategy epoch --save_strategy epoch"
     with pytest.raises(SystemExit):
         run(flags, tmp_path / "run", *words.split())
     assert "eval_loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert [checkpoint.name for _, checkpoint in placed] == ["checkpoint-3"]
+    assert placed == ["checkpoint-3"]
 
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_signal_during_a_save_is_not_forgotten(flags, monkeypatch, tmp_path, step) -> None:
     """Not in the last one either, and no second checkpoint is made."""
-    place = trainer.publish_checkpoint
+    place = trainer.publish
 
-    def place_late(staged: Path, checkpoint: Path) -> int:
+    def place_late(staged: Path, checkpoint: Path, run: Any) -> int:
         if checkpoint.name == f"checkpoint-{step}":
             os.kill(os.getpid(), signal.SIGTERM)
-        return place(staged, checkpoint)
+        return place(staged, checkpoint, run)
 
-    monkeypatch.setattr(trainer, "publish_checkpoint", place_late)
+    monkeypatch.setattr(trainer, "publish", place_late)
     with pytest.raises(SystemExit) as stop:
         run(flags, tmp_path / "run", "--save_steps", "2")
     assert stop.value.code == 143

@@ -291,7 +291,7 @@ CASES: dict[str, tuple[Make, str]] = {
     "half a config": (model(cut("config.json")), r"config\.json' is not a valid JSON file"),
     "a config that is a list": (
         model(write("config.json", "[]")),
-        r"broken: its config\.json: Unrecognized model",
+        r"broken: its config\.json: (Unrecognized model|list indices)",  # newer, older
     ),
     "a config that is null": (model(write("config.json", "null")), "broken.* 'NoneType'"),
     "no heads": (model(edit_config(num_attention_heads=0)), "broken.* by zero"),

@@ -62,7 +62,6 @@ def test_it_stops_and_names_step_layer_token_and_document(
 
 
 def test_a_skipped_step_leaves_no_trace(flags, monkeypatch, tmp_path, capsys) -> None:
-    run([*flags, "--max_steps", "0"], tmp_path / "begin")
     add_callback(Breaks(), monkeypatch)
     lines = run(flags, tmp_path / "run", "--on_nonfinite", "skip", "--num_train_epochs", "1")
     out = capsys.readouterr().out

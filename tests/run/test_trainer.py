@@ -13,7 +13,15 @@ from transformers import Trainer
 
 from longctx.run import trainer
 
-OWN = {"__init__", "save_final", "_clip_by_engine", "_log_skipped", "_forget_staging"}
+OWN = {
+    "__init__",
+    "save_final",
+    "_check_update",
+    "_clip_by_engine",
+    "_log_skipped",
+    "_forget_staging",
+    "_swept",
+}
 
 
 def test_what_is_not_ours_overrides_something() -> None:
