@@ -3,6 +3,7 @@
 sources.py, records.py   files, folders, globs, datasets -> checked documents
 tokenizer.py             the model's tokenizer, or one trained on the spot
 encoding.py              a document -> token ids, and which of them are trained
+windows.py               the tokens of a long text, in little memory
 packing.py               documents -> rows, without cutting a document that fits
 rows.py                  all of it, on disk: three Arrow files
 cache.py, prune.py       those files: named, checked, deleted when they are no longer used

@@ -26,10 +26,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from longctx.data.packing import Piece
 from longctx.data.records import Document
+from longctx.data.windows import WINDOW_CHARS, tokenise
 from longctx.errors import UserError
 
-# A tokenizer's Encoding takes over 100 bytes a token: 8M characters at a time stay below 0.5 GiB.
-ENCODE_CHARS = 8_000_000
+ENCODE_CHARS = WINDOW_CHARS  # tokenised together: more is no faster and takes 600 bytes a token
 Span = tuple[int, int]
 
 
@@ -77,12 +77,11 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> 
 
 def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
     prompt, completion = document.content
-    ids = _ids(tokenizer, [prompt])[0]
-    if ids and ids[-1] == tokenizer.eos_token_id:  # a tokenizer that adds eos by itself
-        ids = ids[:-1]
-    start = len(ids)
-    ids = ids + _ids(tokenizer, [completion], add_special_tokens=False)[0]
-    return _piece(_end(ids, tokenizer), trained_from=start)
+    before = tokenise(tokenizer, prompt).ids
+    if len(before) and before[-1] == tokenizer.eos_token_id:  # a tokenizer that adds eos by itself
+        before = before[:-1]
+    ids = np.concatenate([before, tokenise(tokenizer, completion, add_special_tokens=False).ids])
+    return _piece(_end(ids, tokenizer), trained_from=len(before))
 
 
 def _chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
@@ -102,16 +101,16 @@ def _chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
             f"{document.where}: the chat template leaves out `tool_calls`, so no call would be "
             "trained; use a template that shows them, or write the calls into `content`"
         )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-    trained = _overlaps(np.asarray(encoded["offset_mapping"]).reshape(-1, 2), spans)
+    tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
+    assert tokens.offsets is not None
+    trained = _overlaps(tokens.offsets, spans)
     if not trained[1:].any():
         raise UserError(
             f"{document.where}: the chat template marks no token of an assistant turn; fix its "
             "{% generation %} markers or remove them"
         )
     trained[0] = False
-    return Piece(ids, trained)
+    return Piece(tokens.ids, trained)
 
 
 def trained_characters(
@@ -194,26 +193,25 @@ def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     return trained
 
 
-def _piece(ids: list[int], trained_from: int) -> Piece:
-    trained = np.arange(len(ids)) >= max(1, trained_from)
-    return Piece(np.asarray(ids, dtype=np.int32), trained)
+def _piece(ids: np.ndarray, trained_from: int) -> Piece:
+    trained = np.ones(len(ids), dtype=bool)
+    trained[: max(1, trained_from)] = False
+    return Piece(ids, trained)
 
 
-def _end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _end(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     eos = tokenizer.eos_token_id
-    return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
+    return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
 
-def _ids(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
-) -> list[list[int]]:
-    return tokenizer(
-        texts,
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"]
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
+    """(n,) int32 for each of several texts."""
+    if len(texts) == 1:
+        return [tokenise(tokenizer, texts[0]).ids]
+    encoded = tokenizer(
+        texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+    return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
 
 def _groups(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
