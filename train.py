@@ -17,11 +17,11 @@ from rich.table import Table
 from transformers import set_seed
 
 from longctx.config import TrainArguments
-from longctx.data.example import show_example
 from longctx.data.rows import build_dataset, check_sources, collate, document_names
 from longctx.data.tokenizer import load_tokenizer
 from longctx.engines import check_resume
 from longctx.errors import UserError, survive_lost_output
+from longctx.report.example import show_example
 from longctx.run import FINAL, METRICS
 from longctx.run.checkpoint import resolve_resume
 from longctx.run.loading import check_request, load_config, load_model, weights_bytes

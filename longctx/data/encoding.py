@@ -5,32 +5,24 @@
     chat         ... assistant\\n | a a a end     assistant turns with their end-of-turn token
 
 Prompt and completion are tokenised apart, so the boundary lies where generation would start.
-A conversation is rendered once by the chat template and tokenised once; the characters that are
-trained come from the template's `{% generation %}` markers, or, where it has none, from rendering
-every prefix: an assistant turn is what it adds to "everything before + generation prompt". That
-takes every prefix to be a prefix of the whole, which is checked: a template that rewrites earlier
-turns has no exact mask, and is refused. A token is trained if any of its characters is.
+A conversation is rendered by the chat template, which also says which characters are trained
+(chat.py), and tokenised once. A token is trained if any of its characters is.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from longctx.data.chat import Span, rendered
 from longctx.data.packing import Piece
 from longctx.data.records import Document
 from longctx.data.windows import WINDOW_CHARS, tokenise
 from longctx.errors import UserError
 
 ENCODE_CHARS = WINDOW_CHARS  # tokenised together: more is no faster and takes 600 bytes a token
-Span = tuple[int, int]
 
 
 def encode(
@@ -51,8 +43,9 @@ def encode(
     for i, document in enumerate(documents):
         if document and document.kind == "completion":
             pieces[i] = _completion(document, tokenizer)
-        elif document and document.kind == "chat":
-            pieces[i] = _chat(document, tokenizer)
+    chats = {i: d for i, d in enumerate(documents) if d and d.kind == "chat"}
+    for i, piece in zip(chats, _chats(list(chats.values()), tokenizer), strict=True):
+        pieces[i] = piece
     for piece in pieces:
         check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
     return pieces
@@ -84,99 +77,29 @@ def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece
     return _piece(_end(ids, tokenizer), trained_from=len(before))
 
 
-def _chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{document.where}: the tokenizer has no chat template; give an instruct model's "
-            "tokenizer with --tokenizer_name"
-        )
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{document.where}: chat data needs a fast tokenizer (tokenizer.json) to find the "
-            "assistant's tokens; give one with --tokenizer_name"
-        )
-    text, spans = trained_characters(document, tokenizer)
-    if _leaves_out_calls(document, tokenizer, text):
-        raise UserError(
-            f"{document.where}: the chat template leaves out `tool_calls`, so no call would be "
-            "trained; use a template that shows them, or write the calls into `content`"
-        )
-    tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
-    assert tokens.offsets is not None
-    trained = _overlaps(tokens.offsets, spans)
-    if not trained[1:].any():
-        raise UserError(
-            f"{document.where}: the chat template marks no token of an assistant turn; fix its "
-            "{% generation %} markers or remove them"
-        )
-    trained[0] = False
-    return Piece(tokens.ids, trained)
-
-
-def trained_characters(
-    document: Document, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, list[Span]]:
-    """The conversation as the chat template renders it, and the [start, end) spans to train."""
-    messages, tools = document.content["messages"], document.content.get("tools")
-    template = tokenizer.get_chat_template(tools=tools)
-
-    common: dict[str, Any] = {
-        "tools": tools,
-        "chat_template": template,
-        **tokenizer.special_tokens_map,
-    }
-
-    def render(turns: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
-        # Not through apply_chat_template: it finds the markers' tokens with `char_to_token`, which
-        # is None for a leading space under ByteLevel(trim_offsets=True), and then silently drops
-        # the rest of the conversation from the mask.
-        try:
-            rendered: Any = render_jinja_template(**common, conversations=[turns], **options)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            reason = " ".join(str(error).split())
+def _chats(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+    for document in documents[:1]:
+        if not tokenizer.chat_template:
             raise UserError(
-                f"{document.where}: the chat template refuses this conversation: {reason}"
-            ) from error
-        (text,), spans = rendered
-        return text, spans[0] if spans else []
-
-    if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-        return render(messages, return_assistant_tokens_mask=True)
-
-    whole, _ = render(messages)
-    ends = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        turn, _ = render(messages[: i + 1])
-        if i > 0:
-            prompt, _ = render(messages[:i], add_generation_prompt=True)
-        else:  # templates need a turn; the generation prompt is what they would add after it
-            header = render(messages[:1], add_generation_prompt=True)[0].removeprefix(turn)
-            prompt = turn[: turn.find(header) + len(header)] if header and header in turn else ""
-        if not (prompt and turn.startswith(prompt) and whole.startswith(turn)):
-            raise UserError(
-                f"{document.where}: the chat template rewrites earlier turns (turn {i + 1}), so "
-                "the trained tokens cannot be told; use a template with {% generation %} markers"
+                f"{document.where}: the tokenizer has no chat template; give an instruct model's "
+                "tokenizer with --tokenizer_name"
             )
-        # Generation stops at the end-of-turn token: the line break after it is never generated.
-        end = len(turn.rstrip()) if turn.rstrip().endswith(ends) else len(turn)
-        spans.append((len(prompt), max(end, len(prompt))))
-    return whole, spans
-
-
-def _leaves_out_calls(document: Document, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether a conversation with tool calls is rendered as it is without them."""
-    turns = document.content["messages"]
-    if not any(turn.get("tool_calls") for turn in turns):
-        return False
-    plain = [{k: v for k, v in turn.items() if k != "tool_calls"} for turn in turns]
-    try:
-        without = replace(document, content={**document.content, "messages": plain})
-        return trained_characters(without, tokenizer)[0] == text
-    except UserError:  # the template minds
-        return False
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"{document.where}: chat data needs a fast tokenizer (tokenizer.json) to find the "
+                "assistant's tokens; give one with --tokenizer_name"
+            )
+    for document, (text, spans) in zip(documents, rendered(documents, tokenizer), strict=True):
+        tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
+        assert tokens.offsets is not None
+        trained = _overlaps(tokens.offsets, spans)
+        if not trained[1:].any():
+            raise UserError(
+                f"{document.where}: the chat template marks no token of an assistant turn; fix its "
+                "{% generation %} markers or remove them"
+            )
+        trained[0] = False
+        yield Piece(tokens.ids, trained)
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
