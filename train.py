@@ -18,7 +18,6 @@ from rich.table import Table
 from transformers import set_seed
 
 from longctx.config import TrainArguments
-from longctx.data.example import show_example
 from longctx.data.rows import (
     build_dataset,
     check_sources,
@@ -39,6 +38,7 @@ from longctx.output.folder import (
     open_output_dir,
 )
 from longctx.output.resume import resolve_resume
+from longctx.report.example import show_example
 from longctx.run.interrupts import exit_on_signals
 from longctx.run.loading import (
     check_request,

@@ -2,10 +2,11 @@
 
 sources.py, records.py   files, folders, globs, datasets -> checked documents
 tokenizer.py             the model's tokenizer, or one trained on the spot
+chat.py                  a conversation through the chat template, in a process with limits
 encoding.py              a document -> token ids, and which of them are trained
+windows.py               the tokens of a long text, in little memory
 packing.py               documents -> rows, without cutting a document that fits
 rows.py                  all of it, on disk: three Arrow files
 cache.py, prune.py       those files: named, checked, deleted when they are no longer used
 stream.py                all of it, while training reads
-example.py               one row as people read it
 """

@@ -5,32 +5,24 @@
     chat         ... assistant\\n | a a a end     assistant turns with their end-of-turn token
 
 Prompt and completion are tokenised apart, so the boundary lies where generation would start.
-A conversation is rendered once by the chat template and tokenised once; the characters that are
-trained come from the template's `{% generation %}` markers, or, where it has none, from rendering
-every prefix: an assistant turn is what it adds to "everything before + generation prompt". That
-takes every prefix to be a prefix of the whole, which is checked: a template that rewrites earlier
-turns has no exact mask, and is refused. A token is trained if any of its characters is.
+A conversation is rendered by the chat template, which also says which characters are trained
+(chat.py), and tokenised once. A token is trained if any of its characters is.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from longctx.data.chat import Span, rendered
 from longctx.data.packing import Piece
 from longctx.data.records import Document
+from longctx.data.windows import WINDOW_CHARS, tokenise
 from longctx.errors import UserError
 
-# A tokenizer's Encoding takes over 100 bytes a token: 8M characters at a time stay below 0.5 GiB.
-ENCODE_CHARS = 8_000_000
-Span = tuple[int, int]
+ENCODE_CHARS = WINDOW_CHARS  # tokenised together: more is no faster and takes 600 bytes a token
 
 
 def encode(
@@ -51,8 +43,9 @@ def encode(
     for i, document in enumerate(documents):
         if document and document.kind == "completion":
             pieces[i] = _completion(document, tokenizer)
-        elif document and document.kind == "chat":
-            pieces[i] = _chat(document, tokenizer)
+    chats = {i: d for i, d in enumerate(documents) if d and d.kind == "chat"}
+    for i, piece in zip(chats, _chats(list(chats.values()), tokenizer), strict=True):
+        pieces[i] = piece
     for piece in pieces:
         check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
     return pieces
@@ -77,107 +70,36 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> 
 
 def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
     prompt, completion = document.content
-    ids = _ids(tokenizer, [prompt])[0]
-    if ids and ids[-1] == tokenizer.eos_token_id:  # a tokenizer that adds eos by itself
-        ids = ids[:-1]
-    start = len(ids)
-    ids = ids + _ids(tokenizer, [completion], add_special_tokens=False)[0]
-    return _piece(_end(ids, tokenizer), trained_from=start)
+    before = tokenise(tokenizer, prompt).ids
+    if len(before) and before[-1] == tokenizer.eos_token_id:  # a tokenizer that adds eos by itself
+        before = before[:-1]
+    ids = np.concatenate([before, tokenise(tokenizer, completion, add_special_tokens=False).ids])
+    return _piece(_end(ids, tokenizer), trained_from=len(before))
 
 
-def _chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{document.where}: the tokenizer has no chat template; give an instruct model's "
-            "tokenizer with --tokenizer_name"
-        )
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{document.where}: chat data needs a fast tokenizer (tokenizer.json) to find the "
-            "assistant's tokens; give one with --tokenizer_name"
-        )
-    text, spans = trained_characters(document, tokenizer)
-    if _leaves_out_calls(document, tokenizer, text):
-        raise UserError(
-            f"{document.where}: the chat template leaves out `tool_calls`, so no call would be "
-            "trained; use a template that shows them, or write the calls into `content`"
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids = np.asarray(encoded["input_ids"], dtype=np.int32)
-    trained = _overlaps(np.asarray(encoded["offset_mapping"]).reshape(-1, 2), spans)
-    if not trained[1:].any():
-        raise UserError(
-            f"{document.where}: the chat template marks no token of an assistant turn; fix its "
-            "{% generation %} markers or remove them"
-        )
-    trained[0] = False
-    return Piece(ids, trained)
-
-
-def trained_characters(
-    document: Document, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, list[Span]]:
-    """The conversation as the chat template renders it, and the [start, end) spans to train."""
-    messages, tools = document.content["messages"], document.content.get("tools")
-    template = tokenizer.get_chat_template(tools=tools)
-
-    common: dict[str, Any] = {
-        "tools": tools,
-        "chat_template": template,
-        **tokenizer.special_tokens_map,
-    }
-
-    def render(turns: list[dict[str, Any]], **options: Any) -> tuple[str, list[Span]]:
-        # Not through apply_chat_template: it finds the markers' tokens with `char_to_token`, which
-        # is None for a leading space under ByteLevel(trim_offsets=True), and then silently drops
-        # the rest of the conversation from the mask.
-        try:
-            rendered: Any = render_jinja_template(**common, conversations=[turns], **options)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            reason = " ".join(str(error).split())
+def _chats(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+    for document in documents[:1]:
+        if not tokenizer.chat_template:
             raise UserError(
-                f"{document.where}: the chat template refuses this conversation: {reason}"
-            ) from error
-        (text,), spans = rendered
-        return text, spans[0] if spans else []
-
-    if re.search(r"\{%-?\s*generation\s*-?%\}", template):
-        return render(messages, return_assistant_tokens_mask=True)
-
-    whole, _ = render(messages)
-    ends = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        turn, _ = render(messages[: i + 1])
-        if i > 0:
-            prompt, _ = render(messages[:i], add_generation_prompt=True)
-        else:  # templates need a turn; the generation prompt is what they would add after it
-            header = render(messages[:1], add_generation_prompt=True)[0].removeprefix(turn)
-            prompt = turn[: turn.find(header) + len(header)] if header and header in turn else ""
-        if not (prompt and turn.startswith(prompt) and whole.startswith(turn)):
-            raise UserError(
-                f"{document.where}: the chat template rewrites earlier turns (turn {i + 1}), so "
-                "the trained tokens cannot be told; use a template with {% generation %} markers"
+                f"{document.where}: the tokenizer has no chat template; give an instruct model's "
+                "tokenizer with --tokenizer_name"
             )
-        # Generation stops at the end-of-turn token: the line break after it is never generated.
-        end = len(turn.rstrip()) if turn.rstrip().endswith(ends) else len(turn)
-        spans.append((len(prompt), max(end, len(prompt))))
-    return whole, spans
-
-
-def _leaves_out_calls(document: Document, tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether a conversation with tool calls is rendered as it is without them."""
-    turns = document.content["messages"]
-    if not any(turn.get("tool_calls") for turn in turns):
-        return False
-    plain = [{k: v for k, v in turn.items() if k != "tool_calls"} for turn in turns]
-    try:
-        without = replace(document, content={**document.content, "messages": plain})
-        return trained_characters(without, tokenizer)[0] == text
-    except UserError:  # the template minds
-        return False
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"{document.where}: chat data needs a fast tokenizer (tokenizer.json) to find the "
+                "assistant's tokens; give one with --tokenizer_name"
+            )
+    for document, (text, spans) in zip(documents, rendered(documents, tokenizer), strict=True):
+        tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
+        assert tokens.offsets is not None
+        trained = _overlaps(tokens.offsets, spans)
+        if not trained[1:].any():
+            raise UserError(
+                f"{document.where}: the chat template marks no token of an assistant turn; fix its "
+                "{% generation %} markers or remove them"
+            )
+        trained[0] = False
+        yield Piece(tokens.ids, trained)
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
@@ -194,26 +116,25 @@ def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     return trained
 
 
-def _piece(ids: list[int], trained_from: int) -> Piece:
-    trained = np.arange(len(ids)) >= max(1, trained_from)
-    return Piece(np.asarray(ids, dtype=np.int32), trained)
+def _piece(ids: np.ndarray, trained_from: int) -> Piece:
+    trained = np.ones(len(ids), dtype=bool)
+    trained[: max(1, trained_from)] = False
+    return Piece(ids, trained)
 
 
-def _end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _end(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     eos = tokenizer.eos_token_id
-    return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
+    return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
 
-def _ids(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool = True
-) -> list[list[int]]:
-    return tokenizer(
-        texts,
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"]
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
+    """(n,) int32 for each of several texts."""
+    if len(texts) == 1:
+        return [tokenise(tokenizer, texts[0]).ids]
+    encoded = tokenizer(
+        texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+    return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
 
 def _groups(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:

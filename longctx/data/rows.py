@@ -239,7 +239,7 @@ def _documents(args: DataArguments, files: list[Path], path: Path | None = None)
     path = path or _documents_path(args, files)
 
     def columns(document: Document) -> dict[str, Any]:
-        content = json.dumps(document.content)
+        content = json.dumps(document.content, ensure_ascii=False)
         return {**vars(document), "content": content}
 
     cached = open_arrow(path)

@@ -1,1 +1,1 @@
-"""What people look at after a run: pages, pictures, measures of a long context."""
+"""What people look at of a run: one of its rows, pages, pictures, measures of a long context."""

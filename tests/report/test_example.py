@@ -13,9 +13,9 @@ from small_run import prepare
 from small_tokenizer import small_tokenizer
 
 import train
-from longctx.data import example
-from longctx.data.example import show_example
 from longctx.data.packing import Piece, build_row
+from longctx.report import example
+from longctx.report.example import show_example
 
 
 def row():
