@@ -172,7 +172,7 @@ def resolve_resume(args: TrainArguments) -> Path | None:
     if name.lower() in ("last", "true", "auto"):
         return _last_whole(output_dir)
     path = Path(name)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UserError(f"--resume_from_checkpoint: no such folder: {path}")
     if problem := integrity_problem(path):
         raise UserError(
