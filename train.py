@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
-from longctx.config import TrainArguments
+from longctx.config import TrainArguments, explained_options
 from longctx.data.rows import (
     build_dataset,
     check_sources,
@@ -50,7 +50,7 @@ from longctx.run.loading import (
 )
 from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
-from longctx.run.options import check_rows, explained_options, parse_args
+from longctx.run.options import check_rows, parse_args
 from longctx.run.trainer import LongTrainer
 
 SPECIAL = ("bos", "eos", "pad")

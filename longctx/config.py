@@ -20,7 +20,8 @@ import re
 import sys
 import warnings
 from argparse import ArgumentError, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -389,15 +390,28 @@ def make_arguments(flags: Namespace) -> Arguments:
     return model, data, train
 
 
+@contextmanager
+def explained_options(options: str) -> Iterator[None]:
+    """Turns what another library says of options, in any type of error, into a UserError."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{options} cannot be used: {one_line(error)}") from error
+
+
 def _culprit(message: str, values: dict[str, Any]) -> str:
-    """The option that another library's error names, or else whose value it repeats."""
+    """The option that another library's error names, or else whose value it repeats, as the
+    beginning of a line."""
     for name in values:
         if re.search(rf"\b{name}\b", message):
             return "" if f"--{name}" in message else f"--{name}: "
-    for name, value in values.items():
-        if isinstance(value, str) and repr(value) in message:
-            return f"--{name}: "
-    return ""
+    for word in map(re.escape, re.findall(r"'([^']+)'", message)):
+        for name, value in values.items():
+            if isinstance(value, str) and re.search(rf"(?<!\w){word}(?!\w)", value):
+                return f"--{name}: "
+    return "these options cannot be used: "
 
 
 def _names_a_job(flags: Sequence[str]) -> bool:

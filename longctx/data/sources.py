@@ -216,7 +216,7 @@ def load_records(args: DataArguments) -> Dataset | IterableDataset:
 
 def check_dataset_name(name: str) -> None:
     """Raises UserError for a local path that does not exist; hub ids are not looked up."""
-    if name.startswith((".", "/", "~")) and not expanded(name).exists():
+    if name.startswith((".", "/", "~")) and not os.path.exists(expanded(name)):
         raise UserError(f"the dataset {name} does not exist: check the path in --dataset_name")
 
 

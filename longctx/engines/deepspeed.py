@@ -20,7 +20,7 @@ from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from longctx.config import TrainArguments, installed, means_no
+from longctx.config import TrainArguments, explained_options, installed, means_no
 from longctx.engines.builds import build_one_at_a_time
 from longctx.engines.collectives import become_one_process, gathered_bytes, whole_numel
 from longctx.engines.protocol import Engine
@@ -48,6 +48,8 @@ class DeepSpeed(Engine):
 
     def start(self, args: TrainArguments) -> None:
         super().start(args)
+        if args.deepspeed == {}:
+            raise UserError("--deepspeed holds no settings: see ds_configs/")
         if not installed("deepspeed"):
             raise UserError("this run asks for DeepSpeed: pip install 'longctx[deepspeed]'")
         if args.on_nonfinite == "skip":
@@ -61,6 +63,21 @@ class DeepSpeed(Engine):
         warnings.filterwarnings("ignore", ".*torch.distributed.*deprecated", FutureWarning)
         backend = "gloo" if args.device.type == "cpu" else "nccl"
         deepspeed.init_distributed(dist_backend=backend, verbose=False)  # before zero.Init asks it
+        self._check_settings(args)
+
+    def _check_settings(self, args: TrainArguments) -> None:
+        """Raises UserError for what DeepSpeed would refuse when the model is there. What is still
+        "auto" depends on the model."""
+        settings = getattr(args, "hf_deepspeed_config", None)
+        if settings is None:  # of `accelerate launch`
+            return
+        if settings.mismatches:
+            found = "; ".join(line.strip("- ") for line in settings.mismatches)
+            raise UserError(f'--deepspeed: {found}: set it to "auto" in the file')
+        from deepspeed.runtime.config import DeepSpeedConfig
+
+        with explained_options("--deepspeed"):
+            DeepSpeedConfig(without_auto(settings.config))
 
     def gather_whole(self, model: nn.Module, layers: nn.ModuleList) -> None:
         from deepspeed.utils import set_z3_leaf_modules
@@ -110,3 +127,12 @@ class DeepSpeed(Engine):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+
+
+def without_auto(settings: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's settings that have a value."""
+    return {
+        key: without_auto(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if value != "auto"
+    }

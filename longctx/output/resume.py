@@ -8,6 +8,7 @@ one timeline: what `last` finds afterwards was trained on from here.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,7 +65,7 @@ def _resolve(args: TrainArguments) -> Path | None:
     if name.lower() in ("last", "true", "auto"):
         return _last_whole(output_dir)
     path = expanded(name)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # also for a name that is too long
         raise UserError(f"--resume_from_checkpoint: no such folder: {path}")
     if problem := integrity_problem(path):
         raise UserError(

@@ -5,6 +5,7 @@ A model comes from a folder, a GGUF file or the hub, or is one of presets.py wit
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -280,19 +281,21 @@ def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
     where: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     if name.endswith(".gguf"):
         path = expanded(name)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise UserError(f"no such GGUF file: {name}")
         if not installed("gguf"):
             raise UserError(f"{name} needs the gguf package: pip install gguf")
         return str(path.parent), {**where, "gguf_file": path.name}
     folder = expanded(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"--model_name_or_path {name} has no config.json: it is no model's folder")
-    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/", "~"))):
+    if os.path.isdir(folder):
+        if not os.path.isfile(folder / "config.json"):
+            raise UserError(f"--model_name_or_path {name} has no config.json: it holds no model")
+        return str(folder), where
+    if os.path.exists(folder) or name.startswith((".", "/", "~")):
         raise UserError(
             f"--model_name_or_path {name} is no folder: give a model's folder or hub id"
         )
-    return str(folder) if folder.is_dir() else name, where
+    return name, where
 
 
 def forget_gguf(model: Any) -> None:

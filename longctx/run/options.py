@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,12 @@ from longctx.config import (
     DataArguments,
     ModelArguments,
     TrainArguments,
+    explained_options,
     make_arguments,
     parse_flags,
 )
 from longctx.engines import Engine, choose_engine
-from longctx.errors import UserError, one_line, print_rank0
+from longctx.errors import UserError, print_rank0
 from longctx.limits import idle_options
 
 
@@ -87,10 +87,10 @@ def rehearse(args: TrainArguments, steps: int) -> None:
     """Makes optimizer and schedule as Trainer will, and asks for the learning rates of `steps`
     steps (below 1: not known yet). Raises UserError for what would end the run then."""
     steps = steps if steps > 0 else 1000
+    _check_optim_args(args)
     trial = _Rehearsal(args)
     with explained_options(f"--optim {_word(args.optim)}"):
         trial.create_optimizer()
-    _check_optim_args(args)
     with explained_options(f"--lr_scheduler_type {_word(args.lr_scheduler_type)}"):
         schedule: Any = trial.create_scheduler(steps)
         factors = [
@@ -107,26 +107,17 @@ def rehearse(args: TrainArguments, steps: int) -> None:
         )
 
 
-@contextmanager
-def explained_options(options: str) -> Iterator[None]:
-    """Turns what another library says of options, in any type of error, into a UserError."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UserError(f"{options} cannot be used: {one_line(error)}") from error
-
-
 def _check_optim_args(args: TrainArguments) -> None:
     """Raises UserError for one that changes nothing: most optimizers read none."""
-    if not args.optim_args:
-        return
+    pairs = (args.optim_args or "").replace(" ", "").split(",")
+    if args.optim_args and not all(pair.count("=") == 1 for pair in pairs):
+        raise UserError(f"--optim_args {args.optim_args}: key=value,key=value is expected")
     without = copy.copy(args)
-    pairs = args.optim_args.replace(" ", "").split(",")
-    for pair in pairs:
+    for pair in pairs if args.optim_args else ():
         without.optim_args = ",".join(other for other in pairs if other != pair)
-        if _optimizer_settings(without) == _optimizer_settings(args):
+        with explained_options(f"--optim {_word(args.optim)}"):
+            changes = _optimizer_settings(without) != _optimizer_settings(args)
+        if not changes:
             raise UserError(f"--optim_args {pair} changes nothing of --optim {_word(args.optim)}")
 
 

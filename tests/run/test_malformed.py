@@ -349,6 +349,17 @@ CASES: dict[str, tuple[Make, str]] = {
         given("--model_name_or_path", "FOLDER/model/config.json"),
         r"config\.json is no folder: give a model's folder or hub id",
     ),
+    **{
+        f"a name too long for {option}": (given(f"--{option}", "FOLDER/" + "x" * 300), message)
+        for option, message in {
+            "model_name_or_path": "is no folder",
+            "tokenizer_name": "is no folder",
+            "resume_from_checkpoint": "no such folder",
+            "dataset_name": "does not exist",
+            "output_dir": "File name too long",
+            "cache_dir": "File name too long",
+        }.items()
+    },
     "an unknown RoPE": (
         model(edit_config(rope_parameters={"rope_type": "none", "rope_theta": 1.0})),
         r"broken: its config\.json: 'none'",
@@ -514,4 +525,4 @@ def test_an_unreadable_file(flags, tmp_path) -> None:
 
 def test_none_is_lost() -> None:
     """A repeated name would replace a case in silence."""
-    assert (len(CASES), len(WORKS)) == (103, 5)
+    assert (len(CASES), len(WORKS)) == (109, 5)
