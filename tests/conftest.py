@@ -17,6 +17,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with two threads each are
     torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--hostile", choices=["sample", "all"], default="sample", help="cases of tests/hostile"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """xdist would begin with the files of many tests, and end with one worker in tests/engines."""
     config.option.loadscopereorder = False

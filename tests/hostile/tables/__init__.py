@@ -1,0 +1,16 @@
+"""Every case, table by table."""
+
+from __future__ import annotations
+
+import importlib
+
+from hostile.cases import Case
+
+TABLES = (
+    *("flags", "recipes", "data", "templates", "configs", "models", "checkpoints"),
+    *("paths", "disks", "signals", "reports", "commands"),
+)
+
+CASES: list[Case] = [
+    case for name in TABLES for case in importlib.import_module(f"hostile.tables.{name}").CASES
+]

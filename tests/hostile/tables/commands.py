@@ -1,0 +1,279 @@
+"""`longctx cache`, `eval`, `verify` and the command itself, with odd words and odd folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from hostile.cases import bound_by_permissions, environment, fails, finds, prints, table
+from hostile.files import (
+    Change,
+    Make,
+    base,
+    cut,
+    empty,
+    file,
+    flip,
+    given,
+    immutable,
+    in_file,
+    planted,
+    remove,
+    write,
+)
+
+EVAL = "longctx eval BASE/model --eval_file BASE/data --seq_len 640 --windows 1 --repeats 1"
+CACHE = "longctx cache --cache_dir"
+RESULT = {"name": "x", "loss_by_position": [{"loss": 1.0}], "needles": [{"found": 1.0}]}
+
+
+def results(data: object) -> Make:
+    """An evaluation that adds to this file."""
+
+    def make(folder: Path) -> list[str]:
+        raw = data if isinstance(data, bytes) else json.dumps(data).encode()
+        (folder / "mine.json").write_bytes(raw)
+        return given(EVAL + " --output FOLDER/mine.json")(folder)
+
+    return make
+
+
+def cached(change: Change, words: str = "--prune --days 1") -> Make:
+    """A cache folder in which something is odd, and old enough to be pruned."""
+
+    def make(folder: Path) -> list[str]:
+        odd = shutil.copytree(base(folder) / "cache", folder / "odd cache")
+        change(odd)
+        for path in odd.rglob("*"):
+            if not path.is_symlink():
+                os.utime(path, (0, 0))
+        return ["longctx", "cache", "--cache_dir", str(odd), *words.split()]
+
+    return make
+
+
+def verified(change: Change, name: str = "checkpoint-4") -> Make:
+    """`longctx verify` on a folder of the earlier run, changed."""
+
+    def make(folder: Path) -> list[str]:
+        run = shutil.copytree(base(folder) / "run", folder / "run")
+        change(run / name)
+        return ["longctx", "verify", str(run / name)]
+
+    return make
+
+
+OURS = "rows-v1-" + "0" * 20 + ".arrow"
+SAVED = (
+    *("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"),
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("training_args.bin", "manifest.json"),
+)
+
+COMMANDS = {
+    # the command
+    "no words": (given("longctx"), prints("usage: longctx COMMAND")),
+    "help": (given("longctx --help"), prints("usage: longctx COMMAND")),
+    "an unknown command": (
+        given("longctx repot"),
+        fails("unknown command 'repot'; did you mean longctx report"),
+    ),
+    "an empty command": (given("longctx ''"), fails("unknown command ''")),
+    "a command of two lines": (given("longctx 'a\nerror: b'"), fails("unknown command")),
+    "a command that colours": (given("longctx '\x1b[31m'"), fails("unknown command")),
+    "a command of a page": (given("longctx " + "x" * 5000), fails("unknown command")),
+    "a flag for a command": (given("longctx --prune"), fails("unknown command '--prune'")),
+    **{
+        f"{name} --help": (given(f"longctx {name} --help"), prints(f"usage: longctx {name}"))
+        for name in ("cache", "eval", "report", "verify")
+    },
+    **{
+        f"{name} with an unknown option": (
+            given(f"longctx {name} --nonsense"),
+            fails("--nonsense|required|run|model|folder"),
+        )
+        for name in ("cache", "eval", "report", "verify")
+    },
+    # cache
+    "cache: a folder": (given(f"{CACHE} FOLDER/cache"), prints("--prune would free")),
+    "cache: a missing folder": (
+        given(f"{CACHE} FOLDER/none"),
+        fails("cannot read the cache folder"),
+    ),
+    "cache: a file": (given(f"{CACHE} BASE/data/1.txt"), fails("cannot read the cache folder")),
+    "cache: no name": (given(f"{CACHE} ''"), fails("cannot read the cache folder|--cache_dir")),
+    "cache: a device": (given(f"{CACHE} /dev/null"), fails("cannot read the cache folder")),
+    "cache: a folder of others' files": (
+        given(f"{CACHE} BASE/data --prune"),
+        prints("freed 0.00 GiB"),
+    ),
+    "cache: --days 0": (given("longctx cache --days 0"), fails("--days must be at least 1")),
+    "cache: --days -1": (given("longctx cache --days -1"), fails("--days must be at least 1")),
+    "cache: --days many": (given("longctx cache --days many"), fails("--days")),
+    "cache: --days 1.5": (given("longctx cache --days 1.5"), fails("--days")),
+    "cache: --days of a page": (
+        given(f"{CACHE} FOLDER/cache --prune --days {'9' * 400}"),
+        prints("freed"),
+    ),
+    "cache: an extra word": (given("longctx cache stray"), fails("stray")),
+    "cache: all is old": (cached(lambda f: None), prints("freed")),
+    "cache: a link named as ours": (
+        cached(lambda f: (f / OURS).symlink_to(f.parent / "cache")),
+        prints("freed"),
+    ),
+    "cache: a link to nothing named as ours": (
+        cached(lambda f: (f / OURS).symlink_to("nowhere")),
+        prints("freed"),
+    ),
+    "cache: a folder named as ours": (cached(lambda f: (f / OURS).mkdir()), prints("freed")),
+    "cache: a pipe named as ours": (cached(lambda f: os.mkfifo(f / OURS)), prints("freed")),
+    "cache: names that are no UTF-8": (
+        cached(lambda f: Path(os.fsdecode(bytes(f) + b"/caf\xe9")).write_text("x")),
+        prints("freed"),
+    ),
+    "cache: names that colour": (
+        cached(lambda f: (f / "\x1b[31m").write_text("x")),
+        prints("freed"),
+    ),
+    "cache: an undeletable file": (
+        cached(lambda f: immutable(next(f.glob("rows-*.arrow")))),
+        fails("cannot delete from .*Operation not permitted"),
+    ),
+    "cache: a folder that may not be changed": (
+        cached(lambda f: f.chmod(0o555)),
+        fails("cannot delete from .*Permission denied"),
+        bound_by_permissions,
+    ),
+    "cache: a folder nobody may read": (
+        cached(lambda f: f.chmod(0)),
+        fails("cannot read the cache folder .*Permission denied"),
+        bound_by_permissions,
+    ),
+    # eval
+    "eval: a model": (given(EVAL), prints("needles found in all")),
+    "eval: no model": (given("longctx eval"), fails("model|required")),
+    "eval: no text": (given("longctx eval BASE/model"), fails("--eval_file")),
+    "eval: a missing model": (
+        given("longctx eval /none --eval_file BASE/data"),
+        fails("/none is no folder"),
+    ),
+    "eval: a missing text": (
+        given("longctx eval BASE/model --eval_file none.txt"),
+        fails("none.txt does not exist"),
+    ),
+    "eval: a short text": (
+        given("longctx eval BASE/model --eval_file BASE/data --seq_len 4096"),
+        fails("no document of .* has 4096 tokens"),
+    ),
+    "eval: an endless device": (
+        given("longctx eval BASE/model --eval_file /dev/zero"),
+        fails("/dev/zero"),
+    ),
+    **{
+        f"eval: {words}": (given(f"{EVAL} {words}"), fails(said))
+        for words, said in {
+            "--seq_len 0": "--seq_len must be at least 1",
+            "--seq_len 63": "--seq_len must be at least 64",
+            "--seq_len 64": "too few for a needle",
+            "--seq_len many": "--seq_len",
+            "--windows 0": "--windows must be at least 1",
+            "--windows -1": "--windows must be at least 1",
+            "--repeats 0": "--repeats must be at least 1",
+            "--dtype float7": "--dtype",
+            "--rope_scaling cubic": "--rope_scaling",
+            "--plot FOLDER/p.png": "--plot draws what --output holds",
+            "--output FOLDER/e.json --plot FOLDER/p.xyz": "p.xyz.*name it",
+            "--output FOLDER/e.json --plot FOLDER": "cannot write",
+            "--output FOLDER": "cannot write .*Is a directory",
+            "--output /dev/full": "/dev/full",
+            "--output BASE/data/1.txt/x": "cannot write",
+            "--output BASE/data/1.txt": "1.txt holds no results of longctx eval",
+            "--nonsense 1": "--nonsense",
+        }.items()
+    },
+    "eval: results of nothing": (results([]), prints("needles found in all")),
+    "eval: a result of another": (results([RESULT]), prints("needles found in all")),
+    **{
+        f"eval: results that are {what}": (results(data), fails("mine.json holds no results"))
+        for what, data in {
+            "an object": {"a": 1},
+            "null": None,
+            "a number": 7,
+            "words": "x",
+            "of numbers": [1],
+            "without needles": [{"name": "x", "loss_by_position": [{"loss": 1}]}],
+            "cut": b'[{"name": "x',
+            "empty": b"",
+            "binary": b"\xff\xfe\0",
+            "nested too deeply": b"[" * 100_000,
+        }.items()
+    },
+    "eval: a name of markup": (
+        given(f"{EVAL} --name '<script>$x$' --output FOLDER/e.json --plot FOLDER/p.svg"),
+        prints("<script>"),
+    ),
+    "eval: a name of two lines": (given(f"{EVAL} --name 'a\nb'"), prints("needles found in all")),
+    "eval: a plot beside a hostile result": (
+        lambda f: (
+            results([RESULT | {"name": "$\\frac{", "loss_by_position": [{"loss": "low"}]}])(f)
+            + ["--plot", str(f / "p.png")]
+        ),
+        fails("mine.json holds no results"),
+    ),
+    "eval: chats instead of text": (
+        lambda f: (
+            file("c.jsonl", '{"prompt": "a", "completion": "b"}\n')(f)
+            and given(f"{EVAL} --eval_file FOLDER/c.jsonl")(f)
+        ),
+        fails("no document of .*c.jsonl"),
+    ),
+    "eval: a home that cannot be written": (
+        given(EVAL),
+        prints("needles found in all"),
+        environment(HOME="/proc"),
+    ),
+    # verify
+    "verify: a whole checkpoint": (verified(lambda c: None), prints("checkpoint-4")),
+    "verify: a final model": (verified(lambda c: None, "final"), prints("final")),
+    "verify: nothing": (given("longctx verify"), fails("folder|required")),
+    "verify: a missing folder": (given("longctx verify none"), fails("none")),
+    "verify: a file": (given("longctx verify BASE/data/1.txt"), fails("1.txt")),
+    "verify: a folder of text": (given("longctx verify BASE/data"), fails("manifest")),
+    "verify: a whole run": (given("longctx verify BASE/run"), fails("checkpoint|manifest")),
+    **{
+        f"verify: a flipped bit in {name}": (verified(in_file(name, flip)), finds(name))
+        for name in SAVED
+    },
+    **{
+        f"verify: the last bit of {name} flipped": (
+            verified(in_file(name, lambda p: flip(p, 1.0))),
+            finds(name),
+        )
+        for name in SAVED
+    },
+    **{f"verify: {name} cut": (verified(cut(name)), finds(name)) for name in SAVED},
+    **{f"verify: {name} missing": (verified(remove(name)), fails(name)) for name in SAVED},
+    "verify: an empty manifest": (
+        verified(in_file("manifest.json", empty)),
+        finds("manifest.json"),
+    ),
+    "verify: a manifest of nothing": (verified(write("manifest.json", "{}")), finds("manifest")),
+    "verify: a file planted beside": (
+        verified(write("pytorch_model.bin", "x")),
+        fails("pytorch_model.bin"),
+    ),
+    "verify: code planted within": (verified(planted("optimizer.pt")), fails("manifest")),
+    "verify: a manifest of files elsewhere": (
+        verified(write("manifest.json", '{"../../../etc/passwd": 1}')),
+        fails("manifest|passwd"),
+    ),
+    "verify: an unreadable file": (
+        verified(in_file("optimizer.pt", lambda p: p.chmod(0))),
+        fails("optimizer.pt"),
+        bound_by_permissions,
+    ),
+}
+
+CASES = table("commands", COMMANDS)

@@ -1,0 +1,188 @@
+"""`longctx report`: pages of hostile runs. A page runs nothing, fetches nothing, or is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from hostile.cases import bound_by_permissions, fails, prints, table
+from hostile.files import Make, given
+
+REPORT = ["longctx", "report", "FOLDER/mine"]
+GOOD = [{"step": step, "loss": 9 - step / 10, "tokens_per_s": 100.0} for step in range(1, 6)]
+SCRIPT = "<script>fetch('//evil')</script>"
+
+
+def metrics(data: str | bytes | list[object], folder_name: str = "mine") -> Make:
+    """A run's folder with these metrics: text, or JSON lines."""
+
+    def make(folder: Path) -> list[str]:
+        run = Path(os.fsdecode(bytes(folder) + b"/" + os.fsencode(folder_name)))
+        run.mkdir()
+        text = data
+        if isinstance(data, list):
+            text = "".join(json.dumps(line) + "\n" for line in data)
+        (run / "metrics.jsonl").write_bytes(text.encode() if isinstance(text, str) else text)
+        return ["longctx", "report", str(run)]
+
+    return make
+
+
+def logged(**fields: object) -> Make:
+    """Good lines, and one with these fields."""
+    return metrics([*GOOD, {"step": 6, "loss": 8.0} | fields])
+
+
+HOSTILE = {
+    "a script": SCRIPT,
+    "an end of svg": "</svg><script>alert(1)</script>",
+    "an end of style": "</style><script>alert(1)</script>",
+    "an end of title": "</title><script>alert(1)</script>",
+    "an event": "<img src=x onerror=alert(1)>",
+    "quotes": '" onmouseover="alert(1)',
+    "a comment": "--><script>alert(1)</script><!--",
+    "CDATA": "]]><script>alert(1)</script>",
+    "an entity": "&lt;script&gt;",
+    "a link": "javascript:alert(1)",
+    "a template": "{{ 7 * 7 }}{% for x in y %}",
+    "mathtext": "$\\frac{1}{0}$ $x",
+    "a line break": "a\nb",
+    "a NUL": "a\0b",
+    "right to left": "\u202eabc",
+    "a surrogate": "\ud800",
+}
+
+REPORTS = {
+    "a run": (metrics(GOOD), prints("wrote .*report.html")),
+    # what is no run
+    "a missing run": (given("longctx report none"), fails("no such folder or file: none")),
+    "no run": (given("longctx report"), fails("run")),
+    "an empty name": (given("longctx report ''"), fails("holds no metrics.jsonl|no such")),
+    "a folder without metrics": (
+        given("longctx report BASE/model"),
+        fails("holds no metrics.jsonl"),
+    ),
+    "a file of weights": (
+        given("longctx report BASE/model/model.safetensors"),
+        fails("is not a text file|no line of metrics"),
+    ),
+    "a device": (given("longctx report /dev/null"), fails("/dev/null")),
+    "an endless device": (given("longctx report /dev/zero"), fails("/dev/zero")),
+    "a pipe": (lambda f: os.mkfifo(f / "p") or ["longctx", "report", str(f / "p")], fails("/p")),
+    "a pipe in a run": (
+        lambda f: (f / "mine").mkdir() or os.mkfifo(f / "mine/metrics.jsonl") or REPORT,
+        fails("holds no metrics.jsonl"),
+    ),
+    "a link to itself": (
+        lambda f: (f / "mine").symlink_to("mine") or REPORT,
+        fails("mine"),
+    ),
+    "metrics nobody may read": (
+        lambda f: metrics(GOOD)(f) and (f / "mine/metrics.jsonl").chmod(0) or REPORT,
+        fails("metrics.jsonl.*Permission denied"),
+        bound_by_permissions,
+    ),
+    "empty metrics": (metrics(""), fails("holds no logged step yet")),
+    "blank metrics": (metrics("\n\n \n"), fails("no line of metrics|no logged step")),
+    "binary metrics": (metrics(b"\xff\xfe\0\0"), fails("is not a text file")),
+    "UTF-16 metrics": (
+        metrics('{"step": 1, "loss": 2}\n'.encode("utf-16")),
+        fails("not a text file"),
+    ),
+    "words": (metrics("loss 3\n"), fails(":1 is no line of metrics")),
+    "a list": (metrics("[1]\n"), fails(":1 is no line of metrics")),
+    "null": (metrics("null\n"), fails(":1 is no line of metrics")),
+    "nested too deeply": (metrics("[" * 100_000), fails(":1 is no line of metrics")),
+    "a step of words": (metrics('{"step": "1", "loss": 3}\n'), fails(":1 is no line of metrics")),
+    "a step of truth": (metrics('{"step": true, "loss": 3}\n'), fails(":1 is no line of metrics")),
+    "no loss": (metrics('{"step": 1, "train_runtime": 3.0}\n'), fails("no logged step")),
+    "a loss of words": (metrics('{"step": 1, "loss": "low"}\n'), fails("no logged step|loss")),
+    "a loss of null": (metrics('{"step": 1, "loss": null}\n'), fails("no logged step|loss")),
+    # damaged lines among good ones
+    **{
+        f"{name} among good lines": (
+            metrics("".join(json.dumps(line) + "\n" for line in GOOD) + text + "\n"),
+            prints("left out 1 damaged line"),
+        )
+        for name, text in {
+            "half a line": '{"step": 4, "lo',
+            "no step": '{"loss": 3}',
+            "a list": "[1]",
+            "null": "null",
+            "words": "Killed",
+            "a nested line": "[" * 100_000,
+            "a huge number": "9" * 10_000,
+        }.items()
+    },
+    # values
+    **{
+        f"a loss of {name}": (logged(loss=value), prints("wrote"))
+        for name, value in {
+            "NaN": float("nan"),
+            "infinity": float("inf"),
+            "1e308": 1e308,
+            "-1e308": -1e308,
+            "a list": [1],
+            "an object": {"a": SCRIPT},
+            "truth": True,
+            "a huge integer": 10**400,
+        }.items()
+    },
+    "only NaN": (metrics([{"step": i, "loss": float("nan")} for i in range(5)]), prints("wrote")),
+    "only infinity": (
+        metrics([{"step": i, "loss": float("inf")} for i in range(5)]),
+        prints("wrote"),
+    ),
+    "one step": (metrics(GOOD[:1]), prints("wrote")),
+    "steps that go back": (metrics(GOOD[::-1]), prints("wrote")),
+    "one step often": (metrics(GOOD[:1] * 50), prints("wrote")),
+    "a step of 10^18": (logged(step=10**18), prints("wrote")),
+    "a step of 10^400": (logged(step=10**400), prints("wrote")),
+    "a negative step": (logged(step=-5), prints("wrote")),
+    "a thousand keys": (logged(**{f"k{i}": i for i in range(1000)}), prints("wrote")),
+    "a value of a megabyte": (logged(note="x" * 10**6), prints("wrote")),
+    "fifty thousand lines": (
+        metrics([{"step": i, "loss": 1.0} for i in range(50_000)]),
+        prints("wrote"),
+    ),
+    "a memory of words": (logged(peak_host_gib="much"), prints("wrote")),
+    "keys twice": (metrics('{"step": 1, "loss": 1, "loss": 2}\n'), prints("wrote")),
+    # markup in every place
+    **{
+        f"{what} as a value": (logged(note=text), prints("wrote")) for what, text in HOSTILE.items()
+    },
+    **{
+        f"{what} as a key": (logged(**{text: 1}), prints("wrote")) for what, text in HOSTILE.items()
+    },
+    **{
+        f"{what} as a run's name": (metrics(GOOD, text.replace("/", "∕")), prints("wrote"))
+        for what, text in HOSTILE.items()
+        if "\0" not in text and "\ud800" not in text
+    },
+    "a run's name that is no UTF-8": (metrics(GOOD, os.fsdecode(b"caf\xe9")), prints("wrote")),
+    # pages that cannot be written
+    "a page below a file": (
+        given("longctx report BASE/run --output BASE/run/metrics.jsonl/x"),
+        fails("cannot write .*metrics.jsonl/x"),
+    ),
+    "a page that is a folder": (
+        given("longctx report BASE/run --output BASE/model"),
+        fails("cannot write .*model: Is a directory"),
+    ),
+    "a page of a name too long": (
+        given("longctx report BASE/run --output FOLDER/" + "x" * 300),
+        fails("cannot write .*File name too long"),
+    ),
+    "a page on a full device": (
+        given("longctx report BASE/run --output /dev/full"),
+        fails("cannot write /dev/full: No space left"),
+    ),
+    "a page of no name": (given("longctx report BASE/run --output ''"), fails("cannot write")),
+    "a page over the metrics": (
+        given("longctx report BASE/run --output BASE/run/metrics.jsonl"),
+        fails("metrics.jsonl"),
+    ),
+}
+
+CASES = table("reports", REPORTS)

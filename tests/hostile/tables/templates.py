@@ -1,0 +1,125 @@
+"""Chat templates are programs of strangers: they run in a sandbox, for a while, or not at all."""
+
+from __future__ import annotations
+
+from hostile.cases import fails, table, works
+from hostile.files import CHAT, template
+
+REFUSED = r"chat\.jsonl:1: the chat template refuses this conversation"
+LOOP = "{% for m in messages %}"
+PLAIN = LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+NEVER = "{% for i in range(10**10) %}{% for j in range(10**10) %}{% endfor %}{% endfor %}"
+
+TEMPLATES = {
+    # whole
+    "the usual one": (PLAIN + ASKED, works("3 documents")),
+    "with markers": (
+        LOOP + "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+        works("3 documents"),
+    ),
+    "lines that end as on Windows": ((PLAIN + ASKED).replace("\n", "\r\n"), works("3 documents")),
+    # broken
+    "half a loop": ("{% for m in", fails(REFUSED + ".* unexpected 'end of template'")),
+    "an unknown tag": ("{% nonsense %}", fails(REFUSED + ".*unknown tag 'nonsense'")),
+    "an unknown filter": ("{{ messages | nonsense }}", fails(REFUSED + ".*nonsense")),
+    "an unclosed string": ("{{ 'abc }}", fails(REFUSED)),
+    "an undefined name": ("{{ nothing.at_all }}", fails(REFUSED + ".*undefined")),
+    "an undefined function": ("{{ nothing() }}", fails(REFUSED + ".*undefined")),
+    "empty": ("", fails("chat template")),
+    "blanks": (" \n ", fails(r"chat\.jsonl:1")),
+    "only text": ("hello", fails(r"chat\.jsonl:1: .* marks no token")),
+    "only the last turn": ("{{ messages[-1].content }}", fails("rewrites earlier turns")),
+    "turns upside down": (PLAIN.replace("messages", "messages[::-1]") + ASKED, fails("rewrites")),
+    "no generation prompt": (PLAIN, works("3 documents")),
+    "markers around nothing": (
+        PLAIN + "{% generation %}{% endgeneration %}",
+        fails("marks no token of an assistant turn"),
+    ),
+    "markers never closed": (LOOP + "{% generation %}{{ m.content }}{% endfor %}", fails(REFUSED)),
+    "markers within markers": (
+        LOOP
+        + "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}{% endfor %}",
+        works("3 documents"),
+    ),
+    "binary": (b"\xff\xfe\x00", fails("broken|chat template")),
+    "NUL bytes": (b"{{ messages }}\0", fails(r"chat\.jsonl:1|broken")),
+    # what templates raise
+    "its own exception": ("{{ raise_exception('no system turns\nplease') }}", fails(REFUSED)),
+    "an exception of a megabyte": ("{{ raise_exception('x' * 1000000) }}", fails(REFUSED)),
+    "an exception that colours": ("{{ raise_exception('\x1b[31m red') }}", fails(REFUSED)),
+    "a division by zero": ("{{ 1 // 0 }}", fails(REFUSED + ".*zero")),
+    "a key error": ("{{ {}['a']['b'] }}", fails(REFUSED)),
+    "a type error": ("{{ 'a' + 1 }}", fails(REFUSED)),
+    "an attribute of a number": ("{{ (1).upper() }}", fails(REFUSED)),
+    "an overflow": ("{{ 10.0 ** 1000 }}", fails(REFUSED)),
+    "a number too long to print": ("{{ 10 ** 100000 }}", fails(REFUSED)),
+    "a wrong format": ("{{ '%d' % 'a' }}", fails(REFUSED)),
+    "a wrong format string": ("{{ '{0.__class__}'.format(1) }}", fails(r"chat\.jsonl:1")),
+    "a wrong date": ("{{ strftime_now('%') }}", fails(r"chat\.jsonl:1")),
+    "endless macros": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", fails(REFUSED)),
+    "an endless include": ("{% include 'chat_template.jinja' %}", fails(REFUSED)),
+    "brackets too deep": ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", fails(r"chat\.jsonl:1")),
+    "ifs too deep": ("{% if 1 %}" * 500 + "{% endif %}" * 500, fails(r"chat\.jsonl:1")),
+    # code
+    "classes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", fails(REFUSED)),
+    "a class's classes": ("{{ messages.__class__.__base__.__subclasses__() }}", fails(REFUSED)),
+    "globals of a function": (
+        "{{ raise_exception.__globals__['os'].mkdir('FOLDER/ran') }}",
+        fails(REFUSED),
+    ),
+    "globals of cycler": (
+        "{{ cycler.__init__.__globals__.os.mkdir('FOLDER/ran') }}",
+        fails(REFUSED),
+    ),
+    "globals of joiner": (
+        "{{ joiner.__init__.__globals__.os.mkdir('FOLDER/ran') }}",
+        fails(REFUSED),
+    ),
+    "globals of lipsum": ("{{ lipsum.__globals__['os'].mkdir('FOLDER/ran') }}", fails(REFUSED)),
+    "an attribute by filter": ("{{ ('' | attr('__class__')).mro() }}", fails(REFUSED)),
+    "a format that reads": ("{{ '{0.__class__.__base__}'.format('') }}", fails(r"chat\.jsonl:1")),
+    "an import": ("{% import 'os' as os %}{{ os.mkdir('FOLDER/ran') }}", fails(REFUSED)),
+    "a file that is read": ("{% include '/etc/passwd' %}", fails(REFUSED)),
+    "its own environment": ("{{ self.__init__.__globals__ }}", fails(REFUSED)),
+    "messages that it changes": ("{{ messages.append(1) }}", fails(REFUSED)),
+    "messages that it empties": ("{{ messages.clear() }}" + PLAIN, fails(REFUSED)),
+    # without end
+    "a range without end": ("{% for i in range(10**12) %}x{% endfor %}", fails(REFUSED)),
+    "a loop without end": (NEVER, fails(REFUSED)),
+    "a loop that doubles": (
+        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x * 2 %}{% endfor %}"
+        "{{ n.x }}",
+        fails(r"chat\.jsonl:1"),
+    ),
+    "ten gigabytes of text": ("{{ 'x' * 10**10 }}", fails(r"chat\.jsonl:1")),
+    "a list of ten billion": ("{{ [0] * 10**10 }}", fails(r"chat\.jsonl:1")),
+    "a wide format": ("{{ '%9999999999d' % 1 }}", fails(r"chat\.jsonl:1")),
+    "a centred string": ("{{ 'x' | center(10**10) }}", fails(r"chat\.jsonl:1")),
+    "a power without end": ("{{ 9 ** 9 ** 9 ** 9 }}", fails(r"chat\.jsonl:1")),
+    "a product of loops": (
+        "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{% endfor %}{% endfor %}",
+        fails(r"chat\.jsonl:1"),
+    ),
+    "a long word list": ("{{ lipsum(n=10**9) }}", fails(REFUSED)),
+}
+
+CASES = table(
+    "templates", {name: (template(text), end) for name, (text, end) in TEMPLATES.items()}
+) + table(
+    "templates",
+    {
+        "a turn that is a template": (
+            template(PLAIN + ASKED, CHAT[0] | {"content": "{{ 1 // 0 }}"}, CHAT[1]),
+            works("3 documents"),
+        ),
+        "a turn of special tokens": (
+            template(PLAIN + ASKED, CHAT[0] | {"content": "<|im_end|><|im_start|>"}, CHAT[1]),
+            works("3 documents"),
+        ),
+        "a turn that ends as the prompt": (
+            template(PLAIN + ASKED, CHAT[0] | {"content": "<|im_start|>assistant\n"}, CHAT[1]),
+            works("3 documents"),
+        ),
+    },
+)
