@@ -16,6 +16,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import PreTrainedModel, Trainer
@@ -114,6 +115,21 @@ class DeepSpeed(Engine):
             f"{args.world_size}: use --num_processes {processes}, or make whole weights of it "
             f"(python {checkpoint / 'zero_to_fp32.py'}) and start from those"
         )
+
+    def resumed(self, trainer: Any) -> None:
+        """DeepSpeed's CPU Adam multiplies its bias corrections up in fp32, step by step, and after
+        loading takes a power instead, which has other last bits. So the steps up to the checkpoint
+        are repeated, on a single number (a million take seconds)."""
+        optimizer = trainer.optimizer
+        while not hasattr(optimizer, "ds_opt_adam"):
+            optimizer = getattr(optimizer, "optimizer", None)
+            if optimizer is None:  # another optimizer
+                return
+        steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+        group, number = optimizer.param_groups[0], [torch.zeros(1) for _ in range(4)]
+        options = (*group["betas"], group["eps"], 0.0, group["bias_correction"])
+        for step in range(1, steps + 1):
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *options, *number)
 
     def checkpoint_copies(self, args: TrainArguments) -> int:
         """The model's weights as well; all states in fp32."""

@@ -4,7 +4,7 @@ prepare    before transformers opens the process group     the environment, defa
 start      before the model is made                        checks, what must run by then
 random_weights, fills_weights, gather_whole                while the model is made
 configure, clip_grad_norm, pending_bytes                   around a step
-saved, resume_problem, checkpoint_copies, save_model       checkpoints
+saved, resume_problem, resumed, checkpoint_copies, save_model       checkpoints
 shutdown   the last line of a run that went well
 """
 
@@ -107,6 +107,10 @@ class Engine(ABC):
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         """Why this run cannot resume from the engine's own checkpoint, and what to do instead."""
+        return None
+
+    def resumed(self, trainer: Any) -> None:
+        """Called when a checkpoint's states are loaded: restores what they do not hold."""
         return None
 
     def checkpoint_copies(self, args: TrainArguments) -> int:

@@ -299,6 +299,7 @@ class LongTrainer(Trainer):
         if not self.engine.steps_itself:
             apply_options(self.optimizer, asked, Path(checkpoint))
         apply_learning_rate(self.lr_scheduler, base_lrs)
+        self.engine.resumed(self)
 
     @overrides
     def _load_scaler(self, checkpoint: str | None) -> None:
