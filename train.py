@@ -27,8 +27,8 @@ from longctx.data.rows import (
 )
 from longctx.data.tokenizer import load_tokenizer
 from longctx.engines import check_resume
-from longctx.errors import UserError, printable, survive_lost_output
-from longctx.output import FINAL, METRICS
+from longctx.errors import UserError, print_rank0, printable, survive_lost_output
+from longctx.output import FINAL, METRICS, checkpoint_step
 from longctx.output.definition import check_same_run, define
 from longctx.output.folder import (
     check_disk_space,
@@ -137,6 +137,8 @@ def main(argv: list[str] | None = None) -> None:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         if not trainer.state.global_step:
             raise UserError("no step was trained: the data gave no batch")
+        if resume and trainer.state.global_step == checkpoint_step(resume):
+            print_rank0(f"{resume} is where this run ends: nothing was left to train")
         if eval_rows is not None:
             trainer.evaluate()
 

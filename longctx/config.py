@@ -224,8 +224,8 @@ class TrainArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        for name in ("deepspeed", "fsdp_config", "resume_from_checkpoint"):
-            if means_no(getattr(self, name)):
+        for name in (*_FILES, "resume_from_checkpoint"):
+            if getattr(self, name) != "" and means_no(getattr(self, name)):
                 setattr(self, name, None)
         if means_no(self.fsdp) or str(self.fsdp).lower() == "true":  # words, from a recipe
             self.fsdp = not means_no(self.fsdp)  # type: ignore[assignment]
@@ -258,7 +258,7 @@ _FILES = ("deepspeed", "fsdp_config", "accelerator_config")
 def read_settings(name: str, settings: Any) -> dict[str, Any]:
     """What an option of settings holds: JSON or a dict, or for some the name of a file of JSON.
     Raises UserError for anything else."""
-    if settings is None or not isinstance(settings, str):
+    if not isinstance(settings, str) or (name in _FILES and means_no(settings)):
         return settings if isinstance(settings, dict) else {}
     is_file = name in _FILES and not settings.lstrip().startswith(("{", "["))
     text = read_text(name, Path(settings)) if is_file else settings

@@ -126,6 +126,8 @@ _CHECKPOINT_KEYS = {
     "determinism_check",
     "debug",
     "early_stop",
+    "every_n_layers",
+    "offload",
 }
 _SCHEDULES_ALONE = ("constant", "reduce_lr_on_plateau", "greedy")
 _NO_KWARGS = ("constant", "constant_with_warmup")

@@ -9,6 +9,8 @@ import sys
 import pytest
 from paths import PYTHONPATH
 
+from longctx.errors import UserError, print_rank0
+
 # Prints before and after whoever reads has gone; the exit status is the program's own.
 PROGRAM = """
 import sys
@@ -21,6 +23,29 @@ for _ in range(2000):
     print("y" * 100, file=sys.stderr, flush=True)
 sys.exit(7)
 """
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a\nb", r"a\nb"),
+        ("\x1b[31mred", r"\x1b[31mred"),
+        (os.fsdecode(b"\xff"), r"\udcff"),
+        ("\u202etxt", r"\u202etxt"),
+        ("é 漢 🙂 %s 'q'", "é 漢 🙂 %s 'q'"),
+    ],
+)
+def test_a_line_stays_a_line(name: str, shown: str, capsys) -> None:
+    assert str(UserError(f"{name} is wrong")) == f"{shown} is wrong"
+    print_rank0(name)
+    assert capsys.readouterr().out == f"{shown}\n"
+
+
+def test_what_an_encoding_lacks_is_escaped() -> None:
+    program = "from longctx.errors import *; survive_lost_output(); print_rank0('é 漢')"
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True)
+    assert done.stdout == rb"\xe9 \u6f22" + b"\n"
 
 
 def start(**streams) -> subprocess.Popen[bytes]:

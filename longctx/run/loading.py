@@ -311,6 +311,8 @@ def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
     """Refuses rows longer than the model's positions, or says what RoPE does with them."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or args.seq_len <= limit:  # vanilla also runs models without positions
+        if args.rope_scaling != "none":
+            print_rank0(f"--rope_scaling {args.rope_scaling} does nothing up to {limit} positions")
         return
     if args.rope_scaling != "none":
         _scale_rope(config, args)

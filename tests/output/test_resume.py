@@ -40,6 +40,13 @@ def copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+def test_a_run_that_is_over_says_so(flags, copy, capsys) -> None:
+    before = (copy / "final" / "model.safetensors").read_bytes()
+    run(flags, copy, "--resume_from_checkpoint", "last")
+    assert "checkpoint-4 is where this run ends: nothing was left" in capsys.readouterr().out
+    assert (copy / "final" / "model.safetensors").read_bytes() == before
+
+
 class Payload:
     """Writes a file when it is unpickled."""
 

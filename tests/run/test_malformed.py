@@ -460,6 +460,10 @@ WORKS: dict[str, tuple[Make, str]] = {
         model(edit_config(attn_implementation="evil/kernel"), "--class_type", "vanilla"),
         "nothing patched; sdpa attention",
     ),
+    "a RoPE that need not be scaled": (
+        given("--rope_scaling", "yarn"),
+        "--rope_scaling yarn does nothing up to 4096 positions",
+    ),
     "a split of a dataset without splits": (
         dataset(lambda f: None, "--dataset_split", "gone"),
         "9 documents, ",
@@ -525,4 +529,4 @@ def test_an_unreadable_file(flags, tmp_path) -> None:
 
 def test_none_is_lost() -> None:
     """A repeated name would replace a case in silence."""
-    assert (len(CASES), len(WORKS)) == (109, 5)
+    assert (len(CASES), len(WORKS)) == (109, 6)
