@@ -60,6 +60,13 @@ def file_identity(path: Path) -> list[Any]:
     return [str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
+def dataset_identity(dataset: Dataset) -> list[Any]:
+    """Changes whenever its files do: a fingerprint is only what its state.json says. A dataset in
+    memory has no files."""
+    files = [file_identity(Path(file["filename"])) for file in dataset.cache_files]
+    return [dataset._fingerprint, *files]
+
+
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """All of a tokenizer that decides a document's tokens."""
     identity = [type(tokenizer).__name__, tokenizer.special_tokens_map, tokenizer.chat_template]
