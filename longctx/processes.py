@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_bind)
 @contextmanager
 def explained_workers() -> Iterator[None]:
     """Makes one line of what torch and datasets say of their workers: a UserError with a traceback
-    in front of it, a worker that was killed."""
+    in front of it, a worker that was killed. A signal that ends the run stays what it was."""
     try:
         yield
     except UserError as error:
@@ -73,3 +73,8 @@ def explained_workers() -> Iterator[None]:
         raise UserError(
             f"{who} was killed, most often because the memory was full: {cure} or more memory"
         ) from error
+    except Exception as error:
+        # Interrupted, datasets.map asks its workers for results, and does not get them in time.
+        if isinstance(error.__context__, (SystemExit, KeyboardInterrupt)):
+            raise error.__context__ from None
+        raise

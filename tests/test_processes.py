@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from longctx.config import DataArguments
 from longctx.data import rows
+from longctx.data.cache import remove_leftovers
 from longctx.data.rows import build_dataset
 from longctx.errors import UserError
 from longctx.processes import bound_children, explained_workers
@@ -101,9 +104,6 @@ def test_a_pool_ends_with_its_parent():
         run.kill()
         assert run.stdout.read() == b""  # ends when the last process that could write has ended
     assert len(workers) == 2
-    for pid in workers:
-        status = Path(f"/proc/{pid}/status")
-        assert not status.exists() or "zombie" in status.read_text()
 
 
 def test_only_what_is_forked_within_is_bound():
@@ -127,3 +127,61 @@ def test_only_what_is_forked_within_is_bound():
         else:
             os.kill(child, signal.SIGKILL)
         os.close(read)
+
+
+def prepare_data(folder: Path, place: str, processes: int, begun: int) -> None:
+    """As train.py does, in one process or two; says when it has come to `place`, and waits."""
+
+    def stop(number, frame):
+        raise SystemExit(128 + number)
+
+    def wait(*args, **options):
+        os.write(begun, b"begun")
+        while True:
+            signal.pause()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    setattr(rows, place, wait)
+    rows._processes = lambda *args: processes or None
+    args = DataArguments(cache_dir=str(folder / "cache"))
+    files = [str(folder / "c.jsonl")]
+    build_dataset(args, small_tokenizer(), files=files, seq_len=8, vocab_size=None, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("place", "processes"), [("encode", 0), ("encode", 2), ("_pieces", 0)], ids=str
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_no_signal_leaves_files_or_processes(tmp_path, place, processes, number):
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "c.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 9)
+    begun, begins = os.pipe()
+    if (pid := os.fork()) == 0:
+        status = 99
+        try:
+            prepare_data(tmp_path, place, processes, begins)
+        except SystemExit as stopped:
+            status = stopped.code
+        except KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+        finally:
+            os._exit(status)
+    os.close(begins)
+    assert os.read(begun, 5) == b"begun"
+    assert list((tmp_path / "cache").glob("*.tmp"))
+    os.kill(pid, number)
+    _, status = os.waitpid(pid, 0)
+    while os.read(begun, 100):  # ends when the last process has ended
+        pass
+    os.close(begun)
+    if number == signal.SIGKILL:
+        assert os.WTERMSIG(status) == number
+        for leftover in (tmp_path / "cache").glob("*.tmp"):
+            handle = os.open(leftover, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX)  # waits: the last process may close this one last
+            os.close(handle)
+        remove_leftovers(tmp_path / "cache")
+    else:
+        assert os.WEXITSTATUS(status) == 128 + number
+    assert not list((tmp_path / "cache").glob("*.tmp"))

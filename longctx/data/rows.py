@@ -38,6 +38,7 @@ from longctx.data.cache import (
     file_identity,
     open_arrow,
     read_json,
+    remove_leftovers,
     scratch_folder,
     tokenizer_identity,
     write_arrow,
@@ -109,6 +110,7 @@ def build_dataset(
 
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     cache_dir = expanded(args.cache_dir)
+    remove_leftovers(cache_dir)
     padding = pad_token_id(tokenizer, vocab_size)
     source_key = digest(identity)
     tokens_key = digest(source_key, tokenizer_identity(tokenizer))
