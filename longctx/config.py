@@ -148,7 +148,7 @@ class DataArguments:
         "split", "A document longer than --seq_len: split into several rows, or keep its start."
     )
     allow_undecodable: bool = _option(
-        False, "Train on files of which more than 2% is not text; what cannot be read is replaced."
+        False, "Train on files of which more than one byte in fifty is not text, and is replaced."
     )
     show_example: bool = _option(
         False, "Print one packed row, its documents and trained tokens in colour, and end."

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,11 +14,14 @@ from longctx.errors import UserError
 
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
-_parent: int | None = None  # whose children are bound to it
+_binding: tuple[int, int] | None = None  # the process and the thread whose children are bound
 
 
 def die_with_parent(parent: int) -> None:
-    """Called in a child: when process `parent` ends, however it does, the kernel kills this one."""
+    """Called in a child: when process `parent` ends, however it does, the kernel kills this one.
+
+    To Linux the parent is the thread that forked: the child ends with that one already.
+    """
     if hasattr(_LIBC, "prctl"):  # Linux
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
@@ -26,21 +30,22 @@ def die_with_parent(parent: int) -> None:
 
 @contextmanager
 def bound_children() -> Iterator[None]:
-    """Processes forked within end with this one. A pool's workers would wait on their queue for
-    ever after a SIGKILL of their parent."""
-    global _parent
-    before, _parent = _parent, os.getpid()
+    """Processes that this thread forks within end with this process. A pool's workers would wait on
+    their queue for ever after a SIGKILL of their parent."""
+    global _binding
+    before, _binding = _binding, (os.getpid(), threading.get_ident())
     try:
         yield
     finally:
-        _parent = before
+        _binding = before
 
 
 def _bind() -> None:
-    global _parent
-    parent, _parent = _parent, None
-    if parent is not None:
-        die_with_parent(parent)
+    """In every forked process. Its only thread has the number of the one that forked it."""
+    global _binding
+    binding, _binding = _binding, None
+    if binding is not None and binding[1] == threading.get_ident():
+        die_with_parent(binding[0])
 
 
 os.register_at_fork(after_in_child=_bind)
@@ -49,7 +54,7 @@ os.register_at_fork(after_in_child=_bind)
 @contextmanager
 def explained_workers() -> Iterator[None]:
     """Makes one line of what torch and datasets say of their workers: a UserError with a traceback
-    in front of it, a worker that was killed."""
+    in front of it, a worker that was killed. A signal that ends the run stays what it was."""
     try:
         yield
     except UserError as error:
@@ -68,3 +73,8 @@ def explained_workers() -> Iterator[None]:
         raise UserError(
             f"{who} was killed, most often because the memory was full: {cure} or more memory"
         ) from error
+    except Exception as error:
+        # Interrupted, datasets.map asks its workers for results, and does not get them in time.
+        if isinstance(error.__context__, (SystemExit, KeyboardInterrupt)):
+            raise error.__context__ from None
+        raise

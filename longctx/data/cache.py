@@ -7,7 +7,9 @@
     tokenizer-v1-<hash>.json     the default tokenizer
 
 A file is written beside its place, flushed to disk and renamed, so that neither a killed run nor a
-power cut leaves a half file that looks whole. The checksum is written after its file, so a file
+power cut leaves a half file that looks whole. Who writes holds a lock on what it writes, which the
+kernel drops when its process ends: the next run deletes what a killed one left
+(`remove_leftovers`). The checksum is written after its file, so a file
 without one was never finished and is made again. Opening a file reads all of it and compares the
 checksum, at 10 GB/s from memory (64-bit xxHash) or as fast as the disk is: a flipped bit would
 otherwise be trained on without a word. Nothing is ever invalidated, because other inputs have
@@ -16,13 +18,17 @@ another name; `longctx cache --prune` deletes what is no longer used (prune.py).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
 import os
+import platform
+import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +45,12 @@ FORMAT = 1
 rows raises it (tests/data/test_cache.py knows the rows of this one)."""
 KINDS = ("documents", "tokens", "rows", "tokenizer")
 CHECKSUM = ".xxh3"
+TEMPORARY = ".tmp"
+_STEM = rf"(?P<stem>(?P<kind>{'|'.join(KINDS)})-(?:v(?P<format>\d+)-)?[0-9a-f]{{20}})"
+_SUFFIX = rf"(\.arrow|\.arrow\{CHECKSUM}|\.json)"
+# Before the format had a number, datasets.map named the tokens' files, one a process.
+FILE_NAME = re.compile(rf"{_STEM}(_\d{{5}}_of_\d{{5}})?{_SUFFIX}")
+TEMPORARY_NAME = re.compile(rf"{_STEM}{_SUFFIX}?-?([0-9a-f]{{6}}-)?[a-z0-9_]{{8}}\{TEMPORARY}")
 BATCH_BYTES = 64 << 20
 READ_BYTES = 1 << 20  # 10.4 GB/s; 16 MiB blocks leave the processor's cache and give 4.1 GB/s
 PROGRESS_BYTES = 1 << 30  # larger files show a progress bar while they are checked
@@ -58,6 +70,13 @@ def file_identity(path: Path) -> list[Any]:
     """Changes whenever the file does: even a copy that keeps size and mtime changes ctime."""
     stat = path.stat()
     return [str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def dataset_identity(dataset: Dataset) -> list[Any]:
+    """Changes whenever its files do: a fingerprint is only what its state.json says. A dataset in
+    memory has no files."""
+    files = [file_identity(Path(file["filename"])) for file in dataset.cache_files]
+    return [dataset._fingerprint, *files]
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
@@ -131,7 +150,7 @@ def content_of(dataset: Dataset) -> str | None:
 def mark_used(path: Path) -> None:
     """Sets the time that `longctx cache` shows: many disks are mounted without access times."""
     with suppress(OSError):  # somebody else's cache can be read without being written
-        os.utime(path)
+        os.utime(path, follow_symlinks=False)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -163,28 +182,67 @@ def writable(folder: Path) -> Iterator[None]:
 def scratch_folder(path: Path) -> Iterator[Path]:
     """An empty folder on the disk of `path`, deleted afterwards."""
     # A network disk keeps a file that is still mapped, under a name of its own, and so the folder.
-    with (
-        writable(path.parent),
-        tempfile.TemporaryDirectory(
-            dir=path.parent, prefix=f"{path.name}-", suffix=".tmp", ignore_cleanup_errors=True
-        ) as folder,
-    ):
-        yield Path(folder)
+    with writable(path.parent), ExitStack() as stack:
+        while True:
+            folder = tempfile.TemporaryDirectory(
+                TEMPORARY, _prefix(path), path.parent, ignore_cleanup_errors=True
+            )
+            stack.enter_context(folder)
+            handle = os.open(folder.name, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, handle)
+            if _lock(handle, Path(folder.name)):
+                break
+        yield Path(folder.name)
 
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    with writable(path.parent):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}-", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    with writable(path.parent), ExitStack() as stack:
+        while True:
+            handle, name = tempfile.mkstemp(TEMPORARY, _prefix(path), path.parent)
+            temporary = Path(name)
+            stack.callback(temporary.unlink, missing_ok=True)
+            file = stack.enter_context(os.fdopen(handle, "wb"))
+            if _lock(handle, temporary):
+                break
+        yield file
+        file.flush()
+        os.fsync(handle)
+        os.replace(temporary, path)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Deletes what killed runs on this machine were writing into the cache folder.
+
+    Locks may not reach other machines, so theirs stay for `longctx cache --prune`, as do those on a
+    disk without locks.
+    """
+    leftovers = [path for path in folder.glob(f"*-{_host()}-*{TEMPORARY}") if not path.is_symlink()]
+    for path in leftovers:
+        with suppress(OSError):  # somebody else's, or deleted meanwhile
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its writer lives
+                if TEMPORARY_NAME.fullmatch(path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            finally:
+                os.close(handle)
+
+
+def _prefix(path: Path) -> str:
+    return f"{path.name}-{_host()}-"
+
+
+def _host() -> str:
+    return digest(platform.node())[:6]
+
+
+def _lock(handle: int, path: Path) -> bool:
+    """Locks what was just made, until its handle is closed. False where another run took it for a
+    leftover, between its making and its lock, and deleted it."""
+    with suppress(OSError):  # a disk without locks
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return path.exists()
 
 
 class _Hashed(io.RawIOBase):

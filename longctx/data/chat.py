@@ -17,6 +17,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -110,13 +111,13 @@ class _Child:
     rendered or with a line that says what is wrong, and now and then with None: it is alive."""
 
     def __init__(self) -> None:
-        self.parent = os.getpid()
+        self.owner = _here()
         self.connection, theirs = multiprocessing.Pipe()
         self.pid = _fork()
         if self.pid == 0:
             try:
                 self.connection.close()
-                _serve(theirs, self.parent)
+                _serve(theirs, parent=self.owner[0])
             finally:
                 os._exit(0)
         theirs.close()
@@ -160,11 +161,16 @@ _the_child: _Child | None = None
 
 
 def _child() -> _Child:
-    """This process's own: one that it inherited by a fork belongs to its parent."""
+    """This thread's own: one that was inherited by a fork belongs to the parent, and one of another
+    thread ends with that thread."""
     global _the_child
-    if _the_child is None or _the_child.parent != os.getpid():
+    if _the_child is None or _the_child.owner != _here():
         _the_child = _Child()
     return _the_child
+
+
+def _here() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 def _fork() -> int:

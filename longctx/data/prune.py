@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import stat
 import time
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longctx.config import DataArguments, expanded
-from longctx.data.cache import CHECKSUM, FORMAT, KINDS
+from longctx.data.cache import CHECKSUM, FILE_NAME, FORMAT, TEMPORARY_NAME
 from longctx.errors import UserError
 
 DAY_S = 24 * 3600
@@ -32,11 +31,6 @@ GIB = 1 << 30
 KILLED, OTHER = "killed runs' leftovers", "other formats"
 GROUPS = {"documents": "documents", "tokens": "tokens", "rows": "rows", "tokenizer": "tokenizers"}
 """Kind of file -> its line of the table; KILLED and OTHER have lines of their own."""
-
-_STEM = rf"(?P<stem>(?P<kind>{'|'.join(KINDS)})-(?:v(?P<format>\d+)-)?[0-9a-f]{{20}})"
-# Before the format had a number, datasets.map named the tokens' files, one a process.
-_FILE = re.compile(rf"{_STEM}(_\d{{5}}_of_\d{{5}})?(\.arrow|\.arrow\{CHECKSUM}|\.json)")
-_TEMPORARY = re.compile(rf"{_STEM}(\.arrow|\.arrow\{CHECKSUM}|\.json)?-?[a-z0-9_]{{8}}\.tmp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +79,10 @@ def read_cache(folder: Path) -> list[Entry]:
     try:
         with os.scandir(folder) as items:
             for item in items:
-                if match := _FILE.fullmatch(item.name):
+                if match := FILE_NAME.fullmatch(item.name):
                     if item.is_file(follow_symlinks=False):
                         groups[match["stem"]].append(Path(item.path))
-                elif _TEMPORARY.fullmatch(item.name) and not item.is_symlink():
+                elif TEMPORARY_NAME.fullmatch(item.name) and not item.is_symlink():
                     groups[item.name].append(Path(item.path))
     except OSError as error:
         raise UserError(
@@ -147,7 +141,7 @@ def _entry(paths: Sequence[Path]) -> Entry:
 
 
 def _group(paths: Sequence[Path]) -> str:
-    match = _FILE.fullmatch(paths[0].name)
+    match = FILE_NAME.fullmatch(paths[0].name)
     if match is None:
         return KILLED
     if match["format"] != str(FORMAT):

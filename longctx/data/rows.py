@@ -33,10 +33,12 @@ from longctx.config import DataArguments, expanded
 from longctx.data.cache import (
     cache_path,
     content_of,
+    dataset_identity,
     digest,
     file_identity,
     open_arrow,
     read_json,
+    remove_leftovers,
     scratch_folder,
     tokenizer_identity,
     write_arrow,
@@ -61,6 +63,7 @@ from longctx.data.sources import (
 )
 from longctx.data.stream import stream_rows
 from longctx.errors import UserError, print_rank0
+from longctx.processes import bound_children, explained_workers
 
 DOCUMENT_FEATURES = Features(
     {
@@ -100,13 +103,14 @@ def build_dataset(
             return stream_rows(
                 args, loaded, tokenizer, seq_len=seq_len, vocab_size=vocab_size, seed=seed
             )
-        records, identity = loaded, [loaded._fingerprint]
+        records, identity = loaded, dataset_identity(loaded)
     else:
         paths = stdlib_files() if files is None else find_files(files)
         identity = _identity(args, paths)
 
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     cache_dir = expanded(args.cache_dir)
+    remove_leftovers(cache_dir)
     padding = pad_token_id(tokenizer, vocab_size)
     source_key = digest(identity)
     tokens_key = digest(source_key, tokenizer_identity(tokenizer))
@@ -299,7 +303,7 @@ def _tokens(
 
     # Map leaves a file a process. They become one: for a billion tokens 20 s after minutes of
     # tokenising, on disk space that their rows will take anyway.
-    with scratch_folder(path) as folder:
+    with scratch_folder(path) as folder, explained_workers(), bound_children():
         mapped = records.map(
             tokenise,
             batched=True,

@@ -196,6 +196,10 @@ def load_records(args: DataArguments) -> Dataset | IterableDataset:
                         f"{', '.join(saved)} as --dataset_split"
                     )
                 saved = saved[args.dataset_split]
+            elif args.dataset_split not in ("train", str(saved.split)):
+                raise UserError(
+                    f"{name} has no splits: leave out --dataset_split {args.dataset_split}"
+                )
             return saved.to_iterable_dataset() if args.streaming else saved
         return load_dataset(
             str(folder) if folder.exists() else args.dataset_name,

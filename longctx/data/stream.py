@@ -35,10 +35,10 @@ def stream_rows(
     """Rows as those of `build_dataset`. Raises UserError where the first record is no good; a
     later bad record ends the iteration with one."""
     name = args.dataset_name or "the dataset"
-    first = next(iter(records), None)
+    first = next(_numbered(records, name), None)
     if first is None:
         raise UserError(f"{name} has no rows in the split {args.dataset_split!r}")
-    encode([as_document(first, f"{name} row 0")], tokenizer, vocab_size)
+    encode([as_document(first[1], f"{name} row 0")], tokenizer, vocab_size)
 
     def rows() -> Iterator[dict[str, list[int]]]:
         stats = PackingStats()
@@ -63,8 +63,22 @@ def _pieces(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
 ) -> Iterator[Piece]:
-    numbered = enumerate(records)
+    numbered = _numbered(records, name)
     while batch := list(islice(numbered, BATCH_DOCUMENTS)):
         documents = [as_document(record, f"{name} streamed record {n}") for n, record in batch]
         for (n, _), piece in zip(batch, encode(documents, tokenizer, vocab_size), strict=True):
             yield replace(piece, record=n)
+
+
+def _numbered(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Raises UserError where the stream breaks: a connection, a shard, a decompressor."""
+    number = -1
+    try:
+        for number, record in enumerate(records):
+            yield number, record
+    except Exception as error:  # datasets passes on what every library below it raises
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{name} broke after {number + 1:,} streamed records ({type(error).__name__}: {reason})"
+            ": check the connection and the file, and continue from the last checkpoint"
+        ) from error

@@ -188,16 +188,18 @@ class _Spliced:
 def _stretch(encoding: Encoding, shift: int, start: int, end: int) -> _Stretch:
     """The tokens in text[start:end] without its margins; `shift` is where the encoding's text
     begins."""
+
+    def span(token: int) -> tuple[int, int]:
+        return encoding.token_to_chars(token) or (0, 0)  # None: a token that is not of the text
+
     first, last = (
-        bisect_left(
-            range(len(encoding)), place - shift, key=lambda i: encoding.token_to_chars(i)[0]
-        )
+        bisect_left(range(len(encoding)), place - shift, key=lambda token: span(token)[0])
         for place in (start + MARGIN_CHARS, end - MARGIN_CHARS)
     )
     ids, word = encoding.ids, encoding.token_to_word
     tokens = []
     for i in range(first, last):
-        span_start, span_end = encoding.token_to_chars(i)
+        span_start, span_end = span(i)
         begins = i == 0 or word(i) != word(i - 1)
         tokens.append((ids[i], span_start + shift, span_end + shift, begins))
     return _Stretch(first, np.array(tokens, dtype=np.int64).reshape(-1, 4))

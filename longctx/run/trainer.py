@@ -36,6 +36,7 @@ from longctx.output.save import (
     rotate,
     try_on_all_ranks,
 )
+from longctx.processes import explained_workers
 from longctx.run.callbacks import Clock, Console, MetricsFile, Reserve, spare_reporters
 from longctx.run.interrupts import Interrupts
 from longctx.run.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
@@ -111,7 +112,7 @@ class LongTrainer(Trainer):
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
         rehearse_save(self)
-        with self.interrupts:
+        with self.interrupts, explained_workers():
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
         self._check_update()

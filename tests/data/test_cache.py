@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 from datasets import Features, List, Value
+from paths import PYTHONPATH
 from small_tokenizer import small_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -132,11 +137,108 @@ def test_opening_a_file_says_that_it_is_used(tmp_path, monkeypatch):
     open_arrow(tmp_path / "a.arrow")
     assert checksum.stat().st_mtime > 1e9
 
-    def refuse(*args):
+    def refuse(*args, **options):
         raise PermissionError
 
     monkeypatch.setattr(os, "utime", refuse)  # a shared cache that may only be read
     assert open_arrow(tmp_path / "a.arrow") is not None
+
+
+def test_a_link_that_somebody_planted_is_not_followed(tmp_path):
+    target, folder = tmp_path / "target", tmp_path / "cache"
+    folder.mkdir()
+    target.mkdir()
+    (target / "precious").write_text("mine")
+    for path in (target / "precious", target):
+        os.utime(path, (0, 0))
+    name = cache._prefix(cache_path(folder, "rows", digest(1)))
+    (folder / f"{name}abcdefgh.tmp").symlink_to(target)
+    (folder / f"{name}hgfedcba.tmp").symlink_to(target / "precious")
+    (folder / "a.arrow.xxh3").symlink_to(target / "precious")
+    cache.mark_used(folder / "a.arrow.xxh3")
+    cache.remove_leftovers(folder)
+    write_arrow(folder / "a.arrow", FEATURES, rows(3))
+    assert (target / "precious").read_text() == "mine"
+    assert target.stat().st_mtime == (target / "precious").stat().st_mtime == 0
+    assert not (folder / "a.arrow.xxh3").is_symlink()
+
+
+WRITER = """
+import signal, sys
+from pathlib import Path
+from datasets import Features, Value
+from longctx.data.cache import cache_path, digest, scratch_folder, write_arrow
+
+def wait():
+    print("writing", flush=True)
+    signal.pause()
+    yield
+
+folder = Path(sys.argv[1])
+with scratch_folder(cache_path(folder, "tokens", digest(1))) as scratch:
+    (scratch / "half").write_text("half")
+    write_arrow(cache_path(folder, "rows", digest(1)), Features({"a": Value("int8")}), wait())
+"""
+
+
+def test_what_a_killed_run_was_writing_goes_with_the_next(tmp_path):
+    """And what a living one is writing stays."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([PYTHONPATH, *sys.path])}
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    runs = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for run in runs:
+            assert run.stdout and run.stdout.readline() == b"writing\n"
+        assert len(list(tmp_path.glob("*.tmp"))) == 4
+        cache.remove_leftovers(tmp_path)
+        assert len(list(tmp_path.glob("*.tmp"))) == 4
+        runs[0].kill()
+        runs[0].wait()
+        cache.remove_leftovers(tmp_path)
+        assert len(list(tmp_path.glob("*.tmp"))) == 2
+        runs[1].kill()
+        runs[1].wait()
+        cache.remove_leftovers(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_run_that_loses_what_it_has_just_made_makes_it_again(tmp_path, monkeypatch, kind):
+    """Between the making and the lock, another run may take it for a leftover."""
+    lock, made = cache._lock, []
+
+    def lose_the_first(handle, path):
+        made.append(path)
+        if len(made) == 1:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return lock(handle, path)
+
+    monkeypatch.setattr(cache, "_lock", lose_the_first)
+    if kind == "file":
+        cache.write_text(tmp_path / "a", "text")
+        assert (tmp_path / "a").read_text() == "text"
+    else:
+        with cache.scratch_folder(tmp_path / "a") as folder:
+            assert folder == made[1] and folder.is_dir()
+    assert len(made) == 2 and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_disk_without_locks_keeps_what_cannot_be_judged(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    path = cache_path(tmp_path, "rows", digest(1))
+    with cache.scratch_folder(path):
+        before = list(tmp_path.iterdir())
+        cache.remove_leftovers(tmp_path)
+        assert list(tmp_path.iterdir()) == before
+    cache.write_text(path, "text")
+    assert [path.name for path in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"stats": {}}', '{"stats": {"no": 1}}', "null", "{"])

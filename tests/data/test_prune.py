@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -106,12 +107,10 @@ def test_a_run_keeps_the_file_that_it_has_open(tmp_path, capsys):
     assert dataset[2] == {"ids": list(range(9))}
 
 
-def test_what_a_killed_run_leaves_is_deleted_after_a_day(tmp_path, capsys, monkeypatch):
+def test_what_a_killed_run_leaves_is_deleted_after_a_day(tmp_path, capsys):
     path = cache_path(tmp_path, "tokens", KEY)
-    # As if killed before the files are renamed, and before the folder is deleted.
-    monkeypatch.setattr(cache.os, "replace", lambda source, target: None)
-    cache.write_text(path, "half")
-    cache.write_text(path.with_name(path.name + ".xxh3"), "half a checksum")
+    for name in (path.name, path.name + ".xxh3"):
+        os.close(tempfile.mkstemp(cache.TEMPORARY, cache._prefix(tmp_path / name), tmp_path)[0])
     run_to_kill = scratch_folder(path)
     folder = run_to_kill.__enter__()
     (folder / "tmpabcdefgh").write_text("what datasets.map was writing")

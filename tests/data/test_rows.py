@@ -14,6 +14,7 @@ from small_tokenizer import small_tokenizer
 
 from longctx.config import DataArguments
 from longctx.data import rows as data
+from longctx.data.cache import dataset_identity
 from longctx.data.rows import build_dataset, check_sources, collate, document_names
 from longctx.errors import UserError
 
@@ -335,6 +336,47 @@ def test_a_dataset_row_is_checked_like_a_line(build, saved, tmp_path):
     for streaming in (False, True):
         with pytest.raises(UserError, match="other row 0: expected `text`.* found `body`"):
             build(dataset_name=str(tmp_path / "other"), streaming=streaming)
+
+
+def test_a_stream_that_breaks_is_one_line(build, monkeypatch):
+    def breaking():
+        yield from [{"text": "some text " * 9}] * 400
+        raise ConnectionResetError("reset\nby peer")
+
+    monkeypatch.setattr(data, "load_records", lambda args: IterableDataset.from_generator(breaking))
+    rows = build(dataset_name="far/away", streaming=True)
+    message = (
+        r"^far/away broke after \d+ streamed records \(ConnectionResetError: reset by peer\): check"
+    )
+    with pytest.raises(UserError, match=message):
+        list(rows)
+
+
+@pytest.mark.parametrize("change", ["in place", "same size and mtime", "state"])
+def test_a_saved_dataset_is_known_by_its_files(build, tmp_path, change):
+    folder = tmp_path / "saved"
+    Dataset.from_dict({"text": ["one text " * 20] * 9}).save_to_disk(folder)
+    before = build(dataset_name=str(folder))[:]
+    assert build(dataset_name=str(folder))[:] == before
+    (arrow,) = folder.glob("*.arrow")
+    stat = arrow.stat()
+    if change == "state":
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps({**state, "_fingerprint": "0" * 16}))
+    else:
+        arrow.write_bytes(arrow.read_bytes().replace(b"one text", b"two text"))
+    if change == "same size and mtime":
+        os.utime(arrow, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (build(dataset_name=str(folder))[:] == before) is (change == "state")
+
+
+def test_the_rows_chosen_from_a_dataset_are_part_of_its_identity(tmp_path):
+    Dataset.from_dict({"text": list("abcdef")}).save_to_disk(tmp_path / "saved")
+    saved = Dataset.load_from_disk(tmp_path / "saved")
+    chosen = [saved.select([0, 2, 4]), saved.select([1, 3, 5])]
+    identities = [json.dumps(dataset_identity(dataset)) for dataset in (saved, *chosen)]
+    assert len(set(identities)) == 3
+    assert json.dumps(dataset_identity(saved)) == identities[0]
 
 
 def test_chat_datasets_keep_their_structure(build, tmp_path):

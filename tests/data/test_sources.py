@@ -266,6 +266,11 @@ def test_saved_datasets(tmp_path):
     streamed = records(tmp_path / "one", streaming=True)
     assert isinstance(streamed, IterableDataset)
     assert [row["text"] for row in streamed] == ["a", "b"]
+    Dataset.from_dict({"text": ["d"]}, split="test").save_to_disk(tmp_path / "test")
+    assert records(tmp_path / "test", dataset_split="test")["text"][:] == ["d"]
+    for streaming in (False, True):
+        with pytest.raises(UserError, match="one has no splits: leave out --dataset_split gone"):
+            records(tmp_path / "one", dataset_split="gone", streaming=streaming)
     with pytest.raises(UserError, match="no split 'test': give one of train"):
         records(tmp_path / "many", dataset_split="test")
 

@@ -420,6 +420,10 @@ CASES: dict[str, tuple[Make, str]] = {
     ),
     "a missing dataset": (given("--dataset_name", "./none"), "the dataset ./none does not exist"),
     "half a dataset": (dataset(cut_arrow), "cannot load the dataset .*saved .* message body"),
+    "a split of a dataset without splits": (
+        dataset(lambda f: None, "--dataset_split", "gone"),
+        "the dataset .*saved has no splits: leave out --dataset_split gone",
+    ),
     "a dataset's broken state": (
         dataset(write("state.json", "{")),
         "cannot load the dataset .*saved .*JSONDecodeError",
@@ -529,4 +533,4 @@ def test_an_unreadable_file(flags, tmp_path) -> None:
 
 def test_none_is_lost() -> None:
     """A repeated name would replace a case in silence."""
-    assert (len(CASES), len(WORKS)) == (109, 6)
+    assert (len(CASES), len(WORKS)) == (110, 6)
