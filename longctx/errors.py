@@ -65,7 +65,8 @@ def survive_lost_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Surviving):
-            stream.reconfigure(errors="backslashreplace")
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, _Surviving(stream))
 
 

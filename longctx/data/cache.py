@@ -35,7 +35,6 @@ from typing import IO, Any
 import pyarrow as pa
 import xxhash
 from datasets import Dataset, Features
-from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from longctx.errors import UserError, print_rank0
@@ -52,8 +51,6 @@ _SUFFIX = rf"(\.arrow|\.arrow\{CHECKSUM}|\.json)"
 FILE_NAME = re.compile(rf"{_STEM}(_\d{{5}}_of_\d{{5}})?{_SUFFIX}")
 TEMPORARY_NAME = re.compile(rf"{_STEM}{_SUFFIX}?-?([0-9a-f]{{6}}-)?[a-z0-9_]{{8}}\{TEMPORARY}")
 BATCH_BYTES = 64 << 20
-READ_BYTES = 1 << 20  # 10.4 GB/s; 16 MiB blocks leave the processor's cache and give 4.1 GB/s
-PROGRESS_BYTES = 1 << 30  # larger files show a progress bar while they are checked
 
 
 def digest(*parts: Any) -> str:
@@ -92,11 +89,11 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
 
 def open_arrow(path: Path, rows: int | None = None) -> Dataset | None:
     """The file as a memory-mapped dataset; None where it is missing, unfinished or damaged."""
-    checksum = _checksum_path(path)
+    beside = _checksum_path(path)
     try:
-        expected = checksum.read_text(encoding="utf-8", errors="replace")
-        mark_used(checksum)
-        found = _checksum(path)
+        expected = beside.read_text(encoding="utf-8", errors="replace")
+        mark_used(beside)
+        found = checksum(path)
         if found != expected:
             reason = f"its checksum is {found}, not {expected[:16]!r}"
         else:
@@ -110,7 +107,7 @@ def open_arrow(path: Path, rows: int | None = None) -> Dataset | None:
         reason = " ".join(str(error).split())
     print_rank0(f"rebuilding the damaged cache file {path} ({reason})")
     with writable(path.parent):
-        checksum.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     return None
 
@@ -262,26 +259,6 @@ class _Hashed(io.RawIOBase):
 
 def _checksum_path(path: Path) -> Path:
     return path.with_name(path.name + CHECKSUM)
-
-
-def _checksum(path: Path) -> str:
-    total = path.stat().st_size
-    hashed = xxhash.xxh3_64()
-    with (
-        path.open("rb", buffering=0) as file,
-        tqdm(
-            desc=f"Checking {path.name}",
-            total=total,
-            unit="B",
-            unit_scale=True,
-            leave=False,
-            disable=None if total > PROGRESS_BYTES else True,
-        ) as bar,
-    ):
-        while block := file.read(READ_BYTES):
-            hashed.update(block)
-            bar.update(len(block))
-    return hashed.hexdigest()
 
 
 def _size_bytes(value: Any) -> int:

@@ -39,13 +39,14 @@ def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, Path]]:
             paths[hierarchy == "0"] = path
     for line in _lines(proc / "mountinfo"):
         where, _, what = line.partition(" - ")
-        root, mounted = where.split()[3:5]
+        mount_root, mounted = where.split()[3:5]
         kind, _, options = what.split()
         is_v2 = kind == "cgroup2"
         if is_v2 in paths and (is_v2 or (kind == "cgroup" and "memory" in options.split(","))):
             # Inside a container the tree may be mounted from the container's own cgroup on.
-            path = PurePosixPath(paths[is_v2])
-            inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
+            own = PurePosixPath(paths[is_v2])
+            seen = own.is_relative_to(mount_root)
+            inside = own.relative_to(mount_root) if seen else PurePosixPath()
             yield Path(mounted) / inside, Path(mounted)
 
 

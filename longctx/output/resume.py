@@ -206,7 +206,7 @@ def apply_learning_rate(scheduler: Any, base_lrs: Sequence[float]) -> None:
         return
     scheduler.base_lrs[:] = base_lrs
     factors = [function(scheduler.last_epoch) for function in scheduler.lr_lambdas]
-    rates = [base * factor for base, factor in zip(base_lrs, factors, strict=True)]
+    rates: list[Any] = [base * factor for base, factor in zip(base_lrs, factors, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler._last_lr = rates

@@ -32,6 +32,9 @@ from longctx.model.backends import choose_attention
 from longctx.model.patch import patch
 from longctx.run.presets import PRESETS
 
+MOST_LAYERS = 10_000
+"""Each takes 10 ms even on the meta device."""
+
 _HF_ATTENTION = {
     "sdpa": "sdpa",
     "eager": "eager",
@@ -84,8 +87,9 @@ def read_config(args: ModelArguments) -> PretrainedConfig:
             f"{args.model_name_or_path} holds an adapter ({Path(adapter).name}) and a run trains "
             "whole models: merge it into its model first (PEFT's merge_and_unload)"
         )
-    if getattr(config, "num_hidden_layers", 1) < 1:
-        raise UserError(f"{args.model_name_or_path}: its config.json has no layers")
+    layers = getattr(config, "num_hidden_layers", 1)
+    if not 1 <= layers <= MOST_LAYERS:
+        raise UserError(f"{args.model_name_or_path}: its config.json has {layers} layers")
     if "gguf_file" not in where:
         _refuse_quantised(args, config)
     # A kernel of the hub, which would be downloaded and run; a layout over GPUs.

@@ -18,6 +18,7 @@ from small_tokenizer import small_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from longctx import checksum
 from longctx.config import DataArguments
 from longctx.data import cache
 from longctx.data.cache import (
@@ -84,7 +85,7 @@ def test_a_damaged_file_is_reported_and_removed(tmp_path, damage, capsys):
 
 def test_the_checksum_is_that_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "BATCH_BYTES", 100)
-    monkeypatch.setattr(cache, "READ_BYTES", 99)
+    monkeypatch.setattr(checksum, "READ_BYTES", 99)
     write_arrow(tmp_path / "a.arrow", FEATURES, rows(50))
     data = (tmp_path / "a.arrow").read_bytes()
     assert (tmp_path / "a.arrow.xxh3").read_text() == xxhash.xxh3_64(data).hexdigest()
@@ -117,13 +118,13 @@ def test_a_run_that_ends_between_a_file_and_its_checksum_leaves_no_checksum(tmp_
 def test_large_files_show_their_progress(tmp_path, monkeypatch, limit_bytes, shown):
     bars = []
 
-    class Bar(cache.tqdm):
+    class Bar(checksum.tqdm):
         def __init__(self, **options):
             bars.append(options)
             super().__init__(**options)
 
-    monkeypatch.setattr(cache, "tqdm", Bar)
-    monkeypatch.setattr(cache, "PROGRESS_BYTES", limit_bytes)
+    monkeypatch.setattr(checksum, "tqdm", Bar)
+    monkeypatch.setattr(checksum, "PROGRESS_BYTES", limit_bytes)
     write_arrow(tmp_path / "a.arrow", FEATURES, rows(5))
     assert open_arrow(tmp_path / "a.arrow") is not None
     assert [bar["disable"] for bar in bars] == [None if shown else True]  # None: on a terminal
@@ -131,11 +132,11 @@ def test_large_files_show_their_progress(tmp_path, monkeypatch, limit_bytes, sho
 
 
 def test_opening_a_file_says_that_it_is_used(tmp_path, monkeypatch):
-    checksum = tmp_path / "a.arrow.xxh3"
+    beside = tmp_path / "a.arrow.xxh3"
     write_arrow(tmp_path / "a.arrow", FEATURES, rows(5))
-    os.utime(checksum, (0, 0))
+    os.utime(beside, (0, 0))
     open_arrow(tmp_path / "a.arrow")
-    assert checksum.stat().st_mtime > 1e9
+    assert beside.stat().st_mtime > 1e9
 
     def refuse(*args, **options):
         raise PermissionError
