@@ -37,6 +37,7 @@ import xxhash
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
+from longctx.checksum import checksum
 from longctx.errors import UserError, print_rank0
 
 FORMAT = 1
