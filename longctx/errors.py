@@ -10,11 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+MOST_CHARACTERS = 550
+"""Of a line that names what is wrong: it may quote a path, or a stranger's text."""
 
 def printable(line: str) -> str:
     """The line with what is no visible character escaped: names may hold line ends, terminal
     codes, or bytes that are no text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def shortened(text: str, width: int = MOST_CHARACTERS) -> str:
+    """At most `width` characters: what is left out is in the middle."""
+    tail = width // 3
+    return text if len(text) <= width else f"{text[: width - tail - 5]} ... {text[-tail:]}"
 
 
 def one_line(error: BaseException, width: int = 300) -> str:
@@ -27,7 +35,7 @@ class UserError(Exception):
     """Bad input. The message is one line that names what is wrong and what to do."""
 
     def __str__(self) -> str:
-        return "\n".join(map(printable, self.args))
+        return "\n".join(shortened(printable(line)) for line in self.args)
 
 
 class _Surviving:

@@ -90,7 +90,7 @@ def check_same_run(checkpoint: Path | None, run: Run, allowed: Collection[str]) 
 
     Raises UserError for a difference that is not `allowed`, and for an unknown name there.
     """
-    if unknown := [name for name in allowed if name not in NAMES]:
+    if unknown := [name for name in allowed if name not in (*NAMES, *APPLIED)]:
         raise UserError(
             f"--allow_changed {unknown[0]}: no such part of a run; known: {', '.join(NAMES)}"
         )

@@ -42,6 +42,10 @@ def check_output_dir(output_dir: Path, args: TrainArguments, resume: Path | None
     With `--resume_from_checkpoint auto` a run that has saved nothing is started again. Nothing in
     the folder is touched yet.
     """
+    for name, is_right, kind in ((FINAL, Path.is_dir, "folder"), (METRICS, Path.is_file, "file")):
+        path = output_dir / name
+        if path.exists() and not is_right(path):
+            raise UserError(f"{path} is no {kind}: a run writes there, move it away")
     if resume is not None:
         return
     earlier = _earlier_run(output_dir)

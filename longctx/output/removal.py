@@ -42,7 +42,7 @@ def remove(path: Path) -> str | None:
 def discard(path: Path) -> None:
     """Deletes what was published; renamed first, so that no half of it looks whole."""
     doomed = staging_path(path)
-    target = path.resolve() if path.is_symlink() else None
+    target = link_target(path)
     try:
         path.rename(doomed)
     except OSError as error:
@@ -51,6 +51,11 @@ def discard(path: Path) -> None:
     discard_renamed(doomed, path)
     if target is not None:
         print_rank0(f"{path} was a link: {target} stays, delete it when you need its space")
+
+
+def link_target(path: Path) -> str | None:
+    """Where a link points to, even if it leads in a circle; None for what is no link."""
+    return os.path.realpath(path) if path.is_symlink() else None
 
 
 def discard_renamed(doomed: Path, was: Path) -> None:
@@ -63,20 +68,25 @@ def require_removable(paths: list[Path]) -> None:
 
     Every file is renamed and renamed back, which asks for the same rights on any filesystem.
     """
-    for path in paths:
-        for file in [path, *_inside(path)]:
-            probe = file.with_name(file.name[:200] + _PROBE)
-            try:
+    try:
+        for path in paths:
+            for file in [path, *_inside(path)]:
+                probe = file.with_name(file.name[:200] + _PROBE)
                 file.rename(probe)
                 probe.rename(file)
-            except OSError as error:
-                raise UserError(
-                    f"--overwrite_output_dir: {file} cannot be deleted ({error.strerror}); nothing "
-                    "was deleted: make it deletable or choose another --output_dir"
-                ) from error
+    except OSError as error:
+        raise UserError(
+            f"--overwrite_output_dir: {error.filename} cannot be deleted ({error.strerror}); "
+            "nothing was deleted: make it deletable or choose another --output_dir"
+        ) from error
 
 
 def _inside(folder: Path) -> list[Path]:
+    """Files at any depth. Raises OSError for a folder that may not be read."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
     if folder.is_symlink() or not folder.is_dir():
         return []
-    return [Path(root, name) for root, _, names in os.walk(folder) for name in names]
+    return [Path(root, name) for root, _, names in os.walk(folder, onerror=stop) for name in names]

@@ -17,18 +17,15 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.serialization import config as torch_files
 from transformers import TrainerState
 
 from longctx.config import TrainArguments, expanded
-from longctx.errors import UserError, print_rank0
-from longctx.output import ABANDONED, STATE, checkpoints
+from longctx.errors import UserError, one_line, print_rank0
+from longctx.output import ABANDONED, STATE, checkpoint_step, checkpoints
 from longctx.output.manifest import Damaged, check_files
-
-_READ_ERRORS = (SafetensorError, OSError, EOFError, RuntimeError, ValueError, LookupError)
 
 
 # --- choosing --------------------------------------------------------------------------------
@@ -99,9 +96,13 @@ def integrity_problem(checkpoint: Path) -> str | None:
 def global_step(checkpoint: Path) -> int:
     """The steps it was trained for. Raises Damaged."""
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        TrainerState(**state)
-        return len(range(state["global_step"]))
+        content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        state = TrainerState(**content)
+        step = content["global_step"]
+        named = checkpoint_step(checkpoint)
+        if not isinstance(state.log_history, list) or not 0 < step == (named or step):
+            raise ValueError(step)
+        return len(range(step))
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -116,7 +117,7 @@ def set_aside_later(output_dir: Path, resume: Path) -> None:
     step = global_step(resume)
     later = [path for path in checkpoints(output_dir) if int(path.name.split("-")[1]) > step]
     for path in later:
-        if path.resolve() == resume.resolve():
+        if os.path.realpath(path) == os.path.realpath(resume):
             continue
         aside = _free_name(path.with_name(ABANDONED + path.name))
         try:
@@ -161,11 +162,12 @@ def explained_damage(checkpoint: str | Path | None) -> Iterator[None]:
         ) from error
     except torch.OutOfMemoryError:
         raise
-    except (*_READ_ERRORS, CheckpointException) as error:
-        reason = " ".join(str(error).split())[:200]
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:  # a file's values raise whatever they like
         raise UserError(
-            f"cannot resume from {checkpoint} ({type(error).__name__}: {reason}): resume from "
-            "another checkpoint"
+            f"cannot resume from {checkpoint} ({type(error).__name__}: {one_line(error, 200)}): "
+            "resume from another checkpoint"
         ) from error
 
 
@@ -192,6 +194,20 @@ def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
         raise UserError(
             f"the optimizer in {checkpoint} is not of this run's kind ({what}): give the --optim "
             "it was trained with, or start from its weights with --model_name_or_path"
+        )
+    weights = [weight for group in groups for weight in group["params"]]
+    for weight in weights:
+        moment = optimizer.state.get(weight, {}).get("exp_avg")
+        if moment is not None and moment.numel() not in (0, weight.numel()):
+            raise UserError(
+                f"the optimizer in {checkpoint} is of another model: a moment has "
+                f"{tuple(moment.shape)}, its weight {tuple(weight.shape)}"
+            )
+    without = sum(not optimizer.state.get(weight) for weight in weights)
+    if adaptive and without:
+        print_rank0(
+            f"the optimizer in {checkpoint} has no moments for {without} of {len(weights)} weights: "
+            "they start from zero"
         )
     for group, new in zip(groups, asked, strict=True):
         group.update({key: value for key, value in new.items() if key != "lr"})

@@ -29,7 +29,7 @@ from longctx.errors import UserError, print_rank0
 from longctx.memory.plan import GIB
 from longctx.output import checkpoints
 from longctx.output.manifest import write_manifest
-from longctx.output.removal import discard, discard_renamed, remove, staging_path
+from longctx.output.removal import discard, discard_renamed, link_target, remove, staging_path
 
 _OS_ERROR = re.compile(r"([^:]+) \(os error \d+\)")
 """What Rust (safetensors, tokenizers) says of a failed system call."""
@@ -94,7 +94,7 @@ def publish(staged: Path, path: Path, run: Mapping[str, Any] | None = None) -> i
     for written in [*staged.rglob("*"), staged]:
         _flush(written)
     older = staging_path(path.with_name(path.name + "-replaced"))
-    replaces, target = os.path.lexists(path), path.resolve() if path.is_symlink() else None
+    replaces, target = os.path.lexists(path), link_target(path)
     if replaces:
         path.rename(older)
     staged.rename(path)
@@ -111,9 +111,9 @@ def rotate(run_dir: Path, limit: int | None, keep: set[Path]) -> None:
     if not limit:
         return
     found = checkpoints(run_dir)
-    kept = {path.resolve() for path in keep}
+    kept = set(map(os.path.realpath, keep))
     surplus = len(found) - max(limit, len(kept))
-    for path in [p for p in found if p.resolve() not in kept][: max(0, surplus)]:
+    for path in [p for p in found if os.path.realpath(p) not in kept][: max(0, surplus)]:
         discard(path)
 
 

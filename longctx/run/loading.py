@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -90,6 +89,9 @@ def read_config(args: ModelArguments) -> PretrainedConfig:
     layers = getattr(config, "num_hidden_layers", 1)
     if not 1 <= layers <= MOST_LAYERS:
         raise UserError(f"{args.model_name_or_path}: its config.json has {layers} layers")
+    dropout = getattr(config, "attention_dropout", None) or 0.0
+    if not 0 <= dropout < 1:
+        raise UserError(f"{args.model_name_or_path}: its config.json drops {dropout} of attention")
     if "gguf_file" not in where:
         _refuse_quantised(args, config)
     # A kernel of the hub, which would be downloaded and run; a layout over GPUs.
@@ -180,13 +182,13 @@ def load_model(
             )
         except torch.OutOfMemoryError:
             raise
-        except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:
-            raise _unreadable(args, error) from error
         except pickle.UnpicklingError as error:
             raise UserError(
                 f"{args.model_name_or_path} holds a file that is damaged or would run code when "
                 "read; nothing of it was run"
             ) from error
+        except Exception as error:  # a file's values raise as many types as there are
+            raise _unreadable(args, error) from error
         model, found = loaded
         _refuse_missing(args, found)
         if "gguf_file" in where:

@@ -12,10 +12,11 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, ProgressCallback, Trainer
-from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 
 from longctx.config import TrainArguments
 from longctx.engines import Engine, choose_engine
+from longctx.errors import print_rank0
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
 from longctx.output.definition import Run
@@ -127,9 +128,13 @@ class LongTrainer(Trainer):
 
     @overrides
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """How often to log, save and evaluate is this run's to say, not the checkpoint's."""
+        """How often to log, save and evaluate is this run's to say, not the checkpoint's, and so are
+        its callbacks."""
         begin = super()._init_training_state(max_steps, *args, **kwargs)
         self.state.compute_steps(self.args, max_steps)
+        own = [*self.callback_handler.callbacks, self.control]
+        stateful: Any = [callback for callback in own if isinstance(callback, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
         return begin
 
     @overrides
@@ -309,6 +314,8 @@ class LongTrainer(Trainer):
 
     @overrides
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and not any(Path(checkpoint).glob("rng_state*")):
+            print_rank0(f"{checkpoint} holds no random state: dropout will draw other numbers")
         with explained_damage(checkpoint):
             super()._load_rng_state(checkpoint)
 
