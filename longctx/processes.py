@@ -58,10 +58,10 @@ def explained_workers() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        lines = str(error).strip().splitlines()
-        if len(lines) < 2 or not lines[0].startswith("Caught UserError in DataLoader worker"):
+        if not str(error).startswith("Caught UserError in DataLoader worker"):
             raise
-        raise UserError(lines[-1].partition("UserError: ")[2]) from None
+        line = str(error).rpartition("UserError: ")[2]
+        raise UserError(line.removesuffix(r"\n").strip()) from None  # UserError spells line breaks
     except RuntimeError as error:
         said = str(error)
         if re.match(r"DataLoader worker \(pid.* (exited unexpectedly|is killed by signal)", said):

@@ -215,7 +215,9 @@ def remove_leftovers(folder: Path) -> None:
     Locks may not reach other machines, so theirs stay for `longctx cache --prune`, as do those on a
     disk without locks.
     """
-    leftovers = [path for path in folder.glob(f"*-{_host()}-*{TEMPORARY}") if not path.is_symlink()]
+    leftovers: list[Path] = []
+    with suppress(OSError):  # who writes there will say what is wrong with it
+        leftovers += folder.glob(f"*-{_host()}-*{TEMPORARY}")
     for path in leftovers:
         with suppress(OSError):  # somebody else's, or deleted meanwhile
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
