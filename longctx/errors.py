@@ -13,6 +13,7 @@ from typing import Any, TextIO
 MOST_CHARACTERS = 550
 """Of a line that names what is wrong: it may quote a path, or a stranger's text."""
 
+
 def printable(line: str) -> str:
     """The line with what is no visible character escaped: names may hold line ends, terminal
     codes, or bytes that are no text."""

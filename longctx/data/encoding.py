@@ -12,6 +12,7 @@ A conversation is rendered by the chat template, which also says which character
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,7 +21,7 @@ from longctx.data.chat import Span, rendered
 from longctx.data.packing import Piece
 from longctx.data.records import Document
 from longctx.data.windows import WINDOW_CHARS, tokenise
-from longctx.errors import UserError
+from longctx.errors import UserError, one_line
 
 ENCODE_CHARS = WINDOW_CHARS  # tokenised together: more is no faster and takes 600 bytes a token
 
@@ -35,6 +36,16 @@ def encode(
     Raises UserError for a conversation without an exact mask and a token id of `vocab_size` or
     more.
     """
+    with explained_panics():
+        pieces = _encode(documents, tokenizer)
+    for piece in pieces:
+        check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
+    return pieces
+
+
+def _encode(
+    documents: Sequence[Document | None], tokenizer: PreTrainedTokenizerBase
+) -> list[Piece]:
     pieces = [Piece(np.empty(0, np.int32), np.empty(0, bool))] * len(documents)
     texts = {i: d.content for i, d in enumerate(documents) if d and d.kind == "text"}
     for group in _groups(list(texts), [len(text) for text in texts.values()]):
@@ -46,9 +57,21 @@ def encode(
     chats = {i: d for i, d in enumerate(documents) if d and d.kind == "chat"}
     for i, piece in zip(chats, _chats(list(chats.values()), tokenizer), strict=True):
         pieces[i] = piece
-    for piece in pieces:
-        check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
     return pieces
+
+
+@contextmanager
+def explained_panics() -> Iterator[None]:
+    """Turns what Rust says of an inconsistent tokenizer.json, which is no Exception, into a
+    UserError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"the tokenizer is damaged ({one_line(error, 160)}): give another --tokenizer_name"
+        ) from error
 
 
 def check_vocabulary(largest_token_id: int, vocab_size: int | None) -> None:

@@ -126,7 +126,9 @@ def _pretrained(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBas
     transformers_logging.set_verbosity_error()
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # OSError, ValueError, ImportError, KeyError, tokenizers' Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # also Rust's panics, which are no Exception
         reason = _one_line(error)
         raise UserError(
             f"no tokenizer could be loaded from {name}: give one with --tokenizer_name ({reason})"

@@ -41,11 +41,14 @@ def become_one_process() -> None:
     os.environ |= {name: str(value) for name, value in alone.items()}
 
 
-def destroy_process_group() -> None:
-    """After a barrier: gloo's threads may abort a process that ends while another still works."""
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+def destroy_process_group() -> bool:
+    """After a barrier: gloo's threads may abort a process that ends while another still works.
+    Returns whether there was one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    dist.barrier()
+    dist.destroy_process_group()
+    return True
 
 
 def local_shard(tensor: Any) -> Any:

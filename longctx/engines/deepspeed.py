@@ -9,8 +9,6 @@ Gradients are summed in fp32, over processes and over accumulation steps.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -134,15 +132,6 @@ class DeepSpeed(Engine):
     def checkpoint_copies(self, args: TrainArguments) -> int:
         """The model's weights as well; all states in fp32."""
         return 1 + 3 * (2 if args.bf16 or args.fp16 else 1)
-
-    def shutdown(self, args: TrainArguments) -> None:
-        """gloo's threads may abort a process that is already done, and closing the group is not
-        enough here, so CPU processes skip the interpreter's own end."""
-        super().shutdown(args)
-        if args.device.type == "cpu":
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
 
 
 def without_auto(settings: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ shutdown   the last line of a run that went well
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterable
@@ -124,5 +125,12 @@ class Engine(ABC):
     # --- the end -----------------------------------------------------------------------------
 
     def shutdown(self, args: TrainArguments) -> None:
-        """Ends a run that went well: the last line of the program."""
-        destroy_process_group()
+        """Ends a run that went well: the last line of the program.
+
+        On CPUs with several processes it does not return: what is freed afterwards waits for gloo's
+        thread, which may wait for Python's lock, for ever; or that thread aborts the process.
+        """
+        if destroy_process_group() and args.device.type == "cpu":
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

@@ -27,7 +27,6 @@ from longctx.errors import UserError, one_line, print_rank0
 from longctx.output import ABANDONED, STATE, checkpoint_step, checkpoints
 from longctx.output.manifest import Damaged, check_files
 
-
 # --- choosing --------------------------------------------------------------------------------
 
 
@@ -206,8 +205,8 @@ def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
     without = sum(not optimizer.state.get(weight) for weight in weights)
     if adaptive and without:
         print_rank0(
-            f"the optimizer in {checkpoint} has no moments for {without} of {len(weights)} weights: "
-            "they start from zero"
+            f"the optimizer in {checkpoint} has no moments for {without} of {len(weights)} "
+            "weights: they start from zero"
         )
     for group, new in zip(groups, asked, strict=True):
         group.update({key: value for key, value in new.items() if key != "lr"})

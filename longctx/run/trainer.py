@@ -128,8 +128,8 @@ class LongTrainer(Trainer):
 
     @overrides
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """How often to log, save and evaluate is this run's to say, not the checkpoint's, and so are
-        its callbacks."""
+        """How often to log, save and evaluate, and with which callbacks, is this run's to say, not
+        the checkpoint's."""
         begin = super()._init_training_state(max_steps, *args, **kwargs)
         self.state.compute_steps(self.args, max_steps)
         own = [*self.callback_handler.callbacks, self.control]

@@ -32,7 +32,8 @@ def test_publish_replaces_a_folder_whole(tmp_path: Path) -> None:
 def test_resume_takes_the_newest_or_the_named_checkpoint(tmp_path: Path) -> None:
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": 1}')
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.write_text(f'{{"global_step": {step}}}')
     named = str(tmp_path / "checkpoint-9")
     for name, step in (("last", 10), ("True", 10), ("auto", 10), (named, 9)):
         resume = resolve_resume(arguments(tmp_path, resume_from_checkpoint=name))
