@@ -1,16 +1,14 @@
-"""What a fork costs beside a page-locked slab, with MADV_DONTFORK (longctx/memory/slab.py) and
-without: the kernel copies locked pages into every child at once.
+"""What a fork costs beside a page-locked slab (longctx/memory/slab.py), as data loader workers do.
 
     python profiling/bench/slab_fork.py --output profiling/results/h100_slab_fork.json
 
-Rows: slab_gib, dontfork, fork_s (until the call returns to the parent), child_rss_gib (what the
-child holds as its own, slab or not).
+Rows: slab_gib, fork_s (until the call returns to the parent), child_rss_gib (the memory that the
+child has mapped as its own, shared or not).
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import sys
 import time
@@ -26,15 +24,9 @@ from longctx.memory.slab import PinnedSlab
 from profiling.results import write_results
 
 
-def measure(slab_gib: int, dontfork: bool) -> dict[str, Any]:
-    """Forks once beside a slab that is locked, touched and used by a copy."""
-    advice = mmap.MADV_DONTFORK
-    if not dontfork:
-        del mmap.MADV_DONTFORK  # type: ignore[misc]
-    try:
-        slab = PinnedSlab(slab_gib * GIB, torch.device("cuda"))
-    finally:
-        mmap.MADV_DONTFORK = advice  # type: ignore[misc]
+def measure(slab_gib: int) -> dict[str, Any]:
+    """Forks once beside a slab that is locked and used by a copy."""
+    slab = PinnedSlab(slab_gib * GIB, torch.device("cuda"))
     slab.data[:GIB].copy_(torch.ones(GIB, dtype=torch.uint8, device="cuda"))
     reads, writes = os.pipe()
     start = time.perf_counter()
@@ -45,22 +37,21 @@ def measure(slab_gib: int, dontfork: bool) -> dict[str, Any]:
         os._exit(0)
     fork_s = time.perf_counter() - start
     os.waitpid(child, 0)
-    rss_kib = int(os.read(reads, 100))
+    rss_gib = int(os.read(reads, 100)) / 2**20
     return {
         "slab_gib": slab_gib,
-        "dontfork": dontfork,
         "fork_s": round(fork_s, 4),
-        "child_rss_gib": round(rss_kib / 2**20, 2),
+        "child_rss_gib": round(rss_gib, 2),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--gib", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--gib", type=int, nargs="+", default=[4, 16])
     args = parser.parse_args()
     torch.zeros(1, device="cuda")
-    rows = [measure(gib, dontfork) for gib in args.gib for dontfork in (True, False)]
+    rows = [measure(gib) for gib in args.gib]
     for row in rows:
         print(row)
     write_results(args.output, rows)

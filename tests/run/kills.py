@@ -258,10 +258,11 @@ def fork_run(flags: list[str], where: Run, moment: Moment | None) -> dict[str, A
         if killed_in is not None or hangs:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        statuses.append(None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+        statuses.append(os.waitstatus_to_exitcode(status))  # negative: by a signal
     for pipe in parents:
         pipe.close()
-    status = "hangs" if hangs else None if killed_in is not None else max(statuses)
+    ended = next((status for status in statuses if status), 0)
+    status = "hangs" if hangs else None if killed_in is not None else ended
     return {"status": status, "killed_in": killed_in, "events": events}
 
 
