@@ -24,7 +24,7 @@ from hostile.files import (
     write,
 )
 
-EVAL = "longctx eval BASE/model --eval_file BASE/data --seq_len 640 --windows 1 --repeats 1"
+EVAL = "longctx eval BASE/model --eval_file BASE/long.txt --seq_len 1024 --windows 1 --repeats 1"
 CACHE = "longctx cache --cache_dir"
 RESULT = {"name": "x", "loss_by_position": [{"loss": 1.0}], "needles": [{"found": 1.0}]}
 

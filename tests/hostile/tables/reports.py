@@ -180,7 +180,7 @@ REPORTS = {
     ),
     "a page of no name": (given("longctx report BASE/run --output ''"), fails("cannot write")),
     "a page over the metrics": (
-        given("longctx report BASE/run --output BASE/run/metrics.jsonl"),
+        lambda f: [*metrics(GOOD)(f), "--output", "FOLDER/mine/metrics.jsonl"],
         fails("metrics.jsonl"),
     ),
 }
