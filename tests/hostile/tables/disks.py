@@ -27,7 +27,7 @@ from hostile.cases import (
     unlimit,
     works,
 )
-from hostile.files import Make, both, earlier, given
+from hostile.files import EVAL, Make, both, earlier, given
 
 SMALL = given("--max_steps 6 --save_total_limit 1")
 GO_ON = both(SMALL, given("--on_save_error continue"))
@@ -274,9 +274,7 @@ DISKS = {
         from_the_start(limit(5000)),
     ),
     "results cut short": (
-        given(
-            "longctx eval BASE/model --eval_file BASE/long.txt --seq_len 1024 --output FOLDER/e.json"
-        ),
+        given(EVAL + " --output FOLDER/e.json"),
         fails("cannot write .*e.json"),
         from_the_start(limit(100)),
     ),

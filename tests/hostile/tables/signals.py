@@ -16,7 +16,7 @@ from hostile.cases import (
     terminal_lost,
     works,
 )
-from hostile.files import both, dataset, earlier, given, texts
+from hostile.files import EVAL, both, dataset, earlier, given, texts
 
 STATUS = {"TERM": 143, "INT": 130, "HUP": 129}
 FRESH = given("--cache_dir FOLDER/fresh")
@@ -193,9 +193,7 @@ SIGNALS = {
         at(before("longctx.report.report.read_metrics"), send("INT")),
     ),
     "INT in an evaluation of longctx eval": (
-        given(
-            "longctx eval BASE/model --eval_file BASE/long.txt --seq_len 1024 --output FOLDER/e.json"
-        ),
+        given(EVAL + " --output FOLDER/e.json"),
         ends(130),
         at(before("longctx.report.evaluate.token_losses"), send("INT")),
     ),
