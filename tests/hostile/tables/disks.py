@@ -273,10 +273,10 @@ DISKS = {
         fails("cannot write .*p.html"),
         from_the_start(limit(5000)),
     ),
-    "results cut short": (
+    "results on a full disk": (
         given(EVAL + " --output FOLDER/e.json"),
-        fails("cannot write .*e.json"),
-        from_the_start(limit(100)),
+        fails("cannot write .*e.json: No space left"),
+        always(file_event("open", "*/.e.json*"), refuse(FULL)),
     ),
 }
 CASES = table("disks", DISKS)

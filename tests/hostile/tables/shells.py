@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from paths import ROOT
+
 from hostile.cases import ends, fails, prints, table, works
 from hostile.files import both, file, given
 
@@ -10,8 +12,8 @@ AT_IMPORT = (
     "import os, runpy, signal, sys; "
     "sys.addaudithook(lambda e, a: e == 'import' and a[0] == 'transformers.trainer' "
     "and os.kill(os.getpid(), signal.SIG{})); "
-    "sys.argv = sys.argv[1:]; sys.path.insert(0, ''); "
-    "runpy.run_path('train.py', run_name='__main__')"
+    ""
+    "runpy.run_path(sys.argv[1], run_name='__main__')"
 )
 
 SHELLS = {
@@ -27,11 +29,7 @@ SHELLS = {
     ),
     "ASCII output": (
         both(
-            file(
-                "caf\N{LATIN SMALL LETTER E WITH ACUTE}.txt",
-                "caf\N{LATIN SMALL LETTER E WITH ACUTE} " * 400,
-            ),
-            given("--show_example"),
+            file("a.txt", "caf\N{LATIN SMALL LETTER E WITH ACUTE} " * 400), given("--show_example")
         ),
         prints("one row of 64 tokens"),
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii PROGRAM",
@@ -52,7 +50,7 @@ SHELLS = {
     "a stack of 256 KiB": (SIX, works(steps=6), "ulimit -s 256; PROGRAM"),
     "no home": (SIX, works(steps=6), "env -u HOME PROGRAM"),
     "python -O": (SIX, works(steps=6), "PYTHONOPTIMIZE=1 PROGRAM"),
-    "another folder": (SIX, works(steps=6), "cd / && PYTHONSAFEPATH= $OLDPWD/PROGRAM"),
+    "another folder": (SIX, works(steps=6), "cd / && PROGRAM"),
     "longctx | head -1": (given("longctx --help"), prints("usage"), "PROGRAM | head -1"),
     "longctx > /dev/full": (given("longctx --help"), prints(), "PROGRAM > /dev/full"),
     "longctx in LANG=C": (
@@ -64,7 +62,7 @@ SHELLS = {
         f"{name} while importing": (
             lambda folder: ["train.py"],
             ends(status),
-            f'PYTHONPATH=. python -c "{AT_IMPORT.format(name)}" train.py',
+            f'python -c "{AT_IMPORT.format(name)}" {ROOT}/train.py',
         )
         for name, status in {"INT": 130, "TERM": 143, "HUP": 129}.items()
     },
