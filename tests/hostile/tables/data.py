@@ -162,10 +162,19 @@ FILES = {
     "binary": (file("b.txt", bytes(range(256))), fails(r"b\.txt is binary")),
     "binary after a page of text": (file("b.txt", ASCII * 9 + bytes(999)), fails(r"b\.txt")),
     "random bytes without NUL": (file("b.txt", bytes(range(1, 256)) * 40), fails(r"b\.txt")),
-    "a PNG": (file("p.txt", b"\x89PNG\r\n\x1a\n" + bytes(99)), fails(r"p\.txt is binary")),
-    "a ZIP": (file("z.txt", b"PK\x03\x04" + bytes(99)), fails(r"z\.txt is binary")),
+    "a PNG": (
+        file("p.txt", b"\x89PNG\r\n\x1a\n" + bytes(99)),
+        fails("p.txt is no text but a PNG picture: convert it to text"),
+    ),
+    "a ZIP": (
+        file("z.txt", b"PK\x03\x04" + bytes(99)),
+        fails("z.txt is no text but a zip archive: unpack it"),
+    ),
     "a gzipped JSONL": (file("z.jsonl.gz", b"\x1f\x8b\x08" + bytes(99)), fails(r"z\.jsonl\.gz")),
-    "a pickle": (file("p.txt", b"\x80\x04\x95" + bytes(99)), fails(r"p\.txt is binary")),
+    "a pickle": (
+        file("p.txt", b"\x80\x04\x95" + bytes(99)),
+        fails("is no text but a Python pickle: write its text as .jsonl"),
+    ),
     "UTF-16 with its mark": (
         file("u.txt", (ASCII.decode()).encode("utf-16")),
         works("1 documents"),

@@ -81,8 +81,12 @@ FLAGS = {
     "--dataset_name ''": fails("--dataset_name"),
     "--dataset_name ./none": fails("the dataset ./none does not exist"),
     "--dataset_name nobody/nothing": fails("nobody/nothing"),
-    "--dataset_split nonsense": fails("--dataset_split"),
-    "--dataset_config nonsense": fails("--dataset_config"),
+    "--dataset_split nonsense": works(
+        "--dataset_split needs --dataset_name; without, nothing comes of it"
+    ),
+    "--dataset_config nonsense": works(
+        "--dataset_config needs --dataset_name; without, nothing comes of it"
+    ),
     "--streaming": fails("--streaming reads a --dataset_name"),
     "--long_documents cut": fails("--long_documents.*: invalid choice: 'cut'"),
     "--long_documents truncate": works("tokens dropped by truncation"),
@@ -105,7 +109,7 @@ FLAGS = {
     "--max_steps -1 --num_train_epochs -1": fails("--num_train_epochs"),
     "--max_steps -1 --num_train_epochs nan": fails("--num_train_epochs"),
     "--max_steps -1 --num_train_epochs inf": fails("--num_train_epochs"),
-    "--max_steps -1 --num_train_epochs 0.01": works(steps=1),
+    "--max_steps -1 --num_train_epochs 0.01": works(),
     "--per_device_train_batch_size 0": fails("--per_device_train_batch_size"),
     "--per_device_train_batch_size -1": fails("--per_device_train_batch_size"),
     "--per_device_train_batch_size 3": works(),

@@ -7,30 +7,29 @@ from paths import ROOT
 from hostile.cases import ends, fails, prints, table, works
 from hostile.files import both, file, given
 
+CAFE = "caf\N{LATIN SMALL LETTER E WITH ACUTE} "
 SIX = given("--max_steps 6")
 AT_IMPORT = (
     "import os, runpy, signal, sys; "
     "sys.addaudithook(lambda e, a: e == 'import' and a[0] == 'transformers.trainer' "
     "and os.kill(os.getpid(), signal.SIG{})); "
     ""
-    "runpy.run_path(sys.argv[1], run_name='__main__')"
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 
 SHELLS = {
     "LANG=C": (
         both(
             file(
-                "caf\N{LATIN SMALL LETTER E WITH ACUTE}.txt",
-                "caf\N{LATIN SMALL LETTER E WITH ACUTE} " * 400,
+                CAFE + ".txt",
+                CAFE * 400,
             )
         ),
         works("1 documents"),
         "LANG=C LC_ALL=C PROGRAM",
     ),
     "ASCII output": (
-        both(
-            file("a.txt", "caf\N{LATIN SMALL LETTER E WITH ACUTE} " * 400), given("--show_example")
-        ),
+        both(file("a.txt", CAFE * 400), given("--show_example")),
         prints("one row of 64 tokens"),
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii PROGRAM",
     ),
