@@ -88,7 +88,10 @@ CONFIG: dict[str, tuple[dict[str, Any], object]] = {
         {"rope_parameters": {"rope_type": "yarn", "factor": "two", "rope_theta": 1e4}},
         fails("broken"),
     ),
-    "attention dropout of 2": ({"attention_dropout": 2.0}, fails("dropout")),
+    "attention dropout of 2": (
+        {"attention_dropout": 2.0},
+        fails("config.json drops 2.0 of attention"),
+    ),
     "attention dropout": ({"attention_dropout": 0.1}, works("dropout")),
     "ties of words": ({"tie_word_embeddings": "perhaps"}, fails("tie_word_embeddings")),
     "untied": ({"tie_word_embeddings": False}, fails("lm_head.weight")),
@@ -117,6 +120,10 @@ CONFIG: dict[str, tuple[dict[str, Any], object]] = {
         {"auto_map": {"AutoModelForCausalLM": "nobody/code--mine.Model"}},
         works(),
     ),
+    "a kernel of a stranger's": ({"attn_implementation": "kernels-community/flash-attn"}, works()),
+    "experts of a stranger's": ({"experts_implementation": "kernels-community/moe"}, works()),
+    "tensors over two GPUs": ({"distributed_config": {"tp_size": 2}}, works()),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, fails("is quantised .gptq.")),
     "a name of markup": ({"_name_or_path": "<script>alert(1)</script>"}, works()),
     "a version from the future": ({"transformers_version": "99.0"}, works()),
 }

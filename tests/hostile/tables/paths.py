@@ -132,6 +132,17 @@ PATHS = {
     "a name that is no UTF-8": (text(b"caf\xe9.txt"), fails(r"caf\\udce9\.txt")),
     "a folder that is no UTF-8": (text(b"caf\xe9/a.txt"), fails(r"caf\\udce9")),
     "a name too long": (given("--train_file FOLDER/" + "x" * 300), fails("File name too long")),
+    **{
+        f"a name too long for --{option}": (given(f"--{option} FOLDER/" + "x" * 300), fails(said))
+        for option, said in {
+            "model_name_or_path": "is no folder",
+            "tokenizer_name": "is no folder",
+            "resume_from_checkpoint": "no such folder",
+            "dataset_name": "does not exist",
+            "config": "File name too long",
+            "cache_dir": "File name too long",
+        }.items()
+    },
     "a path too long": (given("--train_file FOLDER" + "/x" * 3000), fails("File name too long")),
     "a NUL in a name": (
         lambda f: ["--train_file", "a\0b"],
