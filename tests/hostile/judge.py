@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hostile.cases import Case
-from longctx.output import FINAL, METRICS, checkpoint_step
+from longctx.output import FINAL, METRICS, STAGING, checkpoint_step
 from longctx.output.manifest import Damaged, check_files
 
 ERROR = "error: "
@@ -129,7 +129,7 @@ def _leftovers(case: Case, folder: Path, earlier: Snapshot) -> list[str]:
     for root, folders, names in os.walk(folder):
         for name in [*folders, *names]:
             path = str(Path(root, name).relative_to(folder))
-            temporary = not killed and (name.startswith(".incomplete-") or name.endswith(".tmp"))
+            temporary = not killed and (name.startswith(STAGING) or name.endswith(".tmp"))
             if (
                 path not in earlier
                 and (temporary or name == CANARY or Path(path).parent == Path("tmp"))
@@ -158,11 +158,9 @@ def _published(folder: Path, earlier: Snapshot, now: Snapshot, output: Path | No
     problems = []
     for name in now:
         path = folder / name
-        if (
-            path == output
-            or not os.path.isdir(path)
-            or not (checkpoint_step(path) is not None or path.name == FINAL)
-        ):
+        published = path.name == FINAL or checkpoint_step(path) is not None
+        staged = any(part.startswith(STAGING) for part in path.parts)
+        if not published or staged or path == output or not os.path.isdir(path):
             continue
         inside = {n: c for n, c in now.items() if Path(n).is_relative_to(name)}
         if all(earlier.get(n) == content for n, content in inside.items()):

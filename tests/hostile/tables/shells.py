@@ -11,7 +11,7 @@ CAFE = "caf\N{LATIN SMALL LETTER E WITH ACUTE} "
 SIX = given("--max_steps 6")
 AT_IMPORT = (
     "import os, runpy, signal, sys; "
-    "sys.addaudithook(lambda e, a: e == 'import' and a[0] == 'transformers.trainer' "
+    "sys.addaudithook(lambda e, a: e == 'import' and a[0] == 'longctx.run.trainer' "
     "and os.kill(os.getpid(), signal.SIG{})); "
     ""
     "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -61,7 +61,7 @@ SHELLS = {
         f"{name} while importing": (
             lambda folder: ["train.py"],
             ends(status),
-            f'python -c "{AT_IMPORT.format(name)}" {ROOT}/train.py',
+            f'python -c "{AT_IMPORT.format(name)}" {ROOT}/train.py --help',
         )
         for name, status in {"INT": 130, "TERM": 143, "HUP": 129}.items()
     },
