@@ -61,7 +61,7 @@ SHELLS = {
         f"{name} while importing": (
             lambda folder: ["train.py"],
             ends(status),
-            f'python -c "{AT_IMPORT.format(name)}" {ROOT}/train.py --help',
+            f'python -c "{AT_IMPORT.format(name)}" {ROOT}/train.py --help; exit $?',
         )
         for name, status in {"INT": 130, "TERM": 143, "HUP": 129}.items()
     },
