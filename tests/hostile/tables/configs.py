@@ -120,7 +120,10 @@ CONFIG: dict[str, tuple[dict[str, Any], object]] = {
         {"auto_map": {"AutoModelForCausalLM": "nobody/code--mine.Model"}},
         works(),
     ),
-    "a kernel of a stranger's": ({"attn_implementation": "kernels-community/flash-attn"}, works()),
+    "a kernel of a stranger's": (
+        {"attn_implementation": "evil/kernel"},
+        works("patched: 2 scheduled"),
+    ),
     "experts of a stranger's": ({"experts_implementation": "kernels-community/moe"}, works()),
     "tensors over two GPUs": ({"distributed_config": {"tp_size": 2}}, works()),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, fails("is quantised .gptq.")),
@@ -168,6 +171,10 @@ def backend(**changes: Any) -> Make:
 
 
 FILES = {
+    "a kernel of a stranger's for Hugging Face's code": (
+        model(edit("config.json", attn_implementation="evil/kernel"), "--class_type", "vanilla"),
+        works("nothing patched; sdpa attention"),
+    ),
     "half a config": (model(cut("config.json")), fails("config.json' is not a valid JSON file")),
     "an empty config": (model(in_file("config.json", empty)), fails(BROKEN)),
     "no config": (model(remove("config.json")), fails("broken")),
@@ -239,7 +246,7 @@ FILES = {
                 "special_tokens": {},
             }
         ),
-        fails(TOKENIZER),
+        fails("the tokenizer is damaged|no tokenizer could be loaded"),
     ),
     "added tokens of words": (backend(added_tokens="many"), fails(TOKENIZER)),
     "truncation that cuts all": (
