@@ -334,4 +334,15 @@ def environment(**variables: str) -> Circumstance:
     return lambda folder: os.environ.update(variables)
 
 
+def setting(name: str, value: Any) -> Circumstance:
+    """Another value of a constant, by its full name: a shorter wait."""
+
+    def install(folder: Path) -> None:
+        owner, _, attribute = name.rpartition(".")
+        assert hasattr(_find(owner), attribute), name
+        setattr(_find(owner), attribute, value)
+
+    return install
+
+
 FULL, QUOTA, IO, READ_ONLY = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS

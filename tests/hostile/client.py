@@ -38,7 +38,8 @@ class Server:
         print(json.dumps(case_id), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the server ended in {case_id!r}: see {self.log.name}")
+            said = Path(self.log.name).read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"the server ended in {case_id!r}: {said}")
         return json.loads(line)
 
     def __enter__(self) -> Server:

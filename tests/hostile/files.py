@@ -2,7 +2,8 @@
 point at them.
 
 In flags FOLDER stands for the case's folder and BASE for the one that all cases share, which
-holds `model`, `data` and `run`, an earlier run of four steps with checkpoint-2 and checkpoint-4.
+holds `model`, `data`, `long.txt` and `run`, an earlier run of four steps with checkpoint-2 and
+checkpoint-4.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ WITHOUT = "without "
 
 def both(*makes: Make) -> Make:
     return lambda folder: [word for make in makes for word in make(folder)]
+
+
+EVAL = "longctx eval BASE/model --eval_file BASE/long.txt --seq_len 1024 --windows 1 --repeats 1"
 
 
 # --- data ------------------------------------------------------------------------------------

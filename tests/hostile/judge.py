@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hostile.cases import Case
-from longctx.output import FINAL, METRICS, checkpoint_step
+from longctx.output import FINAL, METRICS, STAGING, checkpoint_step
 from longctx.output.manifest import Damaged, check_files
 
 ERROR = "error: "
@@ -40,7 +40,10 @@ def snapshot(folder: Path) -> Snapshot:
 
 
 def _content(path: Path) -> Any:
-    info = path.lstat()
+    try:
+        info = path.lstat()
+    except OSError:  # a path too long
+        return None
     if stat.S_ISLNK(info.st_mode):
         return os.readlink(path)
     if not stat.S_ISREG(info.st_mode):
@@ -60,17 +63,22 @@ def judge(
     outcome = (said or lines)[-1][:300]
     problems = _ending(case, ended, out, err)
     if ended.status != case.expected.status:  # what it did then was no mistake
-        return outcome, problems + [f"left behind: {n}" for n in _leftovers(folder, earlier)[:3]]
+        return outcome, problems + [
+            f"left behind: {n}" for n in _leftovers(case, folder, earlier)[:3]
+        ]
+    now = snapshot(folder)
+    pages = [folder / name for name in now if name.endswith(".html") and name not in earlier]
     problems += [
-        *(f"left behind: {n}" for n in _leftovers(folder, earlier) if not _kept(n, case)),
-        *_earlier_files(case, folder, earlier),
-        *_published(folder, earlier),
-        *(problem for page in folder.rglob("*.html") for problem in page_problems(page)),
+        *(f"left behind: {name}" for name in _leftovers(case, folder, earlier)),
+        *_earlier_files(case, earlier, now),
+        *_published(folder, earlier, now, _output_dir(words)),
+        *(problem for page in pages for problem in page_problems(page)),
     ]
     if case.expected.steps is not None and not problems:
         problems += _trained(case, words, folder, model)
     if case.expected.leaves is not None:
-        left = tuple(sorted(p.name for p in _output_dir(words).iterdir() if p.is_dir()))
+        output = _output_dir(words)
+        left = tuple(sorted(p.name for p in output.iterdir() if p.is_dir())) if output else ()
         if left != tuple(sorted(case.expected.leaves)):
             problems.append(f"the output folder holds {', '.join(left)}")
     return outcome, problems
@@ -114,28 +122,26 @@ def _error_line(case: Case, err: str) -> list[str]:
     return problems
 
 
-def _leftovers(folder: Path, earlier: Snapshot) -> list[str]:
+def _leftovers(case: Case, folder: Path, earlier: Snapshot) -> list[str]:
     """Temporary files, and what a payload would have made."""
     found = []
+    killed = case.expected.status < 0
     for root, folders, names in os.walk(folder):
         for name in [*folders, *names]:
             path = str(Path(root, name).relative_to(folder))
-            temporary = name.startswith(".incomplete-") or name.endswith(".tmp")
-            if path not in earlier and (
-                temporary or name == CANARY or Path(path).parent == Path("tmp")
+            temporary = not killed and (name.startswith(STAGING) or name.endswith(".tmp"))
+            if (
+                path not in earlier
+                and (temporary or name == CANARY or Path(path).parent == Path("tmp"))
+                and not {*Path(path).parts} & {*case.expected.keeps}
             ):
                 found.append(path)
     return found
 
 
-def _kept(name: str, case: Case) -> bool:
-    return any(part in case.expected.keeps for part in Path(name).parts)
-
-
-def _earlier_files(case: Case, folder: Path, earlier: Snapshot) -> list[str]:
+def _earlier_files(case: Case, earlier: Snapshot, now: Snapshot) -> list[str]:
     """A run that fails changes nothing; one that works changes nothing beside its own folder."""
     problems = []
-    now = snapshot(folder)
     for name, content in earlier.items():
         path = Path(name)
         if path.name in (".lock", METRICS) or now.get(name) == content:
@@ -147,13 +153,14 @@ def _earlier_files(case: Case, folder: Path, earlier: Snapshot) -> list[str]:
     return problems[:3]
 
 
-def _published(folder: Path, earlier: Snapshot) -> list[str]:
+def _published(folder: Path, earlier: Snapshot, now: Snapshot, output: Path | None) -> list[str]:
     """Checkpoints and final models that this run has published, and that are not whole."""
     problems = []
-    now = snapshot(folder)
     for name in now:
         path = folder / name
-        if not path.is_dir() or not (checkpoint_step(path) is not None or path.name == FINAL):
+        published = path.name == FINAL or checkpoint_step(path) is not None
+        staged = any(part.startswith(STAGING) for part in path.parts)
+        if not published or staged or path == output or not os.path.isdir(path):
             continue
         inside = {n: c for n, c in now.items() if Path(n).is_relative_to(name)}
         if all(earlier.get(n) == content for n, content in inside.items()):
@@ -192,6 +199,7 @@ def read_weights(path: Path) -> dict[str, bytes]:
 def _trained(case: Case, words: list[str], folder: Path, model: Path) -> list[str]:
     """Whether a run that says that it worked has trained."""
     output = _output_dir(words)
+    assert output, "a case that trains says where"
     try:
         lines = [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
         steps = [line["step"] for line in lines if "loss" in line]
@@ -208,8 +216,12 @@ def _trained(case: Case, words: list[str], folder: Path, model: Path) -> list[st
     return problems
 
 
-def _output_dir(words: list[str]) -> Path:
-    return Path(words[len(words) - 1 - words[::-1].index("--output_dir") + 1])
+def _output_dir(words: list[str]) -> Path | None:
+    """The last one counts."""
+    return next(
+        (Path(b) for a, b in zip(words[-2::-1], words[:0:-1], strict=True) if a == "--output_dir"),
+        None,
+    )
 
 
 # --- pages -----------------------------------------------------------------------------------

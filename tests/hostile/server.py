@@ -78,6 +78,7 @@ class Base:
         self.flags.insert(self.flags.index("--use_cpu") + 1, "true")
         earlier = [*self.flags, "--output_dir", str(folder / "run")]
         program(["train.py", *earlier, "--max_steps", str(EARLIER_STEPS)], folder)
+        (folder / "long.txt").write_text("A sentence of ordinary words, one of many. " * 400)
         self.snapshot = snapshot(folder)
 
     def words(self, words: list[str], folder: Path) -> list[str]:
@@ -162,6 +163,15 @@ def become(folder: Path, case: Case | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (space_bytes, space_bytes))
     for circumstance in case.circumstances if case else ():
         circumstance(folder)
+    sys.stdout, sys.stderr = standard_stream(1, "strict"), standard_stream(2, "backslashreplace")
+
+
+def standard_stream(handle: int, errors: str) -> Any:
+    """As the interpreter makes it: None for one that is closed."""
+    try:
+        return open(handle, "w", buffering=1, errors=errors, closefd=False)
+    except OSError:
+        return None
 
 
 def children() -> list[int]:
@@ -183,19 +193,17 @@ def reap_orphans(group: int) -> int:
 
 
 def run_case(case: Case, base: Base, folder: Path) -> dict[str, Any]:
+    """How it ended, and what of that must not be. Raises where the case cannot be set up."""
     folder.mkdir()
     shutil.copytree(base.folder / "cache", folder / "cache")
-    row = {"table": case.table, "name": case.name, "expected": str(case.expected)}
-    try:
-        words = base.words(in_child(lambda: case.make(folder)), folder)
-    except RuntimeError as error:
-        return row | {"outcome": "", "s": 0.0, "problems": [str(error)]}
+    words = base.words(in_child(lambda: case.make(folder)), folder)
     earlier = snapshot(folder)
     ended = program(words, folder, case)
     outcome, problems = judge(case, words, folder, earlier, ended, base.folder / "model")
-    if snapshot(base.folder) != base.snapshot:
+    if (now := snapshot(base.folder)) != base.snapshot:
+        base.snapshot = now
         problems.append("it wrote into the files of other cases")
-    return row | {"outcome": outcome, "s": round(ended.s, 2), "problems": problems}
+    return {"outcome": outcome, "s": round(ended.s, 2), "problems": problems}
 
 
 def clear(folder: Path) -> None:
@@ -218,13 +226,19 @@ def serve(root: Path) -> None:
     (root / "base").mkdir()
     base = Base(root / "base")
     for number, line in enumerate(requests()):
-        folder = root / str(number)
+        case = cases[json.loads(line)]
+        row: dict[str, Any] = {"table": case.table, "name": case.name}
+        row |= {"expected": str(case.expected), "outcome": "", "s": 0.0, "problems": []}
         try:
-            answer = run_case(cases[json.loads(line)], base, folder)
+            row |= run_case(case, base, root / str(number))
+        except Exception as error:
+            if os.getpid() != SERVER:  # the program: its traceback is for the judge
+                raise
+            row["problems"] = [f"{type(error).__name__}: {error}"[:500]]
         finally:
             if os.getpid() == SERVER and "HOSTILE_KEEP" not in os.environ:
-                clear(folder)
-        print(json.dumps(answer), flush=True)
+                clear(root / str(number))
+        print(json.dumps(row), flush=True)
 
 
 def requests() -> Iterator[str]:

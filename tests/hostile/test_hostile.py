@@ -12,7 +12,7 @@ from hostile.cases import Case
 from hostile.client import Server
 from hostile.tables import CASES
 
-SAMPLED = 10
+SAMPLED = 15
 """A plain run takes one of so many cases of each table."""
 
 

@@ -8,7 +8,7 @@ from hostile.cases import Case
 
 TABLES = (
     *("flags", "recipes", "data", "templates", "configs", "models", "checkpoints"),
-    *("paths", "disks", "signals", "reports", "commands"),
+    *("paths", "disks", "signals", "reports", "commands", "shells"),
 )
 
 CASES: list[Case] = [

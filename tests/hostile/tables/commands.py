@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from hostile.cases import bound_by_permissions, environment, fails, finds, prints, table
 from hostile.files import (
+    EVAL,
     Change,
     Make,
     base,
@@ -24,7 +26,6 @@ from hostile.files import (
     write,
 )
 
-EVAL = "longctx eval BASE/model --eval_file BASE/data --seq_len 640 --windows 1 --repeats 1"
 CACHE = "longctx cache --cache_dir"
 RESULT = {"name": "x", "loss_by_position": [{"loss": 1.0}], "needles": [{"found": 1.0}]}
 
@@ -44,11 +45,11 @@ def cached(change: Change, words: str = "--prune --days 1") -> Make:
     """A cache folder in which something is odd, and old enough to be pruned."""
 
     def make(folder: Path) -> list[str]:
-        odd = shutil.copytree(base(folder) / "cache", folder / "odd cache")
+        odd = folder / "cache"
         change(odd)
         for path in odd.rglob("*"):
-            if not path.is_symlink():
-                os.utime(path, (0, 0))
+            with suppress(PermissionError):
+                os.utime(path, (0, 0), follow_symlinks=False)
         return ["longctx", "cache", "--cache_dir", str(odd), *words.split()]
 
     return make
@@ -103,7 +104,7 @@ COMMANDS = {
         fails("cannot read the cache folder"),
     ),
     "cache: a file": (given(f"{CACHE} BASE/data/1.txt"), fails("cannot read the cache folder")),
-    "cache: no name": (given(f"{CACHE} ''"), fails("cannot read the cache folder|--cache_dir")),
+    "cache: no name": (given(f"{CACHE} ''"), prints("would free 0.00 GiB, 0 files")),
     "cache: a device": (given(f"{CACHE} /dev/null"), fails("cannot read the cache folder")),
     "cache: a folder of others' files": (
         given(f"{CACHE} BASE/data --prune"),
@@ -118,7 +119,7 @@ COMMANDS = {
         prints("freed"),
     ),
     "cache: an extra word": (given("longctx cache stray"), fails("stray")),
-    "cache: all is old": (cached(lambda f: None), prints("freed")),
+    "cache: all is old": (cached(lambda f: None), prints("freed 0.00 GiB, 7 files")),
     "cache: a link named as ours": (
         cached(lambda f: (f / OURS).symlink_to(f.parent / "cache")),
         prints("freed"),
@@ -241,7 +242,7 @@ COMMANDS = {
     "verify: a missing folder": (given("longctx verify none"), fails("none")),
     "verify: a file": (given("longctx verify BASE/data/1.txt"), fails("1.txt")),
     "verify: a folder of text": (given("longctx verify BASE/data"), fails("manifest")),
-    "verify: a whole run": (given("longctx verify BASE/run"), fails("checkpoint|manifest")),
+    "verify: a whole run": (given("longctx verify BASE/run"), prints("checkpoint-4.*whole")),
     **{
         f"verify: a flipped bit in {name}": (verified(in_file(name, flip)), finds(name))
         for name in SAVED
@@ -254,7 +255,7 @@ COMMANDS = {
         for name in SAVED
     },
     **{f"verify: {name} cut": (verified(cut(name)), finds(name)) for name in SAVED},
-    **{f"verify: {name} missing": (verified(remove(name)), fails(name)) for name in SAVED},
+    **{f"verify: {name} missing": (verified(remove(name)), finds(name)) for name in SAVED},
     "verify: an empty manifest": (
         verified(in_file("manifest.json", empty)),
         finds("manifest.json"),
@@ -262,16 +263,16 @@ COMMANDS = {
     "verify: a manifest of nothing": (verified(write("manifest.json", "{}")), finds("manifest")),
     "verify: a file planted beside": (
         verified(write("pytorch_model.bin", "x")),
-        fails("pytorch_model.bin"),
+        finds("pytorch_model.bin"),
     ),
-    "verify: code planted within": (verified(planted("optimizer.pt")), fails("manifest")),
+    "verify: code planted within": (verified(planted("optimizer.pt")), finds("manifest")),
     "verify: a manifest of files elsewhere": (
         verified(write("manifest.json", '{"../../../etc/passwd": 1}')),
-        fails("manifest|passwd"),
+        finds("manifest|passwd"),
     ),
     "verify: an unreadable file": (
         verified(in_file("optimizer.pt", lambda p: p.chmod(0))),
-        fails("optimizer.pt"),
+        finds("optimizer.pt"),
         bound_by_permissions,
     ),
 }

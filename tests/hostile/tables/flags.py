@@ -21,12 +21,15 @@ FLAGS = {
     "--seq_len 99999999999": fails("--seq_len must be at most"),
     "--seq_len 99999999999 --extend_context": fails("--seq_len"),
     "--seq_len 5000 --rope_scaling yarn": works("RoPE yarn by 1.2"),
+    "--rope_scaling yarn": works("--rope_scaling yarn does nothing up to 4096 positions"),
     "--seq_len 5000 --rope_scaling cubic": fails("--rope_scaling.*: invalid choice: 'cubic'"),
     "--seqlen 5": fails("unknown option --seqlen; did you mean --seq_len"),
     "--seq-len 32": works("rows of 32"),
     "--seq_len=32": works("rows of 32"),
     "--model_name_or_path ''": fails("--model_name_or_path"),
     "--model_name_or_path /no/such/model": fails("/no/such/model"),
+    "--model_name_or_path FOLDER/tmp": fails(r"tmp has no config\.json"),
+    "--model_name_or_path BASE/model/config.json": fails(r"config\.json is no folder"),
     "--model_name_or_path nobody/nothing": fails("nobody/nothing"),
     "--model_name_or_path 'a b c'": fails("a b c"),
     "--model_name_or_path ../../etc": fails(r"\.\./\.\./etc is no folder"),
@@ -37,11 +40,17 @@ FLAGS = {
     "--class_type liger": fails("--class_type liger needs"),
     "--class_type vanilla": works("vanilla: LlamaForCausalLM"),
     "--class_type vanilla --attn_backend cudnn": fails("--attn_backend cudnn is for .* custom"),
-    "--class_type vanilla --head_groups 2": fails("--head_groups"),
-    "--class_type vanilla --tile_tokens 64": fails("--tile_tokens"),
-    "--class_type vanilla --keep_attention false": fails("--keep_attention"),
-    "--class_type vanilla --offload_activations all": fails("--offload_activations"),
-    "--class_type vanilla --host_memory_gib 1": fails("--host_memory_gib"),
+    "--class_type vanilla --head_groups 2": works("--head_groups needs --class_type custom"),
+    "--class_type vanilla --tile_tokens 64": works("--tile_tokens needs --class_type custom"),
+    "--class_type vanilla --keep_attention false": works(
+        "--keep_attention needs --class_type custom"
+    ),
+    "--class_type vanilla --offload_activations all": works(
+        "--offload_activations needs --class_type custom"
+    ),
+    "--class_type vanilla --host_memory_gib 1": works(
+        "--host_memory_gib needs --class_type custom"
+    ),
     "--attn_backend fa4": fails("--attn_backend fa4|fa4"),
     "--attn_backend sdpa": fails("--attn_backend sdpa|sdpa"),
     "--head_groups 0": fails("--head_groups must be at least 1"),
@@ -81,8 +90,12 @@ FLAGS = {
     "--dataset_name ''": fails("--dataset_name"),
     "--dataset_name ./none": fails("the dataset ./none does not exist"),
     "--dataset_name nobody/nothing": fails("nobody/nothing"),
-    "--dataset_split nonsense": fails("--dataset_split"),
-    "--dataset_config nonsense": fails("--dataset_config"),
+    "--dataset_split nonsense": works(
+        "--dataset_split needs --dataset_name; without, nothing comes of it"
+    ),
+    "--dataset_config nonsense": works(
+        "--dataset_config needs --dataset_name; without, nothing comes of it"
+    ),
     "--streaming": fails("--streaming reads a --dataset_name"),
     "--long_documents cut": fails("--long_documents.*: invalid choice: 'cut'"),
     "--long_documents truncate": works("tokens dropped by truncation"),
@@ -105,7 +118,7 @@ FLAGS = {
     "--max_steps -1 --num_train_epochs -1": fails("--num_train_epochs"),
     "--max_steps -1 --num_train_epochs nan": fails("--num_train_epochs"),
     "--max_steps -1 --num_train_epochs inf": fails("--num_train_epochs"),
-    "--max_steps -1 --num_train_epochs 0.01": works(steps=1),
+    "--max_steps -1 --num_train_epochs 0.01": works(),
     "--per_device_train_batch_size 0": fails("--per_device_train_batch_size"),
     "--per_device_train_batch_size -1": fails("--per_device_train_batch_size"),
     "--per_device_train_batch_size 3": works(),
@@ -257,6 +270,9 @@ FLAGS = {
     "--dataloader_drop_last": works(),
     "--dataloader_multiprocessing_context thread": fails("multiprocessing_context"),
     "--dataloader_drop_last --per_device_train_batch_size 4000": fails("drop_last|batch_size"),
+    "--dataloader_drop_last --per_device_eval_batch_size 900 --eval_file BASE/data": fails(
+        "rows give no batch of 900.*lower --per_device_eval_batch_size"
+    ),
     "--remove_unused_columns true": works(),
     "--train_sampling_strategy group_by_length": fails("orders rows by length"),
     "--train_sampling_strategy sequential": works(),

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+from paths import ROOT
+
 from hostile.cases import ends, fails, prints, table, works
 from hostile.files import both, file, given
 
+CAFE = "caf\N{LATIN SMALL LETTER E WITH ACUTE} "
 SIX = given("--max_steps 6")
 AT_IMPORT = (
     "import os, runpy, signal, sys; "
-    "sys.addaudithook(lambda e, a: e == 'import' and a[0] == 'transformers.trainer' "
+    "sys.addaudithook(lambda e, a: e == 'import' and a[0] == 'longctx.run.trainer' "
     "and os.kill(os.getpid(), signal.SIG{})); "
-    "sys.argv = sys.argv[1:]; sys.path.insert(0, ''); "
-    "runpy.run_path('train.py', run_name='__main__')"
+    ""
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 )
 
 SHELLS = {
     "LANG=C": (
         both(
             file(
-                "caf\N{LATIN SMALL LETTER E WITH ACUTE}.txt",
-                "caf\N{LATIN SMALL LETTER E WITH ACUTE} " * 400,
+                CAFE + ".txt",
+                CAFE * 400,
             )
         ),
         works("1 documents"),
         "LANG=C LC_ALL=C PROGRAM",
     ),
     "ASCII output": (
-        both(
-            file(
-                "caf\N{LATIN SMALL LETTER E WITH ACUTE}.txt",
-                "caf\N{LATIN SMALL LETTER E WITH ACUTE} " * 400,
-            ),
-            given("--show_example"),
-        ),
+        both(file("a.txt", CAFE * 400), given("--show_example")),
         prints("one row of 64 tokens"),
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii PROGRAM",
     ),
@@ -52,7 +49,7 @@ SHELLS = {
     "a stack of 256 KiB": (SIX, works(steps=6), "ulimit -s 256; PROGRAM"),
     "no home": (SIX, works(steps=6), "env -u HOME PROGRAM"),
     "python -O": (SIX, works(steps=6), "PYTHONOPTIMIZE=1 PROGRAM"),
-    "another folder": (SIX, works(steps=6), "cd / && PYTHONSAFEPATH= $OLDPWD/PROGRAM"),
+    "another folder": (SIX, works(steps=6), "cd / && PROGRAM"),
     "longctx | head -1": (given("longctx --help"), prints("usage"), "PROGRAM | head -1"),
     "longctx > /dev/full": (given("longctx --help"), prints(), "PROGRAM > /dev/full"),
     "longctx in LANG=C": (
@@ -64,7 +61,7 @@ SHELLS = {
         f"{name} while importing": (
             lambda folder: ["train.py"],
             ends(status),
-            f'PYTHONPATH=. python -c "{AT_IMPORT.format(name)}" train.py',
+            f'python -c "{AT_IMPORT.format(name)}" {ROOT}/train.py --help; exit $?',
         )
         for name, status in {"INT": 130, "TERM": 143, "HUP": 129}.items()
     },

@@ -16,7 +16,7 @@ from hostile.cases import (
     terminal_lost,
     works,
 )
-from hostile.files import both, dataset, earlier, given, texts
+from hostile.files import EVAL, both, dataset, earlier, given, texts
 
 STATUS = {"TERM": 143, "INT": 130, "HUP": 129}
 FRESH = given("--cache_dir FOLDER/fresh")
@@ -154,7 +154,7 @@ SIGNALS = {
     ),
     "TERM while resuming": (
         earlier(words="--max_steps 8 --resume_from_checkpoint last"),
-        ends(143).leaving("checkpoint-2", "checkpoint-4", "final"),
+        ends(143).leaving("checkpoint-4", "checkpoint-5", "final"),
         at(before("longctx.run.trainer.LongTrainer._load_from_checkpoint"), send("TERM")),
     ),
     "TERM before an earlier run is overwritten": (
@@ -193,7 +193,7 @@ SIGNALS = {
         at(before("longctx.report.report.read_metrics"), send("INT")),
     ),
     "INT in an evaluation of longctx eval": (
-        given("longctx eval BASE/model --eval_file BASE/data --seq_len 640 --output FOLDER/e.json"),
+        given(EVAL + " --output FOLDER/e.json"),
         ends(130),
         at(before("longctx.report.evaluate.token_losses"), send("INT")),
     ),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hostile.cases import fails, table, works
+from hostile.cases import fails, setting, table, works
 from hostile.files import CHAT, template
 
+LESS = setting("longctx.data.chat.RENDER_S", 3.0), setting("longctx.data.chat.RENDER_BYTES", 2**29)
 REFUSED = r"chat\.jsonl:1: the chat template refuses this conversation"
 LOOP = "{% for m in messages %}"
 PLAIN = LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -99,13 +100,13 @@ TEMPLATES = {
     "a power without end": ("{{ 9 ** 9 ** 9 ** 9 }}", fails(r"chat\.jsonl:1")),
     "a product of loops": (
         "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{% endfor %}{% endfor %}",
-        fails(r"chat\.jsonl:1"),
+        fails("does not end within"),
     ),
-    "a long word list": ("{{ lipsum(n=10**9) }}", fails(REFUSED)),
+    "a long word list": ("{{ lipsum(n=10**9) }}", fails("does not end within|too much memory")),
 }
 
 CASES = table(
-    "templates", {name: (template(text), end) for name, (text, end) in TEMPLATES.items()}
+    "templates", {name: (template(text), end, *LESS) for name, (text, end) in TEMPLATES.items()}
 ) + table(
     "templates",
     {
