@@ -60,6 +60,19 @@ def _encode(
     return pieces
 
 
+def check_tokens(
+    documents: int, tokens: int, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> None:
+    """Raises UserError where documents have no tokens but those that begin and end each of them:
+    the tokenizer knows no word, or its normalizer deletes them all."""
+    nothing = Document(kind="text", content="", where="")
+    if documents and tokens <= documents * len(encode([nothing], tokenizer, vocab_size)[0]):
+        raise UserError(
+            f"the tokenizer makes no token of {documents:,} documents: give another "
+            "--tokenizer_name"
+        )
+
+
 @contextmanager
 def explained_panics() -> Iterator[None]:
     """Turns what Rust says of an inconsistent tokenizer.json, which is no Exception, into a

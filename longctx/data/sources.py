@@ -124,7 +124,9 @@ def _read_text(path: Path) -> Reading:
     encoding = _encoding(data)
     text, replaced = _decode(data, encoding)
     del data  # as large as the text
-    text = text.replace("\r\n", "\n")
+    # A file that was being written when the power went is filled up with NULs.
+    replaced += text.count("\0")
+    text = text.replace("\r\n", "\n").replace("\0", "\ufffd")
     if text.strip():
         yield Document(kind="text", content=text, where=str(path), replaced_bytes=replaced)
     return replaced
@@ -200,6 +202,13 @@ def load_records(args: DataArguments) -> Dataset | IterableDataset:
                 raise UserError(
                     f"{name} has no splits: leave out --dataset_split {args.dataset_split}"
                 )
+            if args.dataset_config:
+                raise UserError(
+                    f"{name} was saved by save_to_disk and has no configurations: leave out "
+                    f"--dataset_config {args.dataset_config}"
+                )
+            if not len(saved):
+                raise UserError(f"{name} has no rows in the split {args.dataset_split!r}")
             return saved.to_iterable_dataset() if args.streaming else saved
         return load_dataset(
             str(folder) if folder.exists() else args.dataset_name,

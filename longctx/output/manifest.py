@@ -78,5 +78,14 @@ def check_files(folder: Path, *, contents: bool = True) -> int | None:
     return len(files)
 
 
+def unlisted(folder: Path) -> list[str]:
+    """Files that lie beside those of the manifest: not saved with them. Raises Damaged."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return []
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    return sorted({path.relative_to(folder).as_posix() for path in paths} - set(manifest["files"]))
+
+
 def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -26,7 +26,7 @@ from transformers import TrainerState
 from longctx.config import TrainArguments, expanded
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.output import ABANDONED, STATE, checkpoint_step, checkpoints
-from longctx.output.manifest import Damaged, check_files
+from longctx.output.manifest import Damaged, check_files, unlisted
 
 # --- choosing --------------------------------------------------------------------------------
 
@@ -88,6 +88,10 @@ def integrity_problem(checkpoint: Path) -> str | None:
     try:
         global_step(checkpoint)
         check_files(checkpoint)
+        if others := unlisted(checkpoint):
+            print_rank0(
+                f"{checkpoint} holds files that were not saved with it: {', '.join(others)}"
+            )
     except Damaged as problem:
         return str(problem)
     return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from longctx.config import expanded
 from longctx.errors import UserError
 from longctx.output import ABANDONED, FINAL, MANIFEST, checkpoints
-from longctx.output.manifest import Damaged, check_files
+from longctx.output.manifest import Damaged, check_files, unlisted
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,9 +49,12 @@ def published(folder: Path) -> list[Path]:
 def verify(folder: Path) -> bool:
     """Prints one line; whether nothing is damaged."""
     try:
-        files = check_files(folder)
+        files, others = check_files(folder), unlisted(folder)
     except Damaged as problem:
         print(f"{folder}: DAMAGED: {problem}")
         return False
-    print(f"{folder}: " + ("no manifest.json" if files is None else f"{files} files are whole"))
+    said = "no manifest.json" if files is None else f"{files} files are whole"
+    if others:
+        said += f", and {', '.join(others)}: not saved with them"
+    print(f"{folder}: {said}")
     return True

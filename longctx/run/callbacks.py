@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class MetricsFile(TrainerCallback):
             temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
             os.replace(temporary, path)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             print_rank0(f"{path} keeps lines of steps that are repeated: {error.strerror}")
 
     def on_log(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -170,6 +171,7 @@ def load_model(
     else:
         name, where = _pretrained(args)
         try:
+            _refuse_integers(Path(name))
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -199,6 +201,16 @@ def load_model(
         f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
     )
     return model
+
+
+def _refuse_integers(folder: Path) -> None:
+    """transformers would cast them, and train what is left."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                dtype = file.get_slice(name).get_dtype()
+                if not dtype.startswith(("F", "BF")):
+                    raise ValueError(f"{name} in {path.name} holds {dtype}, no floating point")
 
 
 def _generation(args: ModelArguments, config: PretrainedConfig) -> GenerationConfig | None:

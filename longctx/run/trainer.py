@@ -112,7 +112,6 @@ class LongTrainer(Trainer):
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        rehearse_save(self)
         with self.interrupts, explained_workers():
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
@@ -130,6 +129,7 @@ class LongTrainer(Trainer):
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         """How often to log, save and evaluate, and with which callbacks, is this run's to say, not
         the checkpoint's."""
+        rehearse_save(self)  # Trainer has changed the configuration for the tokenizer by now
         begin = super()._init_training_state(max_steps, *args, **kwargs)
         self.state.compute_steps(self.args, max_steps)
         own = [*self.callback_handler.callbacks, self.control]
