@@ -32,7 +32,7 @@ def build_one_at_a_time() -> None:
     load = OpBuilder.load
     if hasattr(load, "__wrapped__"):  # done before
         return
-    lock, depth = (folder / ".lock").open("w"), 0  # an operator may load another one
+    lock, depth = _lock_file(folder), 0  # an operator may load another one
 
     @functools.wraps(load)
     def load_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +61,15 @@ def extensions_folder(deepspeed_version: str) -> Path:
     folder = root / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".lock").touch()
+        os.close(_lock_file(folder))
     except OSError as error:
         raise UserError(
             f"DeepSpeed builds its operators in {folder}, which cannot be written "
             f"({error.strerror}): set TORCH_EXTENSIONS_DIR to another folder"
         ) from error
     return folder
+
+
+def _lock_file(folder: Path) -> int:
+    """Opened, and never through a link that somebody has put there."""
+    return os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

@@ -97,6 +97,15 @@ def test_what_a_full_disk_raises_is_known(tmp_path) -> None:
     with pytest.raises(OSError, match="GiB needed") as space:
         require_space(tmp_path, 2**60)
     assert disk_problem(space.value)
+    rust = Exception("Error while saving: No space left on device (os error 28)")  # tokenizers'
+    assert disk_problem(rust) == "No space left on device"
+    assert disk_problem(RuntimeError("basic_ios::clear: iostream error"))
+    with pytest.raises(ValueError) as wrapped:
+        try:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        except OSError as error:
+            raise ValueError("could not write the file") from error
+    assert disk_problem(wrapped.value) == "Disk quota exceeded"
     assert disk_problem(RuntimeError("CUDA error: an illegal memory access")) is None
     assert disk_problem(ValueError("shapes differ")) is None
 

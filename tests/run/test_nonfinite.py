@@ -127,3 +127,28 @@ def test_only_the_loss(monkeypatch) -> None:
 
     row = {name: [0, 1] for name in ("input_ids", "labels", "position_ids", "documents")}
     assert first_nonfinite(Model(), collate([row])) == ("the loss", None)
+
+
+class Overshoots(TrainerCallback):
+    """The update of step `step` itself makes a weight infinite: its loss and gradient were fine."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
+        if state.global_step + 1 == self.step:
+            model.model.norm.weight.data[3] = torch.inf
+
+
+@pytest.mark.parametrize(("step", "saved"), [(4, ["checkpoint-2"]), (3, ["checkpoint-2"])])
+def test_the_last_update_is_checked_and_no_broken_weight_saved(
+    flags, monkeypatch, tmp_path, step, saved
+) -> None:
+    """By the save after it, or by the end of the run."""
+    add_callback(Overshoots(step), monkeypatch)
+    text = f"step {step} broke the weight model.norm.weight: it is not finite after the update"
+    with pytest.raises(UserError, match=text):
+        words = ["--max_steps", str(step), "--save_strategy", "steps", "--save_steps", "2"]
+        run(flags, tmp_path / "run", *words)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == saved
+    assert not (tmp_path / "run" / "final").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import re
@@ -9,6 +10,7 @@ import re
 import pytest
 import transformers
 from paths import ROOT
+from small_run import prepare, run
 from transformers import Trainer
 
 from longctx.run import trainer
@@ -46,3 +48,23 @@ def test_transformers_is_bounded_by_what_ci_runs() -> None:
     low, high = (tuple(map(int, bound.split("."))) for bound in bounds.groups())
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     assert low <= version < high
+
+
+@pytest.mark.usefixtures("reference_kernels")
+def test_a_reporter_on_a_full_disk_ends_no_run(tmp_path, monkeypatch, capsys) -> None:
+    """Said once; another error of it is still an error."""
+    from transformers.integrations import TensorBoardCallback
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def on_log(self, *args, **kwargs) -> None:
+        raise full
+
+    monkeypatch.setattr(TensorBoardCallback, "on_log", on_log)
+    flags = [*prepare(tmp_path), "--max_steps", "3", "--report_to", "tensorboard"]
+    assert [line["step"] for line in run(flags, tmp_path / "run")] == [1, 2, 3]
+    said = "TensorBoardCallback cannot write: No space left on device; training goes on without it"
+    assert capsys.readouterr().out.count(said) == 1
+    full = ValueError("its own fault")
+    with pytest.raises(ValueError, match="its own fault"):
+        run(flags, tmp_path / "again")
