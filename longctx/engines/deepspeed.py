@@ -73,10 +73,21 @@ class DeepSpeed(Engine):
         if settings.mismatches:
             found = "; ".join(line.strip("- ") for line in settings.mismatches)
             raise UserError(f'--deepspeed: {found}: set it to "auto" in the file')
-        from deepspeed.runtime.config import DeepSpeedConfig
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+        from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 
         with explained_options("--deepspeed"):
             DeepSpeedConfig(without_auto(settings.config))
+        kind = settings.get_value("optimizer.type") or "adamw"
+        if kind.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
+            raise UserError(
+                f"--deepspeed: the optimizer {kind} is unknown; known: "
+                f"{', '.join(DEEPSPEED_OPTIMIZERS)}"
+            )
+        parts = ("offload_param", "offload_optimizer")
+        places = [settings.get_value(f"zero_optimization.{part}.device") for part in parts]
+        if "nvme" in places and not AsyncIOBuilder().is_compatible(verbose=False):
+            raise UserError("--deepspeed: offload to NVMe needs libaio: apt install libaio-dev")
 
     def gather_whole(self, model: nn.Module, layers: nn.ModuleList) -> None:
         from deepspeed.utils import set_z3_leaf_modules

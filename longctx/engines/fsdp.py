@@ -118,6 +118,15 @@ class FSDP2(Engine):
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
         return pending_bytes(shards) + gathered_bytes(model)
 
+    def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
+        # accelerate would go on with an optimizer that starts from zero.
+        missing = [
+            name for name in ("optimizer_*", "scheduler.pt") if not any(checkpoint.glob(name))
+        ]
+        if not missing:
+            return None
+        return f"{checkpoint} holds no {missing[0]} and cannot be resumed: start from another one"
+
     def checkpoint_copies(self, args: TrainArguments) -> int:
         """All three in fp32."""
         return 3 * (2 if args.bf16 or args.fp16 else 1)

@@ -11,8 +11,9 @@ import torch
 import yaml
 from paths import ROOT
 
-from longctx.config import TrainArguments, read_settings
+from longctx.config import TrainArguments, installed, read_settings
 from longctx.engines import check_resume, choose_engine
+from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
@@ -98,3 +99,36 @@ def test_a_checkpoint_of_another_engine_is_refused(tmp_path: Path) -> None:
             check_resume(Plain(), args, tmp_path / "checkpoint-2")
         (tmp_path / "checkpoint-2" / f"{name}.pt").touch()
     check_resume(Plain(), args, tmp_path / "checkpoint-2")
+
+
+def test_a_sharded_checkpoint_without_an_optimizer_is_refused(tmp_path: Path) -> None:
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True)
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    for name in ("optimizer_0", "scheduler.pt"):
+        with pytest.raises(UserError, match="holds no (optimizer|scheduler)"):
+            check_resume(FSDP2(), args, tmp_path)
+        (tmp_path / name).touch()
+    check_resume(FSDP2(), args, tmp_path)
+
+
+@pytest.mark.skipif(not installed("deepspeed"), reason="deepspeed is not installed")
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"optimizer": {"type": "Adamax2", "params": {}}}, "the optimizer Adamax2 is unknown"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "offload to NVMe needs libaio",
+        ),
+    ],
+    ids=["optimizer", "nvme"],
+)
+def test_deepspeed_settings_that_cannot_run(settings, says, monkeypatch) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from transformers.integrations import HfDeepSpeedConfig
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
+    config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **settings})
+    config.mismatches = []
+    with pytest.raises(UserError, match=says):
+        DeepSpeed()._check_settings(SimpleNamespace(hf_deepspeed_config=config))
