@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +26,7 @@ from longctx.data.rows import (
 )
 from longctx.data.tokenizer import load_tokenizer
 from longctx.engines import check_resume
-from longctx.errors import UserError, print_rank0, printable, survive_lost_output
+from longctx.errors import UserError, print_rank0, printable
 from longctx.output import FINAL, METRICS, checkpoint_step
 from longctx.output.definition import check_same_run, define
 from longctx.output.folder import (
@@ -38,8 +37,8 @@ from longctx.output.folder import (
     open_output_dir,
 )
 from longctx.output.resume import resolve_resume
+from longctx.program import program
 from longctx.report.example import show_example
-from longctx.run.interrupts import exit_on_signals
 from longctx.run.loading import (
     check_request,
     compute_dtype,
@@ -170,12 +169,5 @@ def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> N
 
 
 if __name__ == "__main__":
-    survive_lost_output()
-    exit_on_signals()
-    try:
+    with program():
         main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:  # during training the first Ctrl-C saves instead
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longctx.errors import UserError
+from longctx.program import program
 
 COMMANDS = {
     "cache": "longctx.data.prune",
@@ -26,18 +27,20 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the console command; ends with one line on stderr for a UserError."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Entry point of the console command."""
+    with program():
+        run(list(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> None:
+    """Raises UserError for an unknown command, and what a command raises."""
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return
-    try:
-        if argv[0] not in COMMANDS:
-            close = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown command {argv[0]!r}; did you mean longctx {close}?")
-        importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if argv[0] not in COMMANDS:
+        close = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
+        raise UserError(f"unknown command {argv[0]!r}; did you mean longctx {close}?")
+    importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
 
 
 def usage() -> str:

@@ -23,8 +23,9 @@ from argparse import ArgumentError, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -34,6 +35,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from longctx.errors import UserError, one_line
 from longctx.limits import check_together, check_values, refuse_not_ours
+from longctx.program import Parser
 from longctx.recipe import Written, read_recipe, read_text
 
 
@@ -315,25 +317,30 @@ def _check_reports(report_to: Sequence[str]) -> None:
 _DATACLASSES = (ModelArguments, DataArguments, TrainArguments)
 
 
-class _Parser(HfArgumentParser):
+class _Parser(HfArgumentParser, Parser):
     """Options are strict, but understand every word for yes and no, as YAML does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for action in self._actions:
             if action.type is string_to_bool:
-                action.type, action.nargs, action.const = _yes_or_no, "?", True
+                action.type = partial(_yes_or_no, words=_WORDS_BESIDE.get(action.dest, ()))
+                action.nargs, action.const = "?", True
             elif action.choices and (no := {"no", "none"} & set(map(str, action.choices))):
                 action.type = _choice(action.type, no.pop())
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(re.sub(r"^argument (--\w+)[^:]*:", r"\1:", message))
+
+_WORDS_BESIDE = {"include_num_input_tokens_seen": ("all", "non_padding")}
+"""Option -> what it may be instead of true or false."""
 
 
-def _yes_or_no(word: str) -> bool:
+def _yes_or_no(word: str, words: Sequence[str] = ()) -> bool | str:
+    if word in words:
+        return word
     if word.lower() in (*_YES, "n", "f", *_NO):
         return word.lower() in _YES
-    raise ArgumentTypeError(f"true or false is expected, got {word!r}")
+    expected = ", ".join([*words, "true or false"])
+    raise ArgumentTypeError(f"{expected} is expected, got {word!r}")
 
 
 def _choice(parse: Any, no: str) -> Callable[[str], Any]:

@@ -11,7 +11,6 @@ frees a deleted file when the last process lets go of it. What a later run misse
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import stat
@@ -25,6 +24,7 @@ from pathlib import Path
 from longctx.config import DataArguments, expanded
 from longctx.data.cache import CHECKSUM, FILE_NAME, FORMAT, TEMPORARY_NAME
 from longctx.errors import UserError
+from longctx.program import Parser
 
 DAY_S = 24 * 3600
 GIB = 1 << 30
@@ -49,9 +49,7 @@ class Entry:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="longctx cache", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = Parser(prog="longctx cache", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cache_dir", default=DataArguments.cache_dir, help="default: %(default)s")
     parser.add_argument("--prune", action="store_true", help="delete what is not used")
     parser.add_argument("--days", type=int, default=30, help="default: %(default)s, at least 1")

@@ -8,7 +8,6 @@ Reads all of it, as fast as the disk does. The exit status is 1 if anything is d
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ from longctx.config import expanded
 from longctx.errors import UserError
 from longctx.output import ABANDONED, FINAL, MANIFEST, checkpoints
 from longctx.output.manifest import Damaged, check_files, unlisted
+from longctx.program import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="longctx verify", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = Parser(prog="longctx verify", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", nargs="+", metavar="FOLDER")
     args = parser.parse_args(argv)
     damaged = 0

@@ -14,7 +14,6 @@ window costs its attention and little memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -33,6 +32,7 @@ from longctx.data.encoding import encode
 from longctx.data.sources import find_files, read_documents
 from longctx.data.tokenizer import load_tokenizer
 from longctx.errors import UserError, writing
+from longctx.program import Parser
 from longctx.report.needle import DEPTHS, needles
 from longctx.report.page import pyplot
 from longctx.run.loading import load_config, load_model
@@ -42,9 +42,7 @@ Result = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="longctx eval", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = Parser(prog="longctx eval", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="folder or hub id")
     parser.add_argument("--eval_file", nargs="+", required=True, help="files, folders or globs")
     parser.add_argument("--seq_len", type=int, default=32768, help="tokens in a window")

@@ -9,7 +9,6 @@ no MFU and says so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.output import METRICS
+from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
 
 Line = dict[str, Any]
@@ -43,9 +43,7 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="longctx report", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
+    parser = Parser(prog="longctx report", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help=f"a run's folder, or its {METRICS}")
     parser.add_argument("--output", type=Path, help="HTML file; default: report.html beside it")
     args = parser.parse_args(argv)

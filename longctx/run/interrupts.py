@@ -24,18 +24,6 @@ from longctx.errors import print_rank0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def exit_on_signals() -> None:
-    """Outside of training SIGTERM and SIGHUP end the program as Ctrl-C does: what is open is closed
-    and temporary files are deleted on the way out."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, leave)
-
-
 class Interrupts(TrainerCallback):
     """As a context around training, turns the first signal into a save and a stop."""
 

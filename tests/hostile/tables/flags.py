@@ -212,6 +212,8 @@ FLAGS = {
     "--disable_tqdm false": works(),
     "--logging_nan_inf_filter false": works(),
     "--include_num_input_tokens_seen all": works(),
+    "--include_num_input_tokens_seen non_padding": works(),
+    "--include_num_input_tokens_seen some": fails("all, non_padding, true or false is expected"),
     # saving
     "--save_steps 0": fails("--save_steps"),
     "--save_steps -1": fails("--save_steps"),

@@ -1,0 +1,54 @@
+"""How train.py and `longctx COMMAND` end: one line for bad input, a signal's status for a signal.
+
+    UserError, a wrong option    `error: ...` on stderr, status 1
+    Ctrl-C                       `interrupted`, status 130; during training it saves (interrupts.py)
+    SIGTERM, SIGHUP              status 143 and 129; what is open is closed, temporary files deleted
+
+What is printed may be lost on the way: a closed pipe or a full disk ends nothing. Imports nothing
+heavy, so that a command is guarded before it imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from longctx.errors import UserError, survive_lost_output
+
+
+@contextmanager
+def program() -> Iterator[None]:
+    """Around all that a program does. Signals are heard as before when it ends."""
+    survive_lost_output()
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _leave) for number in heard}
+    try:
+        yield
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+class Parser(argparse.ArgumentParser):
+    """Options are spelled out; what is wrong with them is a UserError."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(re.sub(r"^argument (--\w+)[^:]*:", r"\1:", message))

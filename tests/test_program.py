@@ -1,0 +1,81 @@
+"""How a program ends: the same for train.py and for every `longctx COMMAND`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from longctx import cli
+from longctx.errors import UserError
+from longctx.program import Parser, program
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def refuse() -> None:
+    raise UserError("--seq_len is\nwrong")
+
+
+def send(number: signal.Signals) -> Callable[[], None]:
+    return lambda: signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "said"),
+    [
+        (refuse, r"error: --seq_len is\nwrong", ""),
+        (send(signal.SIGINT), 130, "interrupted\n"),
+        (send(signal.SIGTERM), 143, ""),
+        (send(signal.SIGHUP), 129, ""),
+    ],
+)
+def test_how_a_program_ends(work: Callable[[], None], code: object, said: str, capsys) -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    closed = []
+    with pytest.raises(SystemExit) as end, program():
+        try:
+            work()
+        finally:
+            closed.append("the file")
+    assert (end.value.code, closed) == (code, ["the file"])
+    assert capsys.readouterr().err == said
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with program():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the following arguments are required: run"),
+        ("a b", "unrecognized arguments: b"),
+        ("a --day 3", "unrecognized arguments: --day 3"),
+        ("a --days many", "--days: invalid int value: 'many'"),
+        ("a --days", "--days: expected one argument"),
+        ("a --kind z", "--kind: invalid choice: 'z'"),
+    ],
+)
+def test_wrong_words_are_one_line(words: str, message: str) -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("run")
+    parser.add_argument("--days", type=int)
+    parser.add_argument("--kind", choices=["a", "b"])
+    with pytest.raises(UserError) as error:
+        parser.parse_args(words.split())
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_is_such_a_program(name: str) -> None:
+    with pytest.raises(SystemExit, match="error: .*(--nonsense|required)"):
+        cli.main([name, "--nonsense"])
