@@ -8,11 +8,11 @@ Reads all of it, as fast as the disk does. The exit status is 1 if anything is d
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from longctx.config import expanded
 from longctx.errors import UserError
 from longctx.output import ABANDONED, FINAL, MANIFEST, checkpoints
 from longctx.output.manifest import Damaged, check_files, unlisted
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     damaged = 0
     for name in args.folders:
-        for folder in published(expanded(name)):
+        for folder in published(Path(os.path.expanduser(name))):
             damaged += not verify(folder)
     if damaged:
         sys.exit(1)
