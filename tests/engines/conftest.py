@@ -29,7 +29,14 @@ def job(tmp_path_factory) -> list[str]:
     flags += ["--seq_len", "128", "--learning_rate", "0.003", "--disable_tqdm", "true"]
     flags += ["--attn_backend", "auto", "--eval_file", f"{folder}/text/29.txt"]
     start = ["--preset", "tiny", "--class_type", "vanilla", "--max_steps", "1"]
-    start += ["--save_strategy", "no", "--output_dir", f"{folder}/start"]
+    start += [
+        "--learning_rate",
+        "1e-12",
+        "--save_strategy",
+        "no",
+        "--output_dir",
+        f"{folder}/start",
+    ]
     train.main([*flags, *start])
     model = ["--model_name_or_path", f"{folder}/start/final", "--max_steps", str(STEPS)]
     return [*flags, *model]
