@@ -230,12 +230,12 @@ def read_others(path: Path, name: str) -> list[Result]:
     text = read_text("output", path)
     try:
         results = json.loads(text)
-        if not isinstance(results, list) or not all(
-            isinstance(old["name"], str) for old in results
-        ):
-            raise TypeError("names are words")
+        if not isinstance(results, list):
+            raise TypeError("not a list")
         for old in results:
             old["loss_by_position"][0]["loss"], old["needles"][0]["found"]
+            if not isinstance(old["name"], str):
+                raise TypeError("a name that is no text")
         json.dumps(results, indent=1)  # what is nested deeply could be read, but not written again
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} holds no results of longctx eval: give another file") from error
@@ -245,8 +245,11 @@ def read_others(path: Path, name: str) -> list[Result]:
 def write_results(path: Path, results: list[Result]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
-        temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def check_picture(path: Path, others: list[Result], inputs: Sequence[Path]) -> None:

@@ -8,7 +8,17 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from hostile.cases import bound_by_permissions, environment, fails, finds, prints, table
+from hostile.cases import (
+    at,
+    before,
+    bound_by_permissions,
+    environment,
+    fails,
+    finds,
+    limit,
+    prints,
+    table,
+)
 from hostile.files import (
     EVAL,
     Change,
@@ -277,6 +287,11 @@ COMMANDS = {
             (f / "p.png").mkdir() or given(f"{EVAL} --output FOLDER/e.json --plot FOLDER/p.png")(f)
         ),
         fails("cannot write .*p.png: it is no regular file"),
+    ),
+    "eval: results cut short": (
+        given(EVAL + " --output FOLDER/e.json"),
+        fails("cannot write .*e.json: File too large"),
+        at(before("longctx.report.evaluate.write_results"), limit(2000)),
     ),
     "eval: results in a pipe": (
         lambda f: os.mkfifo(f / "p") or given(f"{EVAL} --output FOLDER/p")(f),
