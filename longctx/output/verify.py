@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def published(folder: Path) -> list[Path]:
     """The folder itself, or the published folders in it. Raises UserError where there is none."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False for a name too long, where Path.is_dir raises
         raise UserError(f"{folder} is no folder: give a run's --output_dir or a checkpoint-N")
     if (folder / MANIFEST).exists():
         return [folder]

@@ -14,6 +14,7 @@ window costs its attention and little memory.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -31,8 +32,9 @@ from longctx.config import DataArguments, ModelArguments
 from longctx.data.encoding import encode
 from longctx.data.sources import find_files, read_documents
 from longctx.data.tokenizer import load_tokenizer
-from longctx.errors import UserError, writing
+from longctx.errors import UserError, check_writable, one_line, printable, writing
 from longctx.program import Parser
+from longctx.recipe import read_text
 from longctx.report.needle import DEPTHS, needles
 from longctx.report.page import pyplot
 from longctx.run.loading import load_config, load_model
@@ -74,23 +76,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
     )
+    name = args.name or args.model
     if args.output:
-        read_results(args.output)
+        check_writable(args.output)
+        others = read_others(args.output, name)
     if args.plot:
-        check_picture(args.plot)
+        check_picture(args.plot, others, [args.output, *find_files(args.eval_file)])
     try:
         result = evaluate(model_args, args.eval_file, args.windows, args.repeats)
     except torch.OutOfMemoryError as error:
         raise UserError("out of GPU memory: a shorter --seq_len or --dtype bfloat16") from error
-    result = {"name": args.name or args.model, **result}
+    result = {"name": name, **result}
     print(summary(result))
     if args.output:
-        earlier = read_results(args.output)  # again: another evaluation may have ended
-        results = [old for old in earlier if old["name"] != result["name"]] + [result]
+        # Read again: another evaluation may have ended.
+        results = [*read_others(args.output, name), result]
         write_results(args.output, results)
         if args.plot:
+            drawn = picture(results, args.plot)
             with writing(args.plot):
-                draw(results).savefig(args.plot, dpi=120)
+                args.plot.write_bytes(drawn)
 
 
 def evaluate(
@@ -202,7 +207,9 @@ def score(result: Result) -> float:
 
 def summary(result: Result) -> str:
     """A few lines for people."""
-    lines = [f"{result['name']}: {result['windows']} windows of {result['seq_len']} tokens"]
+    lines = [
+        f"{printable(result['name'])}: {result['windows']} windows of {result['seq_len']} tokens"
+    ]
     for bucket in result["loss_by_position"]:
         spread = bucket["standard_error"]
         error = "" if spread is None else f" +- {spread:.4f}"
@@ -213,35 +220,59 @@ def summary(result: Result) -> str:
     return "\n".join([*lines, f"  needles found in all: {score(result):.0%}"])
 
 
-def read_results(path: Path) -> list[Result]:
-    """What the file holds, [] if there is none yet.
+def read_others(path: Path, name: str) -> list[Result]:
+    """The results in a file, if there is one yet, but those of this name.
 
-    Raises UserError for another file, and for a place that may not be written.
+    Raises UserError for another file.
     """
-    with writing(path):
-        text = path.read_bytes() if path.exists() else b"[]"
+    if not os.path.exists(path):
+        return []
+    text = read_text("output", path)
     try:
         results = json.loads(text)
+        if not isinstance(results, list):
+            raise TypeError("not a list")
         for old in results:
-            old["name"], old["loss_by_position"][0]["loss"], old["needles"][0]["found"]
-    except (ValueError, LookupError, TypeError) as error:
+            old["loss_by_position"][0]["loss"], old["needles"][0]["found"]
+            if not isinstance(old["name"], str):
+                raise TypeError("a name that is no text")
+        json.dumps(results, indent=1)  # what is nested deeply could be read, but not written again
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path} holds no results of longctx eval: give another file") from error
-    return results
+    return [old for old in results if old["name"] != name]
 
 
 def write_results(path: Path, results: list[Result]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
-        temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path, others: list[Result], inputs: Sequence[Path]) -> None:
     """Raises UserError where a picture could not be written after hours of work."""
     if path.suffix[1:].lower() not in pyplot().figure().canvas.get_supported_filetypes():
         raise UserError(f"cannot write {path}: name it .png, .pdf or .svg")
-    with writing(path):
-        pass
+    check_writable(path, *inputs)
+    if others:
+        picture(others, path)
+
+
+def picture(results: Sequence[Result], path: Path) -> bytes:
+    """In the format that the path's ending names. Raises UserError for results, as another version
+    may have written them, that cannot be drawn."""
+    file = io.BytesIO()
+    try:
+        with pyplot().rc_context({"text.parse_math": False}):  # names may hold dollar signs
+            draw(results).savefig(file, format=path.suffix[1:].lower(), dpi=120)
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise UserError(
+            f"--output holds results that cannot be drawn ({one_line(error)}): give another file"
+        ) from error
+    return file.getvalue()
 
 
 def draw(results: Sequence[Result]) -> Any:
@@ -251,7 +282,7 @@ def draw(results: Sequence[Result]) -> Any:
     )
     for number, result in enumerate(results):
         buckets = result["loss_by_position"]
-        style = dict(marker="o", linestyle=("-", "--")[number % 2], label=result["name"])
+        style = dict(marker="o", linestyle=("-", "--")[number % 2], label=printable(result["name"]))
         labels = [f"{_short(b['start'])}-{_short(b['end'])}" for b in buckets]
         axes[0].plot(labels, [b["loss"] for b in buckets], **style)
     axes[0].set(title="loss by position", xlabel="tokens", ylabel="loss")
@@ -269,7 +300,9 @@ def draw(results: Sequence[Result]) -> Any:
             axis.text(*at, f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
         axis.set_xticks(range(len(lengths)), [_short(tokens) for tokens in lengths])
         axis.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
-        axis.set(title=f"{result['name']}: {score(result):.0%} of needles", xlabel="tokens")
+        axis.set(
+            title=f"{printable(result['name'])}: {score(result):.0%} of needles", xlabel="tokens"
+        )
         axis.set_ylabel("depth")
     return figure
 

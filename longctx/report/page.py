@@ -111,12 +111,19 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = Non
 
 
 def _cell(value: Any) -> Markup:
-    if value is None or isinstance(value, (bool, str)):
-        return Markup("<td>{}</td>").format("" if value is None else value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return Markup("<td>{}</td>").format("" if value is None else _text(value))
     text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
     if isinstance(value, float) and 1e4 <= abs(value) < 1e15:
         text = f"{value:,.0f}"
     return Markup('<td class="number">{}</td>').format(text)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except RecursionError:
+        return "(nested too deeply to show)"
 
 
 def with_ending(output: Path, ending: str) -> Path:
@@ -128,4 +135,4 @@ def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Writes the page of `parts` (what the functions above return). Raises UserError."""
     page = _PAGE.render(title=title, parts=parts)
     with writing(path):
-        path.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8", errors="backslashreplace")  # lone surrogates

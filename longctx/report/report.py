@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.errors import UserError
+from longctx.errors import UserError, check_writable, printable
 from longctx.output import METRICS
 from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
@@ -50,19 +51,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = metrics_path(args.run)
     lines = read_metrics(path)
     output = args.output or path.parent / "report.html"
+    check_writable(output, path)
     write_report(lines, output, title=f"Run {path.parent.resolve().name}")
-    print(f"wrote {output}")
+    print(printable(f"wrote {output}"))
 
 
 def metrics_path(run: Path) -> Path:
     """The metrics file of a folder or file. Raises UserError that says what is missing."""
-    if run.is_dir():
-        if not (run / METRICS).is_file():
+    if os.path.isdir(run):  # False for a name too long, where Path.is_dir raises
+        if not os.path.isfile(run / METRICS):
             raise UserError(
                 f"{run} holds no {METRICS}: give the --output_dir of a run that logged a step"
             )
         return run / METRICS
-    if not run.is_file():
+    if not os.path.isfile(run):
         raise UserError(f"no such folder or file: {run}")
     return run
 
@@ -74,25 +76,33 @@ def read_metrics(path: Path) -> list[Line]:
         texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     lines: list[Line] = []
     broken: list[int] = []
     for number, text in enumerate(texts, 1):
         try:
-            line = json.loads(text)
+            line = json.loads(text, parse_int=_number)
             step = line["step"]
             if not isinstance(step, int):
                 raise TypeError(step)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             broken.append(number)
             continue
         lines.append(line)
     if broken and not lines:
         raise UserError(f"{path}:{broken[0]} is no line of metrics (a JSON object with a step)")
     if broken:
-        print(f"{path}: left out {len(broken)} damaged line(s), the first is {broken[0]}")
+        said = f"{path}: left out {len(broken)} damaged line(s), the first is {broken[0]}"
+        print(printable(said))
     if not any(key in line for line in lines for key in ("loss", "eval_loss")):
         raise UserError(f"{path} holds no logged step yet")
     return lines
+
+
+def _number(digits: str) -> int | float:
+    """An integer; beyond 64 bits a float, infinite if need be, as no figure can show more."""
+    return int(digits) if len(digits) < 20 else float(digits)
 
 
 def write_report(lines: list[Line], output: Path, *, title: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -128,7 +129,8 @@ def test_the_command_writes_results_and_a_picture(small, tmp_path, capsys) -> No
     ]
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "needles found at    512 tokens" in capsys.readouterr().out
-    for damaged in ("[1]", '[{"name": "a", "needles": []}]', '{"name": "a"}'):
+    damages = ("[1]", '[{"name": "a", "needles": []}]', '{"name": "a"}', "{}", "[" * 100_000)
+    for damaged in damages:
         output.write_text(damaged)
         with pytest.raises(SystemExit, match="error: .*holds no results of longctx eval"):
             main(["eval", str(small / "model"), *flags, "--output", str(output)])
@@ -138,15 +140,45 @@ def test_the_command_writes_results_and_a_picture(small, tmp_path, capsys) -> No
         main(["eval", str(small / "model"), *flags, "--plot", str(plot)])
 
 
-@pytest.mark.parametrize("plot", ["eval", "eval.xyz", "file/eval.png"])
-def test_a_picture_that_cannot_be_written_ends_before_the_work(
-    plot: str, tmp_path: Path, monkeypatch
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--output e.json --plot eval", "cannot write .*eval: name it .png"),
+        ("--output e.json --plot eval.xyz", "cannot write .*eval.xyz: name it .png"),
+        ("--output e.json --plot file/eval.png", "cannot write .*eval.png"),
+        ("--output e.json --plot folder.png", "cannot write folder.png: it is no regular file"),
+        ("--output e.json --plot book.svg", "book.svg would overwrite book.svg"),
+        ("--output e.svg --plot e.svg", "e.svg would overwrite e.svg"),
+        ("--output pipe", "cannot write pipe: it is no regular file"),
+        ("--output file/e.json", "cannot write file/e.json"),
+        ("--output old.json --plot e.png", "results that cannot be drawn"),
+    ],
+)
+def test_what_could_not_be_written_ends_before_the_work(
+    words: str, message: str, tmp_path: Path, monkeypatch
 ) -> None:
-    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("folder.png").mkdir()
+    Path("book.svg").write_text("A sentence.")
+    os.mkfifo("pipe")
+    old = {"name": "old", "loss_by_position": [{"loss": 1.0}], "needles": [{"found": 1.0}]}
+    Path("old.json").write_text(json.dumps([old]))
+    before = Path("old.json").read_text()
     monkeypatch.setattr(evaluate, "evaluate", lambda *args: pytest.fail("the work has begun"))
-    output = ["--output", str(tmp_path / "e.json"), "--plot", str(tmp_path / plot)]
-    with pytest.raises(SystemExit, match="error: cannot write .*eval"):
-        main(["eval", "model", "--eval_file", "book", *output])
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        main(["eval", "model", "--eval_file", "book.svg", *words.split()])
+    assert Path("old.json").read_text() == before
+
+
+def test_names_are_drawn_as_they_stand(tmp_path: Path) -> None:
+    lines = [{"tokens": 64, "depth": depth, "found": 1.0} for depth in DEPTHS]
+    buckets = [{"start": 0, "end": 64, "loss": 1.0}]
+    drawn = evaluate.picture(
+        [{"name": "$\\frac{ \ud800", "loss_by_position": buckets, "needles": lines}],
+        tmp_path / "a.SVG",
+    ).decode()
+    assert drawn.count(r"$\frac{ \ud800") == 2  # the legend and the title
 
 
 def test_evaluations_that_run_beside_each_other_share_a_file(

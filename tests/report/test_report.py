@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,18 @@ def test_a_run_without_a_gpu_gets_no_gpu_figures(tmp_path: Path) -> None:
     assert "GPU, allocated" not in page and "MFU" not in page
 
 
-@pytest.mark.parametrize("damaged", ['{"step": 4, "lo', '{"loss": 3}\n', "[1]\n", "null\n"])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        '{"step": 4, "lo',
+        '{"loss": 3}\n',
+        "[1]\n",
+        "null\n",
+        "[" * 100_000,
+        '{"step": 1' + "0" * 400 + ', "loss": 3}\n',
+    ],
+    ids=["half", "no step", "a list", "null", "nested", "a step beyond 64 bits"],
+)
 def test_damaged_lines_are_left_out_and_said(tmp_path: Path, damaged: str, capsys) -> None:
     run = run_folder(tmp_path / "killed", steps=3)
     with (run / "metrics.jsonl").open("a") as file:
@@ -64,10 +76,48 @@ def test_damaged_lines_are_left_out_and_said(tmp_path: Path, damaged: str, capsy
     assert "left out 1 damaged line" in capsys.readouterr().out
 
 
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("metrics.jsonl/x", "cannot write .*metrics.jsonl/x"),
+        (".", "it is no regular file"),
+        ("pipe", "it is no regular file"),
+        ("metrics.jsonl", "metrics.jsonl would overwrite .*metrics.jsonl"),
+        ("link", "link would overwrite .*metrics.jsonl"),
+        ("same", "same would overwrite .*metrics.jsonl"),
+        ("none/../metrics.jsonl", "would overwrite .*metrics.jsonl"),
+    ],
+)
+def test_a_page_that_cannot_be_written_changes_nothing(
+    output: str, message: str, tmp_path: Path
+) -> None:
     run = run_folder(tmp_path / "run", steps=3)
-    with pytest.raises(SystemExit, match="error: cannot write .*metrics.jsonl/x"):
-        cli.main(["report", str(run), "--output", str(run / "metrics.jsonl" / "x")])
+    metrics = run / "metrics.jsonl"
+    os.mkfifo(run / "pipe")
+    (run / "link").symlink_to("metrics.jsonl")
+    (run / "same").hardlink_to(metrics)
+    before = metrics.read_text()
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        cli.main(["report", str(run), "--output", f"{run}/{output}"])
+    assert metrics.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ('"loss": [1, {"a": "<b>"}]', "<td>[1, {&#39;a&#39;: &#39;&lt;b&gt;&#39;}]</td>"),
+        ('"loss": 1' + "0" * 400, '<td class="number">inf</td>'),
+        ('"loss": 1, "\\ud800": "\\ud801"', r"<td>\ud801</td>"),
+        ('"loss": 1, "n": 12345678901234567890', '<td class="number">1.235e+19</td>'),
+    ],
+)
+def test_odd_values_are_shown(fields: str, shown: str, tmp_path: Path) -> None:
+    run = run_folder(tmp_path / os.fsdecode(b"caf\xe9"), steps=3)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, ' + fields + "}\n")
+    cli.main(["report", str(run)])
+    page = (run / "report.html").read_text()
+    assert shown in page and r"Run caf\udce9" in page
 
 
 @pytest.mark.parametrize(

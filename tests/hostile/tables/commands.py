@@ -8,7 +8,17 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from hostile.cases import bound_by_permissions, environment, fails, finds, prints, table
+from hostile.cases import (
+    at,
+    before,
+    bound_by_permissions,
+    environment,
+    fails,
+    finds,
+    limit,
+    prints,
+    table,
+)
 from hostile.files import (
     EVAL,
     Change,
@@ -39,6 +49,12 @@ def results(data: object) -> Make:
         return given(EVAL + " --output FOLDER/mine.json")(folder)
 
     return make
+
+
+def nested(result: dict[str, object], depth: int) -> bytes:
+    """A result with something so deep in it."""
+    inner = json.dumps(result)[:-1] + ', "x": ' + "[" * depth + "]" * depth
+    return f"[{inner}}}]".encode()
 
 
 def cached(change: Change, words: str = "--prune --days 1") -> Make:
@@ -93,7 +109,7 @@ COMMANDS = {
     **{
         f"{name} with an unknown option": (
             given(f"longctx {name} --nonsense"),
-            fails("--nonsense|required|run|model|folder"),
+            fails("--nonsense|required: "),
         )
         for name in ("cache", "eval", "report", "verify")
     },
@@ -102,6 +118,10 @@ COMMANDS = {
     "cache: a missing folder": (
         given(f"{CACHE} FOLDER/none"),
         fails("cannot read the cache folder"),
+    ),
+    "cache: a name too long": (
+        given(f"{CACHE} {'x' * 300}"),
+        fails("cannot read the cache folder .*File name too long"),
     ),
     "cache: a file": (given(f"{CACHE} BASE/data/1.txt"), fails("cannot read the cache folder")),
     "cache: no name": (given(f"{CACHE} ''"), prints("would free 0.00 GiB, 0 files")),
@@ -187,8 +207,10 @@ COMMANDS = {
             "--plot FOLDER/p.png": "--plot draws what --output holds",
             "--output FOLDER/e.json --plot FOLDER/p.xyz": "p.xyz.*name it",
             "--output FOLDER/e.json --plot FOLDER": "cannot write",
-            "--output FOLDER": "cannot write .*Is a directory",
-            "--output /dev/full": "/dev/full",
+            "--output FOLDER": "cannot write .*no regular file",
+            "--output /dev/full": "cannot write /dev/full: it is no regular file",
+            "--output FOLDER/e.png --plot FOLDER/e.png": "e.png would overwrite .*e.png",
+            f"--output FOLDER/{'x' * 300}": "cannot write .*File name too long",
             "--output BASE/data/1.txt/x": "cannot write",
             "--output BASE/data/1.txt": "1.txt holds no results of longctx eval",
             "--nonsense 1": "--nonsense",
@@ -197,7 +219,10 @@ COMMANDS = {
     "eval: results of nothing": (results([]), prints("needles found in all")),
     "eval: a result of another": (results([RESULT]), prints("needles found in all")),
     **{
-        f"eval: results that are {what}": (results(data), fails("mine.json holds no results"))
+        f"eval: results that are {what}": (
+            results(data),
+            fails("mine.json (holds no results|is not UTF-8)"),
+        )
         for what, data in {
             "an object": {"a": 1},
             "null": None,
@@ -209,11 +234,31 @@ COMMANDS = {
             "empty": b"",
             "binary": b"\xff\xfe\0",
             "nested too deeply": b"[" * 100_000,
+            "nested more deeply than can be written": nested(RESULT, 990),
+            "an empty object": {},
+            "an empty word": "",
+            "names that are lists": [RESULT | {"name": ["x"]}],
+            "names that are numbers": [RESULT | {"name": 7}],
         }.items()
     },
     "eval: a name of markup": (
         given(f"{EVAL} --name '<script>$x$' --output FOLDER/e.json --plot FOLDER/p.svg"),
         prints("<script>"),
+    ),
+    "eval: a name of dollars": (
+        given(f"{EVAL} --name '$\\frac{{' --output FOLDER/e.json --plot FOLDER/p.png"),
+        prints("needles found in all"),
+    ),
+    "eval: a name that is no UTF-8": (
+        lambda f: [
+            *given(f"{EVAL} --output FOLDER/e.json --plot FOLDER/p.svg --name")(f),
+            os.fsdecode(b"caf\xe9"),
+        ],
+        prints("needles found in all"),
+    ),
+    "eval: a name that colours": (
+        given(f"{EVAL} --name '\x1b[31m'"),
+        prints(r"\\x1b\[31m: 1 windows"),
     ),
     "eval: a name of two lines": (given(f"{EVAL} --name 'a\nb'"), prints("needles found in all")),
     "eval: a plot beside a hostile result": (
@@ -221,7 +266,41 @@ COMMANDS = {
             results([RESULT | {"name": "$\\frac{", "loss_by_position": [{"loss": "low"}]}])(f)
             + ["--plot", str(f / "p.png")]
         ),
-        fails("mine.json holds no results"),
+        fails("holds results that cannot be drawn"),
+    ),
+    "eval: a plot beside results of the same name": (
+        lambda f: (
+            results([RESULT | {"name": "a"}])(f) + ["--name", "a", "--plot", str(f / "p.png")]
+        ),
+        prints("needles found in all"),
+    ),
+    "eval: a plot over the text": (
+        lambda f: (
+            file("t.svg", "A sentence of ordinary words. " * 1000)(f)
+            and given(f"{EVAL} --eval_file FOLDER/t.svg --output FOLDER/e.json")(f)
+            + ["--plot", str(f / "t.svg")]
+        ),
+        fails("t.svg would overwrite .*t.svg"),
+    ),
+    "eval: a plot that is a folder": (
+        lambda f: (
+            (f / "p.png").mkdir() or given(f"{EVAL} --output FOLDER/e.json --plot FOLDER/p.png")(f)
+        ),
+        fails("cannot write .*p.png: it is no regular file"),
+    ),
+    "eval: results cut short": (
+        given(EVAL + " --output FOLDER/e.json"),
+        fails("cannot write .*e.json: File too large"),
+        at(before("longctx.report.evaluate.write_results"), limit(2000)),
+    ),
+    "eval: results in a pipe": (
+        lambda f: os.mkfifo(f / "p") or given(f"{EVAL} --output FOLDER/p")(f),
+        fails("cannot write .*/p: it is no regular file"),
+    ),
+    "eval: results in a folder that may not be changed": (
+        lambda f: (f / "shut").mkdir(0o555) or given(f"{EVAL} --output FOLDER/shut/e.json")(f),
+        fails("cannot write .*e.json: Permission denied"),
+        bound_by_permissions,
     ),
     "eval: chats instead of text": (
         lambda f: (
@@ -240,6 +319,7 @@ COMMANDS = {
     "verify: a final model": (verified(lambda c: None, "final"), prints("final")),
     "verify: nothing": (given("longctx verify"), fails("folder|required")),
     "verify: a missing folder": (given("longctx verify none"), fails("none")),
+    "verify: a name too long": (given("longctx verify " + "x" * 300), fails("x is no folder")),
     "verify: a file": (given("longctx verify BASE/data/1.txt"), fails("1.txt")),
     "verify: a folder of text": (given("longctx verify BASE/data"), fails("manifest")),
     "verify: a whole run": (given("longctx verify BASE/run"), prints("checkpoint-4.*whole")),

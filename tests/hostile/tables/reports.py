@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from hostile.cases import bound_by_permissions, fails, prints, table
@@ -32,6 +33,17 @@ def metrics(data: str | bytes | list[object], folder_name: str = "mine") -> Make
 def logged(**fields: object) -> Make:
     """Good lines, and one with these fields."""
     return metrics([*GOOD, {"step": 6, "loss": 8.0} | fields])
+
+
+def linked(link: Callable[[Path, Path], object]) -> Make:
+    """--output is a link of the metrics."""
+
+    def make(folder: Path) -> list[str]:
+        words = metrics(GOOD)(folder)
+        link(folder / "page.html", folder / "mine/metrics.jsonl")
+        return [*words, "--output", str(folder / "page.html")]
+
+    return make
 
 
 HOSTILE = {
@@ -66,6 +78,16 @@ REPORTS = {
     "a file of weights": (
         given("longctx report BASE/model/model.safetensors"),
         fails("is not a text file|no line of metrics"),
+    ),
+    "a name too long": (given("longctx report " + "x" * 300), fails("no such folder or file: x")),
+    "a run below a file": (
+        given("longctx report BASE/data/1.txt/x"),
+        fails("no such folder or file"),
+    ),
+    "a run's folder nobody may enter": (
+        lambda f: metrics(GOOD)(f) and (f / "mine").chmod(0) or REPORT,
+        fails("mine"),
+        bound_by_permissions,
     ),
     "a device": (given("longctx report /dev/null"), fails("/dev/null")),
     "an endless device": (given("longctx report /dev/zero"), fails("/dev/zero")),
@@ -113,6 +135,7 @@ REPORTS = {
             "words": "Killed",
             "a nested line": "[" * 100_000,
             "a huge number": "9" * 10_000,
+            "a step of ten thousand digits": '{"step": ' + "9" * 10_000 + ', "loss": 1}',
         }.items()
     },
     # values
@@ -127,6 +150,8 @@ REPORTS = {
             "an object": {"a": SCRIPT},
             "truth": True,
             "a huge integer": 10**400,
+            "a huge negative integer": -(10**400),
+            "a list of lists": [[1, [2]], {"a": [SCRIPT]}],
         }.items()
     },
     "only NaN": (metrics([{"step": i, "loss": float("nan")} for i in range(5)]), prints("wrote")),
@@ -138,7 +163,22 @@ REPORTS = {
     "steps that go back": (metrics(GOOD[::-1]), prints("wrote")),
     "one step often": (metrics(GOOD[:1] * 50), prints("wrote")),
     "a step of 10^18": (logged(step=10**18), prints("wrote")),
-    "a step of 10^400": (logged(step=10**400), prints("wrote")),
+    "a step of 10^400": (logged(step=10**400), prints("left out 1 damaged line")),
+    "a step of -10^400": (logged(step=-(10**400)), prints("left out 1 damaged line")),
+    "a step of infinity": (logged(step=float("inf")), prints("left out 1 damaged line")),
+    "a step of a list": (logged(step=[1]), prints("left out 1 damaged line")),
+    "a memory of a huge integer": (logged(peak_host_gib=10**400), prints("wrote")),
+    "a rate of an object": (logged(tokens_per_s={"a": 1}), prints("wrote")),
+    "a value nested as deeply as can be read": (
+        metrics(
+            "".join(json.dumps(line) + "\n" for line in GOOD)
+            + "".join(
+                '{"step": 6, "loss": 1, "x": ' + "[" * depth + "]" * depth + "}\n"
+                for depth in range(900, 1000)
+            )
+        ),
+        prints("wrote"),
+    ),
     "a negative step": (logged(step=-5), prints("wrote")),
     "a thousand keys": (logged(**{f"k{i}": i for i in range(1000)}), prints("wrote")),
     "a value of a megabyte": (logged(note="x" * 10**6), prints("wrote")),
@@ -168,7 +208,7 @@ REPORTS = {
     ),
     "a page that is a folder": (
         given("longctx report BASE/run --output BASE/model"),
-        fails("cannot write .*model: Is a directory"),
+        fails("cannot write .*model: it is no regular file"),
     ),
     "a page of a name too long": (
         given("longctx report BASE/run --output FOLDER/" + "x" * 300),
@@ -176,12 +216,42 @@ REPORTS = {
     ),
     "a page on a full device": (
         given("longctx report BASE/run --output /dev/full"),
-        fails("cannot write /dev/full: No space left"),
+        fails("cannot write /dev/full: it is no regular file"),
+    ),
+    "a page that is a pipe": (
+        lambda f: os.mkfifo(f / "p") or [*metrics(GOOD)(f), "--output", "FOLDER/p"],
+        fails("cannot write .*/p: it is no regular file"),
+    ),
+    "a page that is a link to itself": (
+        lambda f: (f / "p").symlink_to("p") or [*metrics(GOOD)(f), "--output", "FOLDER/p"],
+        fails("cannot write .*/p"),
     ),
     "a page of no name": (given("longctx report BASE/run --output ''"), fails("cannot write")),
     "a page over the metrics": (
         lambda f: [*metrics(GOOD)(f), "--output", "FOLDER/mine/metrics.jsonl"],
-        fails("metrics.jsonl"),
+        fails("metrics.jsonl would overwrite .*metrics.jsonl"),
+    ),
+    "a page that is a link to the metrics": (
+        linked(lambda page, metrics: page.symlink_to(metrics)),
+        fails("page.html would overwrite .*metrics.jsonl"),
+    ),
+    "a page that is the metrics by another name": (
+        linked(lambda page, metrics: page.hardlink_to(metrics)),
+        fails("page.html would overwrite .*metrics.jsonl"),
+    ),
+    "a run's page that is a link to its metrics": (
+        lambda f: (
+            metrics(GOOD)(f) and (f / "mine/report.html").symlink_to("metrics.jsonl") or REPORT
+        ),
+        fails("report.html would overwrite .*metrics.jsonl"),
+    ),
+    "metrics called report.html": (
+        lambda f: (
+            metrics(GOOD)(f)
+            and (f / "mine/metrics.jsonl").rename(f / "mine/report.html")
+            and ["longctx", "report", str(f / "mine/report.html")]
+        ),
+        fails("report.html would overwrite .*report.html"),
     ),
 }
 
