@@ -271,7 +271,8 @@ def read_settings(name: str, settings: Any) -> dict[str, Any]:
         return found
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(f"--{name} {settings[:80]}: not JSON: {reason}") from error
+        shown = settings if is_file else settings[:80]
+        raise UserError(f"--{name} {shown}: not JSON: {reason}") from error
 
 
 def _check_accelerator(given: Any) -> None:

@@ -58,10 +58,10 @@ def explained_workers() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not str(error).startswith("Caught UserError in DataLoader worker"):
+        said = str(error.args[0])  # whole: a UserError shows it in one line, shortened
+        if not said.startswith("Caught UserError in DataLoader worker"):
             raise
-        line = str(error).rpartition("UserError: ")[2]
-        raise UserError(line.removesuffix(r"\n").strip()) from None  # UserError spells line breaks
+        raise UserError(said.rpartition("UserError: ")[2].strip()) from None
     except RuntimeError as error:
         said = str(error)
         if re.match(r"DataLoader worker \(pid.* (exited unexpectedly|is killed by signal)", said):

@@ -23,6 +23,8 @@ from longctx.data.records import Document
 from longctx.data.windows import WINDOW_CHARS, tokenise
 from longctx.errors import UserError, one_line
 
+NO_TOKEN_CHARS = 100
+"""So much text without a token, and the tokenizer knows no word or its normalizer deletes all."""
 ENCODE_CHARS = WINDOW_CHARS  # tokenised together: more is no faster and takes 600 bytes a token
 
 
@@ -51,6 +53,13 @@ def _encode(
     for group in _groups(list(texts), [len(text) for text in texts.values()]):
         for i, ids in zip(group, _ids(tokenizer, [texts[i] for i in group]), strict=True):
             pieces[i] = _piece(_end(ids, tokenizer), trained_from=0)
+    if sum(map(len, texts.values())) >= NO_TOKEN_CHARS:
+        ends = len(_end(_ids(tokenizer, [""])[0], tokenizer))
+        if all(len(pieces[i]) <= ends for i in texts):
+            first = next(d.where for d in documents if d and d.kind == "text")
+            raise UserError(
+                f"{first}: the tokenizer makes no token of this text: give another --tokenizer_name"
+            )
     for i, document in enumerate(documents):
         if document and document.kind == "completion":
             pieces[i] = _completion(document, tokenizer)
@@ -58,19 +67,6 @@ def _encode(
     for i, piece in zip(chats, _chats(list(chats.values()), tokenizer), strict=True):
         pieces[i] = piece
     return pieces
-
-
-def check_tokens(
-    documents: int, tokens: int, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
-) -> None:
-    """Raises UserError where documents have no tokens but those that begin and end each of them:
-    the tokenizer knows no word, or its normalizer deletes them all."""
-    nothing = Document(kind="text", content="", where="")
-    if documents and tokens <= documents * len(encode([nothing], tokenizer, vocab_size)[0]):
-        raise UserError(
-            f"the tokenizer makes no token of {documents:,} documents: give another "
-            "--tokenizer_name"
-        )
 
 
 @contextmanager

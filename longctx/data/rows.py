@@ -44,7 +44,7 @@ from longctx.data.cache import (
     write_arrow,
     write_text,
 )
-from longctx.data.encoding import check_tokens, check_vocabulary, encode, pad_token_id
+from longctx.data.encoding import check_vocabulary, encode, pad_token_id
 from longctx.data.packing import (
     ROW_FEATURES,
     TOKEN_COLUMNS,
@@ -154,7 +154,6 @@ def build_dataset(
     for file, count in report["replaced_bytes"].items():
         print_rank0(f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
     check_vocabulary(stats.largest_token_id, vocab_size)
-    check_tokens(stats.documents, stats.tokens, tokenizer, vocab_size)
     check_trainable(stats, name)
     print_rank0(stats.summary(seq_len))
     return rows

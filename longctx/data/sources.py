@@ -220,6 +220,8 @@ def load_records(args: DataArguments) -> Dataset | IterableDataset:
         raise
     except Exception as error:  # missing, offline, gated, bad split, bad file: datasets raises many
         cause = error.__cause__ or error
+        if isinstance(cause, IndexError):  # what save_to_disk writes of no rows has no file
+            raise UserError(f"{name} has no rows in the split {args.dataset_split!r}") from error
         reason = " ".join(str(cause).split())[:200]
         raise UserError(
             f"cannot load {name} ({type(cause).__name__}: {reason}); check the name, "

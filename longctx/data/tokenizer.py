@@ -129,7 +129,12 @@ def _pretrained(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBas
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+        kwargs = {"trust_remote_code": trust_remote_code, **options}
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        longest = getattr(tokenizer, "model_max_length", 0)
+        if not isinstance(longest, (int, float)):
+            raise ValueError(f"model_max_length is {longest!r}")
+        return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also Rust's panics, which are no Exception

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from torch import serialization
 from torch.distributed.checkpoint import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
-from torch.serialization import register_package
 from torch.utils.serialization import config as torch_files
 from transformers import TrainerState
 
@@ -141,8 +141,12 @@ def _free_name(path: Path) -> Path:
 
 # --- reading ---------------------------------------------------------------------------------
 
-# Several processes on CPUs have the device `cpu:0`, which torch 2.11 cannot read files to.
-register_package(1, lambda tensor: None, lambda to, place: to if place[:4] == "cpu:" else None)
+_CPU_BY_NUMBER = 15
+if _CPU_BY_NUMBER not in {priority for priority, *_ in serialization._package_registry}:
+    # Several processes on CPUs have the device `cpu:0`, which torch 2.11 cannot read files to.
+    serialization.register_package(
+        _CPU_BY_NUMBER, lambda tensor: None, lambda to, place: to if place[:4] == "cpu:" else None
+    )
 
 
 @contextmanager

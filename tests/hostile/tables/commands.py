@@ -343,7 +343,7 @@ COMMANDS = {
     "verify: a manifest of nothing": (verified(write("manifest.json", "{}")), finds("manifest")),
     "verify: a file planted beside": (
         verified(write("pytorch_model.bin", "x")),
-        finds("pytorch_model.bin"),
+        prints("pytorch_model.bin: not saved with them"),
     ),
     "verify: code planted within": (verified(planted("optimizer.pt")), finds("manifest")),
     "verify: a manifest of files elsewhere": (

@@ -229,7 +229,7 @@ FILES = {
     "an unknown normalizer": (backend(normalizer={"type": "Magic"}), fails(TOKENIZER)),
     "a normalizer that deletes all": (
         backend(normalizer={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}),
-        fails("nothing to train on|no readable text"),
+        fails("makes no token of this text"),
     ),
     "a normalizer that backtracks": (
         backend(normalizer={"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}),
@@ -276,7 +276,7 @@ FILES = {
     "an empty end token": (tokenizer(eos_token=""), works()),
     "no pad token": (tokenizer(pad_token=None), works()),
     "a model_max_length of 1": (tokenizer(model_max_length=1), works("12 documents")),
-    "a model_max_length of words": (tokenizer(model_max_length="long"), works("12 documents")),
+    "a model_max_length of words": (tokenizer(model_max_length="long"), fails(TOKENIZER)),
     "padding on the left": (tokenizer(padding_side="left"), works()),
     "padding nowhere": (tokenizer(padding_side="up"), fails(TOKENIZER)),
     "a thousand extra tokens": (
