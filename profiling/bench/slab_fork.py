@@ -2,8 +2,8 @@
 
     python profiling/bench/slab_fork.py --output profiling/results/h100_slab_fork.json
 
-Rows: slab_gib, fork_s (until the call returns to the parent), child_more_gib (memory that a child
-has mapped as its own, shared or not, more than one that was forked before there was a slab).
+Rows: slab_gib, fork_s (until the call returns to the parent), child_rss_gib (the memory that the
+child has mapped as its own, shared or not).
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from profiling.results import write_results
 
 
 def measure(slab_gib: int) -> dict[str, Any]:
-    """Forks without a slab, and beside one that is locked and used by a copy."""
-    before_gib, _ = fork()
+    """Forks once beside a slab that is locked and used by a copy."""
     slab = PinnedSlab(slab_gib * GIB, torch.device("cuda"))
     slab.data[:GIB].copy_(torch.ones(GIB, dtype=torch.uint8, device="cuda"))
-    beside_gib, fork_s = fork()
+    rss_gib, fork_s = fork()
     return {
         "slab_gib": slab_gib,
         "fork_s": round(fork_s, 4),
-        "child_more_gib": round(beside_gib - before_gib, 2),
+        "child_rss_gib": round(rss_gib, 2),
     }
 
 
