@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         model=config.to_dict(),
         num_processes=args.world_size,
     )
-    check_same_run(resume, run, args.allow_changed or [])
+    check_same_run(resume, run, args.allow_changed or [], engine.keeps_options)
 
     # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)

@@ -32,6 +32,7 @@ class DeepSpeed(Engine):
 
     name = "deepspeed"
     steps_itself = True
+    keeps_options = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
     @classmethod
     def requested(cls, options: Any) -> bool:

@@ -38,6 +38,8 @@ class Engine(ABC):
     """Weights are kept in fp32 by the engine, over processes or in host memory."""
     steps_itself: ClassVar[bool] = False
     """The optimizer runs inside `backward`: a step cannot be skipped or run again."""
+    keeps_options: ClassVar[tuple[str, ...]] = ()
+    """Options that a resumed run has from its checkpoint, whatever is asked for."""
     maps_optimizer: ClassVar[bool] = False
     """A checkpoint's optimizer is read by `torch.load`, which may map the file."""
 

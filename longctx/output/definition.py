@@ -44,6 +44,7 @@ OPTIONS = (
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
     "warmup_steps",
+    "warmup_ratio",
     "label_smoothing_factor",
     "neftune_noise_alpha",
     "average_tokens_across_devices",
@@ -85,10 +86,13 @@ def define(
     return run
 
 
-def check_same_run(checkpoint: Path | None, run: Run, allowed: Collection[str]) -> None:
+def check_same_run(
+    checkpoint: Path | None, run: Run, allowed: Collection[str], kept: Collection[str] = ()
+) -> None:
     """Compares with the definition in the checkpoint; says what is applied.
 
-    Raises UserError for a difference that is not `allowed`, and for an unknown name there.
+    Raises UserError for a difference that is not `allowed`, for one in what the engine keeps from
+    the checkpoint (`kept`), and for an unknown name.
     """
     if unknown := [name for name in allowed if name not in (*NAMES, *APPLIED)]:
         raise UserError(
@@ -105,6 +109,12 @@ def check_same_run(checkpoint: Path | None, run: Run, allowed: Collection[str]) 
         return
     before: Run = manifest["run"]
     changed = differences(before, run)
+    if found := [what for name, what in changed.items() if name in kept]:
+        raise UserError(
+            f"{', '.join(found)} (then and now) cannot be changed: this engine takes it from "
+            f"{checkpoint}; give what it was trained with, or start from its weights with "
+            "--model_name_or_path"
+        )
     refused = {name: what for name, what in changed.items() if name not in allowed}
     refused = {name: what for name, what in refused.items() if name not in applied(run)}
     if refused:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_run import logged, prepare, run
 
+from longctx.engines.plain import Plain
 from longctx.errors import UserError
 
 
@@ -142,3 +143,11 @@ def test_an_optimizer_of_another_kind(flags, copy, change, says) -> None:
     (copy / "checkpoint-4" / "manifest.json").unlink()
     with pytest.raises(UserError, match=rf"is not of this run's kind \({says}"):
         run(flags, copy, *RESUME)
+
+
+def test_what_an_engine_keeps_from_the_checkpoint_cannot_be_changed(flags, copy, monkeypatch):
+    monkeypatch.setattr(Plain, "keeps_options", ("weight_decay",))
+    changed = [*RESUME, "--weight_decay", "0.5", "--allow_changed", "weight_decay"]
+    with pytest.raises(UserError, match=r"weight_decay 0 -> 0.5 .* cannot be changed: this engine"):
+        run(flags, copy, *changed)
+    run(flags, copy, *RESUME, "--learning_rate", "0.001")
