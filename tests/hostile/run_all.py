@@ -56,6 +56,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for row in run(cases, Path(folder), args.servers):
+            place = rf"{re.escape(folder)}/\d+/(?:\d+|base)"
+            row["outcome"] = re.sub(place, "FOLDER", row["outcome"])
             rows.append(row)
             if row["problems"]:
                 problems = "; ".join(row["problems"])
