@@ -97,7 +97,12 @@ def publish(staged: Path, path: Path, run: Mapping[str, Any] | None = None) -> i
     replaces, target = os.path.lexists(path), link_target(path)
     if replaces:
         path.rename(older)
-    staged.rename(path)
+    try:
+        staged.rename(path)
+    except OSError:
+        if replaces:
+            older.rename(path)
+        raise
     _flush(path.parent)
     if target is not None:
         print_rank0(f"{path} was a link to {target}: it is a folder now, {target} stays as it was")

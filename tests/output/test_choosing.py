@@ -29,6 +29,24 @@ def test_publish_replaces_a_folder_whole(tmp_path: Path) -> None:
     assert names == ["final", "final/manifest.json", "final/new"]
 
 
+def test_a_folder_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch) -> None:
+    final, staging = tmp_path / "final", staging_path(tmp_path / "final")
+    for folder in (final, staging):
+        folder.mkdir()
+        (folder / folder.name).touch()
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self == staging:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        publish(staging, final)
+    assert [path.name for path in final.iterdir()] == ["final"]
+
+
 def test_resume_takes_the_newest_or_the_named_checkpoint(tmp_path: Path) -> None:
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
