@@ -7,28 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import logged, prepare, run
+from small_run import logged, run
 
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> list[str]:
-    return [*prepare(tmp_path_factory.mktemp("small")), "--max_steps", "4"]
-
-
-@pytest.fixture(scope="module")
-def finished(flags, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    run(flags, folder)
-    return folder
-
-
-@pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
 
 RESUME = ("--resume_from_checkpoint", "last", "--max_steps", "5")
 

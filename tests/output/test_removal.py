@@ -7,29 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_run import logged, prepare, run
+from small_run import logged, run
 
 from longctx.errors import UserError
 from longctx.output import removal
 from longctx.output.manifest import check_files
 from longctx.output.save import rotate
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> list[str]:
-    return [*prepare(tmp_path_factory.mktemp("small")), "--max_steps", "4"]
-
-
-@pytest.fixture(scope="module")
-def finished(flags, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    run(flags, folder)
-    return folder
-
-
-@pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,30 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paths import PYTHONPATH
-from small_run import prepare, run
+from small_run import run
 from transformers import TrainerState
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError
 from longctx.output.resume import integrity_problem, resolve_resume
 from longctx.run.callbacks import MetricsFile
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> list[str]:
-    return [*prepare(tmp_path_factory.mktemp("small")), "--max_steps", "4"]
-
-
-@pytest.fixture(scope="module")
-def finished(flags, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    run(flags, folder)
-    return folder
-
-
-@pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def test_a_run_that_is_over_says_so(flags, copy, capsys) -> None:
