@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from longctx.config import DataArguments, ModelArguments, expanded
 from longctx.data.cache import cache_path, digest, mark_used, write_text
 from longctx.data.sources import read_documents, stdlib_files
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, one_line, print_rank0
 
 VOCAB_SIZE = 8192
 LARGEST_ID = 2**24
@@ -110,7 +110,7 @@ def _load_backend(path: Path) -> Tokenizer | None:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot parse
-        print_rank0(f"rebuilding the cached tokenizer {path}: {_one_line(error)}")
+        print_rank0(f"rebuilding the cached tokenizer {path}: {one_line(error, 160)}")
         return None
 
 
@@ -138,7 +138,7 @@ def _pretrained(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBas
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also Rust's panics, which are no Exception
-        reason = _one_line(error)
+        reason = one_line(error, 160)
         raise UserError(
             f"no tokenizer could be loaded from {name}: give one with --tokenizer_name ({reason})"
         ) from error
@@ -159,8 +159,3 @@ def _check_ids(path: Path) -> None:
         return  # tokenizers says what is wrong
     if largest > LARGEST_ID:
         raise UserError(f"{path} has a token of id {largest}: give another --tokenizer_name")
-
-
-def _one_line(error: BaseException, width: int = 160) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= width else text[: width - 3] + "..."

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, one_line, print_rank0
 from longctx.output import STAGING
 from longctx.output.save import disk_problem
 
@@ -53,7 +53,7 @@ def _problem(trainer: Any, model: Any, output_dir: Path) -> str | None:
                 f"cannot write to {output_dir} ({reason}): free some space or choose another "
                 "--output_dir"
             ) from error
-        return " ".join(str(error).split())[:200] or type(error).__name__
+        return one_line(error, 200)
     return None
 
 

@@ -224,8 +224,7 @@ def _generation(args: ModelArguments, config: PretrainedConfig) -> GenerationCon
     except OSError:  # most base models have none
         return None
     except Exception as error:  # each of transformers' checks has a type of its own
-        reason = " ".join(str(error).split())[:200]
-        print_rank0(f"{name}: its generation_config.json is left out ({reason})")
+        print_rank0(f"{name}: its generation_config.json is left out ({one_line(error, 200)})")
         return GenerationConfig.from_model_config(config)
     return None
 
