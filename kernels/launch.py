@@ -141,6 +141,8 @@ class Config:
     num_stages: int = 1
     maxnreg: int | None = None
     """Upper limit of registers per thread, so that more programs fit on a multiprocessor."""
+    fp_fusion: bool = True
+    """A product and a sum may be contracted into one instruction, which rounds once."""
 
 
 _tuned: dict[tuple[Any, ...], Config] = {}

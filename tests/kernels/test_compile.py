@@ -28,7 +28,7 @@ def _cases():
     An argument is a pointer type, a constant, or a size. Sizes are those of Llama-3.1-8B,
     configurations those that the public functions choose.
     """
-    from longctx.kernels import cross_entropy, rms_norm, rope, scale, swiglu
+    from longctx.kernels import adamw, cross_entropy, rms_norm, rope, scale, swiglu
     from longctx.kernels.launch import Config
 
     def norm(c, **flags):
@@ -85,6 +85,16 @@ def _cases():
         }
         yield "scale", scale._scale_kernel, t, arguments, Config(block=2048, num_warps=4)
 
+        parts = "*i16" if t == "bf16" else p  # weight and remainder
+        arguments = {
+            **{"weight_ptr": parts, "remainder_ptr": parts, "grad_ptr": p, "scale_ptr": "*fp32"},
+            **{"exp_avg_ptr": "*fp32", "exp_avg_sq_ptr": "*fp32", "numel": 2**28},
+            **{n: "fp32" for n in ("decay", "one_minus_beta1", "one_minus_beta2")},
+            **{"step_size": "fp32", "floor": "fp32", "SPLIT": t == "bf16", "HAS_SCALE": True},
+            "BLOCK": adamw.CONFIG.block,
+        }
+        yield "adamw", adamw._adamw_kernel, t, arguments, adamw.CONFIG
+
         arguments = {
             **{"logits_ptr": "*fp32", "d_logits_ptr": p, "labels_ptr": "*i64"},
             **{"loss_ptr": "*fp32", "scale_ptr": "*fp32", "V": 128256},
@@ -121,6 +131,7 @@ def _compile(kernel, arguments: dict, config, arch: int):
             divisible[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     options = {"num_warps": config.num_warps, "num_stages": 1, "maxnreg": config.maxnreg}
+    options["enable_fp_fusion"] = config.fp_fusion
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
@@ -140,7 +151,9 @@ def _main() -> None:
             registers = int(re.search(r"Used (\d+) registers", log).group(1))
             spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
             row = {"name": name, "dtype": dtype, "arch": arch, "registers": registers}
-            print(json.dumps(row | {"spills": spills, "shared": binary.metadata.shared}))
+            row |= {"spills": spills, "shared": binary.metadata.shared}
+            inexact = re.findall(r"\b(?:fma\.|\w+\.approx|\w+[.\w]*\.ftz)[.\w]*", binary.asm["ptx"])
+            print(json.dumps(row | {"inexact": sorted(set(inexact))}))
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +170,7 @@ def reports() -> list[dict]:
 
 def test_every_kernel_compiles_for_both_architectures(reports):
     names = {"rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward"}
-    names |= {"swiglu_backward", "cross_entropy", "scale"}
+    names |= {"swiglu_backward", "cross_entropy", "scale", "adamw"}
     compiled = {(r["name"].split()[0], r["arch"], r["dtype"]) for r in reports}
     assert compiled == {(n, a, t) for n in names for a in (80, 90) for t in ("bf16", "fp32")}
 
@@ -166,6 +179,12 @@ def test_no_kernel_spills_registers(reports):
     for r in reports:
         assert r["spills"] == [0, 0], r
         assert r["shared"] <= SHARED_BYTES[r["arch"]], r
+
+
+def test_adamw_rounds_as_its_reference_does(reports):
+    """Each operation to nearest: no contraction, no approximation, no denormal flushed to zero."""
+    assert [r["inexact"] for r in reports if r["name"] == "adamw"] == [[]] * 4
+    assert any("fma." in i for r in reports for i in r["inexact"])  # the search finds them
 
 
 if __name__ == "__main__":
