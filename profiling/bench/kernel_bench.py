@@ -11,6 +11,9 @@ ceiling is the rate of the three lm_head products at 8192 tokens, in bf16, one a
 normally distributed operands. Peak extra is what is allocated beyond the inputs: results, gradients
 and workspace.
 
+AdamW steps on the parameters of one layer of Llama-3.1-8B, each implementation over the bytes that
+it moves itself: 26 a parameter for bf16 weights, remainders and gradients, 28 for torch's in fp32.
+
 Matrix products draw all the power the device may have, and their rate falls with the clock. Loss
 and ceiling are therefore timed alike: back to back for `--seconds`, of which the first third is not
 counted. The power depends on the numbers too: with the softmax's gradient in the place of normally
@@ -46,6 +49,7 @@ from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from longctx.kernels.adamw import adamw_, split_master
 from longctx.kernels.cross_entropy import cross_entropy
 from longctx.kernels.rms_norm import rms_norm, rms_norm_reference
 from longctx.kernels.rope import rope, rope_reference
@@ -57,6 +61,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EPS = 4096, 14336, 32, 8, 128, 128256, 1e-5
 OPS = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
 IMPLS = ("longctx", "liger", "compile", "eager", "functional", "cce", "torch_linear_ce")
+LAYER_PARAMETERS = 2 * HIDDEN * (HIDDEN + KV_HEADS * HEAD_DIM) + 3 * HIDDEN * INTERMEDIATE
 UNITS = {"rms_norm": 5.0, "rope": 5.0, "swiglu": 28.0}
 Case = tuple[str, Callable[..., Any]]
 
@@ -307,6 +312,32 @@ def gradient_errors() -> list[dict[str, Any]]:
     return rows
 
 
+def adamw_rows(copy: float, rep_ms: int) -> list[dict[str, Any]]:
+    """One AdamW step on a layer's parameters; `copy` is the copy rate in TB/s."""
+    n, hyper = LAYER_PARAMETERS, {"lr": 1e-5, "eps": 1e-8, "weight_decay": 0.1}
+    master, grad = (torch.randn(n, device="cuda") * s for s in (0.02, 1e-3))
+
+    def longctx() -> Callable[[], None]:
+        state = [*split_master(master), *(torch.zeros_like(master) for _ in "mv"), grad.bfloat16()]
+        clip = torch.ones((), device="cuda")
+        return lambda: adamw_(*state, beta1=0.9, beta2=0.999, step=10, scale=clip, **hyper)
+
+    def torch_fused() -> Callable[[], None]:
+        parameter = master.clone().requires_grad_()
+        parameter.grad = grad
+        return torch.optim.AdamW([parameter], fused=True, **hyper).step
+
+    rows = []
+    for impl, make, bytes_each in (("longctx", longctx, 26), ("torch_fused", torch_fused, 28)):
+        torch.cuda.empty_cache()
+        ms = do_bench(make(), warmup=rep_ms // 4, rep=rep_ms, return_mode="median")
+        rate = bytes_each * n / ms / 1e9
+        row = {"op": "adamw", "impl": impl, "parameters": n, "bytes_per_parameter": bytes_each}
+        rows.append(row | {"ms": ms, "tb_per_s": rate, "fraction": rate / copy})
+        print(f"adamw, {n:,} parameters: {impl:12s}{ms:8.3f} ms{rate:7.2f} TB/s{rate / copy:7.3f}")
+    return rows
+
+
 def chart(rows: list[dict[str, Any]], path: Path) -> None:
     try:
         import matplotlib
@@ -342,7 +373,7 @@ def chart(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--ops", nargs="+", choices=(*OPS, "adamw"), default=(*OPS, "adamw"))
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 8192, 32768, 131072])
     parser.add_argument("--rep-ms", type=int, default=200, help="time for each of the others")
     parser.add_argument("--seconds", type=float, default=1.5, help="for each loss and matmul rate")
@@ -359,7 +390,7 @@ def main() -> None:
     )
     print(f"{'op':22s}{'impl':16s}{'tokens':>8s}   fwd ms  both ms peak GiB    TB/s fraction")
     rows = []
-    for op in options.ops:
+    for op in (op for op in options.ops if op in OPS):
         for impl, function in peers(op):
             if options.impls and impl not in options.impls:
                 continue
@@ -388,14 +419,17 @@ def main() -> None:
                     flush=True,
                 )
     errors = gradient_errors() if "linear_cross_entropy" in options.ops else []
+    adamw = adamw_rows(copy, options.rep_ms) if "adamw" in options.ops else []
 
     ceilings = {
         "copy_tb_per_s": copy,
         "matmul_tflop_per_s": matmul,
         "matmul_own_tflop_per_s": own,
     }
-    write_results(options.out, rows, extra={"ceilings": ceilings, "gradient_errors": errors})
-    chart(rows, options.out.with_suffix(".png"))
+    extra = {"ceilings": ceilings, "gradient_errors": errors, "adamw": adamw}
+    write_results(options.out, rows, extra=extra)
+    if rows:
+        chart(rows, options.out.with_suffix(".png"))
     print(f"wrote {options.out}")
 
 
