@@ -110,7 +110,7 @@ class ModelArguments:
         None, "custom: tokens the token-wise work takes at a time. Default: by length."
     )
     host_memory_gib: float | None = _option(
-        None, "Host memory that activations may use. Default: what is available."
+        None, "Host memory that states and activations may use. Default: what is available."
     )
     tokenizer_name: str | None = _option(
         None, "Tokenizer folder or hub id, when it is not the model's own."
@@ -221,6 +221,21 @@ class TrainArguments(TrainingArguments):
     on_nonfinite: Literal["stop", "skip"] = _option(
         "stop", "A loss or gradient that is not finite: end the run, or leave out the step."
     )
+    optimizer_states: Literal["fp32", "as_weights"] | None = _option(
+        None,
+        "Without an engine. fp32: exact AdamW, fp32 master weights and moments, also of bfloat16 "
+        "weights (its default); as_weights: moments in the dtype of the weights and no master, "
+        "which in bfloat16 loses most of the updates.",
+    )
+    place: Literal["auto", "gpu", "host"] = _option(
+        "auto",
+        "Where weights, gradients and fp32 states live: auto fills the GPU first, block by block; "
+        "weights leave it with --class_type custom only.",
+    )
+    gpu_memory_gib: float | None = _option(
+        None, "GPU memory that the run may use. Default: what is free."
+    )
+    save_fp32: bool = _option(False, "final/ holds the fp32 master weights, of twice the size.")
     peak_tflops: float | None = _option(
         None, "The device's dense peak in TFLOP/s, for MFU. Known for common GPUs."
     )

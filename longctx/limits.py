@@ -64,7 +64,15 @@ RANGES: dict[str, Range] = {
         _NOT_NEGATIVE,
     ),
     **dict.fromkeys(
-        ("num_train_epochs", "logging_steps", "save_steps", "eval_steps", "peak_tflops"), _POSITIVE
+        (
+            "num_train_epochs",
+            "logging_steps",
+            "save_steps",
+            "eval_steps",
+            "peak_tflops",
+            "gpu_memory_gib",
+        ),
+        _POSITIVE,
     ),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
     **dict.fromkeys(("seed", "data_seed"), _SEED),

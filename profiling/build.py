@@ -117,6 +117,8 @@ class PhaseMarks(TrainerCallback):
     Under DeepSpeed the optimizer runs within accelerate's backward, so its engine is asked.
     """
 
+    reads_weights = False
+
     def __init__(self, trainer: LongTrainer, mark: Callable[[str], None]) -> None:
         self.trainer, self.mark = trainer, mark
 

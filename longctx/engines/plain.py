@@ -11,11 +11,12 @@ from longctx.errors import print_rank0
 
 
 class Plain(Engine):
-    """Weights, gradients and Adam in the dtype of the weights, 8 bytes a parameter in bf16."""
+    """In bf16 exact AdamW, its states where they fit (longctx/memory), 14 bytes a parameter."""
 
     name = "plain"
     shards_states = False
     maps_optimizer = True
+    exact_states = True
 
     @classmethod
     def requested(cls, options: Any) -> bool:

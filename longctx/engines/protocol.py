@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, Trainer
 from longctx.config import TrainArguments
 from longctx.engines.collectives import destroy_process_group
 from longctx.errors import UserError
+from longctx.limits import given
 from longctx.memory.plan import pending_bytes
 
 
@@ -40,6 +41,8 @@ class Engine(ABC):
     """The optimizer runs inside `backward`: a step cannot be skipped or run again."""
     keeps_options: ClassVar[tuple[str, ...]] = ()
     """Options that a resumed run has from its checkpoint, whatever is asked for."""
+    exact_states: ClassVar[bool] = False
+    """longctx's own optimizer places and updates the states."""
     maps_optimizer: ClassVar[bool] = False
     """A checkpoint's optimizer is read by `torch.load`, which may map the file."""
 
@@ -68,6 +71,12 @@ class Engine(ABC):
                 "a parallelism_config is not supported (tensor, context, sequence or replicated "
                 "data parallelism): each process trains whole rows, and engines shard over all "
                 "processes"
+            )
+        ours = ("optimizer_states", "place", "gpu_memory_gib", "save_fp32")
+        if not self.exact_states and (asked := [f"--{n}" for n in ours if n in given(args)]):
+            raise UserError(
+                f"{', '.join(asked)}: {self.name} keeps fp32 states itself and decides where: "
+                "leave it out, or run without an engine"
             )
 
     # --- the model ---------------------------------------------------------------------------

@@ -6,7 +6,7 @@ T tokens of a batch, D hidden size, F intermediate size, H query heads of size d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,3 +73,106 @@ def pending_bytes(parameters: Iterable[Tensor]) -> int:
     """What the first step adds on the GPU: gradients and Adam's two moments, in the weights'
     dtype."""
     return 3 * trained_bytes_on_gpu(parameters)
+
+
+# --- model states ----------------------------------------------------------------------------
+
+PIECE = 2**23
+"""Elements that move at a time: 32 MB of a moment, 0.7 ms on the link, long against a launch."""
+RING = 3
+"""Pieces that are on the GPU at a time: one comes, one is updated, one goes."""
+AHEAD = 2
+"""Blocks whose weights are on their way while one computes."""
+Placement = Literal["auto", "gpu", "host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What of a block is on the GPU between its uses; the rest waits on the host."""
+
+    weight: bool = True
+    states: bool = True
+    """The remainder and AdamW's two moments."""
+    grad: bool = True
+
+    @property
+    def all_on_gpu(self) -> bool:
+        return self.weight and self.states and self.grad
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """Bytes of a block, and what may leave the GPU."""
+
+    weight: int
+    states: int
+    grad: int
+    movable: bool
+    """Its weights may."""
+    fixed: bool = False
+    """Nothing may."""
+
+    def on_gpu(self, place: Place) -> int:
+        return sum(getattr(self, kind) for kind in KINDS if getattr(place, kind))
+
+    def on_host(self, place: Place) -> int:
+        return self.weight + self.states + self.grad - self.on_gpu(place)
+
+
+KINDS = ("weight", "grad", "states")
+"""What gets GPU memory first. A byte of weights on the host comes up twice and goes down once a
+step, one of gradients comes and goes once, and so does one of states."""
+
+
+def place_blocks(
+    blocks: Sequence[BlockSizes],
+    free_bytes: int,
+    placement: Placement,
+    *,
+    keeps_gradients: bool = False,
+) -> list[Place]:
+    """Where the tensors of each block live, if `free_bytes` of the GPU may hold them and the
+    buffers they move through. The first blocks stay first: what streams does so behind them.
+
+    `keeps_gradients`: none may leave (several processes average them).
+    """
+    if placement == "gpu" or (
+        placement == "auto" and sum(b.on_gpu(Place()) for b in blocks) <= free_bytes
+    ):
+        return [Place() for _ in blocks]
+
+    def must_stay(block: BlockSizes, kind: str) -> bool:
+        stays = {"weight": not block.movable, "grad": keeps_gradients, "states": False}
+        return block.fixed or stays[kind]
+
+    left = free_bytes - ring_bytes()
+    left -= sum(getattr(b, kind) for kind in KINDS for b in blocks if must_stay(b, kind))
+    if sum(b.weight for b in blocks if b.movable) > left:
+        left -= window_bytes(blocks)
+    left = 0 if placement == "host" else left
+    kept: list[set[str]] = [{kind for kind in KINDS if must_stay(b, kind)} for b in blocks]
+    for kind in KINDS:
+        for block, on_gpu in zip(blocks, kept, strict=True):
+            size = getattr(block, kind)
+            if kind not in on_gpu and size <= left:
+                on_gpu.add(kind)
+                left -= size
+    return [Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in kept]
+
+
+def ring_bytes() -> int:
+    """Two moments, a remainder and a gradient, in words of four bytes."""
+    return RING * PIECE * 4 * 4
+
+
+def window_bytes(blocks: Sequence[BlockSizes]) -> int:
+    """The weights of blocks that stream, at most, while one of them computes."""
+    sizes = [block.weight for block in blocks if block.movable]
+    return max((sum(sizes[i : i + AHEAD + 1]) for i in range(len(sizes))), default=0)
+
+
+def buffer_bytes(blocks: Sequence[BlockSizes], places: Sequence[Place]) -> int:
+    """GPU memory through which those blocks move that are not all on the GPU."""
+    streamed = [b for b, place in zip(blocks, places, strict=True) if not place.weight]
+    moves = any(not place.all_on_gpu for place in places)
+    return moves * ring_bytes() + window_bytes(streamed)

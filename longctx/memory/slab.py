@@ -1,12 +1,14 @@
 """Page-locked host memory of an exact size.
 
-Mapped once and locked by `cudaHostRegister`: torch's pinned allocator rounds each block up to a
-power of two, and takes 3 ms for each in the middle of a step. A process that is forked later, as a
-data loader's worker, has no copy of it: the driver leaves locked memory out of forks
+Mapped once, zero, and locked by `cudaHostRegister`: torch's pinned allocator rounds each block up
+to a power of two, and takes 3 ms for each in the middle of a step. A process that is forked later,
+as a data loader's worker, has no copy of it: the driver leaves locked memory out of forks
 (profiling/results/h100_slab_fork.json: 16 GiB locked, 0.3 GiB in the child, 8 ms).
 """
 
 from __future__ import annotations
+
+import mmap
 
 import torch
 
@@ -18,14 +20,14 @@ class PinnedSlab:
     """Page-locked host memory of exactly `nbytes` bytes (plain memory where there is no GPU)."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.data = torch.empty(nbytes, dtype=torch.uint8)
+        self.data = _zeros(nbytes)
         self._locked = device.type == "cuda" and nbytes > 0
         if self._locked:
             code = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), nbytes, 0))
             if code != 0:
                 self._locked = False
                 raise UserError(
-                    f"cannot page-lock {nbytes / GIB:.1f} GiB of host memory for activations "
+                    f"cannot page-lock {nbytes / GIB:.1f} GiB of host memory "
                     f"(cudaHostRegister: error {code}); check `ulimit -l` and free memory"
                 )
 
@@ -34,3 +36,16 @@ class PinnedSlab:
         if self._locked and torch is not None and torch.cuda is not None:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+
+
+def _zeros(nbytes: int) -> torch.Tensor:
+    """Fresh pages of the kernel's are zero already."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise UserError(
+            f"the host cannot give {nbytes / GIB:.1f} GiB of memory: {error.strerror}"
+        ) from error
+    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +67,8 @@ class ActivationStore:
         self.host_limit_gib = host_limit_gib
         self.layers_on_gpu = 1
         self._pinned = PinnedSlab(0, device)
+        self._lent: Tensor | None = None
+        self._is_free: Callable[[int, int], bool] = _always
         self._stack: list[weakref.ref[Saved]] = []
         self._buffers: list[Tensor] = []
         # Whose backward reads the buffers, and who they are filled for: held by autograd's graph
@@ -86,18 +88,32 @@ class ActivationStore:
         `layer_bytes` is what one layer keeps, `working_bytes` what else will be on the GPU and is
         not yet. A slab that is large enough stays. Raises UserError if host memory is short.
         """
-        offload: Offload = self.offload
         free_bytes = 0
-        if self.device.type != "cuda":
-            offload = "all" if offload == "all" else "none"
-        elif offload == "auto":
-            free_bytes = _free_gpu_bytes(self.device) - working_bytes
-        self.layers_on_gpu = layers_on_gpu(offload, layers, layer_bytes, free_bytes)
+        if self.device.type == "cuda":
+            free_bytes = free_gpu_bytes(self.device) - working_bytes
+        self.layers_on_gpu = self.count_on_gpu(layers, layer_bytes, free_bytes)
         needed_bytes = (layers - self.layers_on_gpu) * layer_bytes
         if needed_bytes > self._slab.numel() and not self._alive():
-            self._check_host(needed_bytes - self._slab.numel())
+            self._check_host(needed_bytes - self._pinned.data.numel())
+            self._lent = None
             self._pinned = PinnedSlab(0, self.device)  # gives the old one back first
             self._pinned = PinnedSlab(needed_bytes, self.device)
+
+    def count_on_gpu(self, layers: int, layer_bytes: int, free_bytes: int) -> int:
+        """How many of the last layers stay on the GPU if `free_bytes` may hold them."""
+        offload: Offload = self.offload
+        if self.device.type != "cuda":
+            offload = "all" if offload == "all" else "none"
+        return layers_on_gpu(offload, layers, layer_bytes, free_bytes)
+
+    def lend(self, slab: Tensor, layers_on_gpu: int, is_free: Callable[[int, int], bool]) -> None:
+        """Uses part of another slab instead of one of its own, as planned beforehand. `is_free`
+        says whether bytes [start, stop) of it may be written."""
+        self._lent, self._is_free, self.layers_on_gpu = slab, is_free, layers_on_gpu
+
+    def used_bytes(self) -> int:
+        """Where the part of a lent slab ends that kept activations need."""
+        return 0 if self._lent is None else _top(self._alive())
 
     def _check_host(self, more_bytes: int) -> None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this machine
@@ -125,8 +141,9 @@ class ActivationStore:
         self._stack = [weakref.ref(s) for s in [*alive, saved]]
         if layers_above < self.layers_on_gpu:
             return saved
-        offset = max((s.offset + s.nbytes for s in alive if s.offset is not None), default=0)
-        if offset + saved.nbytes > self._slab.numel():
+        offset = _top(alive)
+        stop = offset + saved.nbytes
+        if stop > self._slab.numel() or not (self._lent is None or self._is_free(offset, stop)):
             return saved
         saved.offset = offset
         with annotate("offload out"), _after_compute(self._out):
@@ -241,7 +258,7 @@ class ActivationStore:
 
     @property
     def _slab(self) -> Tensor:
-        return self._pinned.data
+        return self._pinned.data if self._lent is None else self._lent
 
     def _alive(self) -> list[Saved]:
         return [s for ref in self._stack if (s := ref()) is not None and not s.used]
@@ -255,6 +272,15 @@ class ActivationStore:
             views.append(self._slab[start : start + size].view(dtype).view(shape))
             start = stop
         return views
+
+
+def _always(start: int, stop: int) -> bool:
+    return True
+
+
+def _top(alive: list[Saved]) -> int:
+    """The slab's first byte above all of them."""
+    return max((s.offset + s.nbytes for s in alive if s.offset is not None), default=0)
 
 
 @contextmanager
@@ -273,7 +299,7 @@ def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:
     return -(-shape.numel() * dtype.itemsize // 512) * 512
 
 
-def _free_gpu_bytes(device: torch.device) -> int:
+def free_gpu_bytes(device: torch.device) -> int:
     """What the driver has free and what torch's allocator holds without using it."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -43,8 +43,14 @@ class Runtime:
         if tokens <= self.reserved_tokens:
             return
         self.reserved_tokens = tokens
+        sizes = self.sizes(model)
+        working_bytes = sizes.working_bytes(tokens, LOGITS_BYTES) + self.pending_bytes(model)
+        self.store.reserve(sizes.layers, sizes.kept_bytes(tokens), working_bytes)
+
+    def sizes(self, model: LlamaForCausalLM) -> Sizes:
+        """The model's dimensions, in the dtype of the activations."""
         config = model.config
-        sizes = Sizes(
+        return Sizes(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -54,8 +60,6 @@ class Runtime:
             itemsize=self.dtype.itemsize,
             keep_attention=self.args.keep_attention,
         )
-        working_bytes = sizes.working_bytes(tokens, LOGITS_BYTES) + self.pending_bytes(model)
-        self.store.reserve(sizes.layers, sizes.kept_bytes(tokens), working_bytes)
 
 
 def _plain_pending(model: PreTrainedModel) -> int:

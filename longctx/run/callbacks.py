@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # once a step; the loss is read there anyway
+            # Once a step; the loss is read there anyway. Updates of states on the host go on.
+            torch.cuda.current_stream().synchronize()
         self.throughput.step_done()
 
 
@@ -119,6 +121,38 @@ def spare_reporters(handler: Any) -> None:
         Reporter(callback)
         if type(callback).__module__.startswith("transformers.integr")
         else callback
+        for callback in handler.callbacks
+    ]
+
+
+class Flushed:
+    """A callback of somebody else's, before which outstanding updates end: it may read weights."""
+
+    def __init__(self, callback: TrainerCallback, flush: Callable[[], None]) -> None:
+        self._callback, self._flush = callback, flush
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._callback, name)
+        if not name.startswith("on_"):
+            return method
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._flush()
+            return method(*args, **kwargs)
+
+        return call
+
+
+def flush_before_others(handler: Any, flush: Callable[[], None]) -> None:
+    """Wraps callbacks that are neither transformers' nor longctx's in `Flushed`, once; but not one
+    that says `reads_weights = False`."""
+
+    def reads_weights(callback: Any) -> bool:
+        known = type(callback).__module__.startswith(("transformers.", "longctx."))
+        return not known and getattr(callback, "reads_weights", True)
+
+    handler.callbacks = [
+        Flushed(callback, flush) if reads_weights(callback) else callback
         for callback in handler.callbacks
     ]
 

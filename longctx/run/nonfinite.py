@@ -52,8 +52,15 @@ class NonFinite:
         self._batches.append(batch)
         self._losses.append(loss)
 
-    def check(self, model: nn.Module, grad_norm: Any, step: int) -> bool:
-        """Whether to skip the step; called when its gradients are there and not yet used.
+    def check(
+        self,
+        model: nn.Module,
+        grad_norm: Any,
+        step: int,
+        broken: Callable[[], str | None] | None = None,
+    ) -> bool:
+        """Whether to skip the step; called when its gradients are there and not yet used. `broken`
+        names the parameter whose gradient broke first, where that is known without another run.
 
         Every process must call it. Raises UserError for a non-finite step if the action is `stop`.
         """
@@ -66,7 +73,7 @@ class NonFinite:
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        cause = explain(model, batches, self.names, again=not self.steps_itself)
+        cause = explain(model, batches, self.names, again=not self.steps_itself, broken=broken)
         line = f"step {step} is not finite: {cause}"
         if self.action == "stop":
             skip = "" if self.steps_itself else ", or skip it with --on_nonfinite skip"
@@ -90,9 +97,16 @@ class NonFinite:
             )
 
 
-def explain(model: nn.Module, batches: Sequence[Batch], names: Names, *, again: bool = True) -> str:
+def explain(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    names: Names,
+    *,
+    again: bool = True,
+    broken: Callable[[], str | None] | None = None,
+) -> str:
     """Where the numbers went wrong, in one line. Every process must call it; gradients are lost.
-    `again`: backward may be run once more.
+    `again`: backward may be run once more. `broken` names the first broken gradient instead.
 
     Processes do the same work and share each finding: a sharded model runs in all or in none.
     """
@@ -101,7 +115,13 @@ def explain(model: nn.Module, batches: Sequence[Batch], names: Names, *, again: 
         for batch in batches
         for i in range(len(batch["input_ids"]))
     ]
-    for look in (_broken_weight, _broken_output, *([_broken_gradient] if again else [])):
+
+    def known_gradient(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
+        name = broken() if broken else None
+        return name and f"first in the gradient of {name}, {_documents(rows, None, names)}"
+
+    gradient = known_gradient if broken else _broken_gradient
+    for look in (_broken_weight, _broken_output, *([gradient] if again else [])):
         causes = [cause for cause in gather_object([look(model, rows, names)]) if cause]
         if causes:
             return causes[0]

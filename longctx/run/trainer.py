@@ -17,6 +17,8 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 from longctx.config import TrainArguments
 from longctx.engines import Engine, choose_engine
 from longctx.errors import print_rank0
+from longctx.memory.optimizer import ExactAdamW
+from longctx.memory.store import free_gpu_bytes
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
 from longctx.output.definition import Run
@@ -38,10 +40,18 @@ from longctx.output.save import (
     try_on_all_ranks,
 )
 from longctx.processes import explained_workers
-from longctx.run.callbacks import Clock, Console, MetricsFile, Reserve, spare_reporters
+from longctx.run.callbacks import (
+    Clock,
+    Console,
+    MetricsFile,
+    Reserve,
+    flush_before_others,
+    spare_reporters,
+)
 from longctx.run.interrupts import Interrupts
 from longctx.run.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
 from longctx.run.nonfinite import Names, NonFinite
+from longctx.run.states import place_states, uses_exact_states
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -88,6 +98,8 @@ class LongTrainer(Trainer):
         self.interrupts = Interrupts()
         self._checkpoint_bytes = 0
         self._skipped_steps = 0
+        self._row_tokens = args.per_device_train_batch_size * seq_len
+        self._exact_wanted = self.engine.exact_states and uses_exact_states(args, model.dtype)
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),
@@ -100,7 +112,7 @@ class LongTrainer(Trainer):
             runtime.pending_bytes = self.engine.pending_bytes
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
-            self.add_callback(Reserve(patched, args.per_device_train_batch_size * seq_len))
+            self.add_callback(Reserve(patched, self._row_tokens))
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
         spare_reporters(self.callback_handler)
@@ -112,6 +124,7 @@ class LongTrainer(Trainer):
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        flush_before_others(self.callback_handler, self.flush)
         with self.interrupts, explained_workers():
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
@@ -120,9 +133,53 @@ class LongTrainer(Trainer):
         self.interrupts.exit_if_stopped(saved=last.is_dir())
         return result
 
+    # --- exact states --------------------------------------------------------------------------
+
+    @property
+    def exact(self) -> ExactAdamW | None:
+        """The run's optimizer if it is ours; None for one of torch's or an engine's."""
+        found = getattr(self.optimizer, "optimizer", self.optimizer)
+        return found if isinstance(found, ExactAdamW) else None
+
+    @overrides
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None and self._exact_wanted:
+            stream = place_states(self.model, self.args, self._row_tokens)
+            last = self.accelerator.gradient_state
+            self.optimizer_cls_and_kwargs = (
+                ExactAdamW,
+                dict(
+                    lr=self.args.learning_rate,
+                    betas=(self.args.adam_beta1, self.args.adam_beta2),
+                    eps=self.args.adam_epsilon,
+                    stream=stream,
+                    is_last=lambda: last.sync_gradients,
+                ),
+            )
+            if self.args.world_size > 1 or any(block.streams for block in stream.blocks):
+                # Else accelerate would bring all weights to the GPU, and DDP make a second copy
+                # of all gradients; ours are averaged as they are taken.
+                model_here: Any = self.model
+                model_here._is_accelerate_prepared = True
+        return super().create_optimizer(model)
+
+    @overrides
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Weights that are too large for the GPU go from host memory to their places directly."""
+        needed = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
+        exact = device.type == "cuda" and uses_exact_states(self.args, model.dtype)
+        if not exact or needed < free_gpu_bytes(device):
+            super()._move_model_to_device(model, device)
+
+    def flush(self) -> None:
+        """Ends updates that wait for their block's next forward: weights may be read."""
+        if self.exact:
+            self.exact.flush()
+
     def _check_update(self) -> None:
         """The next step's loss would tell that an update broke the weights: a save, and the end of
         the run, come before it."""
+        self.flush()
         self.nonfinite.check_update(self.model, self.state.global_step)
 
     @overrides
@@ -171,12 +228,21 @@ class LongTrainer(Trainer):
             grad_norm = self._clip_by_engine(model, math.inf)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         norm = 0.0 if self.args.fp16 else grad_norm  # fp16: the scaler skips overflows by itself
-        if self.nonfinite.check(model, norm, self.state.global_step + 1):
-            model.zero_grad()  # an optimizer without gradients changes nothing
+        broken = self._broken_gradient if self.exact else None
+        if self.nonfinite.check(model, norm, self.state.global_step + 1, broken):
+            model.zero_grad()
+            if self.exact:
+                self.exact.zero_grad()  # an optimizer without gradients changes nothing
             self._skipped_steps += 1
         return grad_norm
 
+    def _broken_gradient(self) -> str | None:
+        assert self.exact is not None
+        return self.exact.broken_gradient()
+
     def _clip_by_engine(self, model: Any, max_norm: float) -> Tensor | None:
+        if self.exact:
+            return self.exact.clip(max_norm)
         return self.engine.clip_grad_norm(self.accelerator, model.parameters(), max_norm)
 
     @overrides

@@ -39,7 +39,10 @@ from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_ca
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP_TOKENS = 8192
 GIB = 2**30
-KEY = ("class_type", "engine", "gpus", "tokens", "layers", "backend", "offload")
+KEY = (
+    *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
+    *("states", "place", "gpu_gib"),
+)
 DEFAULTS: Case = {
     "class_type": "custom",
     "engine": "zero3_cpu",
@@ -48,6 +51,10 @@ DEFAULTS: Case = {
     "layers": 32,
     "backend": "auto",
     "offload": "all",
+    "rows": 1,
+    "states": "fp32",
+    "place": "auto",
+    "gpu_gib": 0,
     "preset": "llama-3.1-8b",
 }
 
@@ -91,14 +98,18 @@ def train_flags(case: Case, longest: int) -> list[str]:
         seq_len=longest,
         extend_context=True,
         log_level="error",
+        per_device_train_batch_size=case["rows"],
     )
     if case["class_type"] == "custom":
         flags["offload_activations"] = case["offload"]
-        flags["host_memory_gib"] = 100
     else:
         flags["gradient_checkpointing_kwargs"] = json.dumps(
             {"use_reentrant": False, "offload": case["offload"] != "none"}
         )
+    if case["engine"] == "plain":
+        flags |= dict(optimizer_states=case["states"], place=case["place"])
+        if case["gpu_gib"]:
+            flags["gpu_memory_gib"] = case["gpu_gib"]
     return [f"--{k}={v}" for k, v in flags.items()] + engine_flags(case["engine"])
 
 
@@ -150,8 +161,8 @@ class Stopwatch:
         """Ends the phase that runs, with what the GPU still does for it, and begins this one."""
         import torch
 
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        if self.on_gpu:  # updates of states on the host go on, until a forward waits for them
+            torch.cuda.current_stream().synchronize()
         now = time.perf_counter()
         if self.phase == "end":
             self.step = dict.fromkeys(self.NAMES.values(), 0.0)

@@ -1,0 +1,115 @@
+"""Gives everything that waits on the host its place in one slab: exactly sized, locked once.
+
+    slab   | weights, moments, remainders of each block | gradients | activations of a step     |
+                                                                    | or gradients of layers    |
+
+A layer's activations live from its forward to its backward, its gradient from its backward to the
+next step's forward: where a step is one batch they share their room. Layer i's gradient begins at i
+times `stride`, the larger of the two, and takes the place of activations that its own backward has
+just read; activations below it are those of lower layers, above it there are none any more. Both
+sides look before they write (`has_room`, `is_free`), for loops that run several forwards at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longctx.memory.plan import Place
+from longctx.memory.slab import PinnedSlab
+from longctx.memory.states import Block, BlockSpec
+from longctx.memory.store import ActivationStore
+
+LINE = 512
+"""Everything begins at a multiple of so many bytes."""
+
+
+class HostRoom:
+    """What of the host a model's states and activations need, and its slab."""
+
+    def __init__(
+        self,
+        specs: Sequence[BlockSpec],
+        places: Sequence[Place],
+        *,
+        accumulates: bool,
+        activation_bytes: int = 0,
+        layer_bytes: int = 0,
+    ) -> None:
+        """`activation_bytes` is what all layers keep on the host, `layer_bytes` what one keeps;
+        `accumulates`: a step has several batches, and gradients outlive a forward."""
+        sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
+        self.blocks = [Block(spec, place) for spec, place in zip(specs, places, strict=True)]
+        self._grad_dtype = torch.float32 if accumulates else None  # the weights'
+        layers = {
+            block: (block.spec.layer, size.grad)
+            for block, size in zip(self.blocks, sizes, strict=True)
+            if block.spec.layer is not None and not block.place.grad and not accumulates
+        }
+        stride = _lines(max([layer_bytes, *(grad for _, grad in layers.values())]))
+        self._starts = {block: stride * layer for block, (layer, _) in layers.items()}
+        """Where in the shared part a layer's gradient begins."""
+        ends = [stride * (layer + 1) for layer, _ in layers.values()]
+        self.shared_bytes = max([activation_bytes, *ends])
+        self.states_bytes = sum(
+            size.on_host(block.place) - (size.grad if block in layers else 0) + 5 * LINE
+            for block, size in zip(self.blocks, sizes, strict=True)  # five tensors, rounded up
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.states_bytes + self.shared_bytes
+
+    def settle(
+        self, device: torch.device, store: ActivationStore | None, layers_on_gpu: int
+    ) -> None:
+        """Locks the slab and moves every block to its place. Raises UserError where the host has
+        too little memory."""
+        self._slab = PinnedSlab(self.nbytes if self._is_used else 0, device)
+        self._used = 0
+        shared = self._slab.data[self.states_bytes :]
+        for block in self.blocks:
+            block.settle(device, self._take, self._gradient(block, shared))
+        if store is not None:
+            store.lend(shared, layers_on_gpu, self._is_free)
+            for block, start in self._starts.items():
+                block.has_room = partial(_ends_below, store, start)
+
+    @property
+    def _is_used(self) -> bool:
+        return self.shared_bytes > 0 or not all(block.place.all_on_gpu for block in self.blocks)
+
+    def _gradient(self, block: Block, shared: Tensor) -> Tensor | None:
+        """Room for a gradient that waits on the host."""
+        if block.place.grad:
+            return None
+        dtype = self._grad_dtype or block.dtype
+        if block not in self._starts:
+            return self._take(block.trained_numel, dtype)
+        start = self._starts[block]
+        return shared[start : start + block.trained_numel * dtype.itemsize].view(dtype)
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        start, nbytes = self._used, numel * dtype.itemsize
+        self._used += _lines(nbytes)
+        assert self._used <= self.states_bytes, "the slab was sized too small"
+        return self._slab.data[start : start + nbytes].view(dtype)
+
+    def _is_free(self, start: int, stop: int) -> bool:
+        """Whether activations may be written to these bytes of the shared part."""
+        for block, begin in self._starts.items():
+            if block.grad_is_on_host and block.host_grad is not None:
+                if start < begin + block.host_grad.nbytes and begin < stop:
+                    return False
+        return True
+
+
+def _ends_below(store: ActivationStore, start: int) -> bool:
+    return store.used_bytes() <= start
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // LINE) * LINE

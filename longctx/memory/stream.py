@@ -1,0 +1,269 @@
+"""The stream of model states over the link to the host, beside the computation.
+
+A block (states.py) of which something waits on the host is brought to the GPU before it is used. If
+an update of it is outstanding, it is made on the way, piece by piece through a ring of three
+buffers (w weight, m v r states, g gradient; only what is on the host moves):
+
+    up       w m v r g | w m v r g | w m v r g | ...      host -> GPU, 2^23 elements a piece
+    update             | adamw     | adamw     | ...      kernels/adamw.py
+    down                           | w m v r   | ...      GPU -> host
+
+so that both directions of the link and the computation are busy at once, and no block takes more of
+the GPU than its weights. Weights that live on the host are on the GPU for the block that computes
+and the AHEAD next ones; those of a finished block are dropped.
+
+Lanes wait for each other's marks; the process waits in `flush` alone. A tensor is let go only when
+the computation has waited for the last copy out of it, so that its memory may be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.annotate import annotate
+from longctx.kernels.adamw import adamw_
+from longctx.memory.plan import AHEAD, PIECE, RING
+from longctx.memory.states import Block, Step
+
+
+class Lane:
+    """A CUDA stream. On the CPU its work is done at once, and there is nothing to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after(self, *marks: Any) -> Iterator[None]:
+        """Work that starts when all the marks are reached."""
+        if self.stream is None:
+            yield
+            return
+        for mark in marks:
+            if mark is not None:
+                self.stream.wait_event(mark)
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> Any:
+        """The end of what the lane was given so far."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class Compute:
+    """The lane of forward and backward: the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Any:
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.current_stream(self.device).record_event() if on_gpu else None
+
+    def wait(self, mark: Any) -> None:
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+
+class Slot:
+    """A buffer of the ring: room on the GPU for what a piece has on the host."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._words = torch.empty(4, numel, dtype=torch.float32, device=device)
+        self.free: Any = None
+        """Marks when the piece before has left."""
+
+    def part(self, row: int, like: Tensor) -> Tensor:
+        return self._words[row].view(like.dtype)[: like.numel()]
+
+
+class StateStream:
+    """Moves and updates the blocks of one model, in the order in which forward uses them."""
+
+    def __init__(self, blocks: Sequence[Block], device: torch.device, piece: int = PIECE) -> None:
+        self.blocks, self.device, self.piece = list(blocks), device, piece
+        self.compute = Compute(device)
+        self.up, self.update, self.down = Lane(device), Lane(device), Lane(device)
+        self._order = [block for block in blocks if block.spec.modules]
+        self._layers = [block for block in self._order if block.spec.layer is not None]
+        self._ring: list[Slot] = []
+        for block in self._order:
+            for module in block.spec.modules:
+                self._attach(block, module)
+
+    # --- what forward and backward ask for -----------------------------------------------------
+
+    def _attach(self, block: Block, module: nn.Module) -> None:
+        def before_forward(module: nn.Module, args: Any) -> None:
+            self.need(block)
+
+        def before_backward(grad: Tensor) -> None:
+            self.need(block, backward=True)
+
+        def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and output.requires_grad:
+                output.register_hook(before_backward)
+
+        module.register_forward_pre_hook(before_forward)
+        if block.streams and block.spec.layer is not None:
+            module.register_forward_hook(after_forward)
+
+    def need(self, block: Block, *, backward: bool = False) -> None:
+        """What is computed from here on may read the block's weights, updated."""
+        if block.update is not None or block.is_away:
+            self.bring(block)
+        following = self._following(block, backward)
+        for other in self._order:
+            if other.streams and not other.is_away and other not in (block, *following):
+                self.drop(other)
+        self.wait(block)
+        for other in following:
+            if other.update is not None or other.is_away:
+                self.bring(other)
+
+    def _following(self, block: Block, backward: bool) -> list[Block]:
+        if backward:
+            return self._layers[: self._layers.index(block)][::-1][:AHEAD]
+        following = self._order[self._order.index(block) + 1 :]
+        if torch.is_grad_enabled():  # backward begins with the last layer
+            following = following + self._layers[::-1]
+        return following[:AHEAD]
+
+    def wait(self, block: Block) -> None:
+        """The computation waits for the block's update and arrival."""
+        self.compute.wait(block.ready)
+        block.ready = None
+        block.moving = []
+        if block.reads_host_grad:
+            block.grad_is_on_host = block.reads_host_grad = False
+
+    # --- moving --------------------------------------------------------------------------------
+
+    def begin_updates(self) -> None:
+        """Starts outstanding updates: all that need no room for weights, and the first that do."""
+        room = AHEAD + 1
+        for block in self.blocks:
+            if block.update is not None and (not block.streams or room > 0):
+                room -= block.streams
+                self.bring(block)
+
+    def bring(self, block: Block) -> None:
+        """Starts the block's way to the GPU and its outstanding update."""
+        steps, block.update = block.update or {}, None
+        if block.place.all_on_gpu:
+            for i, step in steps.items():
+                whole = block.ranges[i]
+                self._adamw(block, i, whole, block.states_at(i, whole), step.grad, step)
+            return
+        begin, arrives = self.compute.mark(), block.is_away
+        if arrives:
+            block.arrive(torch.empty(block.numel, dtype=block.dtype, device=self.device))
+        with annotate("states"):
+            for i in range(len(block.parameters)):
+                if arrives or i in steps:
+                    for piece in block.pieces(i, self.piece):
+                        self._move(block, i, piece, steps.get(i), arrives, (begin, block.written))
+        block.moving = [step.grad for step in steps.values() if step.grad is not None]
+        with self.update.after(self.up.mark()):
+            block.ready = self.update.mark()
+        if steps:
+            block.written = self.down.mark()
+            block.reads_host_grad = any(step.grad is None for step in steps.values())
+
+    def _move(
+        self,
+        block: Block,
+        i: int,
+        piece: slice,
+        step: Step | None,
+        arrives: bool,
+        begin: tuple[Any, ...],
+    ) -> None:
+        """One piece of the i-th parameter: up, update, down."""
+        weight = block.weight_at(i, piece)
+        homes = block.states_at(i, piece) if step else []
+        states, grad = homes, None
+        slot = self.next_slot() if step and not block.place.states else None
+        if step and step.grad is None and slot is None:
+            slot = self.next_slot()
+        with self.up.after(*begin, slot and slot.free):
+            if arrives:
+                assert block.host_weight is not None
+                weight.copy_(block.host_weight[piece], non_blocking=True)
+            if step and not block.place.states:
+                assert slot is not None
+                states = [slot.part(row, home) for row, home in enumerate(homes)]
+                for state, home in zip(states, homes, strict=True):
+                    state.copy_(home, non_blocking=True)
+            if step and step.grad is None:
+                assert slot is not None and block.host_grad is not None
+                grad = slot.part(3, block.host_grad[piece])
+                grad.copy_(block.host_grad[piece], non_blocking=True)
+            arrived = self.up.mark()
+        if step is None:
+            return
+        if step.grad is not None:
+            grad = block.grad_at(i, piece, step.grad)
+        with self.update.after(arrived):
+            self._adamw(block, i, piece, states, grad, step)
+            updated = self.update.mark()
+        with self.down.after(updated):
+            if states is not homes:
+                for state, home in zip(states, homes, strict=True):
+                    home.copy_(state, non_blocking=True)
+            if block.streams:
+                assert block.host_weight is not None
+                block.host_weight[piece].copy_(weight, non_blocking=True)
+            if slot is not None:
+                slot.free = self.down.mark()
+
+    def _adamw(
+        self,
+        block: Block,
+        i: int,
+        piece: slice,
+        states: list[Tensor],
+        grad: Tensor | None,
+        step: Step,
+    ) -> None:
+        assert grad is not None
+        exp_avg, exp_avg_sq, *remainder = states
+        adamw_(
+            block.weight_at(i, piece),
+            remainder[0] if remainder else None,
+            exp_avg,
+            exp_avg_sq,
+            grad.view(-1),
+            **step.options,
+        )
+
+    def next_slot(self) -> Slot:
+        if len(self._ring) < RING:
+            self._ring.append(Slot(self.piece, self.device))
+        else:
+            self._ring.append(self._ring.pop(0))
+        return self._ring[-1]
+
+    def drop(self, block: Block) -> None:
+        """Lets go of weights whose home is the host."""
+        self.wait(block)
+        self.compute.wait(block.written)
+        block.leave()
+
+    def flush(self) -> None:
+        """Ends all that is outstanding: then weights and states may be read, on the host too."""
+        for block in self.blocks:
+            if block.update is not None:
+                self.bring(block)
+            if block.streams and not block.is_away:
+                self.drop(block)
+            self.wait(block)
+        self.down.synchronize()

@@ -1,0 +1,53 @@
+"""A model's parameters in blocks, as longctx/memory moves them: embedding, decoder layers, lm_head.
+
+Works for every transformers model with a decoder: what is in no block (norms, biases, parameters of
+another dtype, towers of other modalities) is in a last one that stays on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from longctx.memory.states import BlockSpec
+
+
+def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
+    """The blocks in the order in which forward uses them; `movable`: weights may wait on the host.
+
+    A tied lm_head is the embedding's block, and stays on the GPU: forward needs it at both ends.
+    """
+    names = {p: name for name, p in model.named_parameters()}
+    dtype = model.get_input_embeddings().weight.dtype
+    taken: set[nn.Parameter] = set()
+
+    def block(name: str, modules: Iterable[nn.Module], layer: int | None, movable: bool) -> Any:
+        modules = list(modules)
+        inside = [p for module in modules for p in module.parameters()]
+        mine = {names[p]: p for p in inside if p not in taken and _is_large(p, dtype)}
+        taken.update(mine.values())
+        return BlockSpec(name=name, parameters=mine, modules=modules, layer=layer, movable=movable)
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    ends = [embedding, head] if tied else [embedding]
+    blocks = [block("embedding", ends, None, movable and not tied)]
+    for i, layer in enumerate(decoder_layers(model)):
+        blocks.append(block(f"layer {i}", [layer], i, movable))
+    if head is not None and not tied:
+        blocks.append(block("lm_head", [head], None, movable))
+    rest = {name: p for p, name in names.items() if p not in taken}
+    blocks.append(BlockSpec(name="norms and the rest", parameters=rest))
+    return [block for block in blocks if block.parameters]
+
+
+def decoder_layers(model: Any) -> Iterable[nn.Module]:
+    """Empty for a model whose layers are not a list called `layers`."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return getattr(decoder, "layers", None) or []
+
+
+def _is_large(parameter: nn.Parameter, dtype: Any) -> bool:
+    return parameter.dim() > 1 and parameter.dtype == dtype
