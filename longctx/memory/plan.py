@@ -77,8 +77,8 @@ def pending_bytes(parameters: Iterable[Tensor]) -> int:
 
 # --- model states ----------------------------------------------------------------------------
 
-PIECE = 2**23
-"""Elements that move at a time: 32 MB of a moment, 0.7 ms on the link, long against a launch."""
+PIECE = 2**24
+"""Elements that move at a time: 64 MB of a moment, 1.4 ms on the link, long against a launch."""
 RING = 3
 """Pieces that are on the GPU at a time: one comes, one is updated, one goes."""
 AHEAD = 2

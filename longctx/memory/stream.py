@@ -130,12 +130,14 @@ class StateStream:
                 self.bring(other)
 
     def _following(self, block: Block, backward: bool) -> list[Block]:
+        """The next blocks that move, or are moving."""
         if backward:
-            return self._layers[: self._layers.index(block)][::-1][:AHEAD]
-        following = self._order[self._order.index(block) + 1 :]
-        if torch.is_grad_enabled():  # backward begins with the last layer
-            following = following + self._layers[::-1]
-        return following[:AHEAD]
+            following = self._layers[: self._layers.index(block)][::-1]
+        else:
+            following = self._order[self._order.index(block) + 1 :]
+            if torch.is_grad_enabled():  # backward begins with the last layer
+                following = following + self._layers[::-1]
+        return [b for b in following if b.streams or b.update or b.ready][:AHEAD]
 
     def wait(self, block: Block) -> None:
         """The computation waits for the block's update and arrival."""
@@ -148,11 +150,12 @@ class StateStream:
     # --- moving --------------------------------------------------------------------------------
 
     def begin_updates(self) -> None:
-        """Starts outstanding updates: all that need no room for weights, and the first that do."""
-        room = AHEAD + 1
+        """Starts the first outstanding updates; forward starts the others as it goes on."""
+        started = 0
         for block in self.blocks:
-            if block.update is not None and (not block.streams or room > 0):
-                room -= block.streams
+            at_once = block.place.all_on_gpu or not block.spec.modules
+            if block.update is not None and (at_once or started <= AHEAD):
+                started += not at_once
                 self.bring(block)
 
     def bring(self, block: Block) -> None:

@@ -146,8 +146,11 @@ def test_one_step_of_torch_fused(step):
     hyper = DEFAULTS | {"step": step}
     p, m, v = (x.clone() for x in before[:3])
     adamw_(p, None, m, v, before[3], **hyper)
-    fused = _torch_step(*before, fused=True, **hyper)
-    assert_a_step_of_torch(p, fused[0], before, **hyper)
+    # Against fp64: at step 10 the fused kernel's bias corrections, in fp32, are off by 13 ulp.
+    truth = _torch_step(*(x.double() for x in before), **hyper)[0]
+    fused = _torch_step(*before, fused=True, **hyper)[0]
+    assert_a_step_of_torch(p, truth, before, **hyper)
+    assert relative_error(p, truth) <= relative_error(fused, truth)
 
 
 def test_100_steps_are_closer_to_fp64_than_those_of_torch():
