@@ -76,8 +76,9 @@ def main(argv: list[str] | None = None) -> None:
         output_dir = open_output_dir(args)
         lock = lock_folder(output_dir) if args.process_index == 0 else None
         check_output_dir(output_dir, args, resume)
+        dtype = compute_dtype(model_args, args.device)
         size_bytes = weights_bytes(model_args, config, args.device)
-        check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args), args)
+        check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args, dtype), args)
 
     # 3. Data: documents -> tokens -> packed rows of seq_len.
     def rows(files: list[str] | None):

@@ -201,6 +201,7 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
         "a GaLore or APOLLO as --optim",
         lambda m, d, t: t.optim.startswith(("galore", "apollo")),
     ),
+    ("gpu_memory_gib", "a GPU", lambda m, d, t: t.device.type == "cuda"),
     (_DDP, "several processes: accelerate launch", lambda m, d, t: t.world_size > 1),
     ("fsdp_config", "--fsdp true", lambda m, d, t: t.fsdp),
 )

@@ -16,7 +16,7 @@ ALLOWED = {
     "engines": {"memory"},
     "model": {"memory", "kernels"},
     "data": set(),
-    "memory": set(),
+    "memory": {"kernels"},
     "kernels": set(),
 }
 """Room -> rooms it may import. All may import the files beside the rooms (config, errors, ...)."""

@@ -141,7 +141,7 @@ class DeepSpeed(Engine):
         for step in range(1, steps + 1):
             optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *options, *number)
 
-    def checkpoint_copies(self, args: TrainArguments) -> int:
+    def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
         """The model's weights as well; all states in fp32."""
         return 1 + 3 * (2 if args.bf16 or args.fp16 else 1)
 

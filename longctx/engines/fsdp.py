@@ -127,7 +127,7 @@ class FSDP2(Engine):
             return None
         return f"{checkpoint} holds no {missing[0]} and cannot be resumed: start from another one"
 
-    def checkpoint_copies(self, args: TrainArguments) -> int:
+    def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
         """All three in fp32."""
         return 3 * (2 if args.bf16 or args.fp16 else 1)
 

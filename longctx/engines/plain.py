@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from longctx.config import TrainArguments
 from longctx.engines.protocol import Engine
 from longctx.errors import print_rank0
@@ -37,6 +39,12 @@ class Plain(Engine):
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         # transformers would start both from zero where one is missing.
+        exact = any(checkpoint.glob("optimizer.*.safetensors"))
+        if exact and args.optimizer_states == "as_weights":
+            return (
+                f"{checkpoint} holds exact fp32 states, which --optimizer_states as_weights would "
+                "round: leave it out"
+            )
         missing = [name for name in ("optimizer", "scheduler") if not _holds(checkpoint, name)]
         if not missing:
             return None
@@ -44,6 +52,19 @@ class Plain(Engine):
             f"{checkpoint} holds no {missing[0]} (--save_only_model?) and cannot be resumed: start "
             "from its weights with --model_name_or_path"
         )
+
+    def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
+        """12 bytes for 2 of bf16 where states are exact."""
+        exact = dtype == torch.bfloat16 and args.optimizer_states != "as_weights"
+        return 6 if exact else super().checkpoint_copies(args, dtype)
+
+    def save_model(self, trainer: Any, path: Path, dtype: torch.dtype) -> None:
+        if not trainer.args.save_fp32 or trainer.exact is None:
+            return super().save_model(trainer, path, dtype)
+        weights = trainer.exact.masters(trainer.model)
+        if trainer.args.should_save:
+            trainer.model.config.dtype = torch.float32
+            trainer._save(str(path), weights)
 
 
 def _holds(checkpoint: Path, name: str) -> bool:

@@ -125,8 +125,9 @@ class Engine(ABC):
         """Called when a checkpoint's states are loaded: restores what they do not hold."""
         return None
 
-    def checkpoint_copies(self, args: TrainArguments) -> int:
-        """Size of a checkpoint in copies of the model's weights: themselves and Adam's moments."""
+    def checkpoint_copies(self, args: TrainArguments, dtype: torch.dtype) -> int:
+        """Size of a checkpoint in copies of the model's weights, of `dtype`: themselves and Adam's
+        moments."""
         return 3
 
     def save_model(self, trainer: Any, path: Path, dtype: torch.dtype) -> None:

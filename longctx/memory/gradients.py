@@ -182,6 +182,10 @@ class Gradients:
                     return block, i
         return None
 
+    def tensors(self) -> list[Tensor]:
+        """Those on the GPU."""
+        return [*self._on_gpu.values(), *(grad for *_, grad in self._leaving)]
+
     def take(self) -> dict[Place, Tensor | None]:
         """All gradients, None for those on the host; a new step begins."""
         taken: dict[Place, Tensor | None] = {**self._on_gpu, **self._on_host}

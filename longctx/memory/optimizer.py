@@ -185,6 +185,8 @@ class ExactAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the states of this optimizer, or of torch's AdamW or Adam: then the master weights
         are the weights. The options of the groups stay. Raises ValueError for other states."""
+        if not state_dict["state"] and not self.steps:
+            return
         self.flush()
         parameters = [p for group in self.param_groups for p in group["params"]]
         groups = [[*group["params"]] for group in state_dict["param_groups"]]
@@ -217,6 +219,19 @@ class ExactAdamW(torch.optim.Optimizer):
             home.copy_(given.reshape(-1))
         if states:
             self.steps[parameter] = int(states["step"])
+
+    def masters(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's state dict in fp32, on the host: 4 bytes a parameter."""
+        weights: dict[int, Tensor] = {}  # tied ones once
+        found = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, nn.Parameter):
+                found[name] = tensor.cpu()
+                continue
+            if id(tensor) not in weights:
+                weights[id(tensor)] = self.master(tensor).cpu()
+            found[name] = weights[id(tensor)]
+        return found
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The parameter's weights in fp32, exact, on its device. Call `flush` first."""

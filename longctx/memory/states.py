@@ -197,9 +197,9 @@ class Block:
         return states
 
     def tensors(self) -> list[Tensor]:
-        """All that the block holds besides its parameters' own tensors."""
-        flat = [self.exp_avg, self.exp_avg_sq, self.remainder, self.weight, self.host_weight]
-        return [tensor for tensor in [*flat, *self.moving] if tensor is not None]
+        """The states, and what an update on its way still reads."""
+        states = [self.exp_avg, self.exp_avg_sq, self.remainder, *self.moving]
+        return [tensor for tensor in states if tensor is not None]
 
 
 def _always() -> bool:

@@ -59,6 +59,7 @@ APPLIED = (
     "eval_steps",
     "class_type",
     "attn_backend",
+    "optimizer_states",
 )
 DATA, MODEL, PROCESSES = "data", "model", "num_processes"
 NAMES = (*OPTIONS, DATA, MODEL, PROCESSES)

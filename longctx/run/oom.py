@@ -80,7 +80,7 @@ def explained_oom_of_weights(engine: Engine, model_args: ModelArguments) -> Iter
         asked = "the weights" if asked_gib is None else f"{asked_gib:.2f} GiB more"
         lines = [f"out of memory while the model is loaded: {asked} did not fit"]
         if not engine.shards_states:
-            lines.append("  --deepspeed ds_configs/zero3_cpu.json: weights wait in host memory")
+            lines.append("  --place host: weights wait in host memory (class_type custom)")
         if model_args.dtype == "float32":
             lines.append("  --dtype bfloat16: weights of half the size")
         lines.append("  nvidia-smi shows whether other processes hold the GPU's memory")
@@ -207,12 +207,15 @@ def holders(trainer: LongTrainer) -> dict[str, int]:
     parameters = list(model.parameters())
     optimizer: Any = trainer.optimizer
     states = getattr(optimizer, "state", None) or {}
+    gradients: list[Any] = [p.grad for p in parameters]
+    values = [value for state in states.values() for value in state.values()]
+    if trainer.exact:
+        gradients += trainer.exact.gradients.tensors()
+        values += [tensor for block in trainer.exact.stream.blocks for tensor in block.tensors()]
     held = {
         "weights": _bytes([*parameters, *model.buffers()], device),
-        "gradients": _bytes((p.grad for p in parameters), device),
-        "optimizer": _bytes(
-            (value for state in states.values() for value in state.values()), device
-        ),
+        "gradients": _bytes(gradients, device),
+        "optimizer": _bytes(values, device),
     }
     if patched := patched_part(model):
         held["kept activations"] = _bytes(patched.longctx.store.tensors_on_gpu(), device)
@@ -271,9 +274,11 @@ def advice(
         if model_args.tile_tokens is None or model_args.tile_tokens > 2048:
             add("--tile_tokens 2048", "the MLP in smaller tiles")
     states = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer"))
-    if not trainer.engine.shards_states:
-        does = "weights and optimizer wait in host memory"
-        add("--deepspeed ds_configs/zero3_cpu.json", does, states)
+    if trainer.exact and args.place != "host":
+        what = "weights and states wait" if model_args.class_type == "custom" else "states wait"
+        add("--place host, or a lower --gpu_memory_gib", f"{what} in host memory", states)
+    elif not trainer.engine.shards_states and not trainer.exact:
+        add("--optimizer_states fp32 --place host", "states wait in host memory", states)
     if model_args.dtype == "float32":
         add("--dtype bfloat16", "weights, gradients and states of half the size", states / 2)
     if args.per_device_train_batch_size > 1:

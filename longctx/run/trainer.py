@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, ProgressCallback, Trainer
+from transformers import PreTrainedModel, ProgressCallback
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 
 from longctx.config import TrainArguments
 from longctx.engines import Engine, choose_engine
 from longctx.errors import print_rank0
-from longctx.memory.optimizer import ExactAdamW
-from longctx.memory.store import free_gpu_bytes
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
 from longctx.output.definition import Run
@@ -39,6 +36,7 @@ from longctx.output.save import (
     rotate,
     try_on_all_ranks,
 )
+from longctx.output.states import state_files
 from longctx.processes import explained_workers
 from longctx.run.callbacks import (
     Clock,
@@ -48,26 +46,13 @@ from longctx.run.callbacks import (
     flush_before_others,
     spare_reporters,
 )
+from longctx.run.exact import ExactTrainer, overrides
 from longctx.run.interrupts import Interrupts
 from longctx.run.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
 from longctx.run.nonfinite import Names, NonFinite
-from longctx.run.states import place_states, uses_exact_states
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def overrides(method: Method) -> Method:
-    """Marks a method that stands in for one of Trainer's own; one that is gone there would silently
-    never be called, so that is an error when this file is imported."""
-    if not callable(getattr(Trainer, method.__name__, None)):
-        raise ImportError(
-            f"transformers {transformers.__version__} has no Trainer.{method.__name__}, which "
-            "longctx overrides: install the version that pyproject.toml names"
-        )
-    return method
-
-
-class LongTrainer(Trainer):
+class LongTrainer(ExactTrainer):
     """Trainer whose logged lines carry tokens/s, MFU and peak memory (`metrics.py`)."""
 
     args: TrainArguments
@@ -85,11 +70,17 @@ class LongTrainer(Trainer):
     ) -> None:
         """`seq_len` is the longest row; `document_names` names the records that rows carry as
         `documents`, for errors; `run` is what checkpoints record of what defines the run."""
-        super().__init__(model=model, args=args, **kwargs)
+        self.engine = engine or choose_engine(args)
+        super().__init__(
+            model=model,
+            args=args,
+            exact=self.engine.exact_states,
+            row_tokens=args.per_device_train_batch_size * seq_len,
+            **kwargs,
+        )
         self._dtype = model.dtype  # FSDP2 makes fp32 of it
         self._staging: Path | None = None
         self._run = run
-        self.engine = engine or choose_engine(args)
         self.engine.configure(self, args)
         names = document_names or (lambda numbers: [f"record {number}" for number in numbers])
         self.nonfinite = NonFinite(
@@ -98,8 +89,6 @@ class LongTrainer(Trainer):
         self.interrupts = Interrupts()
         self._checkpoint_bytes = 0
         self._skipped_steps = 0
-        self._row_tokens = args.per_device_train_batch_size * seq_len
-        self._exact_wanted = self.engine.exact_states and uses_exact_states(args, model.dtype)
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),
@@ -112,7 +101,7 @@ class LongTrainer(Trainer):
             runtime.pending_bytes = self.engine.pending_bytes
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
-            self.add_callback(Reserve(patched, self._row_tokens))
+            self.add_callback(Reserve(patched, self.row_tokens))
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
         spare_reporters(self.callback_handler)
@@ -132,49 +121,6 @@ class LongTrainer(Trainer):
         last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         self.interrupts.exit_if_stopped(saved=last.is_dir())
         return result
-
-    # --- exact states --------------------------------------------------------------------------
-
-    @property
-    def exact(self) -> ExactAdamW | None:
-        """The run's optimizer if it is ours; None for one of torch's or an engine's."""
-        found = getattr(self.optimizer, "optimizer", self.optimizer)
-        return found if isinstance(found, ExactAdamW) else None
-
-    @overrides
-    def create_optimizer(self, model: Any = None) -> Any:
-        if self.optimizer is None and self._exact_wanted:
-            stream = place_states(self.model, self.args, self._row_tokens)
-            last = self.accelerator.gradient_state
-            self.optimizer_cls_and_kwargs = (
-                ExactAdamW,
-                dict(
-                    lr=self.args.learning_rate,
-                    betas=(self.args.adam_beta1, self.args.adam_beta2),
-                    eps=self.args.adam_epsilon,
-                    stream=stream,
-                    is_last=lambda: last.sync_gradients,
-                ),
-            )
-            if self.args.world_size > 1 or any(block.streams for block in stream.blocks):
-                # Else accelerate would bring all weights to the GPU, and DDP make a second copy
-                # of all gradients; ours are averaged as they are taken.
-                model_here: Any = self.model
-                model_here._is_accelerate_prepared = True
-        return super().create_optimizer(model)
-
-    @overrides
-    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Weights that are too large for the GPU go from host memory to their places directly."""
-        needed = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
-        exact = device.type == "cuda" and uses_exact_states(self.args, model.dtype)
-        if not exact or needed < free_gpu_bytes(device):
-            super()._move_model_to_device(model, device)
-
-    def flush(self) -> None:
-        """Ends updates that wait for their block's next forward: weights may be read."""
-        if self.exact:
-            self.exact.flush()
 
     def _check_update(self) -> None:
         """The next step's loss would tell that an update broke the weights: a save, and the end of
@@ -228,17 +174,13 @@ class LongTrainer(Trainer):
             grad_norm = self._clip_by_engine(model, math.inf)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         norm = 0.0 if self.args.fp16 else grad_norm  # fp16: the scaler skips overflows by itself
-        broken = self._broken_gradient if self.exact else None
+        broken = self.exact.broken_gradient if self.exact else None
         if self.nonfinite.check(model, norm, self.state.global_step + 1, broken):
             model.zero_grad()
             if self.exact:
                 self.exact.zero_grad()  # an optimizer without gradients changes nothing
             self._skipped_steps += 1
         return grad_norm
-
-    def _broken_gradient(self) -> str | None:
-        assert self.exact is not None
-        return self.exact.broken_gradient()
 
     def _clip_by_engine(self, model: Any, max_norm: float) -> Tensor | None:
         if self.exact:
@@ -363,12 +305,20 @@ class LongTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        if state_files(Path(checkpoint)):
+            self.load_exact(Path(checkpoint))
+            return
+        if self.exact:
+            print_rank0(
+                f"{checkpoint} holds states of torch's AdamW: they go on in fp32, and the weights "
+                "as they are become the fp32 master"
+            )
         asked = group_options(self.optimizer)
         base_lrs = list(getattr(self.lr_scheduler, "base_lrs", ()))
         mapped = mapped_files() if self.engine.maps_optimizer else nullcontext()
         with explained_damage(checkpoint), mapped:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if not self.engine.steps_itself:
+        if not self.engine.steps_itself and not self.exact:
             apply_options(self.optimizer, asked, Path(checkpoint))
         apply_learning_rate(self.lr_scheduler, base_lrs)
         self.engine.resumed(self)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from paths import PYTHONPATH
 
 from longctx.config import TrainArguments
@@ -93,7 +94,7 @@ def test_disk_space_for_weights_and_adam_states(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(free=free_mib["value"] * 2**20)
     )
-    copies = Plain().checkpoint_copies(arguments(tmp_path))
+    copies = Plain().checkpoint_copies(arguments(tmp_path), torch.float32)
     check_disk_space(tmp_path, 2**20, copies, arguments(tmp_path))
     free_mib["value"] = 3
     with pytest.raises(UserError, match="no space for the checkpoint"):
@@ -101,7 +102,7 @@ def test_disk_space_for_weights_and_adam_states(tmp_path: Path, monkeypatch) -> 
     check_disk_space(tmp_path, 2**20, copies, arguments(tmp_path, save_only_model=True))
     args = arguments(tmp_path)
     args.bf16, free_mib["value"] = True, 6
-    copies = FSDP2().checkpoint_copies(args)  # of a bf16 model: weights and Adam are in fp32
+    copies = FSDP2().checkpoint_copies(args, torch.bfloat16)  # weights and Adam are in fp32
     with pytest.raises(UserError, match="no space for the checkpoint"):
         check_disk_space(tmp_path, 2**20, copies, args)
     free_mib["value"] = 7

@@ -19,8 +19,6 @@ OWN = {
     "__init__",
     "save_final",
     "_check_update",
-    "_broken_gradient",
-    "flush",
     "_clip_by_engine",
     "_log_skipped",
     "_forget_staging",

@@ -1,0 +1,147 @@
+"""Trainer with exact AdamW (longctx/memory): it is made where its states belong, saved and loaded
+block by block, and nobody sees an update that still waits for its block's next forward.
+
+Such an update ends, `flush`, before weights are saved or looked at as a whole, and before a
+callback that is neither transformers' nor longctx's (callbacks.py). A forward, of an evaluation
+too, needs no flush: each block's update ends before its module runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import SCHEDULER_NAME
+
+from longctx.config import TrainArguments
+from longctx.errors import UserError
+from longctx.memory.optimizer import ExactAdamW
+from longctx.memory.store import free_gpu_bytes
+from longctx.output.resume import apply_learning_rate, explained_damage
+from longctx.output.states import read_states, write_states
+from longctx.run.states import place_states, uses_exact_states
+
+SHARD_BYTES = 4 * 10**9
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def overrides(method: Method) -> Method:
+    """Marks a method that stands in for one of Trainer's own; one that is gone there would silently
+    never be called, so that is an error when this file is imported."""
+    if not callable(getattr(Trainer, method.__name__, None)):
+        raise ImportError(
+            f"transformers {transformers.__version__} has no Trainer.{method.__name__}, which "
+            "longctx overrides: install the version that pyproject.toml names"
+        )
+    return method
+
+
+class ExactTrainer(Trainer):
+    """Trains with `ExactAdamW` where the options ask for it, else as Trainer does."""
+
+    args: TrainArguments
+
+    def __init__(
+        self,
+        *,
+        model: PreTrainedModel,
+        args: TrainArguments,
+        exact: bool,
+        row_tokens: int,
+        **kw: Any,
+    ) -> None:
+        """`exact` allows exact states (an engine may have its own); `row_tokens` are those of the
+        largest batch."""
+        self._wants_exact = exact and uses_exact_states(args, model.dtype)
+        self.row_tokens = row_tokens
+        super().__init__(model=model, args=args, **kw)
+
+    @property
+    def exact(self) -> ExactAdamW | None:
+        """The run's optimizer if it is ours; None for one of torch's or an engine's."""
+        found = getattr(self.optimizer, "optimizer", self.optimizer)
+        return found if isinstance(found, ExactAdamW) else None
+
+    @overrides
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None and self._wants_exact:
+            stream = place_states(self.model, self.args, self.row_tokens)
+            last = self.accelerator.gradient_state
+            self.optimizer_cls_and_kwargs = (
+                ExactAdamW,
+                dict(
+                    lr=self.args.learning_rate,
+                    betas=(self.args.adam_beta1, self.args.adam_beta2),
+                    eps=self.args.adam_epsilon,
+                    stream=stream,
+                    is_last=lambda: last.sync_gradients,
+                ),
+            )
+            if self.args.world_size > 1 or any(block.streams for block in stream.blocks):
+                self._keep_from_accelerate()
+        return super().create_optimizer(model)
+
+    def _keep_from_accelerate(self) -> None:
+        """Or it would bring all weights to the GPU, and DDP make a second copy of all gradients;
+        ours are averaged as they are taken."""
+        if self.args.bf16 or self.args.torch_compile:
+            raise UserError(
+                "--bf16 and --torch_compile wrap the model, which is impossible with exact states "
+                "of several processes or with weights on the host: leave them out"
+            )
+        model: Any = self.model
+        model._is_accelerate_prepared = True
+
+    @overrides
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Weights that are too large for the GPU go from host memory to their places directly."""
+        needed = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
+        exact = device.type == "cuda" and self._wants_exact
+        if not exact or needed < free_gpu_bytes(device):
+            super()._move_model_to_device(model, device)
+
+    def flush(self) -> None:
+        """Ends updates that wait for their block's next forward: weights may be read."""
+        if self.exact:
+            self.exact.flush()
+
+    def load_exact(self, checkpoint: Path) -> None:
+        if self.exact is None:
+            raise UserError(
+                f"{checkpoint} holds exact fp32 states: resume with --optimizer_states fp32"
+            )
+        assert self.lr_scheduler is not None
+        base_lrs = list(getattr(self.lr_scheduler, "base_lrs", ()))
+        with explained_damage(checkpoint):
+            read_states(self.exact, checkpoint)
+            self.lr_scheduler.load_state_dict(
+                torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
+            )
+        apply_learning_rate(self.lr_scheduler, base_lrs)
+
+    @overrides
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.exact is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            assert self.lr_scheduler is not None
+            write_states(self.exact, Path(output_dir))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    @overrides
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """In shards: what lies on the GPU is copied to the host a shard at a time."""
+        model: Any = self.model
+        if self.exact is None or not isinstance(model, PreTrainedModel):
+            return super()._save(output_dir, state_dict)
+        sharded: Any = partial(model.save_pretrained, max_shard_size=SHARD_BYTES)
+        vars(model)["save_pretrained"] = sharded
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            del vars(model)["save_pretrained"]
