@@ -50,9 +50,18 @@ class Sizes:
     def working_bytes(self, tokens: int, logits_bytes: int) -> int:
         """What backward holds besides: five units, the loss's workspace, and the fp32 gradient of
         an MLP or, before it, of lm_head."""
-        widest = max(3 * self.intermediate, self.vocab)
-        units_bytes = 5 * tokens * self.hidden * self.itemsize
-        return units_bytes + 4 * self.hidden * widest + logits_bytes
+        return max(self.layer_bytes(tokens), self.loss_bytes(tokens, logits_bytes))
+
+    def loss_bytes(self, tokens: int, logits_bytes: int) -> int:
+        """While the loss is computed: its workspace and lm_head's fp32 gradient."""
+        return self._units(tokens) + 4 * self.hidden * self.vocab + logits_bytes
+
+    def layer_bytes(self, tokens: int) -> int:
+        """While a layer's backward runs: the fp32 gradients of its MLP, and one rounded."""
+        return self._units(tokens) + 4 * self.hidden * 4 * self.intermediate
+
+    def _units(self, tokens: int) -> int:
+        return 5 * tokens * self.hidden * self.itemsize
 
 
 def layers_on_gpu(offload: Offload, layers: int, layer_bytes: int, free_bytes: int) -> int:
@@ -83,6 +92,8 @@ RING = 3
 """Pieces that are on the GPU at a time: one comes, one is updated, one goes."""
 AHEAD = 2
 """Blocks whose weights are on their way while one computes."""
+MOVING = 4
+"""Blocks that may be on their way at all: what is launched waits in queues that are not endless."""
 Placement = Literal["auto", "gpu", "host"]
 
 
@@ -130,15 +141,17 @@ def place_blocks(
     placement: Placement,
     *,
     keeps_gradients: bool = False,
+    before_gradients: int = 0,
 ) -> list[Place]:
     """Where the tensors of each block live, if `free_bytes` of the GPU may hold them and the
     buffers they move through. The first blocks stay first: what streams does so behind them.
 
-    `keeps_gradients`: none may leave (several processes average them).
+    `keeps_gradients`: none may leave (several processes average them). `before_gradients` is what
+    a step needs, besides, only while it has no gradients yet: they take its place.
     """
-    if placement == "gpu" or (
-        placement == "auto" and sum(b.on_gpu(Place()) for b in blocks) <= free_bytes
-    ):
+    gradients = sum(block.grad for block in blocks)
+    everything = sum(b.on_gpu(Place()) for b in blocks) - min(gradients, before_gradients)
+    if placement == "gpu" or (placement == "auto" and everything <= free_bytes):
         return [Place() for _ in blocks]
 
     def must_stay(block: BlockSizes, kind: str) -> bool:
@@ -154,9 +167,11 @@ def place_blocks(
     for kind in KINDS:
         for block, on_gpu in zip(blocks, kept, strict=True):
             size = getattr(block, kind)
-            if kind not in on_gpu and size <= left:
+            free = min(size, before_gradients) if kind == "grad" else 0
+            if kind not in on_gpu and size - free <= left:
                 on_gpu.add(kind)
-                left -= size
+                left -= size - free
+                before_gradients -= free
     return [Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in kept]
 
 

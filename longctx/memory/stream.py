@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from longctx.annotate import annotate
 from longctx.kernels.adamw import adamw_
-from longctx.memory.plan import AHEAD, PIECE, RING
+from longctx.memory.plan import AHEAD, MOVING, PIECE, RING
 from longctx.memory.states import Block, Step
 
 
@@ -95,6 +95,8 @@ class StateStream:
         self._order = [block for block in blocks if block.spec.modules]
         self._layers = [block for block in self._order if block.spec.layer is not None]
         self._ring: list[Slot] = []
+        self._begun: Any = None
+        """Marks when the gradients of the outstanding updates were there."""
         for block in self._order:
             for module in block.spec.modules:
                 self._attach(block, module)
@@ -137,7 +139,9 @@ class StateStream:
             following = self._order[self._order.index(block) + 1 :]
             if torch.is_grad_enabled():  # backward begins with the last layer
                 following = following + self._layers[::-1]
-        return [b for b in following if b.streams or b.update or b.ready][:AHEAD]
+        moving = [b for b in following if b.streams or b.update or b.ready][:MOVING]
+        room = [b for b in moving if b.streams][AHEAD:]
+        return moving[: moving.index(room[0])] if room else moving
 
     def wait(self, block: Block) -> None:
         """The computation waits for the block's update and arrival."""
@@ -151,6 +155,7 @@ class StateStream:
 
     def begin_updates(self) -> None:
         """Starts the first outstanding updates; forward starts the others as it goes on."""
+        self._begun = self.compute.mark()
         started = 0
         for block in self.blocks:
             at_once = block.place.all_on_gpu or not block.spec.modules
@@ -166,8 +171,9 @@ class StateStream:
                 whole = block.ranges[i]
                 self._adamw(block, i, whole, block.states_at(i, whole), step.grad, step)
             return
-        begin, arrives = self.compute.mark(), block.is_away
-        if arrives:
+        begin, arrives = self._begun, block.is_away
+        if arrives:  # in memory that the computation may have used until now
+            begin = self.compute.mark()
             block.arrive(torch.empty(block.numel, dtype=block.dtype, device=self.device))
         with annotate("states"):
             for i in range(len(block.parameters)):

@@ -70,10 +70,18 @@ def place_states(
     sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
     budget = _gpu_budget(model, args) if free_bytes is None else free_bytes
     room = budget - working_bytes(model, tokens)
-    places = place_blocks(sizes, room, args.place, keeps_gradients=several)
-    needed = buffer_bytes(sizes, places) + sum(
+    places = place_blocks(
+        sizes,
+        room,
+        args.place,
+        keeps_gradients=several,
+        before_gradients=0 if accumulates else before_gradients(model, tokens),
+    )
+    lasting = buffer_bytes(sizes, places) + sum(
         size.on_gpu(place) for size, place in zip(sizes, places, strict=True)
     )
+    fleeting = sum(s.grad for s, place in zip(sizes, places, strict=True) if place.grad)
+    needed = lasting - (0 if accumulates else min(fleeting, before_gradients(model, tokens)))
     if args.place != "gpu" and needed > room:
         raise UserError(_too_small(budget, needed + budget - room, patched is not None))
 
@@ -82,10 +90,8 @@ def place_states(
     if patched is not None:
         runtime = patched.longctx
         store, layer_bytes = runtime.store, runtime.sizes(patched).kept_bytes(tokens)
-        lasting = needed
-        if not accumulates and not several:  # gradients come as activations go
-            kept = [s.grad for s, place in zip(sizes, places, strict=True) if place.grad]
-            lasting -= sum(kept)
+        if not accumulates:  # gradients come as activations go
+            lasting -= fleeting
         on_gpu = store.count_on_gpu(layers, layer_bytes, room - lasting + layer_bytes)
         runtime.reserved_tokens = tokens
     host = HostRoom(
@@ -125,6 +131,15 @@ def working_bytes(model: Any, tokens: int) -> int:
     layer = 2 * (12 * config.hidden_size + 6 * config.intermediate_size) * model.dtype.itemsize
     kept = len(list(decoder_layers(model))) * config.hidden_size * model.dtype.itemsize
     return tokens * (layer + kept + 10 * config.vocab_size)
+
+
+def before_gradients(model: Any, tokens: int) -> int:
+    """What of it is needed only until the first layers' gradients are there."""
+    patched = patched_part(model)
+    if patched is None:
+        return 0
+    sizes = patched.longctx.sizes(patched)
+    return max(0, sizes.loss_bytes(tokens, LOGITS_BYTES) - sizes.layer_bytes(tokens))
 
 
 def _gpu_budget(model: nn.Module, args: TrainArguments) -> int:
