@@ -57,8 +57,10 @@ class Sizes:
         return self._units(tokens) + 4 * self.hidden * self.vocab + logits_bytes
 
     def layer_bytes(self, tokens: int) -> int:
-        """While a layer's backward runs: the fp32 gradients of its MLP, and one rounded."""
-        return self._units(tokens) + 4 * self.hidden * 4 * self.intermediate
+        """While a layer's backward runs: the fp32 gradients of its MLP, one of them rounded, and a
+        tile's gate, up and product."""
+        tile = min(tokens, default_tile_tokens(tokens)) * self.itemsize
+        return self._units(tokens) + (4 * 4 * self.hidden + 3 * tile) * self.intermediate
 
     def _units(self, tokens: int) -> int:
         return 5 * tokens * self.hidden * self.itemsize

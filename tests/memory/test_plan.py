@@ -43,7 +43,7 @@ def test_backward_works_in_five_units_and_lm_heads_gradient() -> None:
     working_gib = LLAMA_8B.working_bytes(131072, logits_bytes=GIB) / GIB
     assert working_gib == pytest.approx(5 + 1.957 + 1, abs=0.001)
     wide = replace(LLAMA_8B, intermediate=65536)
-    assert wide.working_bytes(1, 0) == 5 * 4096 * 2 + 4 * 4096 * 4 * 65536
+    assert wide.working_bytes(1, 0) == 5 * 4096 * 2 + (4 * 4 * 4096 + 3 * 2) * 65536
 
 
 @pytest.mark.parametrize(
