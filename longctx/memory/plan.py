@@ -39,6 +39,8 @@ class Sizes:
     itemsize: int
     """Bytes of one activation."""
     keep_attention: bool
+    tile_tokens: int | None = None
+    """None: by length."""
 
     def kept_bytes(self, tokens: int) -> int:
         """What one layer keeps from forward to backward: x, and o with its log-sum-exp."""
@@ -59,7 +61,7 @@ class Sizes:
     def layer_bytes(self, tokens: int) -> int:
         """While a layer's backward runs: the fp32 gradients of its MLP, one of them rounded, and a
         tile's gate, up and product."""
-        tile = min(tokens, default_tile_tokens(tokens)) * self.itemsize
+        tile = min(tokens, self.tile_tokens or default_tile_tokens(tokens)) * self.itemsize
         return self._units(tokens) + (4 * 4 * self.hidden + 3 * tile) * self.intermediate
 
     def _units(self, tokens: int) -> int:

@@ -59,6 +59,7 @@ class Runtime:
             vocab=config.vocab_size,
             itemsize=self.dtype.itemsize,
             keep_attention=self.args.keep_attention,
+            tile_tokens=self.args.tile_tokens,
         )
 
 

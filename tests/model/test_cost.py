@@ -142,6 +142,7 @@ def sizes_of(model: LlamaForCausalLM) -> Sizes:
         head_dim=d,
         vocab=V,
         itemsize=4,
+        tile_tokens=64,
         keep_attention=model.longctx.args.keep_attention,
     )
 
