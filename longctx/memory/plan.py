@@ -154,9 +154,13 @@ def place_blocks(
     for kind in KINDS:
         for block, on_gpu in zip(blocks, kept, strict=True):
             size = getattr(block, kind)
-            if kind not in on_gpu and size <= left:
+            if kind in on_gpu:
+                continue
+            if size <= left:
                 on_gpu.add(kind)
                 left -= size
+            elif kind == "weight":
+                break  # the window is of blocks that follow each other
     return [Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in kept]
 
 
