@@ -54,10 +54,11 @@ def anywhere(draw: random.Random) -> Where:
 
 
 @cache
-def _llama(dtype: torch.dtype, tied: bool) -> LlamaForCausalLM:
+def _llama(dtype: torch.dtype, tied: bool, layers: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=64, num_hidden_layers=3)
-    return LlamaForCausalLM(tiny_config(tie_word_embeddings=tied, **sizes)).to(dtype)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    config = tiny_config(tie_word_embeddings=tied, num_hidden_layers=layers, **heads)
+    return LlamaForCausalLM(config).to(dtype)
 
 
 def llama(
@@ -65,12 +66,13 @@ def llama(
     device: str | torch.device = "cpu",
     *,
     tied: bool = False,
+    layers: int = 3,
     class_type: str = "custom",
     **settings: Any,
 ) -> LlamaForCausalLM:
-    """Three layers; every call gives the same weights. On a GPU attention is the one that repeats
+    """Every call gives the same weights. On a GPU attention is the one that repeats
     itself bit by bit."""
-    model = copy.deepcopy(_llama(dtype, tied)).to(device).train()
+    model = copy.deepcopy(_llama(dtype, tied, layers)).to(device).train()
     if class_type == "custom":
         backend = "auto" if torch.device(device).type == "cpu" else "math"
         settings = dict(attn_backend=backend, tile_tokens=40) | settings
@@ -107,15 +109,16 @@ def place(
     specs: Sequence[BlockSpec] | None = None,
     accumulates: bool = False,
     layers_on_gpu: int | None = None,
+    tokens: int = TOKENS,
     piece: int = PIECE,
 ) -> Placed:
     """`specs` are a Llama's own unless given. Of a patched one the last `layers_on_gpu` layers keep
-    their activations on the GPU (None: all)."""
+    their activations on the GPU (None: all); the longest batch has `tokens`."""
     runtime, device = getattr(module, "longctx", None), next(module.parameters()).device
     specs = state_blocks(module, movable=runtime is not None) if specs is None else specs
     layers = sum(spec.layer is not None for spec in specs)
     on_gpu = layers if layers_on_gpu is None else layers_on_gpu
-    layer_bytes = runtime.sizes(module).kept_bytes(TOKENS) if runtime else 0
+    layer_bytes = runtime.sizes(module).kept_bytes(tokens) if runtime else 0
     room = HostRoom(
         specs,
         [where(spec) for spec in specs],
@@ -124,17 +127,17 @@ def place(
         layer_bytes=layer_bytes,
     )
     if runtime:
-        runtime.reserved_tokens = TOKENS
+        runtime.reserved_tokens = tokens
     room.settle(device, runtime.store if runtime else None, on_gpu)
     return Placed(module=module, room=room, stream=StateStream(room.blocks, device, piece))
 
 
-def batch(step: int, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """A row of two documents; the longest rows have TOKENS tokens."""
+def batch(step: int, device: str | torch.device = "cpu", rows: int = 1) -> dict[str, Tensor]:
+    """Rows of two documents; the longest have TOKENS tokens."""
     tokens = TOKENS - 7 * (step % 3)
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(331, (1, tokens), generator=generator)
-    positions = torch.cat([torch.arange(n) for n in (20, tokens - 20)])[None]
+    ids = torch.randint(331, (rows, tokens), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in (20, tokens - 20)]).repeat(rows, 1)
     labels = ids.masked_fill(positions < 5, -100)
     inputs = {"input_ids": ids, "labels": labels, "position_ids": positions}
     return {name: x.to(device) for name, x in inputs.items()} | {"use_cache": False}
