@@ -47,6 +47,8 @@ class Gradients:
         self._blocks: Sequence[Block] = stream.blocks
         self._on_gpu: dict[Place, Tensor] = {}
         self._on_host: dict[Place, None] = {}
+        self._arrived: dict[Place, None] = {}
+        """All of them, in the order of backward."""
         self._leaving: deque[tuple[object, int, Tensor]] = deque()
         self._reducing: deque[tuple[Place, Tensor, dist.Work]] = deque()
         self._first_piece: dict[Place, int] = {}
@@ -59,7 +61,7 @@ class Gradients:
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
     def __len__(self) -> int:
-        return len(self._on_gpu) + len(self._on_host)
+        return len(self._arrived)
 
     # --- from backward -------------------------------------------------------------------------
 
@@ -71,11 +73,11 @@ class Gradients:
             if place in self._on_host and block.host_grad.dtype == torch.float32:
                 self._add_on_host(place, grad)
                 return
-            if place not in self._on_gpu and self._leave(place, grad):
+            if place not in self._arrived and self._leave(place, grad):
+                self._arrived[place] = None
                 return
-        earlier = self._on_gpu.pop(place, None)
-        if earlier is None and self._on_host.pop(place, 0) is None:
-            earlier = self._back(place)
+        self._arrived[place] = None
+        earlier = self._back(place) if place in self._on_host else self._on_gpu.pop(place, None)
         if earlier is not None:
             grad = (earlier if earlier.dtype == torch.float32 else earlier.float()).add_(grad)
         self._on_gpu[place] = grad
@@ -144,9 +146,10 @@ class Gradients:
         block, i = place
         assert block.host_grad is not None
         self._stream.compute.wait(self._stream.down.mark())
-        return (
-            block.host_grad[block.ranges[i]].to(self._stream.device).view(block.parameters[i].shape)
-        )
+        grad = block.host_grad[block.ranges[i]].to(self._stream.device)
+        del self._on_host[place]
+        block.grad_is_on_host = any(other is block for other, _ in self._on_host)
+        return grad.view(block.parameters[i].shape)
 
     # --- over processes ------------------------------------------------------------------------
 
@@ -175,11 +178,10 @@ class Gradients:
     def broken(self) -> Place | None:
         """Where the first gradient is that is not finite, in the order of backward."""
         finite = self._norms.isfinite().tolist()
-        for block in reversed(self._blocks):
-            for i in range(len(block.parameters)):
-                first = self._first_piece[block, i]
-                if not all(finite[first : first + len(block.pieces(i, self._stream.piece))]):
-                    return block, i
+        for block, i in self._arrived:
+            first = self._first_piece[block, i]
+            if not all(finite[first : first + len(block.pieces(i, self._stream.piece))]):
+                return block, i
         return None
 
     def tensors(self) -> list[Tensor]:
@@ -190,7 +192,7 @@ class Gradients:
         """All gradients, None for those on the host; a new step begins."""
         taken: dict[Place, Tensor | None] = {**self._on_gpu, **self._on_host}
         self._stream.compute.wait(self._stream.down.mark())
-        self._on_gpu, self._on_host = {}, {}
+        self._on_gpu, self._on_host, self._arrived = {}, {}, {}
         self._leaving.clear()
         self._norms.zero_()
         return taken

@@ -49,7 +49,7 @@ class ExactAdamW(torch.optim.Optimizer):
         """`stream` has the blocks that hold the parameters; `is_last` says whether the batch whose
         backward runs is the step's last one (several processes average gradients then).
 
-        Raises ValueError for a trained parameter that is in no block.
+        Raises ValueError for a parameter that is frozen or in no block.
         """
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, defaults)
@@ -63,11 +63,14 @@ class ExactAdamW(torch.optim.Optimizer):
             parameter: (block, i)
             for block in stream.blocks
             for i, parameter in enumerate(block.parameters)
+            if parameter.requires_grad
         }
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._places:
-                    raise ValueError(f"a parameter of {tuple(parameter.shape)} is in no block")
+                    raise ValueError(
+                        f"a parameter of {tuple(parameter.shape)} is frozen or in no block"
+                    )
                 parameter.register_post_accumulate_grad_hook(self._capture)
 
     # --- a step ------------------------------------------------------------------------------
@@ -205,11 +208,12 @@ class ExactAdamW(torch.optim.Optimizer):
         """One parameter's states, of any shape and floating type; none: as before its first step.
         Raises ValueError for those of another optimizer or parameter."""
         homes = self.states_of(parameter)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            if states and name not in states:
+                raise ValueError(f"the states have no {name}: they are not AdamW's")
         for name, home in homes.items():
             given = states.get(name)
             if given is None:
-                if states and name != "remainder":
-                    raise ValueError(f"the states have no {name}: they are not AdamW's")
                 home.zero_()
                 continue
             if given.numel() != home.numel():
@@ -217,6 +221,7 @@ class ExactAdamW(torch.optim.Optimizer):
                     f"{name} has {tuple(given.shape)}, its parameter {tuple(parameter.shape)}"
                 )
             home.copy_(given.reshape(-1))
+        self.steps.pop(parameter, None)
         if states:
             self.steps[parameter] = int(states["step"])
 

@@ -171,11 +171,15 @@ def place_blocks(
     for kind in KINDS:
         for block, on_gpu in zip(blocks, kept, strict=True):
             size = getattr(block, kind)
+            if kind in on_gpu:
+                continue
             free = min(size, before_gradients) if kind == "grad" else 0
-            if kind not in on_gpu and size - free <= left:
+            if size - free <= left:
                 on_gpu.add(kind)
                 left -= size - free
                 before_gradients -= free
+            elif kind == "weight":
+                break  # the window is of blocks that follow each other
     return [Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in kept]
 
 

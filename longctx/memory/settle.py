@@ -55,8 +55,9 @@ class HostRoom:
         ends = [stride * (layer + 1) for layer, _ in layers.values()]
         self.shared_bytes = max([activation_bytes, *ends])
         self.states_bytes = sum(
-            size.on_host(block.place) - (size.grad if block in layers else 0) + 5 * LINE
+            _lines(size.on_host(block.place) - (size.grad if block in layers else 0)) + 4 * LINE
             for block, size in zip(self.blocks, sizes, strict=True)  # five tensors, rounded up
+            if not block.place.all_on_gpu
         )
 
     @property
@@ -68,7 +69,7 @@ class HostRoom:
     ) -> None:
         """Locks the slab and moves every block to its place. Raises UserError where the host has
         too little memory."""
-        self._slab = PinnedSlab(self.nbytes if self._is_used else 0, device)
+        self._slab = PinnedSlab(self.nbytes, device)
         self._used = 0
         shared = self._slab.data[self.states_bytes :]
         for block in self.blocks:
@@ -77,10 +78,6 @@ class HostRoom:
             store.lend(shared, layers_on_gpu, self._is_free)
             for block, start in self._starts.items():
                 block.has_room = partial(_ends_below, store, start)
-
-    @property
-    def _is_used(self) -> bool:
-        return self.shared_bytes > 0 or not all(block.place.all_on_gpu for block in self.blocks)
 
     def _gradient(self, block: Block, shared: Tensor) -> Tensor | None:
         """Room for a gradient that waits on the host."""

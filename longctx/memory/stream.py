@@ -104,8 +104,10 @@ class StateStream:
     # --- what forward and backward ask for -----------------------------------------------------
 
     def _attach(self, block: Block, module: nn.Module) -> None:
+        last = module is not block.spec.modules[0]  # a tied lm_head
+
         def before_forward(module: nn.Module, args: Any) -> None:
-            self.need(block)
+            self.need(block, last=last)
 
         def before_backward(grad: Tensor) -> None:
             self.need(block, backward=True)
@@ -118,11 +120,12 @@ class StateStream:
         if block.streams and block.spec.layer is not None:
             module.register_forward_hook(after_forward)
 
-    def need(self, block: Block, *, backward: bool = False) -> None:
-        """What is computed from here on may read the block's weights, updated."""
+    def need(self, block: Block, *, backward: bool = False, last: bool = False) -> None:
+        """What is computed from here on may read the block's weights, updated. `last`: no other
+        block follows in forward."""
         if block.update is not None or block.is_away:
             self.bring(block)
-        following = self._following(block, backward)
+        following = self._following(block, backward, last)
         for other in self._order:
             if other.streams and not other.is_away and other not in (block, *following):
                 self.drop(other)
@@ -131,17 +134,18 @@ class StateStream:
             if other.update is not None or other.is_away:
                 self.bring(other)
 
-    def _following(self, block: Block, backward: bool) -> list[Block]:
+    def _following(self, block: Block, backward: bool, last: bool) -> list[Block]:
         """The next blocks that move, or are moving."""
         if backward:
             following = self._layers[: self._layers.index(block)][::-1]
         else:
-            following = self._order[self._order.index(block) + 1 :]
+            following = [] if last else self._order[self._order.index(block) + 1 :]
             if torch.is_grad_enabled():  # backward begins with the last layer
                 following = following + self._layers[::-1]
-        moving = [b for b in following if b.streams or b.update or b.ready][:MOVING]
-        room = [b for b in moving if b.streams][AHEAD:]
-        return moving[: moving.index(room[0])] if room else moving
+        others = dict.fromkeys(b for b in following if b is not block)
+        moving = [b for b in others if b.streams or b.update or b.ready][:MOVING]
+        full = [b for b in moving if b.streams][AHEAD:]
+        return moving[: moving.index(full[0])] if full else moving
 
     def wait(self, block: Block) -> None:
         """The computation waits for the block's update and arrival."""

@@ -6,16 +6,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from longctx.config import ModelArguments
 from longctx.memory.plan import (
     GIB,
+    BlockSizes,
+    Place,
     Sizes,
+    buffer_bytes,
     default_head_groups,
     default_tile_tokens,
     layers_on_gpu,
     pending_bytes,
+    place_blocks,
+    ring_bytes,
+    window_bytes,
 )
 from longctx.model.patch import patch
 from longctx.run.loading import load_config
@@ -75,6 +83,134 @@ def test_only_trained_parameters_on_a_gpu_are_pending() -> None:
         torch.zeros(3, 5).as_subclass(OnGpu).requires_grad_(t) for t in (True, False)
     )
     assert pending_bytes([trained, frozen, torch.zeros(7, requires_grad=True)]) == 3 * 15 * 4
+
+
+# --- model states ----------------------------------------------------------------------------
+
+UNIT = 2**28
+RING_BYTES = 3 * UNIT
+"""Three pieces of 2^24 elements with 16 bytes each."""
+
+
+def block(weight: int, movable: bool = True, fixed: bool = False) -> BlockSizes:
+    """In bf16; `weight` in units."""
+    size = weight * UNIT
+    return BlockSizes(weight=size, states=5 * size, grad=size, movable=movable, fixed=fixed)
+
+
+FIXED = block(7, movable=False, fixed=True)
+
+
+LAYERS = [block(100) for _ in range(4)]
+MODEL = [block(300), *LAYERS, block(300), FIXED]
+WINDOW = (100 + 100 + 300) * UNIT  # the embedding's, or lm_head's
+WEIGHTS = (2 * 300 + 4 * 100) * UNIT
+FORCED = RING_BYTES + 49 * UNIT
+
+
+def kept(places: list[Place], kind: str) -> list[bool]:
+    return [getattr(place, kind) for place in places]
+
+
+def on_gpu_bytes(blocks: list[BlockSizes], places: list[Place]) -> int:
+    return sum(b.on_gpu(place) for b, place in zip(blocks, places, strict=True))
+
+
+def test_the_buffers_of_what_moves() -> None:
+    """Three pieces, and the weights of three blocks."""
+    assert ring_bytes() == RING_BYTES
+    assert window_bytes(MODEL) == WINDOW
+    assert window_bytes(MODEL[:2]) == 400 * UNIT
+    assert window_bytes([FIXED]) == window_bytes([]) == 0
+    everything = [Place()] * 7
+    assert buffer_bytes(MODEL, everything) == 0
+    states = [*everything[:3], Place(states=False), *everything[4:]]
+    assert buffer_bytes(MODEL, states) == RING_BYTES
+    weights = [*everything[:3], Place(weight=False), Place(weight=False), *everything[5:]]
+    assert buffer_bytes(MODEL, weights) == RING_BYTES + 200 * UNIT
+    ends = [Place(weight=False), *everything[1:5], Place(weight=False), Place()]
+    assert buffer_bytes(MODEL, ends) == RING_BYTES + 600 * UNIT
+
+
+@pytest.mark.parametrize("placement", ["auto", "gpu"])
+def test_what_fits_needs_no_buffers(placement) -> None:
+    total = sum(b.weight + b.states + b.grad for b in MODEL)
+    assert place_blocks(MODEL, total, placement) == [Place()] * 7
+    assert not all(place.all_on_gpu for place in place_blocks(MODEL, total - 1, "auto"))
+
+
+def test_gpu_means_the_gpu() -> None:
+    assert place_blocks(MODEL, 0, "gpu") == [Place()] * 7
+
+
+def test_host_means_all_that_may_leave() -> None:
+    places = place_blocks([block(300, movable=False), *MODEL[1:]], 10**15, "host")
+    assert kept(places, "weight") == [True, *5 * [False], True]
+    assert kept(places, "grad") == kept(places, "states") == [*6 * [False], True]
+    with_gradients = place_blocks(MODEL, 10**15, "host", keeps_gradients=True)
+    assert kept(with_gradients, "grad") == 7 * [True]
+    assert kept(with_gradients, "states") == [*6 * [False], True]
+
+
+def test_weights_come_first_then_gradients_then_states() -> None:
+    """Of each kind the first blocks first."""
+    places = place_blocks(MODEL, FORCED + WEIGHTS + 500 * UNIT, "auto")
+    assert kept(places, "weight") == 7 * [True]
+    assert kept(places, "grad") == [True, True, True, False, False, False, True]
+    assert kept(places, "states") == [*6 * [False], True]
+    places = place_blocks(MODEL, FORCED + 2 * WEIGHTS + 1999 * UNIT, "auto")
+    assert kept(places, "grad") == 7 * [True]
+    assert kept(places, "states") == [True, *5 * [False], True]
+
+
+def test_weights_that_stream_have_a_window() -> None:
+    places = place_blocks(MODEL, FORCED + WEIGHTS - 1, "auto")
+    assert kept(places, "weight") == [True, True, *4 * [False], True]  # 300 + 100 of 499
+    assert kept(places, "grad") == [*6 * [False], True]
+    places = place_blocks(MODEL, FORCED + WINDOW + 299 * UNIT, "auto")
+    assert kept(places, "weight") == [*6 * [False], True]  # no layer stays before the embedding
+
+
+def test_several_processes_keep_weights_and_gradients() -> None:
+    blocks = [block(100, movable=False) for _ in range(3)]
+    places = place_blocks(blocks, RING_BYTES + (600 + 500) * UNIT, "auto", keeps_gradients=True)
+    assert kept(places, "weight") == kept(places, "grad") == 3 * [True]
+    assert kept(places, "states") == [True, False, False]
+
+
+SIZE = st.integers(0, 30).map(lambda n: n * UNIT // 4)
+BLOCK = st.builds(
+    BlockSizes, weight=SIZE, states=SIZE, grad=SIZE, movable=st.booleans(), fixed=st.booleans()
+).map(lambda b: replace(b, movable=b.movable and not b.fixed))
+
+
+@example(  # small blocks between large ones
+    blocks=[
+        BlockSizes(weight=size * UNIT, states=0, grad=0, movable=True)
+        for size in (10, 1, 1, 10, 1, 1, 10)
+    ],
+    share=0.57,
+    keeps_gradients=False,
+)
+@settings(max_examples=300)
+@given(
+    blocks=st.lists(BLOCK, min_size=1, max_size=12),
+    share=st.floats(0, 1.2),
+    keeps_gradients=st.booleans(),
+)
+def test_auto_never_takes_more_than_is_free(blocks, share, keeps_gradients) -> None:
+    """Buffers included, if what must stay fits; and it takes nothing away that must stay."""
+    free = int(share * on_gpu_bytes(blocks, [Place()] * len(blocks)))
+    places = place_blocks(blocks, free, "auto", keeps_gradients=keeps_gradients)
+    for b, place in zip(blocks, places, strict=True):
+        assert place.all_on_gpu or not b.fixed
+        assert place.weight or b.movable
+        assert place.grad or not keeps_gradients
+    host = place_blocks(blocks, free, "host", keeps_gradients=keeps_gradients)
+    if on_gpu_bytes(blocks, host) + ring_bytes() + window_bytes(blocks) <= free:
+        assert on_gpu_bytes(blocks, places) + buffer_bytes(blocks, places) <= free
+    if on_gpu_bytes(blocks, [Place()] * len(blocks)) <= free:
+        assert all(place.all_on_gpu for place in places)
 
 
 @pytest.mark.gpu

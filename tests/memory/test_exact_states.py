@@ -1,0 +1,240 @@
+"""Wherever states live and whenever updates run, training is the same bit by bit.
+
+The truth of every run is the one that has everything on the GPU and updates at once; that its
+numbers are AdamW's is tested in test_optimizer.py. Here weights that wait on the host are NaN for
+whoever computes with them, as they are out of a kernel's reach on a GPU; so is every buffer before
+it is filled, and the slab where nothing in it is needed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, llama, place
+from torch import Tensor
+
+from longctx.memory import stream as streaming
+from longctx.memory.optimizer import ExactAdamW
+from longctx.memory.states import Block
+from longctx.memory.stream import StateStream
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+STEPS = 3
+Numbers = dict[str, Tensor]
+
+pytestmark = pytest.mark.usefixtures("reference_kernels", "poison", "deterministic")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    leave, flush = Block.leave, StateStream.flush
+    poison = SimpleNamespace(dropped=True)
+    """Whether weights that were dropped are overwritten."""
+
+    def leave_nothing(block: Block) -> None:
+        left = block.weight
+        leave(block)
+        if left is not None and poison.dropped:
+            left.fill_(torch.nan)
+        for parameter in block.parameters:
+            parameter.data = torch.full_like(parameter.data, torch.nan)
+
+    def flush_and_show(stream: StateStream) -> None:
+        """After a flush anybody may look."""
+        flush(stream)
+        for block in stream.blocks:
+            if block.is_away:
+                leave(block)
+
+    class Torch:
+        """The stream's view of torch, with an `empty` that hides nothing."""
+
+        @staticmethod
+        def empty(*args, **kwargs):
+            return torch.empty(*args, **kwargs).fill_(torch.nan)
+
+        def __getattr__(self, name: str):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(Block, "leave", leave_nothing)
+    monkeypatch.setattr(StateStream, "flush", flush_and_show)
+    monkeypatch.setattr(streaming, "torch", Torch())
+    return poison
+
+
+def poison_slab(placed: Placed, draw: random.Random) -> None:
+    """Overwrites what is free of the part that activations and gradients share."""
+    store = placed.module.longctx.store
+    if store._alive() or draw.random() < 0.3:
+        return
+    free = torch.ones_like(store._slab, dtype=torch.bool)
+    for block, start in placed.room._starts.items():
+        if block.grad_is_on_host:
+            free[start : start + block.host_grad.nbytes] = False
+    if store.device.type == "cuda":
+        torch.cuda.synchronize()
+    store._slab[free] = 255  # NaN, in bf16 and fp32
+
+
+def look(module: torch.nn.Module, args, output) -> None:
+    """A hook that the schedule knows nothing of."""
+
+
+def make(
+    draw: random.Random | None,
+    device: str,
+    *,
+    accumulates: bool = False,
+    frozen: str = "",
+    hooked: bool = False,
+    adapter: bool = False,
+    rows: int = 1,
+    batches: int = 1,
+    **kind,
+):
+    """A model in random places; without `draw` all on the GPU."""
+    model = llama(device=device, **kind)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and frozen in name))
+    if hooked:
+        model.model.layers[1].mlp.register_forward_hook(look)
+        model.lm_head.register_forward_hook(look)
+    where = anywhere(draw) if draw else everything_on_gpu
+    on_gpu = draw.randint(1, 3) if draw else None
+    if adapter:
+        torch.manual_seed(0)
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+        peft.inject_adapter_in_model(lora, model)
+    tokens = rows * TOKENS
+    placed = place(model, where, accumulates=accumulates, layers_on_gpu=on_gpu, tokens=tokens)
+    return placed, placed.optimizer()
+
+
+def numbers_of(model: torch.nn.Module, optimizer: ExactAdamW) -> Numbers:
+    """Masters and moments."""
+    optimizer.flush()
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = optimizer.master(parameter).cpu().clone()
+        if parameter.requires_grad:
+            states = optimizer.states_of(parameter)
+            found |= {f"{name}.{kind}": x.cpu().clone() for kind, x in states.items()}
+    return found
+
+
+def train(
+    draw: random.Random | None, device: str = "cpu", *, resumed: bool = False, **kind
+) -> Numbers:
+    """A run's losses, norms, masters and moments; with `draw` in random places and disturbed."""
+    placed, optimizer = make(draw, device, **kind)
+    model, found = placed.module, {}
+
+    def happens(chance: float) -> bool:
+        return draw is not None and draw.random() < chance
+
+    def forward(n: int) -> Tensor:
+        if draw and hasattr(model, "longctx"):
+            poison_slab(placed, draw)
+        return model(**batch(n, device, kind.get("rows", 1))).loss
+
+    for step in range(STEPS):
+        if draw is None or happens(0.3):
+            with torch.no_grad():
+                found[f"evaluation {step}"] = forward(100 + step)
+        if happens(0.1):  # a step that is skipped
+            forward(200).backward()
+            optimizer.clip(1.0)
+            optimizer.zero_grad()
+        dropped = [forward(201) for _ in range(happens(0.2))]
+        for n in range(kind.get("batches", 1)):
+            loss = forward(2 * step + n)
+            if happens(0.5):
+                dropped.clear()
+            loss.backward()
+            found[f"loss {step}.{n}"] = loss.detach()
+        found[f"norm {step}"] = optimizer.clip(1.0)
+        optimizer.step()
+        if happens(0.2):
+            optimizer.state_dict()
+        if draw is None or happens(0.3):
+            optimizer.flush()
+        if resumed and happens(0.5):
+            optimizer.flush()
+            weights, states = model.state_dict(), optimizer.state_dict()
+            placed, optimizer = make(draw, device, **kind)
+            model = placed.module
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(states)
+    if hasattr(model, "longctx"):
+        assert bool(model.longctx.warned) == any(kind.get(k) for k in ("hooked", "adapter"))
+    found = {name: x.cpu() for name, x in found.items()}
+    return found | numbers_of(model, optimizer)
+
+
+@cache
+def truth(device: str, **kind) -> Numbers:
+    return train(None, device, **kind)
+
+
+def assert_same(found: Numbers, device: str, what: str, **kind) -> None:
+    expected = truth(device, **kind)
+    assert found.keys() <= expected.keys()
+    for name, x in found.items():
+        assert x.isfinite().all() and torch.equal(x, expected[name]), f"{what}: {name}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_200_runs_are_one_run(device) -> None:
+    """Random places of every block's weights, states and gradients and of activations; evaluations,
+    saves, skipped steps, dropped forwards and flushes between the steps."""
+    for seed in range(200):
+        assert_same(train(random.Random(seed), device), device, f"run {seed}")
+
+
+KINDS = {
+    "fp32": dict(dtype=torch.float32),
+    "tied": dict(tied=True),
+    "recompute": dict(keep_attention=False),
+    "activations-larger-than-gradients": dict(rows=5),
+    "more-batches-than-planned": dict(batches=2),
+    "more-large-batches-than-planned": dict(batches=2, rows=5),
+    "vanilla": dict(class_type="vanilla"),
+    "hugging-faces-layers": dict(hooked=True),
+    "hugging-faces-layers-tied": dict(hooked=True, tied=True),
+    "adapter": dict(adapter=True),
+    "accumulates": dict(accumulates=True, batches=2),
+    "accumulates-fp32": dict(accumulates=True, batches=2, dtype=torch.float32),
+    "accumulates-tied": dict(accumulates=True, batches=2, tied=True),
+    "accumulates-vanilla": dict(accumulates=True, batches=2, class_type="vanilla"),
+    "frozen-layer": dict(frozen="layers.1."),
+    "frozen-embedding": dict(frozen="embed_tokens"),
+    "frozen-attention": dict(frozen="self_attn"),
+    "frozen-norms": dict(frozen="norm"),
+    "resumed": dict(resumed=True),
+    "resumed-fp32": dict(resumed=True, dtype=torch.float32),
+    "resumed-accumulates": dict(resumed=True, accumulates=True, batches=2),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_runs(kind, device, poison) -> None:
+    settings = KINDS[kind]
+    # Autograd holds what Hugging Face's layers read, a view of the weights, until their backward.
+    poison.dropped = not any(settings.get(k) for k in ("hooked", "adapter"))
+    for seed in range(6):
+        found = train(random.Random(seed), device, **settings)
+        assert_same(found, device, f"run {seed}", **settings)

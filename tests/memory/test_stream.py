@@ -1,0 +1,121 @@
+"""What the stream moves, and how much of the GPU it takes. That it changes no bit is tested in
+test_exact_states.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from small_states import Placed, batch, everything_on_gpu, llama, nothing_on_gpu, place
+
+from exactness import DEVICE
+from longctx.memory.plan import AHEAD, RING, Place
+from longctx.memory.states import Block
+from longctx.memory.stream import StateStream
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+
+@pytest.fixture
+def arrivals(monkeypatch) -> Counter:
+    """How often the weights of each block came to the GPU."""
+    found: Counter = Counter()
+    arrive = Block.arrive
+
+    def counted(block: Block, weight: torch.Tensor) -> None:
+        assert block.is_away
+        found[block.spec.name] += 1
+        arrive(block, weight)
+
+    monkeypatch.setattr(Block, "arrive", counted)
+    return found
+
+
+def train(placed: Placed, steps: int, *, flushes: bool = True) -> None:
+    optimizer = placed.optimizer()
+    for step in range(steps):
+        placed.module(**batch(step, DEVICE)).loss.backward()
+        optimizer.step()
+    if flushes:
+        optimizer.flush()
+
+
+def deep_llama(**changes):
+    """With layers enough that some are on neither end's way."""
+    return llama(device=DEVICE, layers=8, **changes)
+
+
+def test_layers_come_twice_a_step_and_the_ends_once(arrivals) -> None:
+    """But for the last two, which backward begins with, and the first, where forward does."""
+    train(place(deep_llama(), nothing_on_gpu), 3, flushes=False)
+    started = {"embedding": 1, "layer 1": 1}  # for the next step
+    twice = {f"layer {i}": 6 for i in range(1, 6)}
+    once = {name: 3 for name in ("embedding", "layer 6", "layer 7", "lm_head")}
+    assert arrivals == Counter(twice | once | {"layer 0": 4}) + Counter(started)
+
+
+def test_a_tied_head_sends_for_no_layer_in_vain(arrivals) -> None:
+    """It is the embedding's block, but no layer follows."""
+    train(place(deep_llama(tied=True), nothing_on_gpu), 3, flushes=False)
+    twice = {f"layer {i}": 6 for i in range(1, 6)}
+    once = {"layer 6": 3, "layer 7": 3}
+    assert arrivals == Counter(twice | once | {"layer 0": 4}) + Counter({"layer 1": 1})
+
+
+def test_what_is_on_the_gpu_does_not_come(arrivals) -> None:
+    train(place(llama(device=DEVICE), everything_on_gpu), 2)
+    train(place(llama(device=DEVICE), lambda spec: Place(states=not spec.modules)), 2)
+    assert not arrivals
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_three_blocks_are_on_the_gpu_at_a_time(tied, monkeypatch) -> None:
+    """Of the weights that live on the host; in evaluations and dropped forwards too."""
+    placed = place(deep_llama(tied=tied), nothing_on_gpu)
+    need, most = StateStream.need, []
+
+    def watched(stream: StateStream, block: Block, **how) -> None:
+        need(stream, block, **how)
+        assert not block.is_away
+        most.append(sum(b.streams and not b.is_away for b in stream.blocks))
+
+    monkeypatch.setattr(StateStream, "need", watched)
+    train(placed, 2)
+    with torch.no_grad():
+        placed.module(**batch(0, DEVICE))
+    dropped = placed.module(**batch(1, DEVICE)).loss
+    train(placed, 1)
+    del dropped
+    assert max(most) == AHEAD + 1
+    assert all(block.is_away == block.streams for block in placed.stream.blocks)
+    assert len(placed.stream._ring) == RING
+
+
+def test_updates_start_three_blocks_at_a_time() -> None:
+    """More would bring later blocks' gradients and states up before earlier blocks are used."""
+    placed = place(deep_llama(), lambda spec: Place(states=not spec.modules))
+    optimizer = placed.optimizer()
+    placed.module(**batch(0, DEVICE)).loss.backward()
+    optimizer.step()
+
+    def waiting() -> list[str]:
+        return [name for name, block in placed.blocks.items() if block.update is not None]
+
+    assert waiting() == [*(f"layer {i}" for i in range(2, 8)), "lm_head"]
+    placed.stream.need(placed.blocks["layer 4"])
+    assert waiting() == ["layer 2", "layer 3", "layer 7", "lm_head"]
+    optimizer.flush()
+    assert waiting() == []
+
+
+def test_an_evaluation_ends_updates_too() -> None:
+    placed, others = (place(llama(device=DEVICE), nothing_on_gpu) for _ in range(2))
+    for each in (placed, others):
+        optimizer = each.optimizer()
+        each.module(**batch(0, DEVICE)).loss.backward()
+        optimizer.step()
+    others.stream.flush()
+    with torch.no_grad():
+        losses = [each.module(**batch(1, DEVICE)).loss for each in (placed, others)]
+    assert torch.equal(*losses)

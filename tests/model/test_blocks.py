@@ -1,0 +1,162 @@
+"""A model's parameters in blocks: each in exactly one, in the order in which forward uses them."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from small_model import CPU, tiny_config
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+)
+
+from longctx.config import ModelArguments
+from longctx.memory.states import BlockSpec
+from longctx.model.blocks import decoder_layers, state_blocks
+from longctx.model.patch import patch
+
+SIZES = dict(
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+LAYERS = ["layer 0", "layer 1"]
+REST = "norms and the rest"
+
+
+def assert_complete(model: nn.Module, blocks: list[BlockSpec]) -> None:
+    """Every parameter is in one block, under its name, and the modules reach those of the block."""
+    named = [item for block in blocks for item in block.parameters.items()]
+    assert len(named) == len(dict(named)) == len({p for _, p in named})
+    assert dict(named).keys() == dict(model.named_parameters()).keys()
+    assert all(p is model.get_parameter(name) for name, p in named)
+    assert all(block.parameters for block in blocks)
+    for block in blocks:
+        reached = {p for module in block.modules for p in module.parameters()}
+        assert not block.modules or reached >= set(block.parameters.values())
+
+
+def of(blocks: list[BlockSpec]) -> dict[str, BlockSpec]:
+    return {block.name: block for block in blocks}
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_llama(patched, biases) -> None:
+    model = LlamaForCausalLM(tiny_config(attention_bias=biases, mlp_bias=biases))
+    if patched:
+        patch(model, ModelArguments(), CPU)
+    blocks = state_blocks(model, movable=True)
+    assert_complete(model, blocks)
+    assert [block.name for block in blocks] == ["embedding", *LAYERS, "lm_head", REST]
+    assert [block.layer for block in blocks] == [None, 0, 1, None, None]
+    assert [block.movable for block in blocks] == [True, True, True, True, False]
+    embedding, first, second, head, rest = (list(block.modules) for block in blocks)
+    assert embedding == [model.model.embed_tokens] and head == [model.lm_head]
+    assert first == [model.model.layers[0]] and second == [model.model.layers[1]] and rest == []
+    assert len(blocks[1].parameters) == 7 and all("proj.weight" in n for n in blocks[1].parameters)
+    assert all("norm" in name or "bias" in name for name in blocks[-1].parameters)
+    assert all(not b.movable for b in state_blocks(model, movable=False))
+
+
+def test_a_tied_head_is_the_embeddings_block_and_stays() -> None:
+    """Forward needs it at both ends."""
+    model = LlamaForCausalLM(tiny_config(tie_word_embeddings=True))
+    blocks = state_blocks(model, movable=True)
+    assert_complete(model, blocks)
+    assert [block.name for block in blocks] == ["embedding", *LAYERS, REST]
+    assert [block.movable for block in blocks] == [False, True, True, False]
+    assert list(blocks[0].modules) == [model.model.embed_tokens, model.lm_head]
+    assert list(blocks[0].parameters) == ["model.embed_tokens.weight"]
+
+
+def test_frozen_parameters_are_in_their_blocks() -> None:
+    model = LlamaForCausalLM(tiny_config())
+    model.model.layers[0].requires_grad_(False)
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    blocks = state_blocks(model, movable=True)
+    assert_complete(model, blocks)
+    named = of(blocks)
+    assert len(named["layer 0"].parameters) == 7 and named["layer 0"].trained == []
+    assert len(named["layer 1"].parameters) == 7 and len(named["layer 1"].trained) == 6
+
+
+CONFIGS = {
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES),
+    "gemma": GemmaConfig(**SIZES, head_dim=8),  # tied
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=2),
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_other_families(family) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[family])
+    blocks = state_blocks(model, movable=False)
+    assert_complete(model, blocks)
+    tied = model.config.tie_word_embeddings
+    ends = ["embedding", *LAYERS] + ([] if tied else ["lm_head"])
+    assert [block.name for block in blocks] == [*ends, REST]
+    assert all(p.dim() == 1 for p in blocks[-1].parameters.values())  # Qwen2's biases
+    assert not any(block.movable for block in blocks)
+
+
+def test_a_model_whose_layers_are_not_found_stays_whole() -> None:
+    config = GPT2Config(vocab_size=101, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    model = AutoModelForCausalLM.from_config(config)
+    blocks = state_blocks(model, movable=True)
+    assert_complete(model, blocks)
+    assert list(decoder_layers(model)) == []
+    assert [block.name for block in blocks] == ["embedding", REST]
+    assert any(p.dim() == 2 for p in blocks[-1].parameters.values())
+
+
+def test_a_matrix_of_another_dtype_stays_with_the_rest() -> None:
+    """A block's flat tensors have one dtype."""
+    model = LlamaForCausalLM(tiny_config()).to(torch.bfloat16)
+    model.model.layers[1].mlp.up_proj.float()
+    blocks = state_blocks(model, movable=True)
+    assert_complete(model, blocks)
+    named = of(blocks)
+    assert "model.layers.1.mlp.up_proj.weight" in named[REST].parameters
+    for block in blocks[:-1]:
+        assert {p.dtype for p in block.parameters.values()} == {torch.bfloat16}
+    rest = named[REST]
+    assert rest.sizes(accumulates=False).fixed
+    assert rest.sizes(accumulates=False).states >= 10 * sum(p.numel() for p in rest.trained)
+
+
+def test_an_adapter() -> None:
+    """LoRA's matrices move with their layer; the weights under them are frozen."""
+    model = LlamaForCausalLM(tiny_config()).to(torch.bfloat16)
+    patch(model, ModelArguments(), CPU)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+    adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    blocks = state_blocks(adapted, movable=True)
+    assert_complete(adapted, blocks)
+    assert [block.name for block in blocks] == ["embedding", *LAYERS, "lm_head", REST]
+    for name in LAYERS:
+        trained = of(blocks)[name].trained
+        assert len(of(blocks)[name].parameters) == 7 + 4 and len(trained) == 4
+        assert all(p.dtype == torch.bfloat16 for p in trained)
+    assert not any(block.trained for block in blocks if block.name not in LAYERS)
+
+
+def test_an_adapter_in_fp32_stays_on_the_gpu() -> None:
+    """PEFT's default."""
+    model = LlamaForCausalLM(tiny_config()).to(torch.bfloat16)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    blocks = state_blocks(adapted, movable=True)
+    assert_complete(adapted, blocks)
+    assert len(of(blocks)[REST].trained) == 4
