@@ -99,7 +99,7 @@ class Block:
     update: dict[int, Step] | None = None
     """Outstanding steps by the parameters' places in the block."""
     moving: list[Tensor] = field(default_factory=list)
-    """Gradients that the update on its way still reads."""
+    """Gradients, and their scale, that the update on its way still reads."""
     ready: Any = None
     """Marks when the weights may be read, and"""
     written: Any = None

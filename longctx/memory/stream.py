@@ -184,7 +184,8 @@ class StateStream:
                 if arrives or i in steps:
                     for piece in block.pieces(i, self.piece):
                         self._move(block, i, piece, steps.get(i), arrives, (begin, block.written))
-        block.moving = [step.grad for step in steps.values() if step.grad is not None]
+        read = [t for step in steps.values() for t in (step.grad, step.options["scale"])]
+        block.moving = [tensor for tensor in read if tensor is not None]
         with self.update.after(self.up.mark()):
             block.ready = self.update.mark()
         if steps:
