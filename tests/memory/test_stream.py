@@ -92,7 +92,7 @@ def test_three_blocks_are_on_the_gpu_at_a_time(tied, monkeypatch) -> None:
     assert len(placed.stream._ring) == RING
 
 
-def test_updates_start_three_blocks_at_a_time() -> None:
+def test_updates_start_a_few_blocks_at_a_time() -> None:
     """More would bring later blocks' gradients and states up before earlier blocks are used."""
     placed = place(deep_llama(), lambda spec: Place(states=not spec.modules))
     optimizer = placed.optimizer()
@@ -104,7 +104,7 @@ def test_updates_start_three_blocks_at_a_time() -> None:
 
     assert waiting() == [*(f"layer {i}" for i in range(2, 8)), "lm_head"]
     placed.stream.need(placed.blocks["layer 4"])
-    assert waiting() == ["layer 2", "layer 3", "layer 7", "lm_head"]
+    assert waiting() == ["layer 2", "layer 3"]
     optimizer.flush()
     assert waiting() == []
 
