@@ -4,7 +4,7 @@ A block (states.py) of which something waits on the host is brought to the GPU b
 an update of it is outstanding, it is made on the way, piece by piece through a ring of three
 buffers (w weight, m v r states, g gradient; only what is on the host moves):
 
-    up       w m v r g | w m v r g | w m v r g | ...      host -> GPU, 2^23 elements a piece
+    up       w m v r g | w m v r g | w m v r g | ...      host -> GPU, PIECE elements at a time
     update             | adamw     | adamw     | ...      kernels/adamw.py
     down                           | w m v r   | ...      GPU -> host
 
@@ -172,8 +172,9 @@ class StateStream:
         steps, block.update = block.update or {}, None
         if block.place.all_on_gpu:
             for i, step in steps.items():
-                whole = block.ranges[i]
-                self._adamw(block, i, whole, block.states_at(i, whole), step.grad, step)
+                whole, grad = block.ranges[i], step.grad
+                assert grad is not None
+                _adamw(block.weight_at(i, whole), block.states_at(i, whole), grad.view(-1), step)
             return
         begin, arrives = self._begun, block.is_away
         if arrives:  # in memory that the computation may have used until now
@@ -202,62 +203,39 @@ class StateStream:
         begin: tuple[Any, ...],
     ) -> None:
         """One piece of the i-th parameter: up, update, down."""
-        weight = block.weight_at(i, piece)
-        homes = block.states_at(i, piece) if step else []
-        states, grad = homes, None
-        slot = self.next_slot() if step and not block.place.states else None
-        if step and step.grad is None and slot is None:
-            slot = self.next_slot()
-        with self.up.after(*begin, slot and slot.free):
-            if arrives:
-                assert block.host_weight is not None
-                weight.copy_(block.host_weight[piece], non_blocking=True)
-            if step and not block.place.states:
-                assert slot is not None
-                states = [slot.part(row, home) for row, home in enumerate(homes)]
-                for state, home in zip(states, homes, strict=True):
-                    state.copy_(home, non_blocking=True)
-            if step and step.grad is None:
-                assert slot is not None and block.host_grad is not None
+        weight, grad, states = block.weight_at(i, piece), None, []
+        rising: list[tuple[Tensor, Tensor]] = []  # (from, to)
+        falling: list[tuple[Tensor, Tensor]] = []
+        slot = None
+        if block.host_weight is not None:
+            rising += [(block.host_weight[piece], weight)] if arrives else []
+            falling += [(weight, block.host_weight[piece])]
+        if step is not None:
+            states = block.states_at(i, piece)
+            if not block.place.states or step.grad is None:
+                slot = self.next_slot()
+            if slot is not None and not block.place.states:
+                here = [slot.part(row, home) for row, home in enumerate(states)]
+                rising += zip(states, here, strict=True)
+                falling += zip(here, states, strict=True)
+                states = here
+            if step.grad is not None:
+                grad = block.grad_at(i, piece, step.grad)
+            elif slot is not None and block.host_grad is not None:
                 grad = slot.part(3, block.host_grad[piece])
-                grad.copy_(block.host_grad[piece], non_blocking=True)
+                rising += [(block.host_grad[piece], grad)]
+        with self.up.after(*begin, slot and slot.free):
+            _copy(rising)
             arrived = self.up.mark()
-        if step is None:
+        if step is None or grad is None:
             return
-        if step.grad is not None:
-            grad = block.grad_at(i, piece, step.grad)
         with self.update.after(arrived):
-            self._adamw(block, i, piece, states, grad, step)
+            _adamw(weight, states, grad, step)
             updated = self.update.mark()
         with self.down.after(updated):
-            if states is not homes:
-                for state, home in zip(states, homes, strict=True):
-                    home.copy_(state, non_blocking=True)
-            if block.streams:
-                assert block.host_weight is not None
-                block.host_weight[piece].copy_(weight, non_blocking=True)
+            _copy(falling)
             if slot is not None:
                 slot.free = self.down.mark()
-
-    def _adamw(
-        self,
-        block: Block,
-        i: int,
-        piece: slice,
-        states: list[Tensor],
-        grad: Tensor | None,
-        step: Step,
-    ) -> None:
-        assert grad is not None
-        exp_avg, exp_avg_sq, *remainder = states
-        adamw_(
-            block.weight_at(i, piece),
-            remainder[0] if remainder else None,
-            exp_avg,
-            exp_avg_sq,
-            grad.view(-1),
-            **step.options,
-        )
 
     def next_slot(self) -> Slot:
         if len(self._ring) < RING:
@@ -281,3 +259,14 @@ class StateStream:
                 self.drop(block)
             self.wait(block)
         self.down.synchronize()
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for source, target in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+def _adamw(weight: Tensor, states: Sequence[Tensor], grad: Tensor, step: Step) -> None:
+    exp_avg, exp_avg_sq, *remainder = states
+    remainder_or_none = remainder[0] if remainder else None
+    adamw_(weight, remainder_or_none, exp_avg, exp_avg_sq, grad, **step.options)
