@@ -82,6 +82,7 @@ class ExactAdamW(torch.optim.Optimizer):
         block, i = self._places[parameter]  # type: ignore[index]
         if block.update is not None:  # a loop whose forward went past the block's modules
             self.stream.flush()
+        self.stream.wait(block)  # for an update that still reads the room of this gradient
         parameter.grad = None
         self.gradients.add(block, i, grad)
 

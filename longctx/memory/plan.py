@@ -166,7 +166,8 @@ def place_blocks(
     left -= sum(getattr(b, kind) for kind in KINDS for b in blocks if must_stay(b, kind))
     if sum(b.weight for b in blocks if b.movable) > left:
         left -= window_bytes(blocks)
-    left = 0 if placement == "host" else left
+    if placement == "host":
+        left = before_gradients = 0
     kept: list[set[str]] = [{kind for kind in KINDS if must_stay(b, kind)} for b in blocks]
     for kind in KINDS:
         for block, on_gpu in zip(blocks, kept, strict=True):

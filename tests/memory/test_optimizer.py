@@ -328,19 +328,42 @@ def test_zero_grad_forgets_them_and_their_limit(where) -> None:
     placed = small(where)
     optimizer = placed.optimizer()
     deliver(placed.module, draw_gradients(placed.module, 0))
+    before = ours(placed.module, optimizer)
     optimizer.clip(1e-9)
     optimizer.zero_grad()
     assert optimizer.clip().item() == 0
+
+    other = small(where)
+    for module, taker in ((placed.module, optimizer), (other.module, other.optimizer())):
+        deliver(module, draw_gradients(module, 1))
+        taker.step()
+    assert same(ours(placed.module, optimizer), ours(other.module, taker))
+    assert not same(before, ours(other.module, taker))
+
+
+def test_a_step_without_gradients_changes_nothing() -> None:
+    """Nor does it count, and decay."""
+    placed, optimizer = trained(nothing_on_gpu)
     before = ours(placed.module, optimizer)
     optimizer.step()
     assert same(before, ours(placed.module, optimizer))
+    assert set(optimizer.steps.values()) == {3}
 
-    again = small(where)
-    other = again.optimizer()
-    for module, taker in ((placed.module, optimizer), (again.module, other)):
-        deliver(module, draw_gradients(module, 1))
-        taker.step()
-    assert same(ours(placed.module, optimizer), ours(again.module, other))
+
+def test_a_limit_is_that_of_one_step() -> None:
+    found = []
+    for clips in (False, True):
+        placed = small()
+        optimizer = placed.optimizer()
+        deliver(placed.module, draw_gradients(placed.module, 0))
+        optimizer.clip(1e-3)
+        optimizer.step()
+        deliver(placed.module, draw_gradients(placed.module, 1))
+        if clips:
+            optimizer.clip(math.inf)
+        optimizer.step()
+        found.append(ours(placed.module, optimizer))
+    assert same(*found)
 
 
 def test_paused_leaves_gradients_to_others() -> None:
@@ -354,6 +377,18 @@ def test_paused_leaves_gradients_to_others() -> None:
     optimizer.zero_grad()
     deliver(placed.module, grads)
     assert len(optimizer.gradients) == 4
+
+
+def test_a_gradient_waits_for_the_update_that_reads_its_room() -> None:
+    """Where a loop passes the modules by, nobody else has waited."""
+    placed = small(nothing_on_gpu)
+    optimizer, block = placed.optimizer(), placed.blocks["layer 0"]
+    for step in range(2):
+        deliver(placed.module, draw_gradients(placed.module, step))
+        assert block.grad_is_on_host and not block.reads_host_grad
+        optimizer.step()
+    optimizer.flush()
+    assert not block.grad_is_on_host
 
 
 def test_a_closure_is_run_with_gradients() -> None:

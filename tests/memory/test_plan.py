@@ -152,6 +152,16 @@ def test_host_means_all_that_may_leave() -> None:
     assert kept(with_gradients, "states") == [*6 * [False], True]
 
 
+def test_gradients_may_have_what_is_needed_before_they_are_there() -> None:
+    """The first ones that fit, where nothing else is left; --place host sends them all away."""
+    options = dict(before_gradients=450 * UNIT)
+    places = place_blocks(MODEL, FORCED + WEIGHTS, "auto", **options)
+    assert kept(places, "weight") == 7 * [True]
+    assert kept(places, "grad") == [True, True, *4 * [False], True]
+    places = place_blocks(MODEL, 0, "host", **options)
+    assert kept(places, "grad") == [*6 * [False], True]
+
+
 def test_weights_come_first_then_gradients_then_states() -> None:
     """Of each kind the first blocks first."""
     places = place_blocks(MODEL, FORCED + WEIGHTS + 500 * UNIT, "auto")
@@ -191,24 +201,30 @@ BLOCK = st.builds(
     ],
     share=0.57,
     keeps_gradients=False,
+    before=0,
 )
 @settings(max_examples=300)
 @given(
     blocks=st.lists(BLOCK, min_size=1, max_size=12),
     share=st.floats(0, 1.2),
     keeps_gradients=st.booleans(),
+    before=SIZE,
 )
-def test_auto_never_takes_more_than_is_free(blocks, share, keeps_gradients) -> None:
-    """Buffers included, if what must stay fits; and it takes nothing away that must stay."""
+def test_auto_never_takes_more_than_is_free(blocks, share, keeps_gradients, before) -> None:
+    """Buffers included, if what must stay fits; and it takes nothing away that must stay. Gradients
+    may have what is needed before they are there."""
     free = int(share * on_gpu_bytes(blocks, [Place()] * len(blocks)))
-    places = place_blocks(blocks, free, "auto", keeps_gradients=keeps_gradients)
+    options = dict(keeps_gradients=keeps_gradients, before_gradients=before)
+    places = place_blocks(blocks, free, "auto", **options)
     for b, place in zip(blocks, places, strict=True):
         assert place.all_on_gpu or not b.fixed
         assert place.weight or b.movable
         assert place.grad or not keeps_gradients
-    host = place_blocks(blocks, free, "host", keeps_gradients=keeps_gradients)
+    host = place_blocks(blocks, free, "host", **options)
     if on_gpu_bytes(blocks, host) + ring_bytes() + window_bytes(blocks) <= free:
-        assert on_gpu_bytes(blocks, places) + buffer_bytes(blocks, places) <= free
+        gradients = sum(b.grad for b, place in zip(blocks, places, strict=True) if place.grad)
+        taken = on_gpu_bytes(blocks, places) - min(gradients, before)
+        assert taken + buffer_bytes(blocks, places) <= free
     if on_gpu_bytes(blocks, [Place()] * len(blocks)) <= free:
         assert all(place.all_on_gpu for place in places)
 
