@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,10 @@ class Plain(Engine):
             return super().save_model(trainer, path, dtype)
         weights = trainer.exact.masters(trainer.model)
         if trainer.args.should_save:
-            trainer.model.config.dtype = torch.float32
             trainer._save(str(path), weights)
+            config = copy.deepcopy(trainer.model.config)  # transformers wrote the model's dtype
+            config.dtype = torch.float32
+            config.save_pretrained(path)
 
 
 def _holds(checkpoint: Path, name: str) -> bool:

@@ -1,7 +1,8 @@
 """A checkpoint's exact AdamW states: a safetensors file a block, written and read one at a time.
 
     optimizer.00.safetensors    NAME.exp_avg, NAME.exp_avg_sq, NAME.remainder for each weight NAME
-                                metadata "longctx": {"format": ..., "steps": {NAME: updates}}
+                                metadata "longctx": {"format": ..., "files": how many,
+                                                     "steps": {NAME: updates}}
 
 Names and shapes are the model's, so where the states live may change from run to run. The weights'
 upper halves are the model's own files. States on the host are written from where they are; of those
@@ -42,8 +43,8 @@ def write_states(optimizer: ExactAdamW, checkpoint: Path) -> None:
             for kind, states in optimizer.states_of(parameter).items():
                 tensors[f"{name}.{kind}"] = states.view(parameter.shape).cpu()
         path = checkpoint / f"optimizer.{number:02d}.safetensors"
-        # One key: safetensors writes several in any order.
-        save_file(tensors, path, {KEY: json.dumps({"format": FORMAT, "steps": steps})})
+        metadata = {"format": FORMAT, "files": len(blocks), "steps": steps}
+        save_file(tensors, path, {KEY: json.dumps(metadata)})  # one key: several have any order
 
 
 def read_states(optimizer: ExactAdamW, checkpoint: Path) -> None:
@@ -55,13 +56,19 @@ def read_states(optimizer: ExactAdamW, checkpoint: Path) -> None:
         if parameter.requires_grad
     }
     unknown = []
-    for path in _progress(state_files(checkpoint), "Loading states"):
+    files = state_files(checkpoint)
+    for path in _progress(files, "Loading states"):
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {}).get(KEY, "{}"))
             if metadata.get("format") != FORMAT:
                 raise UserError(
                     f"{path} is of the format {metadata.get('format')!r}, which this version of "
                     "longctx does not read: resume with the one that wrote it"
+                )
+            if metadata["files"] != len(files):
+                raise UserError(
+                    f"{checkpoint} holds {len(files)} of {metadata['files']} files of states: "
+                    "resume from another checkpoint"
                 )
             kinds: dict[str, dict[str, Any]] = {}
             for key in file.keys():
@@ -73,6 +80,8 @@ def read_states(optimizer: ExactAdamW, checkpoint: Path) -> None:
                     continue
                 states = {kind: file.get_tensor(key) for kind, key in kinds[name].items()}
                 optimizer.load_states(missing.pop(name), states | {"step": step})
+    for parameter in missing.values():
+        optimizer.load_states(parameter, {})
     if missing:
         print_rank0(
             f"{checkpoint} has no states for {len(missing)} weights ({next(iter(missing))}, ...): "

@@ -125,36 +125,25 @@ def spare_reporters(handler: Any) -> None:
     ]
 
 
-class Flushed:
-    """A callback of somebody else's, before which outstanding updates end: it may read weights."""
-
-    def __init__(self, callback: TrainerCallback, flush: Callable[[], None]) -> None:
-        self._callback, self._flush = callback, flush
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._callback, name)
-        if not name.startswith("on_"):
-            return method
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._flush()
-            return method(*args, **kwargs)
-
-        return call
-
-
 def flush_before_others(handler: Any, flush: Callable[[], None]) -> None:
-    """Wraps callbacks that are neither transformers' nor longctx's in `Flushed`, once; but not one
-    that says `reads_weights = False`."""
+    """Outstanding updates end before an event for which a callback that is neither transformers'
+    nor longctx's has a method: it may read weights, unless it says `reads_weights = False`."""
 
-    def reads_weights(callback: Any) -> bool:
+    def may_read(callback: Any, event: str) -> bool:
         known = type(callback).__module__.startswith(("transformers.", "longctx."))
-        return not known and getattr(callback, "reads_weights", True)
+        if known or not getattr(callback, "reads_weights", True):
+            return False
+        method = getattr(callback, event, None)
+        return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
 
-    handler.callbacks = [
-        Flushed(callback, flush) if reads_weights(callback) else callback
-        for callback in handler.callbacks
-    ]
+    call = handler.call_event
+
+    def call_event(event: str, *args: Any, **kwargs: Any) -> Any:
+        if any(may_read(callback, event) for callback in handler.callbacks):
+            flush()
+        return call(event, *args, **kwargs)
+
+    handler.call_event = call_event
 
 
 class Console(ProgressCallback):

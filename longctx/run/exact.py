@@ -125,6 +125,17 @@ class ExactTrainer(Trainer):
         apply_learning_rate(self.lr_scheduler, base_lrs)
 
     @overrides
+    def _load_best_model(self) -> None:
+        """With its states: an update that waits, or the rest of another checkpoint's masters, would
+        change its weights."""
+        self.flush()
+        super()._load_best_model()
+        if self.exact:
+            best = Path(str(self.state.best_model_checkpoint))
+            with explained_damage(best):
+                read_states(self.exact, best)
+
+    @overrides
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.exact is None:
             super()._save_optimizer_and_scheduler(output_dir)

@@ -27,6 +27,8 @@ from longctx.config import (
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.limits import idle_options
+from longctx.run.loading import compute_dtype
+from longctx.run.states import uses_exact_states
 
 
 def parse_args(
@@ -43,7 +45,10 @@ def parse_args(
     for line in idle_options(model_args, data_args, args):
         print_rank0(line)
     rehearse(args, args.max_steps)
-    return _with_dtype(model_args, args, engine), data_args, args, engine
+    model_args = _with_dtype(model_args, args, engine)
+    if engine.exact_states:
+        uses_exact_states(args, compute_dtype(model_args, args.device))
+    return model_args, data_args, args, engine
 
 
 def check_rows(args: TrainArguments, train_rows: Any, eval_rows: Any) -> None:

@@ -47,10 +47,10 @@ def uses_exact_states(args: TrainArguments, dtype: torch.dtype) -> bool:
             )
         return False
     if args.optim not in ADAMW or args.fp16 or args.optim_args:
-        if asks:
+        if asks or (args.save_fp32 and dtype != torch.float32):
             raise UserError(
-                "--optimizer_states fp32, --place host and --gpu_memory_gib are for AdamW in "
-                "bfloat16 or float32: leave out --optim, --optim_args and --fp16"
+                "--optimizer_states fp32, --place host, --gpu_memory_gib and --save_fp32 are for "
+                "AdamW in bfloat16 or float32: leave out --optim, --optim_args and --fp16"
             )
         return False
     return bool(asks) or dtype == torch.bfloat16

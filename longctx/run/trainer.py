@@ -105,6 +105,7 @@ class LongTrainer(ExactTrainer):
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
         spare_reporters(self.callback_handler)
+        flush_before_others(self.callback_handler, self.flush)
         self.add_callback(Clock(self.throughput))
         self.add_callback(MetricsFile())
         self.add_callback(self.interrupts)
@@ -113,7 +114,6 @@ class LongTrainer(ExactTrainer):
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        flush_before_others(self.callback_handler, self.flush)
         with self.interrupts, explained_workers():
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
