@@ -4,7 +4,8 @@ A snapshot (`torch.cuda.memory._snapshot()`) holds the trace of all allocations 
 recording began and the blocks that are alive at its end. Memory that is freed in the trace, or is
 alive at its end, without having been allocated in it was there before. An allocation's category:
 
-    weights, optimizer    there before, at the address of a parameter, a buffer, an optimizer state
+    weights, optimizer    there before, at the address of a parameter, a buffer, an optimizer state;
+                          weights also what the stream of states brings from the host
     gradients             at the address that a parameter's gradient has when backward is over
     loss                  asked for by lm_head or the loss (Python frames), or of the size of such a
                           tensor in a part of backward that has no Python frames: its gradient
@@ -172,6 +173,8 @@ def _category(block: _Block, marks: Marks, phases: _Phases) -> str:
     complete_us = marks.gradients.get(block.address)
     if complete_us is not None and block.start_us <= complete_us <= block.end_us:
         return "gradients"
+    if _called_from(block.frames, "stream"):
+        return "weights"
     if _is_loss(block.frames):
         return "loss"
     phase = phases.at(block.start_us)
@@ -203,7 +206,7 @@ def _sources() -> dict[str, tuple[str, ...]]:
     from transformers import modeling_layers
     from transformers.loss import loss_utils
 
-    from longctx.memory import store
+    from longctx.memory import store, stream
     from longctx.model import loss
 
     modules = {
@@ -212,6 +215,7 @@ def _sources() -> dict[str, tuple[str, ...]]:
         # them through torch's checkpoint, not through their class.
         "layer": (modeling_layers, checkpoint),
         "store": (store,),
+        "stream": (stream,),
         "linear": (linear,),
     }
     return {part: tuple(map(source, of_part)) for part, of_part in modules.items()}

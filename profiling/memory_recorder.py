@@ -28,6 +28,8 @@ class RecordMemory(TrainerCallback):
     """Records the allocations of step `step` (from 0) and writes snapshot and timeline, STEM.pickle
     and STEM.json.gz. `description` says what ran and goes into the timeline."""
 
+    reads_weights = False
+
     def __init__(
         self, trainer: LongTrainer, step: int, description: dict[str, Any], stem: Path
     ) -> None:
@@ -50,7 +52,9 @@ class RecordMemory(TrainerCallback):
             return
         now_us = time.time_ns() // 1000
         if name == "optimizer":
-            gradients = (p.grad for p in self.trainer.model.parameters())
+            gradients: list[Any] = [p.grad for p in self.trainer.model.parameters()]
+            if self.trainer.exact:
+                gradients += self.trainer.exact.gradients.tensors()
             self.marks.gradients = dict.fromkeys(map(_address, gradients), now_us)
         if name == "end":
             self._write()
@@ -63,6 +67,9 @@ class RecordMemory(TrainerCallback):
         parameters = list(model.parameters())
         states = (getattr(self.trainer.optimizer, "state", None) or {}).values()
         held = {_address(p.grad): "gradients" for p in parameters}
+        if self.trainer.exact:
+            blocks = self.trainer.exact.stream.blocks
+            held |= {_address(t): "optimizer" for block in blocks for t in block.tensors()}
         held |= {_address(t): "optimizer" for state in states for t in state.values()}
         shards = [getattr(p, "ds_tensor", None) for p in parameters]  # ZeRO-3's
         held |= {_address(t): "weights" for t in [*parameters, *model.buffers(), *shards]}

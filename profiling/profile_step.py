@@ -55,6 +55,8 @@ ROW_KEYS = ("class_type", "engine", "tokens", "layers")
 class RecordTime(TrainerCallback):
     """Runs torch's profiler over the first steps and writes a trace."""
 
+    reads_weights = False
+
     def __init__(self, args: argparse.Namespace, trace: Path, on_gpu: bool) -> None:
         self.steps_left = args.wait + args.warmup + args.active
         # No stacks: together with named ranges they make torch's own tables fail at random.

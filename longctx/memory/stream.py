@@ -180,7 +180,7 @@ class StateStream:
         if arrives:  # in memory that the computation may have used until now
             begin = self.compute.mark()
             block.arrive(torch.empty(block.numel, dtype=block.dtype, device=self.device))
-        with annotate("states"):
+        with annotate("optimizer"):
             for i in range(len(block.parameters)):
                 if arrives or i in steps:
                     for piece in block.pieces(i, self.piece):
