@@ -4,6 +4,7 @@ peaks.
     python profiling/bench/step_bench.py --case engine=zero3_cpu,tokens=8192+131072
     python profiling/bench/step_bench.py --cases h200 --output profiling/results/h200_step.json
     python profiling/bench/step_bench.py --cases h200_x2 --output profiling/results/h200_step.json
+    python profiling/bench/step_bench.py --cases states --output h100_states_step.json
 
 A case runs train.py's own trainer on rows of random tokens, one document a row, with the engine's
 file from ds_configs/ or fsdp_configs/ (`engine=plain`: none), one process a GPU. Several lengths
@@ -12,10 +13,12 @@ takes two minutes. A step of at most 8192 tokens comes first and compiles the ke
 then has `--repeats` steps, the median is reported. vanilla and liger checkpoint their layers and
 offload the checkpoints (`offload=none`: keep them on the GPU).
 
-`fwd_s`, `bwd_s`, `opt_s` end with a synchronisation (clipping counts as `opt_s`); `step_s` is their
-sum. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the
-whole machine's memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the
-process' own (`peak_host_gib`). `tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
+`fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that wait
+for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass; `states`,
+`place` and `gpu_gib` (0: all) are options of a run without an engine. `peak_gib` and `reserved_gib`
+are one GPU's peaks over the steps of that length, `host_gib` the whole machine's memory in use.
+Without a GPU (`gpus=0`) there is no MFU, and the only peak is the process' own (`peak_host_gib`).
+`tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
 What comes after `--` goes to train.py.
 """
 
@@ -65,8 +68,35 @@ def published_cases(name: str) -> list[Case]:
             dict(class_type="custom", tokens="8192+131072"),
             dict(class_type="liger", tokens="8192+131072", backend="fa4"),
             dict(class_type="vanilla", tokens="8192+131072"),
-            dict(engine="plain", tokens="131072+196608", backend="fa4", offload="auto"),
-            dict(engine="plain", class_type="liger", backend="fa4", offload="none"),
+            dict(
+                engine="plain",
+                tokens="131072+196608",
+                backend="fa4",
+                offload="auto",
+                states="as_weights",
+            ),
+            dict(
+                engine="plain",
+                class_type="liger",
+                backend="fa4",
+                offload="none",
+                states="as_weights",
+            ),
+        ]
+    exact = dict(engine="plain", offload="auto", backend="fa4")
+    if name == "states":
+        return [
+            dict(**exact, tokens=8192),
+            dict(**exact, tokens=8192, gpu_gib=24),
+            dict(**exact, tokens=131072),
+            dict(engine="zero3_cpu", tokens=8192),
+        ]
+    if name == "states_host":  # hosts of 256 GiB
+        return [
+            dict(**exact, tokens=131072, gpu_gib=24),
+            dict(**exact, tokens=8192, rows=16, gpu_gib=12),
+            dict(**exact, tokens=8192, place="host"),
+            dict(**exact, tokens=131072, place="host"),
         ]
     return [
         dict(
@@ -229,7 +259,9 @@ def child_command(case: Case, repeats: int, flags: Sequence[str] = ()) -> list[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--cases", choices=["h200", "h200_x2"], help="the published tables")
+    parser.add_argument(
+        "--cases", choices=["h200", "h200_x2", "states", "states_host"], help="the published tables"
+    )
     parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
