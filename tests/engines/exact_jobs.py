@@ -1,0 +1,113 @@
+"""Runs of train.py with exact states in one process or several, each forked from this one: it has
+imported everything and computed nothing, so that a run costs its own time only.
+
+    python exact_jobs.py < jobs.json      [{"processes": 2, "flags": [...], "breaks": [rank, step]},
+                                           ...]
+
+`breaks` says whose gradient is infinite, and when. Every process leaves what a callback sees of the
+weights after each step in OUTPUT-RANK.safetensors, and what it says in OUTPUT-RANK.log. Prints the
+processes' exit statuses, a list a job.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from safetensors.torch import save_file
+from small_run import add_callback
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+import train
+from longctx.memory.optimizer import ExactAdamW
+from longctx.run.trainer import LongTrainer
+
+
+class Watch(TrainerCallback):
+    """Nothing wraps the model. Keeps the weights after each step."""
+
+    def __init__(self, path: Path, breaks: bool, step: int) -> None:
+        self.path, self.breaks, self.step, self.now = path, breaks, step, False
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
+        assert not isinstance(model, DistributedDataParallel)
+        assert isinstance(optimizer.optimizer, ExactAdamW)
+        if self.breaks:
+            weight = model.model.layers[1].mlp.up_proj.weight
+            weight.register_hook(lambda grad: grad * (torch.inf if self.now else 1))
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.now = state.global_step + 1 == self.step
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        for name, weight in model.named_parameters():
+            self.weights[f"{state.global_step} {name}"] = weight.detach().clone()
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        save_file(self.weights, self.path)
+
+
+def unwrapped(step: Any) -> Any:
+    """The model that a trainer calls is its own."""
+
+    def training_step(self: LongTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
+        assert model is self.model and not isinstance(model, DistributedDataParallel)
+        return step(self, model, *args, **kwargs)
+
+    return training_step
+
+
+def run_and_exit(job: dict[str, Any], rank: int, port: int) -> NoReturn:
+    flags, processes = job["flags"], job["processes"]
+    output = Path(flags[flags.index("--output_dir") + 1])
+    path = output.with_name(f"{output.name}-{rank}.safetensors")
+    status = 1
+    try:
+        log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(1, 2)
+        if processes > 1:
+            alone = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
+            alone |= {"LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in alone.items()}
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+        broken_rank, step = job.get("breaks") or (None, 0)
+        add_callback(Watch(path, rank == broken_rank, step))
+        LongTrainer.training_step = unwrapped(LongTrainer.training_step)
+        train.main(flags)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def run(job: dict[str, Any]) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(job["processes"]):
+        if not (pid := os.fork()):
+            run_and_exit(job, rank, port)
+        children.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    gc.freeze()
+    print(json.dumps([run(job) for job in json.load(sys.stdin)]))
