@@ -17,8 +17,8 @@ offload the checkpoints (`offload=none`: keep them on the GPU).
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass;
 `states`, `place` and `gpu_gib` (0: all) are options of a run without an engine. `peak_gib` and
 `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the whole machine's
-memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the process' own (`peak_host_gib`).
-`tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
+memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the process' own
+(`peak_host_gib`). `tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
 What comes after `--` goes to train.py.
 """
 
