@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,84 +64,100 @@ def place_states(
     `tokens` is the longest batch. `free_bytes` stands in for what the GPU has free. Raises
     UserError where GPU or host have too little memory.
     """
-    device = args.device
     patched = patched_part(model)
-    several = args.world_size > 1
-    accumulates = args.gradient_accumulation_steps > 1
+    several, accumulates = args.world_size > 1, args.gradient_accumulation_steps > 1
     specs = state_blocks(model, movable=patched is not None and not several)
     sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
     budget = _gpu_budget(model, args) if free_bytes is None else free_bytes
-    room = budget - working_bytes(model, tokens)
+    work = step_work(model, tokens)
+    early_bytes = 0 if accumulates else work.early_bytes
     places = place_blocks(
         sizes,
-        room,
+        budget - work.nbytes,
         args.place,
         keeps_gradients=several,
-        before_gradients=0 if accumulates else before_gradients(model, tokens),
+        before_gradients=early_bytes,
     )
-    lasting = buffer_bytes(sizes, places) + sum(
-        size.on_gpu(place) for size, place in zip(sizes, places, strict=True)
-    )
-    fleeting = sum(s.grad for s, place in zip(sizes, places, strict=True) if place.grad)
-    needed = lasting - (0 if accumulates else min(fleeting, before_gradients(model, tokens)))
-    if args.place != "gpu" and needed > room:
-        raise UserError(_too_small(budget, needed + budget - room, patched is not None))
-
-    layers = len([spec for spec in specs if spec.layer is not None])
-    on_gpu, layer_bytes, store = 0, 0, None
-    if patched is not None:
-        runtime = patched.longctx
-        store, layer_bytes = runtime.store, runtime.sizes(patched).kept_bytes(tokens)
-        if not accumulates:  # gradients come as activations go
-            lasting -= fleeting
-        on_gpu = store.count_on_gpu(layers, layer_bytes, room - lasting + layer_bytes)
-        runtime.reserved_tokens = tokens
+    gradients = sum(s.grad for s, place in zip(sizes, places, strict=True) if place.grad)
+    states = buffer_bytes(sizes, places) - gradients
+    states += sum(size.on_gpu(place) for size, place in zip(sizes, places, strict=True))
+    needed = states + max(0, gradients - early_bytes) + (work.nbytes if patched else 0)
+    if args.place != "gpu" and needed > budget:
+        raise UserError(_too_small(budget, needed, patched is not None))
+    # Gradients come as activations go, unless they outlive a forward.
+    left = budget - work.nbytes - states - (gradients if accumulates else 0)
+    kept = _keep_activations(patched, tokens, left)
     host = HostRoom(
         specs,
         places,
         accumulates=accumulates,
-        activation_bytes=(layers - on_gpu) * layer_bytes if store else 0,
-        layer_bytes=layer_bytes,
+        activation_bytes=kept.on_host * kept.layer_bytes,
+        layer_bytes=kept.layer_bytes,
     )
-    limit_gib = patched.longctx.args.host_memory_gib if patched is not None else None
-    _check_host(host.nbytes, limit_gib)
+    _check_host(host.nbytes, patched.longctx.args.host_memory_gib if patched else None)
+    print_rank0(_line(sizes, places, host, kept.on_host, model.dtype))
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
-    print_rank0(_line(sizes, places, host, layers - on_gpu if store else 0, model.dtype))
-    host.settle(device, store, on_gpu)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        if args.gpu_memory_gib:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(
-                min(1.0, args.gpu_memory_gib * GIB / total), device
-            )
-    stream = StateStream(host.blocks, device)
+    host.settle(args.device, patched.longctx.store if patched else None, kept.on_gpu)
+    _limit_gpu(args)
+    stream = StateStream(host.blocks, args.device)
     model.register_state_dict_pre_hook(lambda *_: stream.flush())
     return stream
 
 
-def working_bytes(model: Any, tokens: int) -> int:
+class Work(NamedTuple):
     """What a step needs on the GPU besides states and the activations of other layers."""
+
+    nbytes: int
+    early_bytes: int
+    """Of them what is needed only until the first layers' gradients are there."""
+
+
+def step_work(model: Any, tokens: int) -> Work:
+    """By count for a patched model, an estimate for any other."""
     patched = patched_part(model)
     if patched is not None:
-        return patched.longctx.sizes(patched).working_bytes(tokens, LOGITS_BYTES)
-    # Hugging Face's layers: checkpoints of all layers, one layer's activations and gradients, and
-    # logits in fp32 with their gradient.
+        sizes = patched.longctx.sizes(patched)
+        nbytes = sizes.working_bytes(tokens, LOGITS_BYTES)
+        return Work(nbytes, nbytes - sizes.layer_bytes(tokens))
+    # Checkpoints of all layers, one layer's activations and gradients, and, but for Liger-Kernel,
+    # logits in bf16 and fp32 with their gradient.
     config = model.config.get_text_config()
     layer = 2 * (12 * config.hidden_size + 6 * config.intermediate_size) * model.dtype.itemsize
     kept = len(list(decoder_layers(model))) * config.hidden_size * model.dtype.itemsize
-    return tokens * (layer + kept + 10 * config.vocab_size)
+    is_liger = str(getattr(model.forward, "__module__", "")).startswith("liger_kernel")
+    return Work(tokens * (layer + kept + (0 if is_liger else 10 * config.vocab_size)), 0)
 
 
-def before_gradients(model: Any, tokens: int) -> int:
-    """What of it is needed only until the first layers' gradients are there."""
-    patched = patched_part(model)
+class Kept(NamedTuple):
+    """Layers whose activations wait for backward on the GPU and on the host."""
+
+    on_gpu: int = 0
+    on_host: int = 0
+    layer_bytes: int = 0
+
+
+def _keep_activations(patched: Any | None, tokens: int, left_bytes: int) -> Kept:
     if patched is None:
-        return 0
-    sizes = patched.longctx.sizes(patched)
-    return max(0, sizes.loss_bytes(tokens, LOGITS_BYTES) - sizes.layer_bytes(tokens))
+        return Kept()
+    runtime = patched.longctx
+    sizes = runtime.sizes(patched)
+    layer_bytes = sizes.kept_bytes(tokens)
+    # What a step works with has room for one layer's.
+    on_gpu = runtime.store.count_on_gpu(sizes.layers, layer_bytes, left_bytes + layer_bytes)
+    runtime.reserved_tokens = tokens
+    return Kept(on_gpu, sizes.layers - on_gpu, layer_bytes)
+
+
+def _limit_gpu(args: TrainArguments) -> None:
+    if args.device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    if args.gpu_memory_gib:
+        total_bytes = torch.cuda.get_device_properties(args.device).total_memory
+        share = min(1.0, args.gpu_memory_gib * GIB / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share, args.device)
 
 
 def _gpu_budget(model: nn.Module, args: TrainArguments) -> int:
