@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -47,8 +48,8 @@ def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def launcher_variables() -> Iterator[None]:
-    """What a run with DeepSpeed sets for itself must not reach the processes of later tests, which
-    would all listen on one port."""
+    """What a run with DeepSpeed sets for itself must not reach later tests: their processes would
+    all listen on one port."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     before = {name: os.environ.get(name) for name in names}
     yield
@@ -57,3 +58,6 @@ def launcher_variables() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    if deepspeed := sys.modules.get("transformers.integrations.deepspeed"):
+        # Or a model of a later test would be made for it, until the garbage collector has been.
+        deepspeed.unset_hf_deepspeed_config()
