@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from longctx.config import TrainArguments
-from longctx.errors import UserError
+from longctx.errors import UserError, print_rank0
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.output.resume import apply_learning_rate, explained_damage
@@ -123,6 +123,22 @@ class ExactTrainer(Trainer):
                 torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
             )
         apply_learning_rate(self.lr_scheduler, base_lrs)
+
+    def check_taken(self, checkpoint: Path) -> None:
+        """Says which weights got no states from torch's AdamW. Raises UserError if none did."""
+        assert self.exact is not None
+        weights = [p for group in self.exact.param_groups for p in group["params"]]
+        without = sum(weight not in self.exact.steps for weight in weights)
+        if without == len(weights):
+            raise UserError(
+                f"the optimizer in {checkpoint} has no states: give the --optim it was trained "
+                "with, or start from its weights with --model_name_or_path"
+            )
+        if without:
+            print_rank0(
+                f"the optimizer in {checkpoint} has no moments for {without} of {len(weights)} "
+                "weights: they start from zero"
+            )
 
     @overrides
     def _load_best_model(self) -> None:

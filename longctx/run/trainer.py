@@ -318,7 +318,9 @@ class LongTrainer(ExactTrainer):
         mapped = mapped_files() if self.engine.maps_optimizer else nullcontext()
         with explained_damage(checkpoint), mapped:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if not self.engine.steps_itself and not self.exact:
+        if self.exact:
+            self.check_taken(Path(checkpoint))
+        elif not self.engine.steps_itself:
             apply_options(self.optimizer, asked, Path(checkpoint))
         apply_learning_rate(self.lr_scheduler, base_lrs)
         self.engine.resumed(self)

@@ -78,6 +78,7 @@ def run_and_exit(job: dict[str, Any], rank: int, port: int) -> NoReturn:
         log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(1, 2)
+        torch.set_num_threads(1)  # remakes torch's pool; several threads at once would race for it
         if processes > 1:
             alone = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
             alone |= {"LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}

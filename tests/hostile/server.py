@@ -124,6 +124,7 @@ def program(words: list[str], folder: Path, case: Case | None = None) -> Ended:
     rss_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     if not (pid := os.fork()):
         os.setsid()
+        torch.set_num_threads(1)  # remakes torch's pool; several threads at once would race for it
         become(folder, case)
         if case and case.shell:
             rss_bytes = 0

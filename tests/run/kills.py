@@ -5,7 +5,8 @@
 A moment is a place in the order of what a run does, never a time, so that a slow or busy machine
 changes nothing. Before every step, and before Python creates, renames or deletes anything in the
 output folder or the cache, or reads a checkpoint, each process of the run announces it and waits
-for the answer: go on, or SIGKILL for all. While C++ and Rust write a file nobody can ask them;
+for the answer: go on, or SIGKILL for all. With states on the host it announces every piece that
+moves and every `flush`, too. While C++ and Rust write a file nobody can ask them;
 there the kernel ends a process at a byte of the file (RLIMIT_FSIZE, whose signal lets a process do
 as little as SIGKILL does), and the others are killed as a launcher would.
 
@@ -60,6 +61,8 @@ STAGING = ".incomplete-"
 
 KINDS = {"step": AHEAD, "change": 30, "saving": 30, "resuming": 20, "tokenising": 12, "byte": 0}
 """Kind of moment -> about how many there are in a run before it is killed at the latest."""
+STREAMING = {"streaming": 120}
+"""With states on the host: pieces that move, of weights and of updates, and `flush`es."""
 
 
 # --- a process of the run --------------------------------------------------------------------
@@ -67,6 +70,8 @@ KINDS = {"step": AHEAD, "change": 30, "saving": 30, "resuming": 20, "tokenising"
 
 class Announce(TrainerCallback):
     """Announces each event and waits for the answer: None, or the size that no file may exceed."""
+
+    reads_weights = False
 
     def __init__(self, output: Path, cache: Path, parent: Connection) -> None:
         self.output, self.cache, self.parent, self.pid = output, cache, parent, os.getpid()
@@ -100,6 +105,23 @@ class Announce(TrainerCallback):
             self.announce(f"tokenising: {event} {path.name}")
 
 
+def announce_streaming(announce: Announce) -> None:
+    """Before each piece moves, and before all that is outstanding ends."""
+    from longctx.memory.stream import StateStream
+
+    def announced(name: str) -> Any:
+        method = getattr(StateStream, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            announce.announce(f"streaming: {name.strip('_')}")
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("_move", "flush"):
+        setattr(StateStream, name, announced(name))
+
+
 def run_and_exit(
     flags: list[str], where: Run, rank: int, port: int, parent: Connection
 ) -> NoReturn:
@@ -111,12 +133,16 @@ def run_and_exit(
         os.dup2(1, 2)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        torch.set_num_threads(1)  # remakes torch's pool; several threads at once would race for it
         alone = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": where.processes}
         alone |= {"LOCAL_WORLD_SIZE": where.processes, "MASTER_PORT": port}
         if where.processes > 1 or "--deepspeed" in flags or "--fsdp" in flags:
             os.environ |= {name: str(value) for name, value in alone.items()}
             os.environ["MASTER_ADDR"] = "127.0.0.1"
-        add_callback(Announce(where.output, where.cache, parent))
+        announce = Announce(where.output, where.cache, parent)
+        add_callback(announce)
+        if where.engine.streams:
+            announce_streaming(announce)
         where.engine.main()(flags)
         status = 0
     except BaseException:
@@ -135,6 +161,12 @@ class Engine:
     flags: Callable[[Path], list[str]]
     main: Callable[[], Any]
     """Imports the program; called once before anything is forked."""
+    streams: bool = False
+    """States wait on the host and move while steps run."""
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        return KINDS | STREAMING if self.streams else KINDS
 
 
 def _train() -> Any:
@@ -166,8 +198,10 @@ def _fsdp(folder: Path) -> list[str]:
     return ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs" / "fsdp2_offload.json")]
 
 
+EXACT = ["--dtype", "bfloat16", "--place", "host"]
 ENGINES = {
     "plain": Engine(1, lambda folder: [], _train),
+    "exact": Engine(1, lambda folder: EXACT, _train, streams=True),
     "ddp": Engine(2, lambda folder: [], _train),
     "zero3": Engine(2, _zero3, _train_with_deepspeed),
     "fsdp2": Engine(2, _fsdp, _train_with_fsdp_on_cpu),
@@ -275,13 +309,13 @@ def _died(pid: int) -> bool:
 # --- the chain -------------------------------------------------------------------------------
 
 
-def draw(seed: int, kills: int, largest_bytes: int) -> list[Moment]:
+def draw(seed: int, kills: int, kinds: dict[str, int], largest_bytes: int) -> list[Moment]:
     """As many moments of each kind, in random order."""
     drawn = random.Random(seed)
     moments = []
     for number in range(kills):
-        kind = list(KINDS)[number % len(KINDS)]
-        at = drawn.randrange(largest_bytes if kind == "byte" else KINDS[kind] + 1)
+        kind = list(kinds)[number % len(kinds)]
+        at = drawn.randrange(largest_bytes if kind == "byte" else kinds[kind] + 1)
         moments.append(Moment(kind, at, drawn.random() < 0.5))
     drawn.shuffle(moments)
     return moments
@@ -308,7 +342,7 @@ def torture(engine: Engine, kills: int, seed: int, folder: Path) -> dict[str, An
     last = folder / "whole" / f"checkpoint-{steps}"
     largest_bytes = max(path.stat().st_size for path in last.rglob("*") if path.is_file())
     rows, problems = [], []
-    for moment in draw(seed, kills, largest_bytes):
+    for moment in draw(seed, kills, engine.kinds, largest_bytes):
         if moment.kind == "tokenising":
             shutil.rmtree(folder / "cache-run", ignore_errors=True)
         begun = time.perf_counter()
@@ -327,7 +361,8 @@ def torture(engine: Engine, kills: int, seed: int, folder: Path) -> dict[str, An
 
 
 def differences(folder: Path, last: str) -> list[str]:
-    """What of the killed run is not as in the whole one: logs, weights, what lies around."""
+    """What of the killed run is not as in the whole one: logs, weights, exact states, what lies
+    around."""
     found = []
     for key in ("step", "loss", "grad_norm", "learning_rate"):
         expected, ours = ([line[key] for line in logged(folder / n)] for n in ("whole", "run"))
@@ -337,6 +372,9 @@ def differences(folder: Path, last: str) -> list[str]:
         files = [folder / n / name / "model.safetensors" for n in ("whole", "run")]
         if files[0].exists() and files[0].read_bytes() != files[1].read_bytes():
             found.append(f"the weights in {name}")
+    for path in (folder / "whole" / last).glob("optimizer.*.safetensors"):
+        if path.read_bytes() != (folder / "run" / last / path.name).read_bytes():
+            found.append(f"the states in {last}/{path.name}")
     found += [f"left: {path.name}" for path in (folder / "run").glob(f"{STAGING}*")]
     found += [f"left: {path.name}" for path in (folder / "cache-run").glob("*.tmp")]
     return found
@@ -358,14 +396,14 @@ def main() -> None:
         outcome = torture(engine, args.kills, args.seed, Path(folder))
     said = {"engine": args.engine, "processes": engine.processes, "seed": args.seed}
     said |= {"kills": len(outcome["rows"]), "problems": outcome["problems"]}
-    print(json.dumps(said | {"by_kind": _counts(outcome["rows"])}))
+    print(json.dumps(said | {"by_kind": _counts(outcome["rows"], engine.kinds)}))
     if args.output:
         write_results(args.output, outcome["rows"], extra=said)
     sys.exit(bool(outcome["problems"]))
 
 
-def _counts(rows: list[dict[str, Any]]) -> dict[str, int]:
-    return {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
+def _counts(rows: list[dict[str, Any]], kinds: dict[str, int]) -> dict[str, int]:
+    return {kind: sum(row["kind"] == kind for row in rows) for kind in kinds}
 
 
 if __name__ == "__main__":

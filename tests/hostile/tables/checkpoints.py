@@ -37,6 +37,7 @@ SCHEDULER, RANDOM = "scheduler.pt", "rng_state.pth"
 NOT_WHOLE = "checkpoint-4 is no whole checkpoint"
 PASSED = r"not resuming from .*checkpoint-4"
 CONTINUED = works(steps=6)
+EXACT = "--place host"
 
 
 def unmanifest(checkpoint: Path) -> None:
@@ -201,6 +202,36 @@ MALICIOUS = {
     "moments of fewer weights": (
         resume(saved_tensors(OPTIMIZER, lambda s: s["state"].pop(0) and s)),
         works("no moments for 1 of 20 weights: they start from zero", steps=6),
+    ),
+    **{
+        f"exact states of {what}": (resume(saved_tensors(OPTIMIZER, change), EXACT), expected)
+        for what, (change, expected) in {
+            "NaN": (
+                lambda s: [m["exp_avg"].fill_(float("nan")) for m in s["state"].values()] and s,
+                fails("not finite"),
+            ),
+            "other shapes": (
+                lambda s: [m.update(exp_avg=torch.zeros(3)) for m in s["state"].values()] and s,
+                fails(r"checkpoint-4.*exp_avg has \(3,\)"),
+            ),
+            "fewer weights": (
+                lambda s: s["state"].pop(0) and s,
+                works("no moments for 1 of 20 weights: they start from zero", steps=6),
+            ),
+            "nothing": (
+                lambda s: s | {"state": {}},
+                fails("the optimizer in .*checkpoint-4 has no states"),
+            ),
+            "a list": (lambda s: [1, 2], fails("checkpoint-4")),
+        }.items()
+    },
+    "exact states of torch's AdamW": (
+        resume(words=EXACT),
+        works("states of torch's AdamW: they go on in fp32", steps=6),
+    ),
+    "exact states that are no tensors": (
+        resume(lambda c: (write("optimizer.00.safetensors", b"planted")(c), unmanifest(c)), EXACT),
+        fails("cannot resume from .*checkpoint-4"),
     ),
     "a group of fewer weights": (
         resume(saved_tensors(OPTIMIZER, lambda s: s["param_groups"][0]["params"].pop() and s)),
