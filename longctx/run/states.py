@@ -28,8 +28,9 @@ from longctx.model.runtime import patched_part
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 SPARE = 0.015
 """Of GPU memory: the allocator's rounding and gaps."""
-HOST_SPARE_GIB = 4
-"""For the process itself, compilers, and the block that is copied when states are saved."""
+HOST_SPARE, HOST_SPARE_GIB = 0.1, 4
+"""Of what the host has free, and at most: for the process itself, compilers, and the block that is
+copied when states are saved."""
 
 
 def uses_exact_states(args: TrainArguments, dtype: torch.dtype) -> bool:
@@ -185,7 +186,8 @@ def _too_small(budget: int, needed: int, custom: bool) -> str:
 
 def _check_host(needed: int, limit_gib: float | None) -> None:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this machine
-    available_gib = available_host_bytes() / GIB / processes - HOST_SPARE_GIB
+    available_gib = available_host_bytes() / GIB / processes
+    available_gib -= min(HOST_SPARE * available_gib, HOST_SPARE_GIB)
     if limit_gib is not None:
         available_gib = min(available_gib, limit_gib)
     if needed / GIB > available_gib:
