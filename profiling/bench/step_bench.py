@@ -89,7 +89,6 @@ def published_cases(name: str) -> list[Case]:
             dict(**exact, tokens=8192),
             dict(**exact, tokens=8192, gpu_gib=24),
             dict(**exact, tokens=131072),
-            dict(engine="zero3_cpu", tokens=8192),
         ]
     if name == "states_host":  # hosts of 256 GiB
         return [
@@ -97,6 +96,7 @@ def published_cases(name: str) -> list[Case]:
             dict(**exact, tokens=8192, rows=16, gpu_gib=12),
             dict(**exact, tokens=8192, place="host"),
             dict(**exact, tokens=131072, place="host"),
+            dict(engine="zero3_cpu", tokens=8192),
         ]
     return [
         dict(
