@@ -136,7 +136,12 @@ def numbers_of(model: torch.nn.Module, optimizer: ExactAdamW) -> Numbers:
 
 
 def train(
-    draw: random.Random | None, device: str = "cpu", *, resumed: bool = False, **kind
+    draw: random.Random | None,
+    device: str = "cpu",
+    *,
+    steps: int = STEPS,
+    resumed: bool = False,
+    **kind,
 ) -> Numbers:
     """A run's losses, norms, masters and moments; with `draw` in random places and disturbed."""
     placed, optimizer = make(draw, device, **kind)
@@ -150,7 +155,7 @@ def train(
             poison_slab(placed, draw)
         return model(**batch(n, device, kind.get("rows", 1))).loss
 
-    for step in range(STEPS):
+    for step in range(steps):
         if draw is None or happens(0.3):
             with torch.no_grad():
                 found[f"evaluation {step}"] = forward(100 + step)
@@ -202,6 +207,12 @@ def test_200_runs_are_one_run(device) -> None:
     saves, skipped steps, dropped forwards and flushes between the steps."""
     for seed in range(200):
         assert_same(train(random.Random(seed), device), device, f"run {seed}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_100_steps_are_the_same_100_steps(device) -> None:
+    found = train(random.Random(0), device, steps=100)
+    assert_same(found, device, "run of 100 steps", steps=100)
 
 
 KINDS = {
