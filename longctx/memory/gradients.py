@@ -199,6 +199,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Forgets them."""
+        if not self._arrived:
+            return
         while self._reducing:
             self._end_reduce()
         for block, _ in self._on_host:

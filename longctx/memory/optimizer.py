@@ -15,8 +15,7 @@ module's forward calls it first: this file does in `state_dict`, run/states.py i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ class ExactAdamW(torch.optim.Optimizer):
         self.steps: dict[nn.Parameter, int] = {}
         """How often each parameter was updated."""
         self._scale: Tensor | None = None
-        self._captures = True
         self._places = {
             parameter: (block, i)
             for block in stream.blocks
@@ -77,7 +75,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
     def _capture(self, parameter: Tensor) -> None:
         grad = parameter.grad
-        if not self._captures or grad is None:
+        if grad is None:
             return
         block, i = self._places[parameter]  # type: ignore[index]
         if block.update is not None:  # a loop whose forward went past the block's modules
@@ -151,15 +149,6 @@ class ExactAdamW(torch.optim.Optimizer):
         block, i = place
         names = {parameter: name for name, parameter in block.spec.parameters.items()}
         return names[block.parameters[i]]
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within, gradients stay in `parameter.grad`, as without this optimizer."""
-        self._captures = False
-        try:
-            yield
-        finally:
-            self._captures = True
 
     # --- states, whole -----------------------------------------------------------------------
 

@@ -366,19 +366,6 @@ def test_a_limit_is_that_of_one_step() -> None:
     assert same(*found)
 
 
-def test_paused_leaves_gradients_to_others() -> None:
-    placed = small(nothing_on_gpu)
-    optimizer = placed.optimizer()
-    grads = draw_gradients(placed.module, 0)
-    with optimizer.paused():
-        deliver(placed.module, grads)
-    assert all(torch.equal(p.grad, grads[n]) for n, p in placed.module.named_parameters())
-    assert len(optimizer.gradients) == 0
-    optimizer.zero_grad()
-    deliver(placed.module, grads)
-    assert len(optimizer.gradients) == 4
-
-
 def test_a_gradient_waits_for_the_update_that_reads_its_room() -> None:
     """Where a loop passes the modules by, nobody else has waited."""
     placed = small(nothing_on_gpu)
