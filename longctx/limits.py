@@ -161,8 +161,10 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
     ),
     (
         "host_memory_gib",
-        "--offload_activations auto or all",
-        lambda m, d, t: m.class_type != "custom" or m.offload_activations != "none",
+        "--offload_activations auto or all, or --place auto or host",
+        lambda m, d, t: (
+            m.class_type != "custom" or m.offload_activations != "none" or t.place != "gpu"
+        ),
     ),
     ("dataset_config dataset_split", "--dataset_name", lambda m, d, t: d.dataset_name),
     ("eval_steps", "--eval_strategy steps", lambda m, d, t: t.eval_strategy == "steps"),

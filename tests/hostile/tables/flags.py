@@ -187,6 +187,9 @@ FLAGS = {
     "--dtype bfloat16 --save_fp32 --place host": works("states: exact fp32 AdamW"),
     "--save_fp32": works("in torch.float32"),
     "--dtype bfloat16 --gpu_memory_gib 4": works("--gpu_memory_gib needs a GPU"),
+    "--place gpu --offload_activations none --host_memory_gib 1": works(
+        "--host_memory_gib needs --offload_activations auto or all, or --place auto or host"
+    ),
     "--optimizer_states": fails("--optimizer_states: expected one argument"),
     "--optimizer_states none": fails("--optimizer_states.*: invalid choice: 'none'"),
     "--optimizer_states bfloat16": fails("--optimizer_states.*: invalid choice: 'bfloat16'"),
