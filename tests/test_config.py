@@ -206,7 +206,10 @@ def test_what_cannot_be_together(flags: str, message: str) -> None:
         ("--class_type vanilla --head_groups 2 --keep_attention false", "--class_type custom"),
         ("--class_type vanilla --gradient_checkpointing false", None),
         ("--gradient_checkpointing false", "--class_type vanilla or liger"),
-        ("--offload_activations none --host_memory_gib 3", "--offload_activations auto or all"),
+        (
+            "--offload_activations none --place gpu --host_memory_gib 3",
+            "--offload_activations auto or all",
+        ),
         ("--dataset_split test", "--dataset_name"),
         ("--eval_steps 5", "--eval_strategy steps"),
         (EVAL + "--eval_steps 5", None),
