@@ -116,8 +116,6 @@ def main(argv: list[str] | None = None) -> None:
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):
         model = load_model(model_args, config, device=args.device, engine=engine)
-        if args.process_index == 0:
-            clear_output_dir(output_dir, resume)
         with explained_options("these options"):
             trainer = LongTrainer(
                 model=model,
@@ -131,6 +129,9 @@ def main(argv: list[str] | None = None) -> None:
                 document_names=names,
                 run=run,
             )
+        trainer.place(resume)
+        if args.process_index == 0:
+            clear_output_dir(output_dir, resume)
 
     # 5. Train.
     with explained_oom(trainer, model_args):

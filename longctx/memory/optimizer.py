@@ -201,6 +201,8 @@ class ExactAdamW(torch.optim.Optimizer):
         for name in ("exp_avg", "exp_avg_sq", "step"):
             if states and name not in states:
                 raise ValueError(f"the states have no {name}: they are not AdamW's")
+        if "remainder" in states and "remainder" not in homes:
+            raise ValueError("the states are of weights in bfloat16, and these have 32 bits")
         for name, home in homes.items():
             given = states.get(name)
             if given is None:

@@ -23,7 +23,7 @@ from longctx.errors import UserError, print_rank0
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.output.resume import apply_learning_rate, explained_damage
-from longctx.output.states import read_states, write_states
+from longctx.output.states import read_states, state_files, write_states
 from longctx.run.states import place_states, uses_exact_states
 
 SHARD_BYTES = 4 * 10**9
@@ -86,6 +86,20 @@ class ExactTrainer(Trainer):
                 self._keep_from_accelerate()
         return super().create_optimizer(model)
 
+    def place(self, resume: Path | None = None) -> None:
+        """Makes the optimizer and moves weights and states to their places before `train` would:
+        what is impossible shows while an earlier run is still untouched. Raises UserError."""
+        if resume is not None:
+            self._check_optimizer(resume)
+        if self._wants_exact:
+            self.create_optimizer()
+
+    def _check_optimizer(self, checkpoint: Path) -> None:
+        if state_files(checkpoint) and not self._wants_exact:
+            raise UserError(
+                f"{checkpoint} holds exact fp32 states: resume with --optimizer_states fp32"
+            )
+
     def _keep_from_accelerate(self) -> None:
         """Or it would bring all weights to the GPU, and DDP make a second copy of all gradients;
         ours are averaged as they are taken."""
@@ -111,11 +125,8 @@ class ExactTrainer(Trainer):
             self.exact.flush()
 
     def load_exact(self, checkpoint: Path) -> None:
-        if self.exact is None:
-            raise UserError(
-                f"{checkpoint} holds exact fp32 states: resume with --optimizer_states fp32"
-            )
-        assert self.lr_scheduler is not None
+        self._check_optimizer(checkpoint)
+        assert self.exact is not None and self.lr_scheduler is not None
         base_lrs = list(getattr(self.lr_scheduler, "base_lrs", ()))
         with explained_damage(checkpoint):
             read_states(self.exact, checkpoint)

@@ -550,12 +550,17 @@ def no_second_moment(states: dict) -> None:
     del states["state"][3]["exp_avg_sq"]
 
 
+def other_weights(states: dict) -> None:
+    states["state"][0]["remainder"] = torch.zeros(3, dtype=torch.int16)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (momentum, "no exp_avg: they are not AdamW's"),
         (no_second_moment, "no exp_avg_sq: they are not AdamW's"),
         (no_step, "no step: they are not AdamW's"),
+        (other_weights, "of weights in bfloat16, and these have 32 bits"),
         (shapes, r"exp_avg_sq has \(7, 11\), its parameter \(50, 33\)"),
         (groups, r"groups of \[3, 1\] parameters, the states are of \[2, 1\]"),
     ],

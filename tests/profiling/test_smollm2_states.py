@@ -1,4 +1,4 @@
-"""profiling/bench/states.py: what runs with other states make of the weights, and the picture."""
+"""profiling/bench/smollm2_states.py: what other states make of the weights, and the picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longctx.errors import UserError
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LONGCTX_COMMIT", "a" * 40)
-    from profiling.bench import states
+    from profiling.bench import smollm2_states as states
 
     return states
 
@@ -53,7 +53,7 @@ def run(states, monkeypatch, words: list[str], *more: str) -> list[list[str]]:
             train.main(command[2:])
 
     monkeypatch.setattr("profiling.bench.smollm2_32k.subprocess.run", in_process)
-    monkeypatch.setattr(sys, "argv", ["profiling/bench/states.py", *more, *words])
+    monkeypatch.setattr(sys, "argv", ["profiling/bench/smollm2_states.py", *more, *words])
     states.main()
     return asked
 

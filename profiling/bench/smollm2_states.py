@@ -1,6 +1,6 @@
 """Why AdamW with bf16 states is not the default: SmolLM2-135M trained three times from one start.
 
-    python profiling/bench/states.py --model models/smollm2-135m --data data/long \\
+    python profiling/bench/smollm2_states.py --model models/smollm2-135m --data data/long \\
         --output profiling/results/h100_states.json
 
 trains recipes/smollm2_32k.yaml, its 50 steps with a peak learning rate of 3e-4, and then 20 steps
@@ -263,7 +263,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def command(args: argparse.Namespace) -> str:
     """That makes the whole file, in which the rows of several calls with --only stand."""
-    words = ["python profiling/bench/states.py --model models/smollm2-135m --data data/long"]
+    words = [
+        "python profiling/bench/smollm2_states.py --model models/smollm2-135m --data data/long"
+    ]
     words += ["--output", f"profiling/results/{args.output.name}"]
     words += ["--seq_len", str(args.seq_len), "--rows", str(args.rows)]
     return " ".join([*words, *(["--", *args.flags] if args.flags else [])])
