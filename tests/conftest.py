@@ -58,6 +58,8 @@ def launcher_variables() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    if torch.distributed.is_initialized():  # a run that finds one ends its process with os._exit
+        torch.distributed.destroy_process_group()
     if deepspeed := sys.modules.get("transformers.integrations.deepspeed"):
         # Or a model of a later test would be made for it, until the garbage collector has been.
         deepspeed.unset_hf_deepspeed_config()
