@@ -7,6 +7,7 @@ Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +19,11 @@ PROC = Path("/proc/self")
 def available_host_bytes() -> int:
     """What can be taken without swapping and without being killed."""
     return max(0, min(psutil.virtual_memory().available, *_rooms(PROC)))
+
+
+def host_share_bytes() -> int:
+    """Of that, what each of a run's processes on this machine may take."""
+    return available_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _rooms(proc: Path) -> Iterator[int]:

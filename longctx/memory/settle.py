@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from longctx.memory.plan import Place
-from longctx.memory.slab import PinnedSlab
+from longctx.memory.slab import LINE, PinnedSlab, whole_lines
 from longctx.memory.states import Block, BlockSpec
 from longctx.memory.store import ActivationStore
-
-LINE = 512
-"""Everything begins at a multiple of so many bytes."""
 
 
 class HostRoom:
@@ -49,13 +46,14 @@ class HostRoom:
             for block, size in zip(self.blocks, sizes, strict=True)
             if block.spec.layer is not None and not block.place.grad and not accumulates
         }
-        stride = _lines(max([layer_bytes, *(grad for _, grad in layers.values())]))
+        stride = whole_lines(max([layer_bytes, *(grad for _, grad in layers.values())]))
         self._starts = {block: stride * layer for block, (layer, _) in layers.items()}
         """Where in the shared part a layer's gradient begins."""
         ends = [stride * (layer + 1) for layer, _ in layers.values()]
         self.shared_bytes = max([activation_bytes, *ends])
         self.states_bytes = sum(
-            _lines(size.on_host(block.place) - (size.grad if block in layers else 0)) + 4 * LINE
+            whole_lines(size.on_host(block.place) - (size.grad if block in layers else 0))
+            + 4 * LINE
             for block, size in zip(self.blocks, sizes, strict=True)  # five tensors, rounded up
             if not block.place.all_on_gpu
         )
@@ -91,7 +89,7 @@ class HostRoom:
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         start, nbytes = self._used, numel * dtype.itemsize
-        self._used += _lines(nbytes)
+        self._used += whole_lines(nbytes)
         assert self._used <= self.states_bytes, "the slab was sized too small"
         return self._slab.data[start : start + nbytes].view(dtype)
 
@@ -106,7 +104,3 @@ class HostRoom:
 
 def _ends_below(store: ActivationStore, start: int) -> bool:
     return store.used_bytes() <= start
-
-
-def _lines(nbytes: int) -> int:
-    return -(-nbytes // LINE) * LINE

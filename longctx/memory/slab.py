@@ -15,6 +15,9 @@ import torch
 from longctx.errors import UserError
 from longctx.memory.plan import GIB
 
+LINE = 512
+"""Every tensor in a slab begins at a multiple of so many bytes."""
+
 
 class PinnedSlab:
     """Page-locked host memory of exactly `nbytes` bytes (plain memory where there is no GPU)."""
@@ -36,6 +39,11 @@ class PinnedSlab:
         if self._locked and torch is not None and torch.cuda is not None:
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+
+
+def whole_lines(nbytes: int) -> int:
+    """Rounded up, so that what follows is aligned."""
+    return -(-nbytes // LINE) * LINE
 
 
 def _zeros(nbytes: int) -> torch.Tensor:

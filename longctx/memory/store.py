@@ -18,7 +18,6 @@ The slab (slab.py) has exactly the size that plan.py says the longest batch need
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,9 +28,9 @@ from torch import Tensor
 
 from longctx.annotate import annotate
 from longctx.errors import UserError
-from longctx.memory.machine import available_host_bytes
+from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB, Offload, layers_on_gpu
-from longctx.memory.slab import PinnedSlab
+from longctx.memory.slab import PinnedSlab, whole_lines
 
 
 class Saved:
@@ -116,8 +115,7 @@ class ActivationStore:
         return 0 if self._lent is None else _top(self._alive())
 
     def _check_host(self, more_bytes: int) -> None:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this machine
-        free_gib = available_host_bytes() / GIB / processes
+        free_gib = host_share_bytes() / GIB
         if self.host_limit_gib is not None:
             free_gib = self.host_limit_gib - self._slab.numel() / GIB
         missing_gib = more_bytes / GIB - free_gib
@@ -295,8 +293,7 @@ def _after_compute(stream: Any) -> Iterator[None]:
 
 
 def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Rounded up to 512 bytes, so that every tensor in the slab is aligned."""
-    return -(-shape.numel() * dtype.itemsize // 512) * 512
+    return whole_lines(shape.numel() * dtype.itemsize)
 
 
 def free_gpu_bytes(device: torch.device) -> int:

@@ -6,7 +6,6 @@ GPU memory is given, in this order, to what a step works with, to weights, gradi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
-from longctx.memory.machine import available_host_bytes
+from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB, BlockSizes, Place, buffer_bytes, place_blocks
 from longctx.memory.settle import HostRoom
 from longctx.memory.store import free_gpu_bytes
@@ -57,19 +56,14 @@ def uses_exact_states(args: TrainArguments, dtype: torch.dtype) -> bool:
     return bool(asks) or dtype == torch.bfloat16
 
 
-def place_states(
-    model: Any, args: TrainArguments, tokens: int, *, free_bytes: int | None = None
-) -> StateStream:
-    """Moves the model's weights and new AdamW states to where the options put them.
-
-    `tokens` is the longest batch. `free_bytes` stands in for what the GPU has free. Raises
-    UserError where GPU or host have too little memory.
-    """
+def place_states(model: Any, args: TrainArguments, tokens: int) -> StateStream:
+    """Moves the model's weights and new AdamW states to where the options put them; the longest
+    batch has `tokens`. Raises UserError where GPU or host have too little memory."""
     patched = patched_part(model)
     several, accumulates = args.world_size > 1, args.gradient_accumulation_steps > 1
     specs = state_blocks(model, movable=patched is not None and not several)
     sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
-    budget = _gpu_budget(model, args) if free_bytes is None else free_bytes
+    budget = _gpu_budget(model, args)
     work = step_work(model, tokens)
     early_bytes = 0 if accumulates else work.early_bytes
     places = place_blocks(
@@ -185,8 +179,7 @@ def _too_small(budget: int, needed: int, custom: bool) -> str:
 
 
 def _check_host(needed: int, limit_gib: float | None) -> None:
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this machine
-    available_gib = available_host_bytes() / GIB / processes
+    available_gib = host_share_bytes() / GIB
     available_gib -= min(HOST_SPARE * available_gib, HOST_SPARE_GIB)
     if limit_gib is not None:
         available_gib = min(available_gib, limit_gib)

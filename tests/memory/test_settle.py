@@ -19,7 +19,8 @@ from torch import Tensor
 
 from exactness import DEVICE
 from longctx.memory.plan import Place
-from longctx.memory.settle import LINE, HostRoom
+from longctx.memory.settle import HostRoom
+from longctx.memory.slab import LINE
 from longctx.memory.states import Block
 from longctx.model.blocks import state_blocks
 
