@@ -46,6 +46,16 @@ def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
 
 
+@pytest.fixture(scope="module")
+def plain_kernels() -> Iterator[None]:
+    """The same for a file whose fixtures train."""
+    from longctx.kernels import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "INTERPRETED", False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def launcher_variables() -> Iterator[None]:
     """What a run with DeepSpeed sets for itself must not reach later tests: their processes would

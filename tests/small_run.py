@@ -17,6 +17,13 @@ from longctx.output import METRICS
 from longctx.run.trainer import LongTrainer
 
 
+def become_rank(rank: int, processes: int, port: int) -> None:
+    """What a launcher tells its processes, for one that was forked."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
+    told |= {"LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in told.items()}
+
+
 def prepare(folder: Path) -> list[str]:
     """Writes model and data into `folder`; returns the flags that train on them."""
     torch.manual_seed(0)

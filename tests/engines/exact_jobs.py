@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import save_file
-from small_run import add_callback
+from small_run import add_callback, become_rank
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
@@ -80,10 +80,7 @@ def run_and_exit(job: dict[str, Any], rank: int, port: int) -> NoReturn:
         os.dup2(1, 2)
         torch.set_num_threads(1)  # remakes torch's pool; several threads at once would race for it
         if processes > 1:
-            alone = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
-            alone |= {"LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
-            os.environ |= {name: str(value) for name, value in alone.items()}
-            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            become_rank(rank, processes, port)
         broken_rank, step = job.get("breaks") or (None, 0)
         add_callback(Watch(path, rank == broken_rank, step))
         LongTrainer.training_step = unwrapped(LongTrainer.training_step)

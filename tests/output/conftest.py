@@ -6,20 +6,15 @@ It takes the plain torch references, as runs on the CPU do for users.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from small_run import prepare, run
 
-from longctx.kernels import launch
-
 
 @pytest.fixture(scope="module", autouse=True)
-def plain_kernels() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "INTERPRETED", False)
-        yield
+def runs_are_plain(plain_kernels) -> None:
+    pass
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from paths import ROOT
-from small_run import add_callback, logged, prepare
+from small_run import add_callback, become_rank, logged, prepare
 from transformers import TrainerCallback
 
 from profiling.results import write_results
@@ -134,11 +134,8 @@ def run_and_exit(
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         torch.set_num_threads(1)  # remakes torch's pool; several threads at once would race for it
-        alone = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": where.processes}
-        alone |= {"LOCAL_WORLD_SIZE": where.processes, "MASTER_PORT": port}
         if where.processes > 1 or "--deepspeed" in flags or "--fsdp" in flags:
-            os.environ |= {name: str(value) for name, value in alone.items()}
-            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            become_rank(rank, where.processes, port)
         announce = Announce(where.output, where.cache, parent)
         add_callback(announce)
         if where.engine.streams:

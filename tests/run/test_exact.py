@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import train
 from longctx.errors import UserError
-from longctx.kernels import launch
 from longctx.kernels.adamw import split_master
 from longctx.output import METRICS
 from longctx.run.exact import ExactTrainer
 from longctx.run.trainer import LongTrainer
 
+pytestmark = pytest.mark.usefixtures("plain_kernels")
 PLACES = ["gpu", "host"]
 OTHER = {"gpu": "host", "host": "gpu"}
 KINDS = {
@@ -42,15 +42,8 @@ KINDS = {
 Start = Callable[..., Path]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def plain_kernels() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "INTERPRETED", False)
-        yield
-
-
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> list[str]:
+def flags(plain_kernels, tmp_path_factory) -> list[str]:
     flags = prepare(tmp_path_factory.mktemp("small"))
     return [*flags, "--max_steps", "4", "--dtype", "bfloat16", "--lr_scheduler_type", "cosine"]
 
