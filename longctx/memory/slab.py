@@ -1,14 +1,16 @@
 """Page-locked host memory of an exact size.
 
 Mapped once, zero, and locked by `cudaHostRegister`: torch's pinned allocator rounds each block up
-to a power of two, and takes 3 ms for each in the middle of a step. A process that is forked later,
-as a data loader's worker, has no copy of it (profiling/results/h100_slab_fork.json: 16 GiB locked,
-0.3 GiB in the child, 8 ms).
+to a power of two, and takes 3 ms for each in the middle of a step. Pages are touched by all of
+torch's threads first, large ones where the kernel has them: locked untouched, one thread would
+fetch them 4 KiB at a time. A process that is forked later, as a data loader's worker, has no copy.
+Times and sizes: profiling/results/h200_slab.json.
 """
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -17,6 +19,7 @@ from longctx.memory.plan import GIB
 
 LINE = 512
 """Every tensor in a slab begins at a multiple of so many bytes."""
+PAGE = 4096
 
 
 class PinnedSlab:
@@ -26,6 +29,7 @@ class PinnedSlab:
         self.data = _zeros(nbytes)
         self._locked = device.type == "cuda" and nbytes > 0
         if self._locked:
+            self.data[::PAGE] = 0
             code = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), nbytes, 0))
             if code != 0:
                 self._locked = False
@@ -57,4 +61,6 @@ def _zeros(nbytes: int) -> torch.Tensor:
             f"the host cannot give {nbytes / GIB:.1f} GiB of memory: {error.strerror}"
         ) from error
     pages.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel built without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -76,8 +76,7 @@ def explained_oom_of_weights(engine: Engine, model_args: ModelArguments) -> Iter
     try:
         yield
     except torch.OutOfMemoryError as error:
-        asked_gib = _gib(_ASKED, str(error))
-        asked = "the weights" if asked_gib is None else f"{asked_gib:.2f} GiB more"
+        asked = _asked(str(error)) or "the weights"
         lines = [f"out of memory while the model is loaded: {asked} did not fit"]
         if not engine.shards_states:
             lines.append("  --place host: weights wait in host memory (class_type custom)")
@@ -113,8 +112,7 @@ def explain(
     if allocated_gib is not None:
         rest = f"the engine's states, {REST}" if trainer.engine.shards_states else REST
         held[rest] = max(0, int(allocated_gib * GIB) - sum(held.values()))
-    asked_gib = _gib(_ASKED, text)
-    asked = "an allocation" if asked_gib is None else f"{asked_gib:.2f} GiB more"
+    asked = _asked(text) or "an allocation"
     step = trainer.state.global_step + 1
     first = f"out of memory in step {step}, {phase_of(error.__traceback__)}: {asked} did not fit"
     largest = sorted(((n, b) for n, b in held.items() if b), key=lambda item: -item[1])
@@ -132,6 +130,12 @@ def explain(
     elif snapshot.exists():
         lines.append(f"  snapshot: {snapshot}; open it at https://pytorch.org/memory_viz")
     return lines
+
+
+def _asked(text: str) -> str | None:
+    """What torch's message says did not fit, in its own unit."""
+    found = _ASKED.search(text)
+    return f"{found[1]} {found[2]} more" if found else None
 
 
 def _gib(pattern: re.Pattern[str], text: str) -> float | None:

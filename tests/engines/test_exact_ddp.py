@@ -18,7 +18,7 @@ import pytest
 import torch
 from paths import TESTS
 from safetensors.torch import load_file
-from small_job import environment, lines_of
+from small_job import environment, launch, lines_of, run
 from small_run import prepare
 from torch import Tensor
 
@@ -178,3 +178,22 @@ def test_a_step_that_one_process_breaks_stops_both(ran) -> None:
     for rank in (0, 1):
         assert f"UserError: {BROKEN}" in log(folder, "broken, stopped", rank)
     assert not list((folder / "broken, stopped").glob("checkpoint-*"))
+
+
+@pytest.mark.gpu
+def test_two_gpus(tmp_path: Path) -> None:
+    """Over NCCL: states on GPUs and on the host are one run, also resumed in the other place."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    flags = [word for word in prepare(tmp_path) if word != "--use_cpu"] + WORDS.split()
+    resumed = ["--resume_from_checkpoint", str(tmp_path / "gpu" / "checkpoint-2")]
+    for name, words in {
+        "gpu": ["--place", "gpu"],
+        "host": ["--place", "host"],
+        "resumed": ["--place", "host", *resumed],
+    }.items():
+        own = ["--output_dir", str(tmp_path / name), *words]
+        run(launch(2, "train.py", *flags, *own), gpus=2)
+    for name in ("checkpoint-4", "final"):
+        one, *others = (states(tmp_path / run / name) for run in ("gpu", "host", "resumed"))
+        assert one and all(other == one for other in others)

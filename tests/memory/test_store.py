@@ -19,7 +19,7 @@ from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
 from longctx.model.patch import patch
 from longctx.run.loading import load_config
-from profiling.bench.slab_fork import fork
+from profiling.bench.slab_bench import fork
 
 CPU = torch.device("cpu")
 

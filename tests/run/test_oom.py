@@ -3,6 +3,7 @@ the test says, because a CPU has no limit to run into."""
 
 from __future__ import annotations
 
+import gc
 import pickle
 from importlib import import_module
 from pathlib import Path
@@ -143,8 +144,11 @@ def test_a_gpu_out_of_memory_leaves_a_snapshot(tmp_path: Path) -> None:
     """Real: two layers' worth of logits do not fit in what the process may use."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20000)
+    gc.collect()
+    torch.cuda.empty_cache()
+    limit_bytes = torch.cuda.memory_reserved() + 2 * 2**30  # what other tests hold, and 2 GiB
     total_bytes = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total_bytes)
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
     flags = ["--preset", "tiny", "--class_type", "vanilla", "--seq_len", "65536"]
     flags += ["--max_steps", "1", "--train_file", str(text), "--save_strategy", "no"]
     flags += ["--cache_dir", str(tmp_path / "cache"), "--output_dir", str(tmp_path / "run")]

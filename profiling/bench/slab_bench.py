@@ -1,14 +1,17 @@
-"""What a fork costs beside a page-locked slab (longctx/memory/slab.py), as data loader workers do.
+"""What a page-locked slab costs (longctx/memory/slab.py): to lock it, and a fork beside it, as data
+loader workers do.
 
-    python profiling/bench/slab_fork.py --output profiling/results/h100_slab_fork.json
+    python profiling/bench/slab_bench.py --output profiling/results/h200_slab.json
 
-Rows: slab_gib, fork_s (until the call returns to the parent), child_rss_gib (the memory that the
-child has mapped as its own, shared or not).
+Rows: slab_gib, lock_s (mapped, touched and locked), untouched_s (the same bytes locked by CUDA
+alone), fork_s (until the call returns to the parent), child_rss_gib (the memory that the child has
+mapped as its own, shared or not).
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import sys
 import time
@@ -26,14 +29,30 @@ from profiling.results import write_results
 
 def measure(slab_gib: int) -> dict[str, Any]:
     """Forks once beside a slab that is locked and used by a copy."""
+    untouched_s = lock_untouched(slab_gib * GIB)
+    start = time.perf_counter()
     slab = PinnedSlab(slab_gib * GIB, torch.device("cuda"))
+    lock_s = time.perf_counter() - start
     slab.data[:GIB].copy_(torch.ones(GIB, dtype=torch.uint8, device="cuda"))
     rss_gib, fork_s = fork()
     return {
         "slab_gib": slab_gib,
+        "lock_s": round(lock_s, 2),
+        "untouched_s": round(untouched_s, 2),
         "fork_s": round(fork_s, 4),
         "child_rss_gib": round(rss_gib, 2),
     }
+
+
+def lock_untouched(nbytes: int) -> float:
+    """Seconds that `cudaHostRegister` takes for pages that nobody has touched."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    data = torch.frombuffer(pages, dtype=torch.uint8)
+    start = time.perf_counter()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), nbytes, 0))
+    seconds = time.perf_counter() - start
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(data.data_ptr()))
+    return seconds
 
 
 def fork() -> tuple[float, float]:
