@@ -97,8 +97,11 @@ class ModelArguments:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "Dtype of weights and compute: auto is bfloat16 on CUDA and float32 on CPU."
     )
-    keep_attention: bool = _option(
-        True, "custom: keep attention's output for backward, or run attention again (less memory)."
+    keep: Literal["auto", "x", "o", "h", "qkv", "all"] = _option(
+        "auto",
+        "custom: what each layer keeps for backward, the rest is computed again: its input x, "
+        "attention's output o, the residual stream h, q k v, or all, gate and up too. Each has "
+        "what stands before it. auto: as much as is fastest in the memory there is.",
     )
     offload_activations: Literal["none", "all", "auto"] = _option(
         "auto", "custom: what is kept lives on the GPU, in host memory, or fills the GPU first."

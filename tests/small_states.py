@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from longctx.config import ModelArguments
+from longctx.memory.ladder import Keep, Ladder, Rung, host_bytes, rung_bytes
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import Place
 from longctx.memory.settle import HostRoom
@@ -51,6 +52,11 @@ def anywhere(draw: random.Random) -> Where:
         return Place(weight=not spec.movable or draw.random() < 0.5, **kept)
 
     return where
+
+
+def hosted(on_gpu: int, rung: Rung = Rung.O, layers: int = 3) -> Ladder:
+    """Of all but the last layers what they keep waits on the host."""
+    return (layers - on_gpu) * (Keep(rung, rung),) + on_gpu * (Keep(rung),)
 
 
 @cache
@@ -108,27 +114,31 @@ def place(
     *,
     specs: Sequence[BlockSpec] | None = None,
     accumulates: bool = False,
-    layers_on_gpu: int | None = None,
+    ladder: Ladder | None = None,
     tokens: int = TOKENS,
     piece: int = PIECE,
 ) -> Placed:
-    """`specs` are a Llama's own unless given. Of a patched one the last `layers_on_gpu` layers keep
-    their activations on the GPU (None: all); the longest batch has `tokens`."""
+    """`specs` are a Llama's own unless given. A patched one keeps x and o of all layers on the GPU
+    unless `ladder` says otherwise; the longest batch has `tokens`."""
     runtime, device = getattr(module, "longctx", None), next(module.parameters()).device
     specs = state_blocks(module, movable=runtime is not None) if specs is None else specs
     layers = sum(spec.layer is not None for spec in specs)
-    on_gpu = layers if layers_on_gpu is None else layers_on_gpu
-    layer_bytes = runtime.sizes(module).kept_bytes(tokens) if runtime else 0
+    ladder = layers * (Keep(),) if ladder is None else ladder
+    layer_bytes = activation_bytes = 0
+    if runtime:
+        sizes = runtime.sizes(module)
+        activation_bytes = host_bytes(sizes, tokens, ladder)
+        layer_bytes = rung_bytes(sizes, tokens, max(keep.host or Rung.X for keep in ladder))
     room = HostRoom(
         specs,
         [where(spec) for spec in specs],
         accumulates=accumulates,
-        activation_bytes=(layers - on_gpu) * layer_bytes,
+        activation_bytes=activation_bytes,
         layer_bytes=layer_bytes,
     )
     if runtime:
         runtime.reserved_tokens = tokens
-    room.settle(device, runtime.store if runtime else None, on_gpu)
+    room.settle(device, runtime.store if runtime else None, ladder)
     return Placed(module=module, room=room, stream=StateStream(room.blocks, device, piece))
 
 

@@ -203,7 +203,7 @@ def test_what_cannot_be_together(flags: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "idle"),
     [
-        ("--class_type vanilla --head_groups 2 --keep_attention false", "--class_type custom"),
+        ("--class_type vanilla --head_groups 2 --keep x", "--class_type custom"),
         ("--class_type vanilla --gradient_checkpointing false", None),
         ("--gradient_checkpointing false", "--class_type vanilla or liger"),
         (

@@ -113,7 +113,12 @@ class _Child:
     def __init__(self) -> None:
         self.owner = _here()
         self.connection, theirs = multiprocessing.Pipe()
-        self.pid = _fork()
+        try:
+            self.pid = _fork()
+        except OSError as error:
+            raise UserError(
+                f"cannot start the process that renders chat templates: {error.strerror or error}"
+            ) from error
         if self.pid == 0:
             try:
                 self.connection.close()

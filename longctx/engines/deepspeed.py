@@ -24,7 +24,7 @@ from longctx.engines.builds import build_one_at_a_time
 from longctx.engines.collectives import become_one_process, gathered_bytes, whole_numel
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
-from longctx.memory.plan import trained_bytes_on_gpu
+from longctx.memory.plan import Pending, trained_bytes_on_gpu
 
 
 class DeepSpeed(Engine):
@@ -110,11 +110,12 @@ class DeepSpeed(Engine):
         if args.gradient_accumulation_steps > 1:
             config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
-    def pending_bytes(self, model: PreTrainedModel) -> int:
+    def pending_bytes(self, model: PreTrainedModel) -> Pending:
         """DeepSpeed has made its states; ZeRO-1 and 2 still make gradients, ZeRO-3 gathers."""
         parameters = list(model.parameters())
         sharded = any(hasattr(p, "ds_id") for p in parameters)
-        return trained_bytes_on_gpu(parameters) + (gathered_bytes(model) if sharded else 0)
+        gathered = gathered_bytes(model) if sharded else 0
+        return Pending(trained_bytes_on_gpu(parameters) + gathered)
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         processes = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))

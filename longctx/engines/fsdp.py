@@ -24,7 +24,7 @@ from longctx.config import TrainArguments, means_no, read_settings
 from longctx.engines.collectives import become_one_process, gathered_bytes, local_shard
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
-from longctx.memory.plan import pending_bytes
+from longctx.memory.plan import Pending, pending_bytes
 
 
 class FSDP2(Engine):
@@ -114,9 +114,10 @@ class FSDP2(Engine):
             torch._foreach_mul_(gradients, max_norm / norm.item())
         return norm
 
-    def pending_bytes(self, model: PreTrainedModel) -> int:
+    def pending_bytes(self, model: PreTrainedModel) -> Pending:
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
-        return pending_bytes(shards) + gathered_bytes(model)
+        pending = pending_bytes(shards)
+        return pending._replace(states=pending.states + gathered_bytes(model))
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         # accelerate would go on with an optimizer that starts from zero.

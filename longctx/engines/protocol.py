@@ -28,7 +28,7 @@ from longctx.config import TrainArguments
 from longctx.engines.collectives import destroy_process_group
 from longctx.errors import UserError
 from longctx.limits import given
-from longctx.memory.plan import pending_bytes
+from longctx.memory.plan import Pending, pending_bytes
 
 
 class Engine(ABC):
@@ -106,7 +106,7 @@ class Engine(ABC):
         """Clips gradients to `max_norm` and returns their norm; None: accelerate does it well."""
         return None
 
-    def pending_bytes(self, model: PreTrainedModel) -> int:
+    def pending_bytes(self, model: PreTrainedModel) -> Pending:
         """What weights, gradients and Adam will claim on the GPU and have not before step 1."""
         return pending_bytes(model.parameters())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -34,58 +34,68 @@ class Sizes:
     hidden: int  # D
     intermediate: int  # F
     heads: int  # H
+    kv_heads: int  # K
     head_dim: int  # d
     vocab: int  # V
     itemsize: int
     """Bytes of one activation."""
-    keep_attention: bool
     tile_tokens: int | None = None
-    """None: by length."""
-
-    def kept_bytes(self, tokens: int) -> int:
-        """What one layer keeps from forward to backward: x, and o with its log-sum-exp."""
-        per_token = self.hidden * self.itemsize
-        if self.keep_attention:
-            per_token += self.heads * (self.head_dim * self.itemsize + 4)
-        return tokens * per_token + 2048  # every tensor starts at a multiple of 512 bytes
+    """None: by length, as"""
+    head_groups: int | None = None
 
     def working_bytes(self, tokens: int, logits_bytes: int) -> int:
-        """What backward holds besides: five units, the loss's workspace, and the fp32 gradient of
-        an MLP or, before it, of lm_head."""
+        """What a step needs besides what layers keep, and weights and gradients of other layers."""
         return max(self.layer_bytes(tokens), self.loss_bytes(tokens, logits_bytes))
 
     def loss_bytes(self, tokens: int, logits_bytes: int) -> int:
-        """While the loss is computed: its workspace and lm_head's fp32 gradient."""
-        return self._units(tokens) + 4 * self.hidden * self.vocab + logits_bytes
+        """While the loss is computed: the last layer's output, normed, and its gradient; lm_head's
+        gradient in fp32, and its workspace or that gradient rounded."""
+        head = self.hidden * self.vocab
+        return self._unit(tokens) * 3 + 4 * head + max(logits_bytes, self.itemsize * head)
 
     def layer_bytes(self, tokens: int) -> int:
-        """While a layer's backward runs: the fp32 gradients of its MLP, one of them rounded, and a
-        tile's gate, up and product."""
-        tile = min(tokens, self.tile_tokens or default_tile_tokens(tokens)) * self.itemsize
-        return self._units(tokens) + (4 * 4 * self.hidden + 3 * tile) * self.intermediate
+        """While a layer's backward runs: dy, and the MLP's step or attention's."""
+        return self._unit(tokens) + max(self._mlp_bytes(tokens), self._attention_bytes(tokens))
 
-    def _units(self, tokens: int) -> int:
-        return 5 * tokens * self.hidden * self.itemsize
+    def _mlp_bytes(self, tokens: int) -> int:
+        """Gradients of gate, up, down and o in fp32, one of them rounded; a tile's gate, up, their
+        product, and h, n2 and their gradients."""
+        rows = min(tokens, self.tile_tokens or default_tile_tokens(tokens))
+        gradients = (12 + self.itemsize) * self.intermediate + 4 * self.heads * self.head_dim
+        tile = rows * (3 * self.intermediate + 4 * self.hidden) * self.itemsize
+        return gradients * self.hidden + tile
 
+    def _attention_bytes(self, tokens: int) -> int:
+        """The MLP's gradients, rounded; dk and dv; a group's q, k, v and do, and their gradients,
+        which flash-attention sums in fp32."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        gradients = (3 * self.intermediate + wide) * self.hidden * self.itemsize
+        groups = self.head_groups or default_head_groups(tokens, self.kv_heads)
+        group = (3 * wide + 4 * narrow) * self.itemsize
+        group += 4 * (wide + 2 * narrow) if self.itemsize < 4 else 0
+        return gradients + tokens * (2 * narrow * self.itemsize + group // groups)
 
-def layers_on_gpu(offload: Offload, layers: int, layer_bytes: int, free_bytes: int) -> int:
-    """How many of the last layers keep their activations on the GPU. `free_bytes` is what is left
-    there for them; the layer whose backward runs is always there."""
-    if offload == "none":
-        return layers
-    if offload == "all":
-        return 1
-    return min(layers, max(1, free_bytes // layer_bytes))
+    def _unit(self, tokens: int) -> int:
+        return tokens * self.hidden * self.itemsize
 
 
 def trained_bytes_on_gpu(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.is_cuda)
 
 
-def pending_bytes(parameters: Iterable[Tensor]) -> int:
-    """What the first step adds on the GPU: gradients and Adam's two moments, in the weights'
-    dtype."""
-    return 3 * trained_bytes_on_gpu(parameters)
+class Pending(NamedTuple):
+    """Bytes that the first step adds on the GPU."""
+
+    states: int = 0
+    """What stays, and whatever cannot make room for activations."""
+    gradients: int = 0
+    """They come while activations go, unless a step has several batches."""
+
+
+def pending_bytes(parameters: Iterable[Tensor]) -> Pending:
+    """Adam's two moments and gradients, in the weights' dtype."""
+    trained = trained_bytes_on_gpu(parameters)
+    return Pending(2 * trained, trained)
 
 
 # --- model states ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longctx.memory.ladder import Ladder
 from longctx.memory.plan import Place
 from longctx.memory.slab import LINE, PinnedSlab, whole_lines
 from longctx.memory.states import Block, BlockSpec
@@ -63,7 +64,7 @@ class HostRoom:
         return self.states_bytes + self.shared_bytes
 
     def settle(
-        self, device: torch.device, store: ActivationStore | None, layers_on_gpu: int
+        self, device: torch.device, store: ActivationStore | None, ladder: Ladder = ()
     ) -> None:
         """Locks the slab and moves every block to its place. Raises UserError where the host has
         too little memory."""
@@ -73,7 +74,7 @@ class HostRoom:
         for block in self.blocks:
             block.settle(device, self._take, self._gradient(block, shared))
         if store is not None:
-            store.lend(shared, layers_on_gpu, self._is_free)
+            store.lend(shared, ladder, self._is_free)
             for block, start in self._starts.items():
                 block.has_room = partial(_ends_below, store, start)
 

@@ -1,8 +1,7 @@
 """The activation store: what a layer keeps from forward to backward, in host memory or on the GPU.
 
-A layer keeps its input x and its attention output o (one *unit* of T*D*2 bytes each) and the
-log-sum-exp. Backward wants them in the reverse order, so host memory is ONE pinned slab used as a
-stack, whatever the lengths of the rows:
+How much that is, and where, says the ladder (ladder.py). Backward wants it in the reverse order, so
+host memory is ONE pinned slab used as a stack, whatever the lengths of the rows:
 
     slab   | x0 o0 lse0 | x1 o1 lse1 | ... |  free              layer 0 is pushed first, popped last
     GPU    x, o, lse of the layer whose backward runs; filled tile by tile, and refilled with the
@@ -13,7 +12,7 @@ in tiles, so that the first tile's computation starts when the first tile is the
 for each other's events; the device is never synchronised, and no buffer is reused before its event.
 At 131072 tokens a layer moves 4 GiB in 80 ms while it computes for 1.1 s.
 
-The slab (slab.py) has exactly the size that plan.py says the longest batch needs.
+The slab (slab.py) has exactly the size that the longest batch needs.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,48 +28,71 @@ from torch import Tensor
 
 from longctx.annotate import annotate
 from longctx.errors import UserError
+from longctx.memory.ladder import Keep, Ladder, Rung
 from longctx.memory.machine import host_share_bytes
-from longctx.memory.plan import GIB, Offload, layers_on_gpu
+from longctx.memory.plan import GIB
 from longctx.memory.slab import PinnedSlab, whole_lines
 
+WHOLE = "lse"
+"""The tensor that is no (T, ...) and does not move in tiles."""
 
-class Saved:
-    """One layer's kept tensors. Dropped with the autograd graph, which frees its place."""
 
-    def __init__(self, rows: list[Tensor], lse: Tensor | None) -> None:
-        tensors = rows if lse is None else [*rows, lse]
-        self.rows = len(rows)
-        """How many of the tensors are (T, ...) and move in tiles."""
-        self.specs = [(t.shape, t.dtype) for t in tensors]
-        self.offset: int | None = None
-        """Where the tensors start in the slab, in bytes; None if they live on the GPU."""
-        self.on_gpu: list[Tensor] | None = tensors
-        self.used = False
+@dataclass(eq=False)
+class Entry:
+    """A kept tensor."""
+
+    tensor: Tensor | None
+    """On the GPU; None where it waits in the slab only."""
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int | None = None
+    """Where it starts in the slab, in bytes; None if it lives on the GPU."""
 
     @property
-    def nbytes(self) -> int:
-        return sum(_nbytes(shape, dtype) for shape, dtype in self.specs)
+    def stop(self) -> int:
+        assert self.offset is not None
+        return self.offset + _nbytes(self.shape, self.dtype)
+
+
+@dataclass(eq=False)
+class Saved:
+    """One layer's kept tensors by name. Dropped with the autograd graph, which frees its place."""
+
+    keep: Keep
+    entries: dict[str, Entry] = field(default_factory=dict)
+    used: bool = False
+
+    def keeps(self, rung: Rung) -> bool:
+        return rung <= self.keep.rung
+
+    @property
+    def hosted(self) -> dict[str, Entry]:
+        """What is in the slab."""
+        return {name: e for name, e in self.entries.items() if e.offset is not None}
+
+    @property
+    def specs(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        """Of the buffers through which it comes back."""
+        return [(name, entry.shape, entry.dtype) for name, entry in self.hosted.items()]
 
 
 class ActivationStore:
     """Stack of `Saved`, in the pinned slab or on the GPU. One per model.
 
-    In forward, `save` starts the copies out and `release` ends the layer's claim on its tensors.
-    In backward, `load` starts the copies in, `wait` makes a tile usable and `retire` gives it back.
+    In forward, `open` begins a layer's, `add` keeps a tensor, `send` starts its copy out and
+    `release` ends the layer's claim on its memory. In backward, `load` starts the copies in, `wait`
+    makes a tile usable and `retire` gives it back.
     """
 
-    def __init__(
-        self, device: torch.device, offload: Offload, host_limit_gib: float | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, host_limit_gib: float | None = None) -> None:
         self.device = device
-        self.offload = offload
         self.host_limit_gib = host_limit_gib
-        self.layers_on_gpu = 1
+        self.ladder: Ladder = (Keep(),)
         self._pinned = PinnedSlab(0, device)
         self._lent: Tensor | None = None
         self._is_free: Callable[[int, int], bool] = _always
         self._stack: list[weakref.ref[Saved]] = []
-        self._buffers: list[Tensor] = []
+        self._buffers: dict[str, Tensor] = {}
         # Whose backward reads the buffers, and who they are filled for: held by autograd's graph
         # alone, so that what is left of a step that ran out of memory goes with its graph.
         self._reader: weakref.ref[Saved] | None = None
@@ -81,88 +104,87 @@ class ActivationStore:
 
     # --- before the first step -------------------------------------------------------------
 
-    def reserve(self, layers: int, layer_bytes: int, working_bytes: int) -> None:
-        """Decides how many of the last layers stay on the GPU and sizes the slab for the others.
-
-        `layer_bytes` is what one layer keeps, `working_bytes` what else will be on the GPU and is
-        not yet. A slab that is large enough stays. Raises UserError if host memory is short.
-        """
-        free_bytes = 0
-        if self.device.type == "cuda":
-            free_bytes = free_gpu_bytes(self.device) - working_bytes
-        self.layers_on_gpu = self.count_on_gpu(layers, layer_bytes, free_bytes)
-        needed_bytes = (layers - self.layers_on_gpu) * layer_bytes
-        if needed_bytes > self._slab.numel() and not self._alive():
-            self._check_host(needed_bytes - self._pinned.data.numel())
+    def reserve(self, ladder: Ladder, nbytes: int) -> None:
+        """Keeps by this ladder, which needs `nbytes` of the host. A slab that is large enough
+        stays. Raises UserError if host memory is short."""
+        if nbytes > self._slab.numel() and not self._alive():
+            self._check_host(nbytes - self._pinned.data.numel())
             self._lent = None
             self._pinned = PinnedSlab(0, self.device)  # gives the old one back first
-            self._pinned = PinnedSlab(needed_bytes, self.device)
+            self._pinned = PinnedSlab(nbytes, self.device)
+        self.ladder = ladder
 
-    def count_on_gpu(self, layers: int, layer_bytes: int, free_bytes: int) -> int:
-        """How many of the last layers stay on the GPU if `free_bytes` may hold them."""
-        offload: Offload = self.offload
-        if self.device.type != "cuda":
-            offload = "all" if offload == "all" else "none"
-        return layers_on_gpu(offload, layers, layer_bytes, free_bytes)
-
-    def lend(self, slab: Tensor, layers_on_gpu: int, is_free: Callable[[int, int], bool]) -> None:
+    def lend(self, slab: Tensor, ladder: Ladder, is_free: Callable[[int, int], bool]) -> None:
         """Uses part of another slab instead of one of its own, as planned beforehand. `is_free`
         says whether bytes [start, stop) of it may be written."""
-        self._lent, self._is_free, self.layers_on_gpu = slab, is_free, layers_on_gpu
+        self._lent, self._is_free, self.ladder = slab, is_free, ladder
 
     def used_bytes(self) -> int:
         """Where the part of a lent slab ends that kept activations need."""
         return 0 if self._lent is None else _top(self._alive())
 
-    def _check_host(self, more_bytes: int) -> None:
-        free_gib = host_share_bytes() / GIB
+    def host_bytes(self) -> int:
+        """What the slab may take, the present one's room included."""
         if self.host_limit_gib is not None:
-            free_gib = self.host_limit_gib - self._slab.numel() / GIB
-        missing_gib = more_bytes / GIB - free_gib
+            return int(self.host_limit_gib * GIB)
+        return host_share_bytes() + self._pinned.data.numel()
+
+    def _check_host(self, more_bytes: int) -> None:
+        missing_gib = (more_bytes + self._pinned.data.numel() - self.host_bytes()) / GIB
         if missing_gib > 0:
             raise UserError(
                 f"host memory is {missing_gib:.1f} GiB short of the {more_bytes / GIB:.1f} GiB "
-                "that offloaded activations need: set --keep_attention false (half of it), "
+                "that offloaded activations need: set --keep x or auto (less of it), "
                 "--offload_activations auto or none (GPU memory first), or a shorter --seq_len"
             )
 
     # --- forward ---------------------------------------------------------------------------
 
-    def save(self, rows: list[Tensor], lse: Tensor | None, layers_above: int) -> Saved:
-        """Keeps `rows`, (T, ...) each, and lse (H, T) until `load`.
+    def open(self, layers_above: int) -> Saved:
+        """Begins what a layer keeps, of which `layers_above` follow."""
+        saved = Saved(self.ladder[max(0, len(self.ladder) - 1 - layers_above)])
+        self._stack = [weakref.ref(s) for s in [*self._alive(), saved]]
+        return saved
 
-        Layers of which fewer than `layers_on_gpu` follow stay on the GPU, and so does what the
-        slab cannot take (more forwards than backwards).
-        """
-        alive = self._alive()
-        saved = Saved(rows, lse)
-        self._stack = [weakref.ref(s) for s in [*alive, saved]]
-        if layers_above < self.layers_on_gpu:
-            return saved
-        offset = _top(alive)
-        stop = offset + saved.nbytes
-        if stop > self._slab.numel() or not (self._lent is None or self._is_free(offset, stop)):
-            return saved
-        saved.offset = offset
+    def add(self, saved: Saved, rung: Rung, **tensors: Tensor) -> None:
+        """Keeps tensors, (T, ...) each and lse (H, T), until `load`. Those that the ladder wants on
+        the host get a place there, if the slab has one (more forwards than backwards)."""
+        for name, tensor in tensors.items():
+            entry = Entry(tensor, tensor.shape, tensor.dtype)
+            if saved.keep.host is not None and rung <= saved.keep.host:
+                entry.offset = _top(self._alive())
+                fits = entry.stop <= self._slab.numel()
+                if not fits or not (self._lent is None or self._is_free(entry.offset, entry.stop)):
+                    entry.offset = None
+            saved.entries[name] = entry
+
+    def send(self, saved: Saved, *names: str, tile: slice | None = None) -> None:
+        """Starts the copies of these tensors to the host, or of their tokens in `tile`."""
+        entries = [saved.entries[n] for n in names if n in saved.entries]
+        entries = [entry for entry in entries if entry.offset is not None]
+        if not entries:
+            return
         with annotate("offload out"), _after_compute(self._out):
             if self._out is not None:
                 self._out.wait_stream(self._in)  # what is overwritten may still be on its way in
-            assert saved.on_gpu is not None
-            for host, tensor in zip(self._host(saved), saved.on_gpu, strict=True):
-                host.copy_(tensor, non_blocking=True)
-        return saved
+            for entry in entries:
+                host, tensor = self._host(entry), entry.tensor
+                assert tensor is not None
+                rows = slice(None) if tile is None else tile
+                host[rows].copy_(tensor[rows], non_blocking=True)
 
     def release(self, saved: Saved) -> None:
         """Ends forward's use of the tensors: their memory may be reused once the copies are out."""
-        if saved.offset is not None:
-            if self._out is not None:
-                torch.cuda.current_stream(self.device).wait_stream(self._out)
-            saved.on_gpu = None
+        hosted = saved.hosted
+        if hosted and self._out is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._out)
+        for entry in hosted.values():
+            entry.tensor = None
 
     # --- backward --------------------------------------------------------------------------
 
-    def load(self, saved: Saved, tiles: list[slice]) -> list[Tensor]:
-        """The tensors of `save`, on the GPU. A tile's tokens may be read after `wait(tile)`.
+    def load(self, saved: Saved, tiles: list[slice]) -> dict[str, Tensor]:
+        """The kept tensors, on the GPU. A tile's tokens may be read after `wait(tile)`.
 
         They may be overwritten: nobody else holds them. Raises RuntimeError on a second backward.
         """
@@ -174,17 +196,18 @@ class ActivationStore:
         saved.used = True
         if self._filled is not None and self._filled() is not saved:
             self._abandon()
-        if saved.on_gpu is not None:
-            return saved.on_gpu
-        if self._filled is None:
-            self._buffers = [
-                torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in saved.specs
-            ]
-            self._fill_begin(saved)
-            for tile in tiles:
-                self._fill(saved, tile)
-        self._reader, self._filled = self._watched(saved), None
-        return list(self._buffers)
+        if saved.specs:
+            if self._filled is None:
+                self._buffers = {
+                    name: torch.empty(shape, dtype=dtype, device=self.device)
+                    for name, shape, dtype in saved.specs
+                }
+                self._fill_begin(saved)
+                for tile in tiles:
+                    self._fill(saved, tile)
+            self._reader, self._filled = self._watched(saved), None
+        on_gpu = {n: e.tensor for n, e in saved.entries.items() if e.tensor is not None}
+        return on_gpu | (self._buffers if saved.specs else {})
 
     def wait(self, tile: slice) -> None:
         ready = self._tile_ready.pop(tile.start, None)
@@ -193,12 +216,13 @@ class ActivationStore:
 
     def retire(self, saved: Saved, tile: slice) -> None:
         """The layer is done with this tile: the layer below's takes its place."""
-        if saved.on_gpu is not None:
+        specs = saved.specs
+        if not specs:
             return
         below = self._filled() if self._filled is not None else None
         if below is None:
             alive = self._alive()
-            if not alive or alive[-1].on_gpu is not None or alive[-1].specs != saved.specs:
+            if not alive or alive[-1].specs != specs:
                 return
             below = alive[-1]
             self._fill_begin(below)
@@ -206,9 +230,11 @@ class ActivationStore:
 
     def finish(self, saved: Saved) -> None:
         """The layer's backward is over; with the last one go the buffers."""
-        saved.on_gpu = self._reader = None
+        if saved.specs:
+            self._reader = None
+        saved.entries = {}
         if self._filled is None:
-            self._buffers = []
+            self._buffers = {}
 
     def _watched(self, saved: Saved) -> weakref.ref[Saved]:
         """A reference by which the store learns that a graph was dropped before its backward was
@@ -225,7 +251,7 @@ class ActivationStore:
         if self._in is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._in)
         self._reader, self._filled = None, None
-        self._buffers, self._tile_ready = [], {}
+        self._buffers, self._tile_ready = {}, {}
 
     def _fill_begin(self, saved: Saved) -> None:
         """Starts to fill the buffers; the log-sum-exp goes first and whole."""
@@ -234,23 +260,23 @@ class ActivationStore:
         with annotate("offload in"), _after_compute(self._in):
             if self._in is not None:
                 self._in.wait_stream(self._out)
-            for buffer, host in self._pairs(saved)[saved.rows :]:
-                buffer.copy_(host, non_blocking=True)
+            if (entry := saved.hosted.get(WHOLE)) is not None:
+                self._buffers[WHOLE].copy_(self._host(entry), non_blocking=True)
 
     def _fill(self, saved: Saved, tile: slice) -> None:
         with annotate("offload in"), _after_compute(self._in):
-            for buffer, host in self._pairs(saved)[: saved.rows]:
-                buffer[tile].copy_(host[tile], non_blocking=True)
+            for name, entry in saved.hosted.items():
+                if name != WHOLE:
+                    host = self._host(entry)
+                    self._buffers[name][tile].copy_(host[tile], non_blocking=True)
             if self._in is not None:
                 self._tile_ready[tile.start] = self._in.record_event()
 
-    def _pairs(self, saved: Saved) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self._buffers, self._host(saved), strict=True))
-
     def tensors_on_gpu(self) -> list[Tensor]:
         """What layers keep on the GPU now, the buffers of backward included."""
-        kept = [ref() for ref in self._stack]
-        return [*self._buffers, *(t for saved in kept if saved for t in saved.on_gpu or ())]
+        kept = [saved for ref in self._stack if (saved := ref()) is not None]
+        tensors = [entry.tensor for saved in kept for entry in saved.entries.values()]
+        return [*self._buffers.values(), *(t for t in tensors if t is not None)]
 
     # --- the slab --------------------------------------------------------------------------
 
@@ -261,15 +287,11 @@ class ActivationStore:
     def _alive(self) -> list[Saved]:
         return [s for ref in self._stack if (s := ref()) is not None and not s.used]
 
-    def _host(self, saved: Saved) -> list[Tensor]:
-        views, start = [], saved.offset
-        assert start is not None
-        for shape, dtype in saved.specs:
-            stop = start + _nbytes(shape, dtype)
-            size = shape.numel() * dtype.itemsize
-            views.append(self._slab[start : start + size].view(dtype).view(shape))
-            start = stop
-        return views
+    def _host(self, entry: Entry) -> Tensor:
+        assert entry.offset is not None
+        size = entry.shape.numel() * entry.dtype.itemsize
+        flat = self._slab[entry.offset : entry.offset + size]
+        return flat.view(entry.dtype).view(entry.shape)
 
 
 def _always(start: int, stop: int) -> bool:
@@ -278,7 +300,7 @@ def _always(start: int, stop: int) -> bool:
 
 def _top(alive: list[Saved]) -> int:
     """The slab's first byte above all of them."""
-    return max((s.offset + s.nbytes for s in alive if s.offset is not None), default=0)
+    return max((entry.stop for saved in alive for entry in saved.hosted.values()), default=0)
 
 
 @contextmanager

@@ -6,23 +6,25 @@ For the T tokens of a batch, x (T, D), weights as Hugging Face holds them (out, 
     o, lse = attention(q, k, v)   h = x + o Wo'                               (T, H d), (T, D)
     n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
 
-Kept from forward to backward: x, o and lse, 2 units of T*D*2 bytes (plain checkpointing keeps one
-and runs attention forward twice; attention is 70% of a layer's time at 131072 tokens). With
-`keep_attention` off only x is kept and attention runs again. Everything else is recomputed: h, n2,
-gate and up once, q, k, v once, the down projection never. n1 is not kept between head groups: with
-G of them it is computed G times in forward and G + 1 times in backward, 2 units of memory traffic
-each (at 131072 tokens of Llama-3.1-8B and 8 groups 17 times 0.5 ms, 0.7% of the layer).
+Kept from forward to backward, as far up the ladder (memory/ladder.py) as there is memory for: x, o
+with lse, h, q k v, gate and up. x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one
+and runs attention forward twice, 70% of a layer's time at 131072 tokens. What is not kept is
+computed again, from the same tiles by the same kernels, so that no bit depends on it; n1 and n2
+always, the down projection never. n1 is not kept between head groups: with G of them it is computed
+G times in forward and G + 1 times in backward (once, where q, k, v are kept), 2 units of memory
+traffic each (at 131072 tokens of Llama-3.1-8B and 8 groups 17 times 0.5 ms, 0.7% of the layer).
 
 Token-wise work runs in tiles of the sequence, attention in head groups (some kv heads with their
 query heads), so that gate, up and q, k, v exist for one tile or one group only. Backward:
 
-    1. per tile:   h, n2, gate, up again; dWd, dgate, dup, dWg, dWu; dh = dy + rms_norm'; dWo
-    2. per group:  q, k, v again; do = dh Wo; dq, dk, dv = attention'; dq takes o's place
+    1. per tile:   [h, n2, gate, up again]; dWd, dgate, dup, dWg, dWu; dh = dy + rms_norm'; dWo
+    2. per group:  [q, k, v again]; do = dh Wo; dq, dk, dv = attention'; dq takes o's place
     3. per tile:   dn1 = [dq dk dv] [Wq; Wk; Wv] in one product; dWq, dWk, dWv; dx = dh + rms_norm'
 
 dh, then dx, take dy's place. Peak over weights and gradients: three units (x, o|dq, dy|dh|dx),
 dk|dv (2 K/H of a unit), a group's q, k, v, do, dq, and one tile of the MLP. Weight gradients add up
-over tiles in fp32 and are rounded once.
+over tiles in fp32 and are rounded once. Each tile and group is a function of its own, so that what
+one works with is gone when the next begins.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from longctx.annotate import annotate, annotated, each
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
-from longctx.memory.store import ActivationStore
+from longctx.memory.ladder import Rung
+from longctx.memory.store import ActivationStore, Saved
 from longctx.model.attention import QKV, Attention
 from longctx.model.documents import Documents
 from longctx.model.projection import WeightGradient, linear, linear_add
@@ -80,7 +83,6 @@ class Schedule:
     store: ActivationStore
     tile_tokens: int
     head_groups: int
-    keep_attention: bool
 
     def tiles(self, tokens: int) -> list[slice]:
         return [
@@ -119,8 +121,8 @@ def project_qkv(
     w: Weights,
     s: Schedule,
     group: Group,
-) -> QKV:  # (T, h, d), (T, k, d), (T, k, d): views of one buffer
-    """q, k, v of one head group: norm, one fused product, rotation."""
+) -> Tensor:  # (T, (h + 2 k) d)
+    """q, k, v of one head group, side by side: norm, one fused product, rotation."""
     weight = torch.cat([w.q[group.q], w.k[group.kv], w.v[group.kv]])
     biases = (w.q_bias, w.k_bias, w.v_bias)
     bias = None
@@ -129,41 +131,83 @@ def project_qkv(
         bias = torch.cat([b[c] for b, c in zip(biases, columns, strict=True) if b is not None])
     qkv = x.new_empty(x.shape[0], weight.shape[0])
     for tile in each("tile", s.tiles(x.shape[0])):
-        n1, _ = rms_norm_forward(x[tile], w.norm1, s.eps)
-        linear(n1, weight, bias, out=qkv[tile])
+        linear(rms_norm_forward(x[tile], w.norm1, s.eps)[0], weight, bias, out=qkv[tile])
+    q, k, _ = heads(qkv, group, s)
+    rope_(q, k, s.position_ids, s.inv_freq, s.attention_scaling)
+    return qkv
+
+
+def heads(qkv: Tensor, group: Group, s: Schedule) -> QKV:  # (T, h, d), (T, k, d), (T, k, d): views
     h, k = (group.q.stop - group.q.start), (group.kv.stop - group.kv.start)
-    q, key, v = (part.unflatten(1, (-1, s.head_dim)) for part in qkv.split([h, k, k], dim=1))
-    rope_(q, key, s.position_ids, s.inv_freq, s.attention_scaling)
-    return QKV(q, key, v)
+    return QKV(*(part.unflatten(1, (-1, s.head_dim)) for part in qkv.split([h, k, k], dim=1)))
 
 
 def attention_forward(
     x: Tensor,  # (T, D)
     w: Weights,
     s: Schedule,
+    kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
+    """Adds each group's q, k, v to `kept`."""
     T, Hd = x.shape[0], w.q.shape[0]
     o = x.new_empty(T, Hd)
     lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
-    for group in each("head group", split_heads(w, s)):
+
+    def attend(group: Group) -> None:
         qkv = project_qkv(x, w, s, group)
         o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
         with annotate("attention"):
-            s.attention.forward(qkv, s.documents, s.head_dim**-0.5, o_group, lse[group.lse])
+            s.attention.forward(
+                heads(qkv, group, s), s.documents, s.head_dim**-0.5, o_group, lse[group.lse]
+            )
+        if kept is not None:
+            kept.append(qkv)
+
+    for group in each("head group", split_heads(w, s)):
+        attend(group)
     return o, lse
 
 
+class Residuals(NamedTuple):
+    """What the MLP's backward needs; None: computed again."""
+
+    h: Tensor | None = None  # (T, D)
+    gate: Tensor | None = None  # (T, F)
+    up: Tensor | None = None  # (T, F)
+
+    def of(self, tile: slice) -> Residuals:
+        return Residuals(*(None if part is None else part[tile] for part in self))
+
+
+NOTHING = Residuals()
+
+
 @annotated("mlp")
-def mlp_forward(x: Tensor, o: Tensor, w: Weights, s: Schedule) -> Tensor:
-    """y = h + mlp(rms_norm(h)) with h = x + o Wo', tile by tile."""
+def mlp_forward(
+    x: Tensor,  # (T, D)
+    o: Tensor,  # (T, H d)
+    w: Weights,
+    s: Schedule,
+    kept: Residuals = NOTHING,
+    saved: Saved | None = None,
+) -> Tensor:  # (T, D)
+    """y = h + mlp(rms_norm(h)) with h = x + o Wo', tile by tile. Fills what is `kept`."""
     y = torch.empty_like(x)
-    for tile in each("tile", s.tiles(x.shape[0])):
+
+    def run(tile: slice) -> None:
+        out = kept.of(tile)
         with annotate("projections"):
-            h = linear_add(x[tile], o[tile], w.o, w.o_bias)
+            h = linear_add(x[tile], o[tile], w.o, w.o_bias, out=out.h)
         n2, _ = rms_norm_forward(h, w.norm2, s.eps)
-        gate, up = linear(n2, w.gate, w.gate_bias), linear(n2, w.up, w.up_bias)
-        product = swiglu_forward(gate, up, out=gate)
+        gate = linear(n2, w.gate, w.gate_bias, out=out.gate)
+        up = linear(n2, w.up, w.up_bias, out=out.up)
+        product = swiglu_forward(gate, up, out=gate if out.gate is None else None)
         linear_add(h, product, w.down, w.down_bias, out=y[tile])
+        if saved is not None:
+            s.store.send(saved, *Residuals._fields, tile=tile)
+
+    for tile in each("tile", s.tiles(x.shape[0])):
+        run(tile)
     return y
 
 
@@ -198,6 +242,7 @@ def mlp_backward_(
     dy: Tensor,  # (T, D), overwritten by dh
     x: Tensor,  # (T, D)
     o: Tensor,  # (T, H d)
+    kept: Residuals,
     w: Weights,
     s: Schedule,
     grads: Gradients,
@@ -205,13 +250,16 @@ def mlp_backward_(
     """Step 1: from dy to dh = dy + rms_norm'(h, dn2), and the gradients of down, gate, up, o."""
     d_o, d_gate, d_up, d_down = (grads.linear(name) for name in ("o", "gate", "up", "down"))
     d_norm2 = grads.norm("norm2")
-    for tile in each("tile", s.tiles(x.shape[0])):
-        s.store.wait(tile)
+
+    def run(tile: slice) -> None:
         dy_t, o_t = dy[tile], o[tile]
-        with annotate("projections"):
-            h = linear_add(x[tile], o_t, w.o, w.o_bias)
+        h, gate, up = kept.of(tile)
+        if h is None:
+            with annotate("projections"):
+                h = linear_add(x[tile], o_t, w.o, w.o_bias)
         n2, _ = rms_norm_forward(h, w.norm2, s.eps)
-        gate, up = linear(n2, w.gate, w.gate_bias), linear(n2, w.up, w.up_bias)
+        if gate is None or up is None:
+            gate, up = linear(n2, w.gate, w.gate_bias), linear(n2, w.up, w.up_bias)
         product = dy_t @ w.down  # d_product, until the next line writes the product over it
         swiglu_backward_(product, gate, up, product=product)  # gate, up become their gradients
         d_down.add(dy_t, product)
@@ -221,6 +269,10 @@ def mlp_backward_(
         rms_norm_backward(dn2, h, w.norm2, s.eps, d_residual=dy_t, dw=d_norm2, out=dy_t)
         with annotate("projections"):
             d_o.add(dy_t, o_t)
+
+    for tile in each("tile", s.tiles(x.shape[0])):
+        s.store.wait(tile)
+        run(tile)
     for name, grad in (("o", d_o), ("gate", d_gate), ("up", d_up), ("down", d_down)):
         grads.finish(name, grad)
     grads.finish("norm2", d_norm2)
@@ -232,25 +284,29 @@ def attention_backward_(
     x: Tensor,  # (T, D)
     o: Tensor,  # (T, H d), overwritten by dq
     lse: Tensor,  # (H, T)
+    kept: list[Tensor],  # (T, (h + 2 k) d) of each group, or empty
     w: Weights,
     s: Schedule,
 ) -> Tensor:  # (T, 2 K d): dk | dv
     """Step 2: dq, dk, dv of the unrotated projections, one head group at a time."""
     Kd = w.k.shape[0]
     dkv = x.new_empty(x.shape[0], 2 * Kd)
-    for group in each("head group", split_heads(w, s)):
-        qkv = project_qkv(x, w, s, group)
-        heads = (-1, s.head_dim)
-        do = (dh @ w.o[:, group.q]).unflatten(1, heads)
-        o_group = o[:, group.q].unflatten(1, heads)
+
+    def run(i: int, group: Group) -> None:
+        qkv = kept[i] if kept else project_qkv(x, w, s, group)
+        do = (dh @ w.o[:, group.q]).unflatten(1, (-1, s.head_dim))
+        o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
         with annotate("attention"):
             dq, dk, dv = s.attention.backward(
-                do, qkv, s.documents, s.head_dim**-0.5, o_group, lse[group.lse]
+                *(do, heads(qkv, group, s), s.documents, s.head_dim**-0.5, o_group, lse[group.lse])
             )
         rope_(dq, dk, s.position_ids, s.inv_freq, s.attention_scaling, inverse=True)
         o[:, group.q] = dq.flatten(1)
         dkv[:, group.kv] = dk.flatten(1)
         dkv[:, Kd:][:, group.kv] = dv.flatten(1)
+
+    for i, group in enumerate(each("head group", split_heads(w, s))):
+        run(i, group)
     return dkv
 
 
@@ -274,18 +330,57 @@ def input_backward_(
         bool(wants.q_bias or wants.k_bias or wants.v_bias),
     )
     d_norm1 = grads.norm("norm1")
-    for tile in each("tile", s.tiles(x.shape[0])):
+
+    def run(tile: slice) -> None:
         n1, _ = rms_norm_forward(x[tile], w.norm1, s.eps)
         dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
         d_qkv.add(dqkv, n1)
         rms_norm_backward(
             dqkv @ weight, x[tile], w.norm1, s.eps, d_residual=dh[tile], dw=d_norm1, out=dh[tile]
         )
+
+    for tile in each("tile", s.tiles(x.shape[0])):
+        run(tile)
         retire(tile)
     grads.finish("norm1", d_norm1)
     for suffix, grad in zip(("", "_bias"), d_qkv.round(w.q.dtype), strict=True):
         pieces = [None] * 3 if grad is None else grad.split(parts)
         grads.done |= {f"{n}{suffix}": g for n, g in zip("qkv", pieces, strict=True)}
+
+
+# --- the layer -------------------------------------------------------------------------------
+
+
+def keep(
+    saved: Saved,
+    x: Tensor,  # (T, D)
+    o: Tensor,  # (T, H d)
+    lse: Tensor,  # (H, T)
+    qkv: list[Tensor],  # (T, (h + 2 k) d) of each group
+    w: Weights,
+    s: Schedule,
+) -> Residuals:
+    """Keeps what is there already, and returns room for what the MLP will leave."""
+    T, F = x.shape[0], w.gate.shape[0]
+    s.store.add(saved, Rung.X, x=x)
+    if saved.keeps(Rung.O):
+        s.store.add(saved, Rung.O, o=o, lse=lse)
+    if saved.keeps(Rung.QKV):
+        s.store.add(saved, Rung.QKV, **{_part(i): part for i, part in enumerate(qkv)})
+    s.store.send(saved, *saved.entries)
+    if not saved.keeps(Rung.H):
+        return NOTHING
+    h = torch.empty_like(x)
+    s.store.add(saved, Rung.H, h=h)
+    if not saved.keeps(Rung.ALL):
+        return Residuals(h)
+    gate, up = x.new_empty(T, F), x.new_empty(T, F)
+    s.store.add(saved, Rung.ALL, gate=gate, up=up)
+    return Residuals(h, gate, up)
+
+
+def _part(group: int) -> str:
+    return f"qkv{group}"
 
 
 class _ScheduledLayer(torch.autograd.Function):
@@ -299,14 +394,14 @@ class _ScheduledLayer(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> Tensor:  # (T, D)
         w = Weights(*weights)  # type: ignore[arg-type]
-        o, lse = attention_forward(x, w, s)
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
-            if s.keep_attention:
-                saved = s.store.save([x, o], lse, layers_above)
-            else:
-                saved = s.store.save([x], None, layers_above)
-        y = mlp_forward(x, o, w, s)
+            saved = s.store.open(layers_above)
+        qkv: list[Tensor] = []
+        keeps_qkv = saved is not None and saved.keeps(Rung.QKV)
+        o, lse = attention_forward(x, w, s, qkv if keeps_qkv else None)
+        kept = NOTHING if saved is None else keep(saved, x, o, lse, qkv, w, s)
+        y = mlp_forward(x, o, w, s, kept, saved)
         if saved is not None:
             s.store.release(saved)
         ctx.schedule, ctx.saved = s, saved
@@ -321,16 +416,19 @@ class _ScheduledLayer(torch.autograd.Function):
         w = Weights(*ctx.saved_tensors)
         grads = Gradients(w, Weights(*ctx.needs_input_grad[3:]))
         tiles = s.tiles(dy.shape[0])
-        x, *attended = s.store.load(ctx.saved, tiles)
-        if s.keep_attention:
-            o, lse = attended
+        kept = s.store.load(ctx.saved, tiles)
+        x = kept["x"]
+        if "o" in kept:
+            o, lse = kept["o"], kept["lse"]
         else:
             for tile in tiles:
                 s.store.wait(tile)
             o, lse = attention_forward(x, w, s)
         dx = dy.contiguous()  # nobody else reads it: the layer above made it for this one
-        mlp_backward_(dx, x, o, w, s, grads)
-        dkv = attention_backward_(dx, x, o, lse, w, s)
+        residuals = Residuals(kept.get("h"), kept.get("gate"), kept.get("up"))
+        mlp_backward_(dx, x, o, residuals, w, s, grads)
+        groups = [kept[_part(i)] for i in range(s.head_groups) if _part(i) in kept]
+        dkv = attention_backward_(dx, x, o, lse, groups, w, s)
         input_backward_(dx, x, o, dkv, w, s, grads, lambda tile: s.store.retire(ctx.saved, tile))
         s.store.finish(ctx.saved)
         return dx, None, None, *(grads.done.get(name) for name in Weights._fields)

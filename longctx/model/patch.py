@@ -60,7 +60,7 @@ def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.de
             "patch it first"
         )
     backend, attention = choose_attention(args.attn_backend, device, model.dtype)
-    store = ActivationStore(device, args.offload_activations, args.host_memory_gib)
+    store = ActivationStore(device, args.host_memory_gib)
     runtime: Any = Runtime(args=args, attention=attention, store=store, dtype=model.dtype)
     model.longctx = runtime
     forwards: list[tuple[Any, Any]] = [
@@ -72,10 +72,9 @@ def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.de
     for module, forward in forwards:
         if replaceable(module):  # or it stays as it is, which is found and said on the first call
             module.forward = MethodType(forward, module)
-    kept = "input and attention output" if args.keep_attention else "input"
     return (
-        f"patched: {len(model.model.layers)} scheduled decoder layers (keep their {kept}, offload "
-        f"{args.offload_activations}), {backend} attention, RMSNorm, lm_head + cross-entropy"
+        f"patched: {len(model.model.layers)} scheduled decoder layers, {backend} attention, "
+        "RMSNorm, lm_head + cross-entropy"
     )
 
 

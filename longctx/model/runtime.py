@@ -12,8 +12,24 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.memory.plan import Sizes, default_head_groups, default_tile_tokens, pending_bytes
-from longctx.memory.store import ActivationStore
+from longctx.memory.ladder import (
+    Batch,
+    Ladder,
+    Room,
+    States,
+    choose,
+    host_bytes,
+    uniform,
+)
+from longctx.memory.plan import (
+    Pending,
+    Sizes,
+    default_head_groups,
+    default_tile_tokens,
+    pending_bytes,
+)
+from longctx.memory.rates import gpu_rates
+from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.attention import Attention
 from longctx.model.documents import Documents
 from longctx.model.layer import Schedule
@@ -31,21 +47,49 @@ class Runtime:
     dtype: torch.dtype
     """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
     label_smoothing: float = 0.0
-    pending_bytes: Callable[[PreTrainedModel], int] = field(default_factory=lambda: _plain_pending)
+    pending_bytes: Callable[[PreTrainedModel], Pending] = field(
+        default_factory=lambda: _plain_pending
+    )
     """What else the first step will claim on the GPU; an engine knows better."""
+    passes: int = 1
+    """Batches of a step."""
     reserved_tokens: int = 0
     """The longest batch for which the store has room."""
     warned: set[str] = field(default_factory=set)
     """Reasons already printed for running Hugging Face's layers."""
 
-    def reserve(self, model: LlamaForCausalLM, tokens: int) -> None:
-        """Makes room for the activations of `tokens` tokens, once per longest batch so far."""
+    def reserve(self, model: LlamaForCausalLM, tokens: int) -> bool:
+        """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether
+        it did."""
         if tokens <= self.reserved_tokens:
-            return
+            return False
         self.reserved_tokens = tokens
-        sizes = self.sizes(model)
-        working_bytes = sizes.working_bytes(tokens, LOGITS_BYTES) + self.pending_bytes(model)
-        self.store.reserve(sizes.layers, sizes.kept_bytes(tokens), working_bytes)
+        sizes, pending = self.sizes(model), self.pending_bytes(model)
+        free_bytes = free_gpu_bytes(self.store.device) if self.store.device.type == "cuda" else 0
+        states = States(gradients=pending.gradients, moments=pending.states)
+        ladder = self.choose(sizes, tokens, free_bytes, self.store.host_bytes(), states)
+        self.store.reserve(ladder, host_bytes(sizes, tokens, ladder))
+        return True
+
+    def choose(
+        self, sizes: Sizes, tokens: int, free_bytes: int, host_bytes: int, states: States
+    ) -> Ladder:
+        """The ladder for batches of `tokens` tokens, where `free_bytes` of the GPU are for states,
+        activations and what a step works with."""
+        keep, offload, device = self.args.keep, self.args.offload_activations, self.store.device
+        if device.type != "cuda":  # nothing to weigh: it is all one memory
+            return uniform(sizes.layers, keep, offload)
+        layer_bytes = sizes.layer_bytes(tokens)
+        early_bytes = max(0, sizes.loss_bytes(tokens, LOGITS_BYTES) - layer_bytes)
+        return choose(
+            sizes,
+            Batch(tokens, min(tokens, self.args.seq_len), self.passes),
+            Room(free_bytes - layer_bytes, host_bytes, early_bytes),
+            gpu_rates(device, self.dtype),
+            keep=keep,
+            offload=offload,
+            states=states,
+        )
 
     def sizes(self, model: LlamaForCausalLM) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
@@ -55,16 +99,22 @@ class Runtime:
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             heads=config.num_attention_heads,
+            kv_heads=kv_heads(config),
             head_dim=model.model.layers[0].self_attn.head_dim,
             vocab=config.vocab_size,
             itemsize=self.dtype.itemsize,
-            keep_attention=self.args.keep_attention,
             tile_tokens=self.args.tile_tokens,
+            head_groups=self.args.head_groups,
         )
 
 
-def _plain_pending(model: PreTrainedModel) -> int:
+def _plain_pending(model: PreTrainedModel) -> Pending:
     return pending_bytes(model.parameters())
+
+
+def kv_heads(config: Any) -> int:
+    count: int = config.num_key_value_heads or config.num_attention_heads
+    return count
 
 
 def runtime_of(model: Any) -> Runtime | None:
@@ -90,11 +140,11 @@ def make_schedule(
     rotary = model.model.rotary_emb
     # Called for its side effect: dynamic RoPE sets inv_freq by the longest position.
     rotary(embedded[:1, :1], position_ids.max().view(1, 1))
-    kv_heads: int = config.num_key_value_heads or config.num_attention_heads
-    head_groups = args.head_groups or default_head_groups(tokens, kv_heads)
-    if kv_heads % head_groups:
+    heads = kv_heads(config)
+    head_groups = args.head_groups or default_head_groups(tokens, heads)
+    if heads % head_groups:
         raise UserError(
-            f"--head_groups {head_groups} must divide the model's {kv_heads} key/value heads"
+            f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
     return Schedule(
         documents=Documents.from_position_ids(position_ids, attention_mask),
@@ -107,5 +157,4 @@ def make_schedule(
         store=runtime.store,
         tile_tokens=args.tile_tokens or default_tile_tokens(tokens),
         head_groups=head_groups,
-        keep_attention=args.keep_attention,
     )

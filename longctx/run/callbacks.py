@@ -13,6 +13,7 @@ import torch
 from transformers import ProgressCallback, TrainerCallback
 
 from longctx.errors import print_rank0
+from longctx.memory.ladder import describe
 from longctx.model.families import why_not_scheduled
 from longctx.output import METRICS
 from longctx.output.save import disk_problem
@@ -28,7 +29,9 @@ class Reserve(TrainerCallback):
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         if why_not_scheduled(self.model) is None:
-            self.model.longctx.reserve(self.model, self.tokens)
+            runtime = self.model.longctx
+            if runtime.reserve(self.model, self.tokens):
+                print_rank0(describe(runtime.store.ladder))
 
 
 class Clock(TrainerCallback):

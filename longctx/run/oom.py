@@ -270,8 +270,10 @@ def advice(
         if model_args.offload_activations != "all" and kept:
             saved = kept * (layers - 1) / layers
             add("--offload_activations all", "kept activations wait in host memory", saved)
-        if model_args.keep_attention:
-            add("--keep_attention false", "attention runs once more in backward", kept / 2 or None)
+        if model_args.keep not in ("x", "o"):
+            add("--keep o", "all but attention is computed again")
+        if model_args.keep != "x":
+            add("--keep x", "attention runs once more in backward", kept / 2 or None)
         groups = config.num_key_value_heads
         if model_args.head_groups != groups and groups > 1:
             add(f"--head_groups {groups}", "q, k, v of one group of heads at a time")

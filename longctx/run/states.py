@@ -15,8 +15,17 @@ from torch import nn
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
+from longctx.memory.ladder import Ladder, States, describe, gpu_bytes, host_bytes
 from longctx.memory.machine import host_share_bytes
-from longctx.memory.plan import GIB, BlockSizes, Place, buffer_bytes, place_blocks
+from longctx.memory.plan import (
+    GIB,
+    BlockSizes,
+    Place,
+    buffer_bytes,
+    place_blocks,
+    ring_bytes,
+    window_bytes,
+)
 from longctx.memory.settle import HostRoom
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
@@ -63,12 +72,14 @@ def place_states(model: Any, args: TrainArguments, tokens: int) -> StateStream:
     several, accumulates = args.world_size > 1, args.gradient_accumulation_steps > 1
     specs = state_blocks(model, movable=patched is not None and not several)
     sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
-    budget = _gpu_budget(model, args)
+    budget, host_budget = _gpu_budget(model, args), _host_budget(patched)
     work = step_work(model, tokens)
-    early_bytes = 0 if accumulates else work.early_bytes
+    kept = _keep(patched, args, sizes, tokens, budget, host_budget)
+    # Gradients come as activations go, unless they outlive a forward.
+    early_bytes = 0 if accumulates else work.early_bytes + kept.gpu_bytes
     places = place_blocks(
         sizes,
-        budget - work.nbytes,
+        budget - work.nbytes - kept.gpu_bytes,
         args.place,
         keeps_gradients=several,
         before_gradients=early_bytes,
@@ -76,25 +87,26 @@ def place_states(model: Any, args: TrainArguments, tokens: int) -> StateStream:
     gradients = sum(s.grad for s, place in zip(sizes, places, strict=True) if place.grad)
     states = buffer_bytes(sizes, places) - gradients
     states += sum(size.on_gpu(place) for size, place in zip(sizes, places, strict=True))
-    needed = states + max(0, gradients - early_bytes) + (work.nbytes if patched else 0)
+    needed = states + max(0, gradients - early_bytes)
+    if patched:
+        needed += work.nbytes + kept.gpu_bytes
     if args.place != "gpu" and needed > budget:
         raise UserError(_too_small(budget, needed, patched is not None))
-    # Gradients come as activations go, unless they outlive a forward.
-    left = budget - work.nbytes - states - (gradients if accumulates else 0)
-    kept = _keep_activations(patched, tokens, left)
     host = HostRoom(
         specs,
         places,
         accumulates=accumulates,
-        activation_bytes=kept.on_host * kept.layer_bytes,
+        activation_bytes=kept.host_bytes,
         layer_bytes=kept.layer_bytes,
     )
-    _check_host(host.nbytes, patched.longctx.args.host_memory_gib if patched else None)
-    print_rank0(_line(sizes, places, host, kept.on_host, model.dtype))
+    _check_host(host.nbytes, host_budget)
+    print_rank0(_line(sizes, places, host, model.dtype))
+    if kept.ladder:
+        print_rank0(describe(kept.ladder))
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
-    host.settle(args.device, patched.longctx.store if patched else None, kept.on_gpu)
+    host.settle(args.device, patched.longctx.store if patched else None, kept.ladder)
     _limit_gpu(args)
     stream = StateStream(host.blocks, args.device)
     model.register_state_dict_pre_hook(lambda *_: stream.flush())
@@ -126,23 +138,43 @@ def step_work(model: Any, tokens: int) -> Work:
 
 
 class Kept(NamedTuple):
-    """Layers whose activations wait for backward on the GPU and on the host."""
+    """What layers keep from forward to backward, and the bytes of it; nothing by a model that is
+    not patched."""
 
-    on_gpu: int = 0
-    on_host: int = 0
+    ladder: Ladder = ()
+    gpu_bytes: int = 0
+    host_bytes: int = 0
     layer_bytes: int = 0
+    """Of one layer's on the host."""
 
 
-def _keep_activations(patched: Any | None, tokens: int, left_bytes: int) -> Kept:
+def _keep(
+    patched: Any | None,
+    args: TrainArguments,
+    blocks: Sequence[BlockSizes],
+    tokens: int,
+    budget: int,
+    host_budget: int,
+) -> Kept:
     if patched is None:
         return Kept()
-    runtime = patched.longctx
+    runtime, several = patched.longctx, args.world_size > 1
     sizes = runtime.sizes(patched)
-    layer_bytes = sizes.kept_bytes(tokens)
-    # What a step works with has room for one layer's.
-    on_gpu = runtime.store.count_on_gpu(sizes.layers, layer_bytes, left_bytes + layer_bytes)
+    states = States(
+        weights=sum(block.weight for block in blocks),
+        gradients=sum(block.grad for block in blocks),
+        moments=sum(block.states for block in blocks),
+        placement=args.place,
+        weights_move=not several,
+        gradients_move=not several,
+        ring=ring_bytes(),
+        window=window_bytes(blocks),
+    )
+    ladder = runtime.choose(sizes, tokens, budget, host_budget, states)
     runtime.reserved_tokens = tokens
-    return Kept(on_gpu, sizes.layers - on_gpu, layer_bytes)
+    hosted = host_bytes(sizes, tokens, ladder)
+    layers = sum(keep.host is not None for keep in ladder)
+    return Kept(ladder, gpu_bytes(sizes, tokens, ladder), hosted, hosted // max(1, layers))
 
 
 def _limit_gpu(args: TrainArguments) -> None:
@@ -178,17 +210,19 @@ def _too_small(budget: int, needed: int, custom: bool) -> str:
     )
 
 
-def _check_host(needed: int, limit_gib: float | None) -> None:
-    available_gib = host_share_bytes() / GIB
-    available_gib -= min(HOST_SPARE * available_gib, HOST_SPARE_GIB)
-    if limit_gib is not None:
-        available_gib = min(available_gib, limit_gib)
-    if needed / GIB > available_gib:
+def _host_budget(patched: Any | None) -> int:
+    available = host_share_bytes()
+    available -= int(min(HOST_SPARE * available, HOST_SPARE_GIB * GIB))
+    limit_gib = patched.longctx.args.host_memory_gib if patched else None
+    return available if limit_gib is None else min(available, int(limit_gib * GIB))
+
+
+def _check_host(needed: int, budget: int) -> None:
+    if needed > budget:
         raise UserError(
             f"{needed / GIB:.1f} GiB of host memory are needed for states and activations and "
-            f"{available_gib:.1f} GiB may be used: set --keep_attention false (half the "
-            "activations), --offload_activations auto, a higher --gpu_memory_gib, or a shorter "
-            "--seq_len"
+            f"{budget / GIB:.1f} GiB may be used: set --keep x or auto, --offload_activations auto "
+            "(GPU memory first), a higher --gpu_memory_gib, or a shorter --seq_len"
         )
 
 
@@ -196,7 +230,6 @@ def _line(
     sizes: Sequence[BlockSizes],
     places: Sequence[Place],
     host: HostRoom,
-    offloaded: int,
     dtype: torch.dtype,
 ) -> str:
     parts = "fp32 weights"
@@ -219,5 +252,4 @@ def _line(
     if host.nbytes:
         line += f"; on the host: {gib(False)} GiB" if host.states_bytes else ""
         line += f"; {host.nbytes / GIB:.2f} GiB of host memory locked"
-        line += f", activations of {offloaded} layers among them" if offloaded else ""
     return line

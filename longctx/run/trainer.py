@@ -99,6 +99,7 @@ class LongTrainer(ExactTrainer):
             runtime = patched.longctx
             self.engine.gather_whole(patched, patched.model.layers)
             runtime.pending_bytes = self.engine.pending_bytes
+            runtime.passes = args.gradient_accumulation_steps
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
             self.add_callback(Reserve(patched, self.row_tokens))

@@ -419,17 +419,17 @@ def main() -> None:
                     flush=True,
                 )
     errors = gradient_errors() if "linear_cross_entropy" in options.ops else []
-    adamw = adamw_rows(copy, options.rep_ms) if "adamw" in options.ops else []
+    if rows:
+        chart(rows, options.out.with_suffix(".png"))
+    if "adamw" in options.ops:
+        rows += adamw_rows(copy, options.rep_ms)
 
     ceilings = {
         "copy_tb_per_s": copy,
         "matmul_tflop_per_s": matmul,
         "matmul_own_tflop_per_s": own,
     }
-    extra = {"ceilings": ceilings, "gradient_errors": errors, "adamw": adamw}
-    write_results(options.out, rows, extra=extra)
-    if rows:
-        chart(rows, options.out.with_suffix(".png"))
+    write_results(options.out, rows, extra={"ceilings": ceilings, "gradient_errors": errors})
     print(f"wrote {options.out}")
 
 

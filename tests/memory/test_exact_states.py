@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
-from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, llama, place
+from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, hosted, llama, place
 from torch import Tensor
 
 from longctx.memory import stream as streaming
+from longctx.memory.ladder import Rung
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.states import Block
 from longctx.memory.stream import StateStream
@@ -113,13 +114,13 @@ def make(
         model.model.layers[1].mlp.register_forward_hook(look)
         model.lm_head.register_forward_hook(look)
     where = anywhere(draw) if draw else everything_on_gpu
-    on_gpu = draw.randint(1, 3) if draw else None
+    ladder = hosted(draw.randint(1, 3), draw.choice(list(Rung))) if draw else None
     if adapter:
         torch.manual_seed(0)
         lora = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
         peft.inject_adapter_in_model(lora, model)
     tokens = rows * TOKENS
-    placed = place(model, where, accumulates=accumulates, layers_on_gpu=on_gpu, tokens=tokens)
+    placed = place(model, where, accumulates=accumulates, ladder=ladder, tokens=tokens)
     return placed, placed.optimizer()
 
 
@@ -218,7 +219,6 @@ def test_100_steps_are_the_same_100_steps(device) -> None:
 KINDS = {
     "fp32": dict(dtype=torch.float32),
     "tied": dict(tied=True),
-    "recompute": dict(keep_attention=False),
     "activations-larger-than-gradients": dict(rows=5),
     "more-batches-than-planned": dict(batches=2),
     "more-large-batches-than-planned": dict(batches=2, rows=5),

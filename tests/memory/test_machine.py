@@ -11,6 +11,7 @@ import torch
 
 from longctx.errors import UserError
 from longctx.memory import machine
+from longctx.memory.ladder import Keep
 from longctx.memory.plan import GIB
 from longctx.memory.store import ActivationStore
 
@@ -125,6 +126,6 @@ def test_without_a_limit_the_machine_counts(cgroups, lines, monkeypatch) -> None
 
 def test_the_store_is_told(cgroups) -> None:
     cgroups(*CASES["v2"][:2], {"fs/job/memory.max": str(GIB), "fs/job/memory.current": "0"})
-    store = ActivationStore(torch.device("cpu"), "all")
+    store = ActivationStore(torch.device("cpu"))
     with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
-        store.reserve(layers=3, layer_bytes=GIB, working_bytes=0)
+        store.reserve((Keep(),), 2 * GIB)

@@ -11,6 +11,7 @@ from small_states import (
     anywhere,
     batch,
     everything_on_gpu,
+    hosted,
     llama,
     nothing_on_gpu,
     place,
@@ -18,6 +19,7 @@ from small_states import (
 from torch import Tensor
 
 from exactness import DEVICE
+from longctx.memory.ladder import Rung, rung_bytes
 from longctx.memory.plan import Place
 from longctx.memory.settle import HostRoom
 from longctx.memory.slab import LINE
@@ -142,7 +144,7 @@ def test_nothing_overlaps_and_nothing_is_left_over(kind) -> None:
         draw = random.Random(seed)
         where = nothing_on_gpu if seed == 0 else anywhere(draw)
         placed = place(
-            model, where, accumulates=kind == "accumulates", layers_on_gpu=draw.randint(1, 3)
+            model, where, accumulates=kind == "accumulates", ladder=hosted(draw.randint(1, 3))
         )
         assert all(torch.equal(p.detach().cpu(), before[n]) for n, p in model.named_parameters())
 
@@ -186,7 +188,7 @@ def gradients_on_host(layers_on_gpu: int = 1):
         return Place(grad=not spec.modules)
 
     model = llama(device=DEVICE)
-    placed = place(model, where, layers_on_gpu=layers_on_gpu, tokens=ROWS * TOKENS)
+    placed = place(model, where, ladder=hosted(layers_on_gpu), tokens=ROWS * TOKENS)
     return placed, placed.optimizer()
 
 
@@ -197,7 +199,7 @@ def leaving(placed) -> list[str]:
 def kept_on_host(placed) -> list[int]:
     """Where in the slab the activations that are alive begin."""
     alive = placed.module.longctx.store._alive()
-    return [saved.offset for saved in alive if saved.offset is not None]
+    return [min(entry.offset for entry in s.hosted.values()) for s in alive if s.hosted]
 
 
 def assert_places_change_nothing(accumulate) -> None:
@@ -219,7 +221,7 @@ def assert_places_change_nothing(accumulate) -> None:
 
 def test_layers_gradients_take_the_room_of_their_activations() -> None:
     placed, optimizer = gradients_on_host()
-    layer_bytes = placed.module.longctx.sizes(placed.module).kept_bytes(ROWS * TOKENS)
+    layer_bytes = rung_bytes(placed.module.longctx.sizes(placed.module), ROWS * TOKENS, Rung.O)
     for step in range(3):
         loss = placed.module(**batch(3 * step, DEVICE, ROWS)).loss
         assert len(kept_on_host(placed)) == 2 and leaving(placed) == []
@@ -260,7 +262,8 @@ def test_a_gradient_does_not_leave_over_activations_that_are_kept() -> None:
     placed, _ = gradients_on_host()
     first = placed.module(**batch(0, DEVICE, ROWS)).loss
     second = placed.module(**batch(0, DEVICE, ROWS)).loss
-    assert len(kept_on_host(placed)) == 3  # one of the second's is where layer 2's gradient goes
+    # Of the second's, a layer and an input are where layer 2's gradient goes.
+    assert len(kept_on_host(placed)) == 4
     second.backward()
     assert leaving(placed) == ["embedding", "lm_head"]
     first.backward()
@@ -292,7 +295,7 @@ def test_a_batch_that_is_longer_than_planned_gets_a_slab_of_its_own(where) -> No
     found = []
     for placement in (everything_on_gpu, where):
         settings = dict(offload_activations="all")
-        placed = place(llama(device=DEVICE, **settings), placement, layers_on_gpu=1)
+        placed = place(llama(device=DEVICE, **settings), placement, ladder=hosted(1))
         optimizer = placed.optimizer()
         numbers = []
         for step in (0, 1, 2):

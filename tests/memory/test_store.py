@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.memory.ladder import Keep
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
 from longctx.model.patch import patch
@@ -29,20 +30,20 @@ def test_a_slab_has_exactly_its_size() -> None:
 
 
 def test_a_slab_grows_only_when_it_must() -> None:
-    store = ActivationStore(CPU, "all")
-    store.reserve(layers=4, layer_bytes=1000, working_bytes=0)
+    store = ActivationStore(CPU)
+    store.reserve((Keep(),), 3000)
     first = store._slab
-    assert first.numel() == 3000  # the last layer stays where backward needs it first
-    store.reserve(layers=4, layer_bytes=500, working_bytes=0)
+    assert first.numel() == 3000
+    store.reserve((Keep(),), 1500)
     assert store._slab is first
-    store.reserve(layers=5, layer_bytes=1000, working_bytes=0)
+    store.reserve((Keep(),), 4000)
     assert store._slab.numel() == 4000
 
 
 def test_host_memory_that_is_short_is_named_before_it_is_taken() -> None:
-    store = ActivationStore(CPU, "all", host_limit_gib=1.0)
+    store = ActivationStore(CPU, host_limit_gib=1.0)
     with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
-        store.reserve(layers=3, layer_bytes=2**30, working_bytes=0)
+        store.reserve((Keep(),), 2**31)
     assert store._slab.numel() == 0
 
 
@@ -66,11 +67,11 @@ def test_a_forked_process_has_no_copy_of_the_slab() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
-def test_copies_beside_compute_change_no_bit(keep: bool) -> None:
+@pytest.mark.parametrize("keep", ["x", "o", "h", "qkv", "all"])
+def test_copies_beside_compute_change_no_bit(keep: str) -> None:
     """Four layers of Llama-3.1-8B, steps of random lengths, the slab poisoned before each one:
-    losses and gradients are those of a store that keeps all on the GPU. A copy that starts early
-    or ends late reads NaN."""
+    losses and gradients are those of a store that keeps x alone and on the GPU. A copy that starts
+    early or ends late reads NaN."""
     device = torch.device("cuda")
     config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=16384), vocab_size=1)
     config.num_hidden_layers, config.vocab_size = 4, 1024
@@ -85,7 +86,7 @@ def test_copies_beside_compute_change_no_bit(keep: bool) -> None:
         args = ModelArguments(
             offload_activations=offload,
             attn_backend="math",
-            keep_attention=keep,
+            keep=keep if offload == "all" else "x",
             tile_tokens=tile,
             head_groups=groups,
         )

@@ -17,6 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longctx.config import ModelArguments
 from longctx.kernels.rms_norm import rms_norm_forward
+from longctx.memory.ladder import (
+    Batch,
+    Rung,
+    again_flops,
+    forward_flops,
+    gpu_bytes,
+    rung_bytes,
+)
 from longctx.memory.plan import Sizes
 from longctx.model import layer
 from longctx.model.patch import patch
@@ -26,8 +34,11 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 LAYERS, D, F, H, K, d, V, T = 3, 64, 96, 8, 4, 8, 32, 512
 QKV, OUT, MLP = D * (H + 2 * K) * d, H * d * D, 3 * D * F  # weights of each product of a layer
+GATE_UP = 2 * D * F
 UNIT_BYTES = T * D * 4
 LSE_BYTES = H * T * 4
+O_BYTES = UNIT_BYTES + T * H * d * 4 + LSE_BYTES
+QKV_BYTES = T * (H + 2 * K) * d * 4
 
 
 @dataclass
@@ -62,34 +73,51 @@ def step(request) -> Step:
 
 @pytest.mark.parametrize(
     ("step", "again"),
-    [({}, QKV), ({"keep_attention": False}, 2 * QKV), ({"head_groups": 1, "tile_tokens": T}, QKV)],
-    ids=["keep", "recompute", "one group, one tile"],
+    [
+        ({"keep": "x"}, 2 * QKV + OUT + GATE_UP),
+        ({"keep": "o"}, QKV + OUT + GATE_UP),
+        ({"keep": "o", "head_groups": 1, "tile_tokens": T}, QKV + OUT + GATE_UP),
+        ({"keep": "h"}, QKV + GATE_UP),
+        ({"keep": "qkv"}, GATE_UP),
+        ({"keep": "all"}, 0),
+    ],
+    ids=["x", "o", "o, one group, one tile", "h", "qkv", "all"],
     indirect=["step"],
 )
 def test_every_product_is_computed_as_often_as_the_schedule_says(step: Step, again: int) -> None:
-    """Forward each once; backward each gradient once, q, k, v and h, gate, up again, down never."""
+    """Forward each once; backward each gradient once, and again what is not kept, down never."""
     with FlopCounterMode(display=False) as forward:
         loss = step.forward()
     loss_flops = 6 * V * D * (T - 1)  # of the last token there is no label
     assert forward.get_total_flops() == LAYERS * 2 * T * (QKV + OUT + MLP) + loss_flops
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    recomputed = again + OUT + MLP * 2 // 3
-    assert backward.get_total_flops() == LAYERS * 2 * T * (recomputed + 2 * (QKV + OUT + MLP))
+    assert backward.get_total_flops() == LAYERS * 2 * T * (again + 2 * (QKV + OUT + MLP))
+    sizes, counted = sizes_of(step.model), Batch(T, row=0)
+    rung = Rung[step.model.longctx.args.keep.upper()]
+    assert again_flops(sizes, counted, rung) == 2 * T * again
+    assert forward_flops(sizes, counted) == 2 * T * (QKV + OUT + MLP)
 
 
 @pytest.mark.parametrize(
     ("step", "kept_bytes"),
-    [({}, 2 * UNIT_BYTES + LSE_BYTES), ({"keep_attention": False}, UNIT_BYTES)],
-    ids=["keep", "recompute"],
+    [
+        ({"keep": "x"}, UNIT_BYTES),
+        ({"keep": "o"}, O_BYTES),
+        ({"keep": "h"}, O_BYTES + UNIT_BYTES),
+        ({"keep": "qkv"}, O_BYTES + UNIT_BYTES + QKV_BYTES),
+        ({"keep": "all"}, O_BYTES + UNIT_BYTES + QKV_BYTES + 2 * T * F * 4),
+    ],
+    ids=["x", "o", "h", "qkv", "all"],
     indirect=["step"],
 )
 def test_a_layer_keeps_what_the_plan_counts(step: Step, kept_bytes: int) -> None:
     loss = step.forward()
     held = step.model.longctx.store.tensors_on_gpu()
     assert sum(t.untyped_storage().nbytes() for t in held) == LAYERS * kept_bytes
-    sizes = sizes_of(step.model)
-    assert kept_bytes <= sizes.kept_bytes(T) <= kept_bytes + 3 * 512 + 512
+    rung = Rung[step.model.longctx.args.keep.upper()]
+    planned = rung_bytes(sizes_of(step.model), T, rung)
+    assert kept_bytes <= planned <= kept_bytes + 512 * (6 + K)
     del loss
 
 
@@ -112,7 +140,8 @@ def test_the_peak_is_what_the_plan_leaves_room_for(step: Step) -> None:
         step.forward().backward()
     peak = activations(tracker.get_tracker_snapshot("peak")[CPU])
     sizes = sizes_of(step.model)
-    planned = LAYERS * sizes.kept_bytes(T) + sizes.working_bytes(T, logits_bytes=T * V * 4)
+    ladder = step.model.longctx.store.ladder
+    planned = gpu_bytes(sizes, T, ladder) + sizes.working_bytes(T, logits_bytes=T * V * 4)
     repeated = UNIT_BYTES // 4  # torch's flash op for CPUs wants k and v of a group for every head
     assert 0.9 * planned <= peak <= planned + repeated
 
@@ -139,11 +168,11 @@ def sizes_of(model: LlamaForCausalLM) -> Sizes:
         hidden=D,
         intermediate=F,
         heads=H,
+        kv_heads=K,
         head_dim=d,
         vocab=V,
         itemsize=4,
         tile_tokens=64,
-        keep_attention=model.longctx.args.keep_attention,
     )
 
 

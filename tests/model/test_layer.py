@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
 from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.memory.ladder import Keep, Rung
 from longctx.model.patch import patch
 from longctx.run.loading import load_config
 
@@ -106,7 +108,7 @@ def test_gqa_and_head_dims(dtype, head_dim, kv_heads) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
+@pytest.mark.parametrize("keep", ["auto", "x", "all"])
 @pytest.mark.parametrize("offload", ["none", "all", "auto"])
 @pytest.mark.parametrize(
     ("groups", "tile"),
@@ -117,7 +119,7 @@ def test_gqa_and_head_dims(dtype, head_dim, kv_heads) -> None:
     ],
 )
 def test_every_setting(dtype, keep, offload, groups, tile) -> None:
-    settings = dict(keep_attention=keep, offload_activations=offload)
+    settings = dict(keep=keep, offload_activations=offload)
     settings |= dict(head_groups=groups, tile_tokens=tile)
     models = trio(dtype, settings, num_key_value_heads=4)
     assert_trains_exactly(models, *batches(PACKED))
@@ -253,10 +255,36 @@ def test_head_groups_must_divide_the_kv_heads() -> None:
         ours(**batch(PACKED))
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["keep", "recompute"])
-def test_store_under_stress(keep, monkeypatch) -> None:
-    """200 steps of random lengths, settings mixed, every buffer poisoned before use: gradients are
-    those of a store that is switched off. Some graphs are dropped without a backward."""
+KEEPS = [
+    Keep(rung, host) for rung in Rung for host in (None, *Rung) if host is None or host <= rung
+]
+
+
+def any_keep(draw: random.Random) -> Keep:
+    return draw.choice(KEEPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_depends_on_what_is_kept_and_where(dtype) -> None:
+    """Every rung, on the GPU, on the host and partly there; then a layer each at random."""
+    _, _, ours = trio(dtype, dict(offload_activations="all", keep="all", tile_tokens=31))
+    inputs, draw = batch(PACKED), random.Random(0)
+    ours(**inputs)  # sizes the slab
+    found = []
+    for ladder in [*((keep,) for keep in KEEPS), *(draw.choices(KEEPS, k=3) for _ in range(30))]:
+        ours.longctx.store.ladder = tuple(ladder)
+        loss, grads = gradients(ours, inputs)
+        found.append((ladder, loss.detach(), {n: g.clone() for n, g in grads.items()}))
+    _, first_loss, first = found[0]
+    for ladder, loss, grads in found:
+        assert torch.equal(loss, first_loss), ladder
+        assert [n for n in first if not torch.equal(grads[n], first[n])] == [], ladder
+
+
+def test_store_under_stress(monkeypatch) -> None:
+    """200 steps of random lengths, settings and ladders mixed, every buffer poisoned before use:
+    gradients are those of a store that is switched off. Some graphs are dropped without a
+    backward."""
     from longctx.memory import store as offload
 
     def poisoned(*args, **kwargs):
@@ -273,19 +301,20 @@ def test_store_under_stress(keep, monkeypatch) -> None:
 
     monkeypatch.setattr(offload, "torch", Torch())
     draw = random.Random(0)
-    _, _, plain = trio(torch.float32, dict(offload_activations="none", keep_attention=keep))
-    _, _, ours = trio(torch.float32, dict(offload_activations="all", keep_attention=keep))
+    _, _, plain = trio(torch.float32, dict(offload_activations="none"))
+    _, _, ours = trio(torch.float32, dict(offload_activations="all", keep="all"))
     for step in range(200):
         lengths = [[draw.randint(1, 40) for _ in range(draw.randint(1, 3))]]
         inputs = batch(lengths, seed=step)
         inputs["labels"] = inputs["input_ids"]
         settings = dict(tile_tokens=draw.choice([5, 16, 64]), head_groups=draw.choice([1, 2]))
         for model in (plain, ours):
-            model.longctx.args = ModelArguments(keep_attention=keep, **settings)
+            model.longctx.args = replace(model.longctx.args, **settings)
         if draw.random() < 0.1:
             dropped = ours(**inputs).loss  # its graph lives on through the next forward
         store = ours.longctx.store
-        store.layers_on_gpu = draw.choice([1, 2])
+        ours.longctx.reserve(ours, inputs["input_ids"].numel())
+        store.ladder = tuple(any_keep(draw) for _ in range(draw.randint(1, 3)))
         if not store._alive():
             store._slab.fill_(255)
         (loss, grads), (our, our_grads) = gradients(plain, inputs), gradients(ours, inputs)
@@ -305,7 +334,6 @@ def test_nothing_of_a_step_that_ran_out_of_memory_stays(offload, part, layer, mo
     from longctx.model import layer as schedule
 
     _, _, ours = trio(torch.float32, dict(offload_activations=offload, tile_tokens=16))
-    ours.longctx.store.layers_on_gpu = 1 if offload == "all" else 3
     inputs = batch(PACKED)
     expected = gradients(ours, inputs)[1]
     expected = {name: grad.clone() for name, grad in expected.items()}
@@ -343,7 +371,7 @@ def _activations() -> int:
 def test_host_memory_that_is_too_small_is_named_before_the_first_step() -> None:
     settings = dict(offload_activations="all", host_memory_gib=1e-6)
     _, _, ours = trio(torch.float32, settings)
-    with pytest.raises(UserError, match="host memory is .* GiB short.*--keep_attention false"):
+    with pytest.raises(UserError, match="host memory is .* GiB short.*--keep x"):
         ours(**batch(PACKED))
 
 

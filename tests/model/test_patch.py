@@ -181,6 +181,6 @@ def test_room_is_made_in_the_dtype_that_computes() -> None:
 
 def test_evaluation_keeps_no_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     _, custom = vanilla_and_custom()
-    monkeypatch.setattr(custom.longctx.store, "save", pytest.fail)
+    monkeypatch.setattr(custom.longctx.store, "open", pytest.fail)
     with torch.no_grad():
         custom(**packed_batch(), num_items_in_batch=1)

@@ -108,7 +108,7 @@ def test_holders_are_counted_and_flags_would_shrink_them(run, monkeypatch) -> No
     assert "131.25 GiB in use: activations and working buffers 131.2" in message
     assert "--dtype bfloat16" in message
     assert "--optimizer_states fp32 --place host" in message
-    assert "--keep_attention false" in message and "--head_groups 2" in message
+    assert "--keep x" in message and "--head_groups 2" in message
     assert "expandable_segments:True" in message  # 6.5 GiB are reserved and not usable
     assert "--seq_len below 64" in message.splitlines()[-2]
     assert message.endswith("--memory_snapshot_on_oom true")
@@ -116,7 +116,7 @@ def test_holders_are_counted_and_flags_would_shrink_them(run, monkeypatch) -> No
 
 def test_advice_leaves_out_what_is_set_already(run, monkeypatch) -> None:
     monkeypatch.setattr(layer, "swiglu_backward_", fail("CUDA out of memory.")(None))
-    flags = ["--offload_activations", "all", "--keep_attention", "false", "--head_groups", "2"]
+    flags = ["--offload_activations", "all", "--keep", "x", "--head_groups", "2"]
     message = run(*flags, "--tile_tokens", "32", "--dtype", "bfloat16")
     for flag in (*flags[::2], "--tile_tokens", "--dtype", "--class_type", "expandable"):
         assert flag not in message

@@ -321,7 +321,7 @@ APPLIED = {
     "--tile_tokens 32": "",
     "--head_groups 2": "",
     "--offload_activations all": "",
-    "--keep_attention false": "",
+    "--keep x": "",
     "--save_only_model": "",
 }
 

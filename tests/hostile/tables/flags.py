@@ -42,9 +42,7 @@ FLAGS = {
     "--class_type vanilla --attn_backend cudnn": fails("--attn_backend cudnn is for .* custom"),
     "--class_type vanilla --head_groups 2": works("--head_groups needs --class_type custom"),
     "--class_type vanilla --tile_tokens 64": works("--tile_tokens needs --class_type custom"),
-    "--class_type vanilla --keep_attention false": works(
-        "--keep_attention needs --class_type custom"
-    ),
+    "--class_type vanilla --keep x": works("--keep needs --class_type custom"),
     "--class_type vanilla --offload_activations all": works(
         "--offload_activations needs --class_type custom"
     ),

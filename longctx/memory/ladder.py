@@ -1,0 +1,293 @@
+"""The ladder: what of a layer's activations forward keeps for backward, and where it waits.
+
+    rung   keeps, besides what is below it         a token of Llama-3.1-8B   backward is spared
+    x      the layer's input                       1 unit (2 D bytes)
+    o      attention's output, its log-sum-exp     1                         attention; q, k, v once
+    h      the residual stream after attention     1                         o Wo'
+    qkv    q, k, v, rotated                        1.5                       n1 [Wq; Wk; Wv]'
+    all    gate and up                             7                         n2 Wg', n2 Wu'
+
+Above o a byte spares the same on every rung, about D products (6.5 ms a GiB on an H200). No number
+depends on the rung: what is computed again comes from the same kernels and the same tiles.
+
+A ladder has a `Keep` for each layer. `choose` times all that fit, by count: products by FLOPs and
+copies by bytes, at the machine's own rates (rates.py), beside the model states that share
+GPU, host and link with them (plan.py). The first layers wait on the host: backward needs
+them last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+from longctx.memory.plan import Offload, Placement, Sizes
+
+Keeping = Literal["auto", "x", "o", "h", "qkv", "all"]
+HOST_PRICE = 0.02
+"""Share of a step that is worth all of the host's memory: little is not locked for nothing."""
+
+
+class Rung(IntEnum):
+    X, O, H, QKV, ALL = range(5)  # noqa: E741
+
+
+class Keep(NamedTuple):
+    """What a layer keeps, and up to which rung it waits on the host (None: all on the GPU)."""
+
+    rung: Rung = Rung.O
+    host: Rung | None = None
+
+
+Ladder = tuple[Keep, ...]
+"""The layers' in their order; where it is shorter than the model, the first is that of all layers
+below."""
+
+
+class Rates(NamedTuple):
+    """What a machine does in a second."""
+
+    flops: float
+    link_bytes: float
+    """Copied to the host, or from it."""
+
+
+class Batch(NamedTuple):
+    """A step: `passes` batches of `tokens` tokens in rows of `row`."""
+
+    tokens: int
+    row: int
+    passes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Bytes of model states, which may have to make room. Default: there are none."""
+
+    weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    """With the remainders of the masters."""
+    placement: Placement = "gpu"
+    weights_move: bool = False
+    gradients_move: bool = False
+    ring: int = 0
+    """GPU buffers of what moves, and"""
+    window: int = 0
+    """of weights that do."""
+
+
+class Room(NamedTuple):
+    """Bytes for states and activations, besides what a layer's backward works with."""
+
+    gpu: int
+    host: int
+    early: int = 0
+    """What the loss needs besides, before there are gradients."""
+
+
+# --- bytes and FLOPs -------------------------------------------------------------------------
+
+
+def rung_bytes(sizes: Sizes, tokens: int, rung: Rung) -> int:
+    """What a layer keeps up to this rung. Every tensor starts at a multiple of 512 bytes."""
+    wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    values = [sizes.hidden, wide, sizes.hidden, wide + 2 * narrow, 2 * sizes.intermediate]
+    tensors = [1, 2, 1, sizes.kv_heads, 2]
+    kept = sum(values[: rung + 1]) * sizes.itemsize + (4 * sizes.heads if rung >= Rung.O else 0)
+    return tokens * kept + 512 * sum(tensors[: rung + 1])
+
+
+def forward_flops(sizes: Sizes, batch: Batch) -> int:
+    """Of a layer's products; attention's depend on the documents."""
+    down = 2 * batch.tokens * sizes.hidden * sizes.intermediate
+    return again_flops(sizes, batch, Rung.O) + down
+
+
+def again_flops(sizes: Sizes, batch: Batch, rung: Rung) -> int:
+    """What a layer's backward computes again where this rung is kept."""
+    wide = sizes.heads * sizes.head_dim
+    spared = [
+        _qkv_flops(sizes, batch) + 2 * batch.tokens * batch.row * wide,  # causal: half of the row
+        2 * batch.tokens * wide * sizes.hidden,
+        _qkv_flops(sizes, batch),
+        4 * batch.tokens * sizes.hidden * sizes.intermediate,
+    ]
+    return sum(spared[rung:])
+
+
+def _qkv_flops(sizes: Sizes, batch: Batch) -> int:
+    columns = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    return 2 * batch.tokens * sizes.hidden * columns
+
+
+def gpu_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
+    """What kept activations take on the GPU at most: when forward ends, or when those of the first
+    layers come back from the host, one layer's at a time."""
+    runs = _runs(ladder)
+    kept = {keep: n * _on_gpu(sizes, tokens, keep) for keep, n in runs}
+    back = [rung_bytes(sizes, tokens, keep.host) for keep in kept if keep.host is not None]
+    hosted = sum(nbytes for keep, nbytes in kept.items() if keep.host is not None)
+    again = any(keep.rung == Rung.X for keep in kept)  # attention's output, of one layer
+    o_bytes = rung_bytes(sizes, tokens, Rung.O) - rung_bytes(sizes, tokens, Rung.X)
+    return max(sum(kept.values()), hosted + max(back, default=0)) + (o_bytes if again else 0)
+
+
+def host_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
+    return sum(
+        n * rung_bytes(sizes, tokens, keep.host)
+        for keep, n in _runs(ladder)
+        if keep.host is not None
+    )
+
+
+def describe(ladder: Ladder) -> str:
+    """In one line: what is kept, where, and of which layers."""
+    parts, first = [], 0
+    for keep, n in _runs(ladder):
+        hosted = 0 if keep.host is None else keep.host + 1
+        places = {"on the host": _NAMES[:hosted], "on the GPU": _NAMES[hosted : keep.rung + 1]}
+        what = ", ".join(f"{' '.join(names)} {place}" for place, names in places.items() if names)
+        parts.append(f"layers {first} to {first + n - 1}: {what}")
+        first += n
+    return "kept for backward: " + "; ".join(parts)
+
+
+_NAMES = ("x", "o", "h", "q k v", "gate up")
+
+
+def _on_gpu(sizes: Sizes, tokens: int, keep: Keep) -> int:
+    below = 0 if keep.host is None else rung_bytes(sizes, tokens, keep.host)
+    return rung_bytes(sizes, tokens, keep.rung) - below
+
+
+def _runs(ladder: Ladder) -> list[tuple[Keep, int]]:
+    return [(keep, len(list(layers))) for keep, layers in groupby(ladder)]
+
+
+# --- the choice ------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """Of a ladder; the least is the best."""
+
+    missing_bytes: int
+    """Of the GPU and the host."""
+    seconds: float
+
+
+def choose(
+    sizes: Sizes,
+    batch: Batch,
+    room: Room,
+    rates: Rates,
+    *,
+    keep: Keeping = "auto",
+    offload: Offload = "auto",
+    states: States | None = None,
+) -> Ladder:
+    """The fastest ladder that fits; where none does, the one that lacks least."""
+    states = States() if states is None else states
+
+    def cost(ladder: Ladder) -> Cost:
+        return _cost(sizes, batch, room, rates, states, ladder)
+
+    return min(ladders(sizes.layers, keep, offload), key=cost)
+
+
+def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:
+    """All that are looked at: the first layers wait on the host, the last keep all."""
+    counts = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
+    counts = counts[:: -(-len(counts) // 32)]
+    if keep != "auto":
+        rung = Rung[keep.upper()]
+        for n in counts:
+            yield n * (Keep(rung, rung),) + (layers - n) * (Keep(rung),)
+        return
+    for n in counts:
+        if n == 0:
+            hosts: tuple[Rung | None, ...] = (None,)
+        else:
+            hosts = (Rung.X, Rung.O) if offload == "all" else tuple(Rung)
+        tops = [0] if offload == "all" else range(0, layers + 1, -(-layers // 32))
+        for host in hosts:
+            for top in tops:
+                for base in (Rung.O,) if n else (Rung.O, Rung.X):
+                    yield _ladder(layers, n, host, top, base)
+
+
+def uniform(layers: int, keep: Keeping, offload: Offload) -> Ladder:
+    """Without a look at memory: x and o, or what was asked for."""
+    rung = Rung.O if keep == "auto" else Rung[keep.upper()]
+    return tuple(ladders(layers, _KEEPING[rung], "all" if offload == "all" else "none"))[0]
+
+
+_KEEPING: tuple[Keeping, ...] = ("x", "o", "h", "qkv", "all")
+
+
+def _ladder(layers: int, hosted: int, host: Rung | None, top: int, base: Rung) -> Ladder:
+    below, above = sorted((hosted, layers - top))
+    first = Keep(base if host is None else host, host)
+    between = Keep(Rung.ALL, host) if hosted > layers - top else Keep(base)
+    return below * (first,) + (above - below) * (between,) + (layers - above) * (Keep(Rung.ALL),)
+
+
+def _cost(
+    sizes: Sizes, batch: Batch, room: Room, rates: Rates, states: States, ladder: Ladder
+) -> Cost:
+    kept = gpu_bytes(sizes, batch.tokens, ladder)
+    hosted = host_bytes(sizes, batch.tokens, ladder)
+    at_once = batch.passes == 1  # gradients come as activations go
+    away, missing = _make_room(states, room.gpu, kept + room.early, at_once)
+    gradients = max(hosted, away.gradients) if at_once else hosted + away.gradients
+    on_host = away.weights + away.moments + gradients
+    missing += max(0, on_host - room.host)
+
+    forward = len(ladder) * forward_flops(sizes, batch) / rates.flops
+    again = sum(n * again_flops(sizes, batch, keep.rung) for keep, n in _runs(ladder))
+    backward = 2 * forward + again / rates.flops
+
+    def phase(compute: float, *copies: int) -> float:
+        return max(compute, max(copies) / rates.link_bytes)
+
+    up, down = away.weights, hosted  # in each forward
+    first = phase(forward, up + away.moments + away.gradients, down + away.weights + away.moments)
+    added_up = 0 if at_once else away.gradients
+    last = phase(backward, hosted + away.weights + added_up, away.gradients)
+    seconds = first + (batch.passes - 1) * phase(forward, up, down) + batch.passes * last
+    return Cost(missing, seconds * (1 + HOST_PRICE * on_host / max(1, room.host)))
+
+
+class _Away(NamedTuple):
+    """Bytes of states on the host."""
+
+    weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+
+
+def _make_room(s: States, gpu: int, head: int, at_once: bool) -> tuple[_Away, int]:
+    """What of the states leaves the GPU, beside `head` bytes that are needed until there are
+    gradients, in the order of plan.place_blocks; and what is missing all the same."""
+    shared = head if at_once else 0  # with gradients
+    apart = head - shared
+    everything = s.weights + s.moments + max(s.gradients, shared) + apart
+    if everything <= gpu or s.placement == "gpu":
+        return _Away(), max(0, everything - gpu)
+    stays = s.placement == "auto"
+    left = gpu - s.ring - head
+    weights = s.weights
+    if s.weights_move and (weights > left or not stays):
+        left -= s.window
+        weights = min(weights, max(0, left)) if stays else 0
+    left -= weights
+    gradients = s.gradients
+    if s.gradients_move:
+        gradients = min(gradients, max(0, left) + shared) if stays else 0
+    left -= max(0, gradients - shared)
+    moments = min(s.moments, max(0, left)) if stays else 0
+    away = _Away(s.weights - weights, s.gradients - gradients, s.moments - moments)
+    return away, max(0, moments - left)
