@@ -90,8 +90,8 @@ class ModelArguments:
     attn_backend: Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"] = (
         _option(
             "auto",
-            "custom: fa4 (flash-attn-4), cudnn, flash or math, auto takes the fastest that is "
-            "installed; vanilla and liger: sdpa (auto), fa4, fa2 or eager.",
+            "custom: fa4 (flash-attn-4), cudnn, flash or math, auto chooses for this GPU; vanilla "
+            "and liger: sdpa (auto), fa4, fa2 or eager.",
         )
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(

@@ -6,7 +6,7 @@
       documents.py    where the documents of a packed batch begin
       layer.py        one decoder layer, forward and backward by hand       x -> y, dy -> dx
         projection.py   products, weight gradients summed in fp32
-        attention.py    attention by documents, chosen from backends.py
+        attention.py    attention by documents, chosen from backends.py (and flash4.py)
       loss.py         lm_head and cross-entropy in chunks                   x -> loss, dx
 
     embed   layer 0            layer 1                        norm    lm_head + cross-entropy

@@ -1,9 +1,13 @@
-"""The attention backends, in the order of choice on CUDA:
+"""The attention backends, and where `auto` takes each of them:
 
-    fa4     flash-attn-4 (optional package), all documents in one launch     Hopper and newer
-    cudnn   torch's cuDNN op, a launch per document                          Ampere and newer
-    flash   torch's FlashAttention-2 op, all documents in one launch; on CPUs torch's own flash op
-    math    plain torch in tiles of queries: any device and dtype, the reference
+    fa4     flash-attn-4 (optional package), all documents in one launch     sm_90, sm_100, sm_103
+    cudnn   torch's cuDNN op, a launch per document              there, if the package is missing
+    flash   torch's FlashAttention-2 op, all documents in one launch         other GPUs from sm_80
+            torch's own flash op for CPUs, one document at a time            CPUs
+    math    plain torch in tiles of queries, the reference     float32 on GPUs, float16 on CPUs
+
+Between cuDNN and flash the order is torch's own (`check_prefer_cudnn_attention` in its
+sdp_utils.cpp). Only Hopper, sm_90, was measured.
 
 A new one is a class with `forward` and `backward` (or, one document at a time, those of
 `PerDocument`), a line in `choose_attention`, and a row in tests/model/test_attention.py.
@@ -11,15 +15,15 @@ A new one is a class with `forward` and `backward` (or, one document at a time, 
 
 from __future__ import annotations
 
-import importlib
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from longctx.config import installed
 from longctx.errors import UserError, print_rank0
+from longctx.model import flash4
 from longctx.model.attention import QKV, Attention
 from longctx.model.documents import Documents
 
@@ -43,16 +47,17 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
         if name not in ("flash", "math"):
             raise UserError(f"--attn_backend {name} needs a GPU; on this machine use flash or math")
         return name, FlashOnCpu() if name == "flash" else Math()
-    has_fa4 = _has_fa4(device)
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise UserError(
+            f"--class_type custom needs an Ampere or newer GPU and this is {_sm(device)}: "
+            "use --class_type vanilla --dtype float32"
+        )
     if name == "auto":
-        name = "math" if not half else "fa4" if has_fa4 else "cudnn"
+        name = _fastest(device) if half else "math"
     if name != "math" and not half:
         raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
-    if name == "fa4" and not has_fa4:
-        raise UserError(
-            "--attn_backend fa4 needs flash-attn-4 and a Hopper or newer GPU: "
-            "pip install 'longctx[fa4]', or use cudnn or flash"
-        )
+    if name == "fa4" and (reason := flash4.why_not(device)):
+        raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use flash or cudnn")
     backends: dict[str, type[Attention]] = {
         "fa4": FlashAttention4,
         "cudnn": Cudnn,
@@ -62,28 +67,31 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
     return name, backends[name]()
 
 
-def _has_fa4(device: torch.device) -> bool:
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    if not installed("flash_attn"):
-        return False
-    try:
-        importlib.import_module("flash_attn.cute.interface")
-    except Exception as error:  # half installed, its CUDA libraries refuse to load with any of them
-        print_rank0(
-            f"flash-attn-4 is installed but does not load: {' '.join(str(error).split())[:200]}"
-        )
-        return False
-    return True
+def _fastest(device: torch.device) -> str:
+    major, _ = torch.cuda.get_device_capability(device)
+    if major in flash4.CHOSEN and flash4.present():
+        reason = flash4.why_not(device)
+        if reason is None:
+            return "fa4"
+        _print_once(f"flash-attn-4 {reason}")
+    # Before 9.15.1 cuDNN went wrong for lengths that 128 does not divide (pytorch#169849).
+    cudnn = major in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
+    return "cudnn" if cudnn else "flash"
+
+
+_print_once = functools.cache(print_rank0)
+
+
+def _sm(device: torch.device) -> str:
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 class FlashAttention4(Attention):
     """flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`), variable-length form."""
 
     def __init__(self) -> None:
-        from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-        self._forward, self._backward = _flash_attn_fwd, _flash_attn_bwd
+        interface = flash4.load()
+        self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
 
     def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
         bounds = self._bounds(documents)
@@ -92,12 +100,18 @@ class FlashAttention4(Attention):
     def backward(
         self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
     ) -> QKV:
+        # dq is summed with atomics otherwise, in an order that changes from run to run.
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic and torch.cuda.get_device_capability(do.device)[0] == 12:
+            raise UserError(
+                f"flash-attn-4 has no deterministic backward for this GPU ({_sm(do.device)}): "
+                "use --attn_backend flash"
+            )
         grads = self._backward(
             *(*qkv, o, do, lse),
             softmax_scale=scale,
             causal=True,
-            # dq is summed with atomics otherwise, in an order that changes from run to run.
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=deterministic,
             **self._bounds(documents),
         )
         return QKV(*grads)

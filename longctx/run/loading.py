@@ -28,6 +28,7 @@ from longctx.config import ModelArguments, expanded, installed
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, one_line, print_rank0
+from longctx.model import flash4
 from longctx.model.backends import choose_attention
 from longctx.model.patch import patch
 from longctx.run.presets import PRESETS
@@ -266,7 +267,6 @@ def _check_liger(args: ModelArguments, device: torch.device) -> None:
 def _hf_attention(args: ModelArguments, device: torch.device) -> str:
     """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger."""
     backend: str = args.attn_backend
-    modules = {"fa2": "flash_attn", "fa4": "flash_attn.cute"}
     if backend == "auto":
         # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,
         # which it refuses.
@@ -276,12 +276,12 @@ def _hf_attention(args: ModelArguments, device: torch.device) -> str:
             f"--attn_backend {backend} is for --class_type custom; {args.class_type} takes "
             f"{', '.join(_HF_ATTENTION)} or auto"
         )
-    if backend in modules:
-        if device.type != "cuda":
-            raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")
-        if not installed(modules[backend]):
-            package = {"fa2": "flash-attn", "fa4": "'longctx[fa4]'"}[backend]
-            raise UserError(f"--attn_backend {backend} is not installed: pip install {package}")
+    if backend in ("fa2", "fa4") and device.type != "cuda":
+        raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")
+    if backend == "fa2" and not installed("flash_attn"):
+        raise UserError("--attn_backend fa2 is not installed: pip install flash-attn")
+    if backend == "fa4" and (reason := flash4.why_not(device)):
+        raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use sdpa")
     return _HF_ATTENTION[backend]
 
 

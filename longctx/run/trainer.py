@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 from longctx.config import TrainArguments
 from longctx.engines import Engine, choose_engine
 from longctx.errors import print_rank0
+from longctx.kernels.compiling import announce_compiling
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
 from longctx.output.definition import Run
@@ -95,6 +96,7 @@ class LongTrainer(ExactTrainer):
             self.args.world_size,
             self.args.peak_tflops or device_peak_tflops(self.args.device),
         )
+        announce_compiling()
         if patched := patched_part(model):
             runtime = patched.longctx
             self.engine.gather_whole(patched, patched.model.layers)

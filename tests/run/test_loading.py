@@ -19,7 +19,9 @@ from transformers import (
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.run.loading import load_config, load_model
+from longctx.model import flash4
+from longctx.run import loading
+from longctx.run.loading import check_request, load_config, load_model
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -69,6 +71,19 @@ def test_bad_requests(changes, message) -> None:
     )
     with pytest.raises(UserError, match=message):
         load_model(args, load_config(args, vocab_size=9), device=CPU)
+
+
+@pytest.mark.parametrize("class_type", ["vanilla", "liger"])
+def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch) -> None:
+    """Its kernels are kept and its compiler quiet for all that call it (tests/model)."""
+    answers = ["has no backward kernel for this GPU (sm_80)", None]
+    monkeypatch.setattr(flash4, "why_not", lambda device: answers.pop(0))
+    monkeypatch.setattr(loading, "installed", lambda module: True)
+    args = ModelArguments(class_type=class_type, attn_backend="fa4")
+    with pytest.raises(UserError, match=r"flash-attn-4 has no backward .*\(sm_80\); use sdpa"):
+        check_request(args, torch.device("cuda"))
+    check_request(args, torch.device("cuda"))
+    assert not answers
 
 
 def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) -> None:
