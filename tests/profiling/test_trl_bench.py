@@ -57,8 +57,8 @@ def test_our_trainer_is_timed(ours) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "layers", "selective"])
 def test_trl_trains_the_same_rows(ours, checkpointing: str) -> None:
-    """With the same loss and gradients: its packing, positions and labels are ours. On a CPU only `selective`
-    has attention by documents; sdpa gets it from a mask."""
+    """With the same loss and gradients: its packing, positions and labels are ours. On a CPU only
+    `selective` has attention by documents; sdpa gets it from a mask."""
     pytest.importorskip("trl")
     backend = "fa4" if checkpointing == "selective" else "sdpa"
     row = measured(checkpointing=checkpointing, backend=backend)
