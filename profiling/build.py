@@ -55,11 +55,12 @@ def build_trainer(
     output_dir: Path,
     layers: int | None = None,
     lengths: Sequence[int] | None = None,
+    rows: Dataset[dict[str, torch.Tensor]] | None = None,
 ) -> tuple[LongTrainer, ModelArguments]:
     """A trainer of `steps` steps that saves nothing, from train.py's flags.
 
     `layers` replaces the model's number of layers (presets only); `lengths` are the tokens in a row
-    of each step (default: --seq_len). Raises UserError.
+    of each step (default: --seq_len); `rows` are others to train on. Raises UserError.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     flags = [*flags, *_QUIET, "--max_steps", str(steps), "--output_dir", str(output_dir)]
@@ -72,8 +73,8 @@ def build_trainer(
     if layers is not None:
         config.num_hidden_layers = layers
     if tokenizer:
-        rows: Any = _rows(model_args, data_args, tokenizer, config.vocab_size, args.seed)
-    else:
+        rows = _rows(model_args, data_args, tokenizer, config.vocab_size, args.seed)
+    elif rows is None:
         rows_a_step = args.gradient_accumulation_steps * args.world_size
         rows_a_step *= args.per_device_train_batch_size
         by_step = lengths or [model_args.seq_len] * steps

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 _PACKAGES = (
-    "torch triton transformers accelerate liger-kernel cut-cross-entropy flash-attn-4 deepspeed"
+    "torch triton transformers accelerate liger-kernel cut-cross-entropy flash-attn-4 deepspeed trl"
 ).split()
 
 

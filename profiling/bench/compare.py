@@ -4,6 +4,10 @@
     python profiling/bench/compare.py --preset llama-3.1-8b --layers 4 \\
         --tokens 8192 16384 32768 65536 131072 --output profiling/results/h200_compare
 
+A peer is NAME, NAME:CHECKPOINTING or NAME:CHECKPOINTING:offload (peers.py), as in
+`--class_types liger:none liger:selective:offload custom`; NAME alone checkpoints its layers. Peers
+have flash-attn-4 where it is installed.
+
 writes OUTPUT.json and OUTPUT.csv (a row a case), OUTPUT_memory.png, OUTPUT_time.png,
 OUTPUT_speed.png and OUTPUT.html, which holds all of it with hardware, versions and command.
 
@@ -20,7 +24,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from longctx.config import ModelArguments
+from longctx.config import ModelArguments, installed
 from longctx.errors import UserError
 from longctx.report.page import (
     code,
@@ -40,6 +44,7 @@ from longctx.report.page import (
     with_ending,
     write_page,
 )
+from profiling.bench.peers import CHECKPOINTING
 from profiling.bench.step_bench import child_command
 from profiling.bench.subprocess_cases import run_child
 from profiling.results import describe_run, write_results
@@ -47,13 +52,22 @@ from profiling.results import describe_run, write_results
 ROOT = Path(__file__).resolve().parents[2]
 CLASS_TYPES = ("vanilla", "liger", "custom")
 COLOURS = {"vanilla": "#c44e52", "liger": "#dd8452", "custom": "#4c72b0"}
-KEY = ("class_type", "engine", "gpus", "tokens", "layers", "preset", "steps", "flags")
+LINES = {None: "-", "layers": "-", "selective": "--", "none": ":"}
+KEY = (
+    *("class_type", "checkpointing", "offload", "backend", "engine", "gpus", "tokens", "layers"),
+    *("preset", "steps", "flags"),
+)
 COLUMNS = (
     *KEY,
     *"fwd_s bwd_s opt_s step_s tokens_per_s mfu peak_gib reserved_gib".split(),
     *"peak_host_gib host_gib status".split(),
 )
-FULL = dict(preset="llama-3.1-8b", tokens=[8192, 32768, 131072], class_types=CLASS_TYPES, steps=3)
+FULL = dict(
+    preset="llama-3.1-8b",
+    tokens=[8192, 32768, 131072],
+    class_types=("vanilla", "liger", "liger:selective", "custom"),
+    steps=3,
+)
 QUICK = dict(preset="tiny", tokens=[256, 512], class_types=("vanilla", "custom"), steps=1)
 
 
@@ -62,6 +76,9 @@ class Case:
     """What one process measures. `gpus` is 0 without a GPU; `layers` None keeps the preset's."""
 
     class_type: str
+    checkpointing: str | None
+    offload: str
+    backend: str
     engine: str
     gpus: int
     tokens: int
@@ -74,12 +91,36 @@ class Case:
         return tuple(getattr(self, name) for name in KEY)
 
     def command(self) -> list[str]:
-        """The child's. Each class type runs as train.py would run it by default."""
+        """The child's."""
         case = {name: getattr(self, name) for name in KEY if name not in ("steps", "flags")}
-        offload = "auto" if self.class_type == "custom" else "none"
-        return child_command(
-            {**case, "backend": "auto", "offload": offload}, self.steps, shlex.split(self.flags)
-        )
+        return child_command(case, self.steps, shlex.split(self.flags))
+
+
+def settings(name: str, on_gpu: bool) -> dict[str, Any]:
+    """What `--class_types` says of a case: custom runs as train.py runs it by default, a peer with
+    its best attention and the checkpointing in its name. Raises UserError."""
+    class_type, *words = name.split(":")
+    _known("class type", class_type, CLASS_TYPES)
+    if class_type == "custom":
+        if words:
+            raise UserError(f"{name}: checkpointing is for peers; custom has its schedule")
+        return dict(class_type="custom", checkpointing=None, offload="auto", backend="auto")
+    checkpointing, *rest = words or ["layers"]
+    _known("checkpointing", checkpointing, CHECKPOINTING)
+    if rest not in ([], ["offload"]):
+        raise UserError(f"{name}: NAME, NAME:CHECKPOINTING or NAME:CHECKPOINTING:offload")
+    return dict(
+        class_type=class_type,
+        checkpointing=checkpointing,
+        offload="all" if rest else "none",
+        backend="fa4" if on_gpu and installed("flash_attn.cute") else "auto",
+    )
+
+
+def _known(what: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        close = get_close_matches(value, known, n=1, cutoff=0.0)[0]
+        raise UserError(f"unknown {what} {value!r}; did you mean {close}?")
 
 
 def engines() -> list[str]:
@@ -90,7 +131,9 @@ def engines() -> list[str]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options, checked before anything runs. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--class_types", nargs="+", help="default: vanilla liger custom")
+    parser.add_argument(
+        "--class_types", nargs="+", help="default: vanilla liger liger:selective custom"
+    )
     parser.add_argument("--tokens", nargs="+", type=int, help="default: 8192 32768 131072")
     parser.add_argument("--engines", nargs="+", default=["plain"], help="plain, zero3, fsdp2, ...")
     parser.add_argument("--gpus", type=int, help="processes, one a GPU; default: 1")
@@ -108,14 +151,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    for name, values, known in (
-        ("class type", args.class_types, CLASS_TYPES),
-        ("engine", args.engines, engines()),
-    ):
-        for value in values:
-            if value not in known:
-                close = get_close_matches(value, known, n=1, cutoff=0.0)[0]
-                raise UserError(f"unknown {name} {value!r}; did you mean {close}?")
+    for value in args.class_types:
+        settings(value, on_gpu=False)
+    for value in args.engines:
+        _known("engine", value, engines())
     for name in ("tokens", "layers", "steps", "gpus"):
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
@@ -130,18 +169,17 @@ def plan(args: argparse.Namespace) -> list[Case]:
 
     from longctx.run.loading import PRESETS, check_request
 
-    if args.preset not in PRESETS:
-        close = get_close_matches(args.preset, PRESETS, n=1, cutoff=0.0)[0]
-        raise UserError(f"unknown preset {args.preset!r}; did you mean {close}?")
+    _known("preset", args.preset, list(PRESETS))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for class_type in args.class_types:
-        check_request(ModelArguments(preset=args.preset, class_type=class_type), device)
+    kinds = [settings(name, device.type == "cuda") for name in args.class_types]
+    for kind in kinds:
+        check_request(ModelArguments(preset=args.preset, class_type=kind["class_type"]), device)
     gpus = (args.gpus or 1) if device.type == "cuda" else 0
     if gpus > torch.cuda.device_count():
         raise UserError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()}")
     return [
         Case(
-            class_type=class_type,
+            **kind,
             engine=engine,
             gpus=gpus,
             tokens=tokens,
@@ -152,7 +190,7 @@ def plan(args: argparse.Namespace) -> list[Case]:
         )
         for tokens in sorted(set(args.tokens))
         for engine in args.engines
-        for class_type in args.class_types
+        for kind in kinds
     ]
 
 
@@ -196,7 +234,7 @@ def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str
     for number, case in enumerate(cases, 1):
         if case.key() in done:
             continue
-        print(f"[{number}/{len(cases)}] {case.class_type}, {case.engine}, {case.tokens:,} tokens")
+        print(f"[{number}/{len(cases)}] {label(vars(case))}, {case.engine}, {case.tokens:,} tokens")
         measured = run_child(case.command(), args.timeout_s)
         if measured:
             rows = [*rows, {**measured[0], **vars(case)}]
@@ -210,7 +248,7 @@ def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str
 def publish(output: Path, rows: list[dict[str, Any]]) -> None:
     """CSV, plots and page of the rows in OUTPUT.json."""
     description = json.loads(with_ending(output, ".json").read_text(encoding="utf-8"))
-    rows = sorted(rows, key=lambda r: (r["engine"], r["class_type"], r["tokens"]))
+    rows = sorted(rows, key=lambda r: (r["engine"], label(r), r["tokens"]))
     columns = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in rows)]
     temporary = with_ending(output, ".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
@@ -248,12 +286,20 @@ def describe_cases(rows: list[dict[str, Any]]) -> str:
     text = (
         f"Whole training steps (forward, backward, optimizer) of {row['preset']}, {layers}, random "
         f"weights; {'rows of given data' if own_data else 'a row is a document of random tokens'}. "
-        "Attention as train.py chooses it: flash-attn-4 for custom where it is installed, sdpa for "
-        "vanilla and liger. "
+        "Attention is flash-attn-4 where it is installed. "
     )
     if not on_gpu(rows):
         text += "Measured on a CPU, without a GPU: times are the CPU's, memory is the host's. "
     return text + (f"Flags of train.py: {row['flags']}." if row["flags"] else "")
+
+
+def label(row: dict[str, Any]) -> str:
+    """A row's class type, with what its peer keeps: `liger, selective, offloaded`."""
+    words = [row["class_type"]]
+    if row.get("checkpointing") is not None:
+        words.append(row["checkpointing"])
+        words += ["offloaded"] if row["offload"] != "none" else []
+    return ", ".join(words)
 
 
 def on_gpu(rows: list[dict[str, Any]]) -> bool:
@@ -291,20 +337,21 @@ def _plot(
 
     fig, axes = plt.subplots(figsize=(8, 4.5))
     engines = list(dict.fromkeys(row["engine"] for row in rows))
-    lines = list(dict.fromkeys((row["class_type"], row["engine"]) for row in rows))
-    for number, (class_type, engine) in enumerate(lines):
-        of_line = [r for r in rows if (r["class_type"], r["engine"]) == (class_type, engine)]
-        label = f"{class_type}, {engine}" if len(engines) > 1 else class_type
-        colour = COLOURS[class_type]
+    lines = list(dict.fromkeys((label(row), row["engine"]) for row in rows))
+    for number, (name, engine) in enumerate(lines):
+        of_line = [r for r in rows if (label(r), r["engine"]) == (name, engine)]
+        first = of_line[0]
+        title = f"{name}, {engine}" if len(engines) > 1 else name
+        colour = COLOURS[first["class_type"]]
         fits = [r for r in of_line if r["status"] == "ok"]
         if fits:
             axes.plot(
                 [r["tokens"] for r in fits],
                 [r[key] for r in fits],
-                marker="o",
-                linestyle=("-", "--", ":", "-.")[engines.index(engine) % 4],
+                marker="osD^v"[engines.index(engine) % 5],
+                linestyle=LINES[first.get("checkpointing")],
                 color=colour,
-                label=label,
+                label=title,
             )
         failed = [r["tokens"] for r in of_line if r["status"] == "oom"]
         if failed:
@@ -315,7 +362,7 @@ def _plot(
                 color=colour,
                 clip_on=False,
                 transform=axes.get_xaxis_transform(),
-                label=f"{label}: out of memory",
+                label=f"{title}: out of memory",
             )
     axes.set_xscale("log", base=2)
     ticks = sorted({row["tokens"] for row in rows})

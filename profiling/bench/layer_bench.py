@@ -7,6 +7,8 @@ A case is `layers` decoder layers and the final norm on one row of random activa
 and no lm_head, so the figures are the layers'. As in training, nobody but the layers holds on to
 their input and output (`Source` and `Sink` stand for embedding and loss). Each case has a process
 of its own, so that one out of memory is a row with that status and the next starts clean.
+Peers (vanilla, liger) run as peers.py sets them: checkpointing=none, layers or selective, and
+offload=none or all.
 
 `layer_s` is forward + backward over `layers`, the median of `--repeats` after a warm-up of at most
 131072 tokens; `peak_gib` is the allocator's peak less weights and gradients (bf16, the same size
@@ -24,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from profiling.bench.peers import prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, parse_case, run_cases
 
 GIB = 2**30
@@ -37,6 +40,7 @@ DEFAULTS: Case = {
     "tile_tokens": None,
     "backend": "auto",
     "keep_attention": True,
+    "checkpointing": None,
     "offload": "all",
     "limit_gib": None,
 }
@@ -53,13 +57,15 @@ def h200_cases() -> list[Case]:
         dict(head_groups=8, backend="fa4", keep_attention=False),
     ]
     peers = [
-        dict(tokens=tokens, class_type=class_type, backend=backend)
+        dict(tokens=tokens, backend="fa4", **settings)
         for tokens in (32768, 131072)
-        for class_type, backend in (
-            ("custom", "fa4"),
-            ("liger", "fa4"),
-            ("liger", "sdpa"),
-            ("vanilla", "sdpa"),
+        for settings in (
+            dict(class_type="custom"),
+            dict(class_type="liger", checkpointing="selective"),
+            dict(class_type="liger", checkpointing="selective", offload="none"),
+            dict(class_type="liger", checkpointing="layers"),
+            dict(class_type="liger", checkpointing="none", offload="none"),
+            dict(class_type="vanilla", checkpointing="selective"),
         )
     ]
     extreme = [
@@ -99,10 +105,7 @@ def build(case: Case):
         )
     model.train()
     print(patch(model, args, device), file=sys.stderr)
-    if args.class_type != "custom":
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False}, offload=case["offload"] != "none"
-        )
+    prepare_peer(model, case)
     return model
 
 
@@ -204,13 +207,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    cases = [{**DEFAULTS, **parse_case(text, DEFAULTS)} for text in args.case]
+    cases = [settled({**DEFAULTS, **parse_case(text, DEFAULTS)}) for text in args.case]
     if args.child:
         print(json.dumps([run_case(cases[0], args.repeats)]))
         return
     if args.cases:
         wanted = parse_case(args.only or "", DEFAULTS).items()
-        published = [{**DEFAULTS, **case} for case in h200_cases()]
+        published = [settled({**DEFAULTS, **case}) for case in h200_cases()]
         cases += [case for case in published if wanted <= case.items()]
     if not cases:
         parser.error("nothing to run: give --case or --cases")

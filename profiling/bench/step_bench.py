@@ -10,8 +10,9 @@ A case runs train.py's own trainer on rows of random tokens, one document a row,
 file from ds_configs/ or fsdp_configs/ (`engine=plain`: none), one process a GPU. Several lengths
 (`tokens=8192+131072`) share one process, because making an 8B model and its Adam states on the host
 takes two minutes. A step of at most 8192 tokens comes first and compiles the kernels; each length
-then has `--repeats` steps, the median is reported. vanilla and liger checkpoint their layers and
-offload the checkpoints (`offload=none`: keep them on the GPU).
+then has `--repeats` steps, the median is reported. vanilla and liger run as
+peers.py sets them: `checkpointing` none, layers or selective; `offload=all` puts what layers keep
+into host memory.
 
 `fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass;
@@ -37,6 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from profiling.bench.peers import prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +46,7 @@ WARM_UP_TOKENS = 8192
 GIB = 2**30
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
-    *("states", "place", "gpu_gib"),
+    *("checkpointing", "states", "place", "gpu_gib"),
 )
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -54,6 +56,7 @@ DEFAULTS: Case = {
     "layers": 32,
     "backend": "auto",
     "offload": "all",
+    "checkpointing": None,
     "rows": 1,
     "states": "fp32",
     "place": "auto",
@@ -63,11 +66,12 @@ DEFAULTS: Case = {
 
 
 def published_cases(name: str) -> list[Case]:
+    liger = dict(class_type="liger", backend="fa4", checkpointing="selective")
     if name == "h200":
         return [
             dict(class_type="custom", tokens="8192+131072"),
-            dict(class_type="liger", tokens="8192+131072", backend="fa4"),
-            dict(class_type="vanilla", tokens="8192+131072"),
+            dict(**liger, tokens="8192+131072"),
+            dict(class_type="vanilla", backend="fa4", tokens="8192+131072"),
             dict(
                 engine="plain",
                 tokens="131072+196608",
@@ -75,13 +79,7 @@ def published_cases(name: str) -> list[Case]:
                 offload="auto",
                 states="as_weights",
             ),
-            dict(
-                engine="plain",
-                class_type="liger",
-                backend="fa4",
-                offload="none",
-                states="as_weights",
-            ),
+            dict(engine="plain", **liger, states="as_weights"),
         ]
     exact = dict(engine="plain", offload="auto", backend="fa4")
     if name == "states":
@@ -99,16 +97,9 @@ def published_cases(name: str) -> list[Case]:
             dict(engine="zero3_cpu", tokens=8192),
         ]
     return [
-        dict(
-            engine=engine,
-            class_type=class_type,
-            gpus=2,
-            tokens=32768,
-            backend="fa4",
-            offload="none",
-        )
+        {**dict(engine=engine, gpus=2, tokens=32768, backend="fa4", offload="none"), **settings}
         for engine in ("zero3", "fsdp2")
-        for class_type in ("custom", "liger")
+        for settings in (dict(class_type="custom"), liger)
     ]
 
 
@@ -133,9 +124,7 @@ def train_flags(case: Case, longest: int) -> list[str]:
     if case["class_type"] == "custom":
         flags["offload_activations"] = case["offload"]
     else:
-        flags["gradient_checkpointing_kwargs"] = json.dumps(
-            {"use_reentrant": False, "offload": case["offload"] != "none"}
-        )
+        flags["gradient_checkpointing"] = False  # it is prepare_peer's
     if case["engine"] == "plain":
         flags |= dict(optimizer_states=case["states"], place=case["place"])
         if case["gpu_gib"]:
@@ -160,6 +149,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
                 layers=case["layers"],
                 lengths=schedule,
             )
+            prepare_peer(trainer.model, case)
             watch = Stopwatch(trainer.args.device, steps_done)
             trainer.add_callback(PhaseMarks(trainer, watch.mark))
             trainer.train()
@@ -268,7 +258,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
     args = parser.parse_args()
-    cases = [{**DEFAULTS, **parse_case(text, DEFAULTS)} for text in args.case]
+    cases = [settled({**DEFAULTS, **parse_case(text, DEFAULTS)}) for text in args.case]
     if args.child:
         rows = run_case(cases[0], args.repeats, args.flags)
         short = any(row["status"] == "oom" for row in rows)  # maybe in this process only
@@ -276,7 +266,7 @@ def main() -> None:
             print(json.dumps(rows), flush=True)
         os._exit(0)  # an engine that ran out of memory may hang in its own clean-up
     if args.cases:
-        cases += [{**DEFAULTS, **case} for case in published_cases(args.cases)]
+        cases += [settled({**DEFAULTS, **case}) for case in published_cases(args.cases)]
     if not cases:
         parser.error("nothing to run: give --case or --cases")
     run_cases(

@@ -27,7 +27,8 @@ def parse_case(text: str, defaults: Case) -> Case:
         key, _, value = pair.partition("=")
         if key not in defaults:
             sys.exit(f"error: unknown key {key!r} in --case; known: {', '.join(defaults)}")
-        words = {"true": True, "false": False, "none": "none" if key == "offload" else None}
+        nothing = "none" if key in ("offload", "checkpointing") else None
+        words = {"true": True, "false": False, "none": nothing}
         case[key] = words.get(value, int(value) if value.isdigit() else value)
     return case
 

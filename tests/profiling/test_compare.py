@@ -102,6 +102,31 @@ def test_quick_runs_real_steps_and_the_page_shows_them(
     assert opened.ink > 0.02 and opened.colours >= 2
 
 
+def test_a_peers_settings_are_in_its_cases(compare, tmp_path: Path, monkeypatch) -> None:
+    commands: list[str] = []
+
+    def child(command: list[str], timeout_s: float) -> list[dict[str, object]]:
+        commands.append(command[command.index("--case") + 1])
+        return case(128, "vanilla")
+
+    monkeypatch.setattr(compare, "run_child", child)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names = ["vanilla", "vanilla:none", "vanilla:selective:offload", "custom"]
+    words = ["--preset", "tiny", "--tokens", "128", "--class_types", *names]
+    run(compare, monkeypatch, *words, "--output", str(tmp_path / "a"))
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [(r["checkpointing"], r["offload"], r["backend"]) for r in rows] == [
+        ("layers", "none", "auto"),
+        ("none", "none", "auto"),
+        ("selective", "all", "auto"),
+        (None, "auto", "auto"),
+    ]
+    assert "checkpointing=none,offload=none" in commands[1]
+    assert "checkpointing=selective" in commands[2] and "checkpointing" not in commands[3]
+    page = (tmp_path / "a.html").read_text()
+    assert "vanilla, selective, offloaded" in page and "vanilla, none" in page
+
+
 def test_an_interrupted_sweep_goes_on_and_out_of_memory_is_a_row(
     compare, tmp_path: Path, monkeypatch, capsys
 ) -> None:
@@ -135,7 +160,7 @@ def test_an_interrupted_sweep_goes_on_and_out_of_memory_is_a_row(
         ("vanilla", 256, "oom"),
         ("custom", 256, "ok"),
     ]
-    assert "vanilla: out of memory" in (tmp_path / "sweep.html").read_text()
+    assert "vanilla, layers: out of memory" in (tmp_path / "sweep.html").read_text()
 
 
 def test_rows_of_another_machine_or_sweep_are_not_mixed_in(
@@ -168,6 +193,9 @@ def test_a_failed_case_is_no_row_and_fails_the_sweep(compare, tmp_path: Path, mo
     ("words", "message"),
     [
         (["--class_types", "vanila"], "unknown class type 'vanila'; did you mean vanilla?"),
+        (["--class_types", "vanilla:layer"], "unknown checkpointing 'layer'; did you mean layers?"),
+        (["--class_types", "vanilla:none:gpu"], "NAME, NAME:CHECKPOINTING or"),
+        (["--class_types", "custom:none"], "checkpointing is for peers"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--layers", "-1"], "--layers must be at least 1"),
         (["--engines", "zero9"], "unknown engine 'zero9'; did you mean zero"),

@@ -1,0 +1,267 @@
+"""Times whole steps of TRL's SFTTrainer, and of train.py's trainer, on the same packed rows.
+
+    python profiling/bench/trl_bench.py --output profiling/results/h200_trl.json
+    python profiling/bench/trl_bench.py --case class_type=trl,checkpointing=selective
+
+A step is all that its trainer does from one step's end to the next: loader, forward, backward,
+clipping, optimizer and the logged line. Each row is `tokens` long and packed from documents of 500
+to 9000 random tokens; all trainers get the same rows in the same order, and the first token of a
+document is no label. `step_s` is the median after two steps, `peak_gib` and `reserved_gib` are the
+peaks of these steps; `loss` and `grad_norm`, the last step's, must agree between trainers.
+
+class_type `trl` is SFTTrainer with packing (attention by documents over bounds that its collator
+makes, with an int as the longest), flash-attn-4, Liger's kernels, and its own lm_head with loss in
+chunks. checkpointing `selective` is its `gradient_checkpointing_kwargs={"selective": True}`, which
+needs attention to be an operator of torch (peers.py); offload=all its `activation_offloading`.
+`liger`, `vanilla` and `custom` are train.py's trainer, as in step_bench.py.
+
+states `as_weights`: weights and AdamW in bf16. `fp32`: custom, liger and vanilla have exact AdamW
+over bf16 weights, TRL fp32 weights under bf16 autocast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
+from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
+
+SHORTEST, LONGEST = 500, 9000
+"""Tokens of a document."""
+WARM_UP_STEPS = 2
+GIB = 2**30
+DEFAULTS: Case = {
+    "class_type": "trl",
+    "preset": "llama-3.2-1b",
+    "layers": None,
+    "tokens": 32768,
+    "checkpointing": None,
+    "offload": None,
+    "backend": "fa4",
+    "states": "as_weights",
+}
+PUBLISHED = [
+    dict(class_type=class_type, checkpointing=checkpointing)
+    for class_type in ("trl", "liger")
+    for checkpointing in ("none", "layers", "selective")
+] + [dict(class_type="custom")]
+
+
+def complete(case: Case) -> Case:
+    """With its defaults: as train.py runs custom, and a peer that keeps all on the GPU."""
+    case = settled({**DEFAULTS, **case})
+    offload = "auto" if case["class_type"] == "custom" else "none"
+    return {**case, "offload": case["offload"] or offload}
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def document_lengths(tokens: int, numbers: random.Random) -> list[int]:
+    """Of the documents that fill a row: none is shorter than 500 tokens, unless the row is."""
+    lengths = []
+    while tokens:
+        length = numbers.randint(SHORTEST, LONGEST)
+        if tokens - length < SHORTEST:  # the next would be too short
+            length = tokens if tokens <= LONGEST else tokens - SHORTEST
+        lengths.append(length)
+        tokens -= length
+    return lengths
+
+
+class PackedRows(Dataset[dict[str, torch.Tensor]]):
+    """Rows of documents of random tokens, the same ones in every run."""
+
+    def __init__(self, count: int, tokens: int, vocabulary: int) -> None:
+        self.lengths = [document_lengths(tokens, random.Random(number)) for number in range(count)]
+        self.rows = [self._row(number, vocabulary) for number in range(count)]
+
+    def _row(self, number: int, vocabulary: int) -> dict[str, torch.Tensor]:  # each (tokens,)
+        position_ids = torch.cat([torch.arange(n) for n in self.lengths[number]])
+        numbers = torch.Generator().manual_seed(number)
+        ids = torch.randint(vocabulary, position_ids.shape, generator=numbers)
+        labels = ids.masked_fill(position_ids == 0, -100)
+        return {"input_ids": ids, "labels": labels, "position_ids": position_ids}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index]
+
+    def for_trl(self) -> Any:
+        """The dataset that SFTTrainer's own packing would make of the documents."""
+        import datasets
+
+        columns: dict[str, Any] = {
+            name: [row[name].tolist() for row in self.rows] for name in ("input_ids", "labels")
+        }
+        return datasets.Dataset.from_dict({**columns, "seq_lengths": self.lengths})
+
+
+# --- trainers --------------------------------------------------------------------------------
+
+
+def trl_trainer(case: Case, rows: PackedRows, config: Any, folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    on_gpu = torch.cuda.is_available()
+    checkpointing = case["checkpointing"]
+    args = SFTConfig(
+        output_dir=str(folder),
+        max_steps=len(rows),
+        per_device_train_batch_size=1,
+        packing=True,
+        max_length=case["tokens"],
+        dataset_kwargs={"skip_prepare_dataset": True},  # the rows are packed
+        use_liger_kernel=on_gpu,
+        bf16=case["states"] == "fp32",
+        gradient_checkpointing=checkpointing != "none",
+        gradient_checkpointing_kwargs={
+            "use_reentrant": False,
+            "selective": checkpointing == "selective",
+        },
+        activation_offloading=case["offload"] != "none",
+        learning_rate=5e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        use_cpu=not on_gpu,
+    )
+    set_seed(args.seed)
+    fa4 = case["backend"] == "fa4" and checkpointing != "selective"
+    with args.device:
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32 if case["states"] == "fp32" else torch.bfloat16,
+            attn_implementation="flash_attention_4" if fa4 else "sdpa",
+        )
+    if case["backend"] == "fa4" and not fa4:
+        attend_by_documents(model)
+        assert model.config._attn_implementation == FA4_BY_DOCUMENTS
+    return SFTTrainer(
+        model=model, args=args, train_dataset=rows.for_trl(), processing_class=tokenizer()
+    )
+
+
+def tokenizer() -> Any:
+    """SFTTrainer asks for one; the rows are tokens already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
+
+
+def long_trainer(case: Case, rows: PackedRows, folder: Path) -> Any:
+    from profiling import build
+    from profiling.bench import step_bench
+
+    step_case = {**step_bench.DEFAULTS, **case, "engine": "plain"}
+    flags = step_bench.train_flags(step_case, case["tokens"])
+    if not torch.cuda.is_available():
+        flags.append("--use_cpu")
+    trainer, _ = build.build_trainer(
+        [*flags, "--learning_rate=5e-5", "--logging_steps=1"],
+        steps=len(rows),
+        output_dir=folder,
+        layers=case["layers"],
+        rows=rows,
+    )
+    prepare_peer(trainer.model, case)
+    return trainer
+
+
+class StepClock(TrainerCallback):
+    """When each step ended, with what the GPU still does for it."""
+
+    reads_weights = False
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+            if len(self.ends) < WARM_UP_STEPS:
+                torch.cuda.reset_peak_memory_stats()
+        self.ends.append(time.perf_counter())
+
+    def step_s(self) -> float:
+        ends = self.ends[WARM_UP_STEPS - 1 :]
+        return statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+
+def run_case(case: Case, repeats: int) -> dict[str, Any]:
+    """One row of the results, from this process."""
+    from longctx.config import ModelArguments
+    from longctx.run.loading import load_config
+    from longctx.run.oom import OutOfMemory
+    from profiling.build import VOCABULARY
+
+    args = ModelArguments(preset=case["preset"], seq_len=case["tokens"], extend_context=True)
+    config = load_config(args, vocab_size=VOCABULARY)
+    config.num_hidden_layers = case["layers"] or config.num_hidden_layers
+    rows = PackedRows(WARM_UP_STEPS + repeats, case["tokens"], config.vocab_size)
+    clock = StepClock()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            if case["class_type"] == "trl":
+                trainer = trl_trainer(case, rows, config, Path(folder))
+            else:
+                trainer = long_trainer(case, rows, Path(folder))
+            trainer.add_callback(clock)
+            trainer.train()
+    except (OutOfMemory, torch.OutOfMemoryError) as error:
+        print(error, file=sys.stderr)
+        return {**case, "status": "oom"}
+    step_s = clock.step_s()
+    row = {**case, "step_s": step_s, "tokens_per_s": case["tokens"] / step_s}
+    last = [line for line in trainer.state.log_history if "loss" in line][-1]
+    row |= {"loss": last["loss"], "grad_norm": last["grad_norm"]}
+    if torch.cuda.is_available():
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+        row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    row["status"] = "ok"
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
+    parser.add_argument("--repeats", type=int, default=8, help="measured steps, after two more")
+    parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    cases = [parse_case(text, DEFAULTS) for text in args.case] or list(PUBLISHED)
+    cases = [complete(case) for case in cases]
+    if args.child:
+        print(json.dumps([run_case(cases[0], args.repeats)]), flush=True)
+        return
+
+    def child(case: Case, text: str) -> list[str]:
+        words = [sys.executable, __file__, "--child", "--repeats", str(args.repeats)]
+        return [*words, "--case", case_text(case, DEFAULTS)]
+
+    run_cases(cases, DEFAULTS, child, args.output, key=tuple(DEFAULTS))
+
+
+if __name__ == "__main__":
+    main()
