@@ -39,7 +39,7 @@ DEFAULTS: Case = {
     "head_groups": None,
     "tile_tokens": None,
     "backend": "auto",
-    "keep_attention": True,
+    "keep": "auto",
     "checkpointing": None,
     "offload": "all",
     "limit_gib": None,
@@ -54,12 +54,14 @@ def h200_cases() -> list[Case]:
         dict(head_groups=2, backend="fa4"),
         dict(head_groups=1, backend="fa4"),
         dict(head_groups=1, backend="cudnn"),
-        dict(head_groups=8, backend="fa4", keep_attention=False),
+        dict(head_groups=8, backend="fa4", keep="x"),
+        dict(backend="fa4", keep="all", offload="none"),
     ]
     peers = [
         dict(tokens=tokens, backend="fa4", **settings)
         for tokens in (32768, 131072)
         for settings in (
+            dict(class_type="custom", keep="all", offload="none"),
             dict(class_type="custom"),
             dict(class_type="liger", checkpointing="selective"),
             dict(class_type="liger", checkpointing="selective", offload="none"),
@@ -91,7 +93,7 @@ def build(case: Case):
         attn_backend=case["backend"],
         head_groups=case["head_groups"],
         tile_tokens=case["tile_tokens"],
-        keep_attention=case["keep_attention"],
+        keep=case["keep"],
         offload_activations=case["offload"],
         host_memory_gib=100,
     )

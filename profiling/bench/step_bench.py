@@ -15,7 +15,8 @@ peers.py sets them: `checkpointing` none, layers or selective; `offload=all` put
 into host memory.
 
 `fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that
-wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass;
+wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass, of
+which a step has `passes`; `keep` is custom's, and `ladder` what came of it;
 `states`, `place` and `gpu_gib` (0: all) are options of a run without an engine. `peak_gib` and
 `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the whole machine's
 memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the process' own
@@ -46,7 +47,7 @@ WARM_UP_TOKENS = 8192
 GIB = 2**30
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
-    *("checkpointing", "states", "place", "gpu_gib"),
+    *("checkpointing", "keep", "passes", "states", "place", "gpu_gib"),
 )
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -57,7 +58,9 @@ DEFAULTS: Case = {
     "backend": "auto",
     "offload": "all",
     "checkpointing": None,
+    "keep": "auto",
     "rows": 1,
+    "passes": 1,
     "states": "fp32",
     "place": "auto",
     "gpu_gib": 0,
@@ -120,9 +123,10 @@ def train_flags(case: Case, longest: int) -> list[str]:
         extend_context=True,
         log_level="error",
         per_device_train_batch_size=case["rows"],
+        gradient_accumulation_steps=case["passes"],
     )
     if case["class_type"] == "custom":
-        flags["offload_activations"] = case["offload"]
+        flags |= dict(offload_activations=case["offload"], keep=case["keep"])
     else:
         flags["gradient_checkpointing"] = False  # it is prepare_peer's
     if case["engine"] == "plain":
@@ -218,6 +222,8 @@ def row_keys(case: Case) -> dict[str, Any]:
 
 
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
+    from longctx.memory.ladder import describe
+    from longctx.model.runtime import patched_part
     from longctx.run.metrics import device_peak_tflops, step_flops
     from profiling.build import RandomRows
 
@@ -234,6 +240,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
         row["mfu"] = rows * flops / row["step_s"] / (peak_tflops * 1e12)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
+    if patched := patched_part(trainer.model):
+        row["ladder"] = describe(patched.longctx.store.ladder)
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 
 
