@@ -55,7 +55,6 @@ def h200_cases() -> list[Case]:
         dict(head_groups=1, backend="fa4"),
         dict(head_groups=1, backend="cudnn"),
         dict(head_groups=8, backend="fa4", keep="x"),
-        dict(backend="fa4", keep="all", offload="none"),
     ]
     peers = [
         dict(tokens=tokens, backend="fa4", **settings)
