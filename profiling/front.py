@@ -1,0 +1,284 @@
+"""Time against memory: what custom and its peers make of any amount of GPU memory.
+
+    python profiling/front.py --output profiling/results/h200_front
+
+measures forward and backward of whole models, loss and gradients of all weights included, on four
+kinds of rows. A peer (Hugging Face's layers with Liger-Kernel, flash-attn-4 by documents; peers.py)
+is a point: what its settings need, and how long they take. custom is a line: it is given each
+budget of `--budgets`, enforced in torch's allocator, and keeps what is fastest in it. Of a budget
+weights and gradients are part, an optimizer is not.
+
+writes OUTPUT.json, a row a measurement, and OUTPUT.png. In a row `budget_gib` is what custom might
+use, `peak_gib` what was in use at most, `s` the median of `--repeats` after one more. `behind` in
+the file lists custom's rows beside a peer that is faster in no more memory than custom's budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from longctx.config import ModelArguments
+from longctx.memory.ladder import States, describe, host_bytes
+from longctx.memory.store import free_gpu_bytes
+from longctx.model.patch import patch
+from longctx.report.page import pyplot, with_ending
+from longctx.run.loading import _hf_attention, load_config
+from profiling.bench.peers import CHECKPOINTING, prepare_peer
+from profiling.bench.trl_bench import PackedRows
+from profiling.build import VOCABULARY
+from profiling.results import write_results
+
+GIB = 2**30
+Row = dict[str, Any]
+Batch = dict[str, Tensor]
+MODELS: dict[str, tuple[str, int | None]] = {
+    "Llama-3.2-1B": ("llama-3.2-1b", None),
+    "4 layers of Llama-3.1-8B": ("llama-3.1-8b", 4),
+}
+"""Preset, and how many of its layers."""
+PEERS = [
+    dict(class_type="liger", checkpointing=checkpointing, offload=offload, backend="fa4")
+    for checkpointing in CHECKPOINTING
+    for offload in ("none", "all")
+    if (checkpointing, offload) != ("none", "all")  # several times the bytes of any other
+]
+COLOURS = {"none": "#c44e52", "layers": "#dd8452", "selective": "#937860", "custom": "#4c72b0"}
+
+
+def batches() -> dict[str, Batch]:
+    """Name of a kind of row -> the row, on the CPU."""
+
+    def one(tokens: int) -> Batch:
+        ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
+        return dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens)[None])
+
+    packed = PackedRows(1, 32768, VOCABULARY)[0]
+    return {
+        "8192 tokens": one(8192),
+        "32768 tokens, packed documents": {name: x[None] for name, x in packed.items()},
+        "32768 tokens": one(32768),
+        "131072 tokens": one(131072),
+    }
+
+
+# --- measuring -------------------------------------------------------------------------------
+
+
+def build(preset: str, layers: int | None, peer: Row | None, tokens: int) -> Any:
+    from transformers import LlamaForCausalLM
+
+    device = torch.device("cuda")
+    args = ModelArguments(
+        preset=preset,  # type: ignore[arg-type]
+        class_type="custom" if peer is None else "liger",
+        seq_len=tokens,
+        extend_context=True,
+        attn_backend="fa4",
+    )
+    config = load_config(args, vocab_size=VOCABULARY)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    attention = "sdpa" if peer is None else _hf_attention(args, device)
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM._from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        )
+    patch(model.train(), args, device)
+    if peer is not None:
+        prepare_peer(model, peer)
+    return model
+
+
+def measure(model: Any, batch: Batch, repeats: int) -> Row:
+    """Seconds and GiB of forward and backward; gradients are made anew each time."""
+    seconds = []
+    try:
+        for repeat in range(repeats + 1):
+            model.zero_grad(set_to_none=True)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            model(**batch, use_cache=False).loss.backward()
+            stop.record()
+            stop.synchronize()
+            if repeat:
+                seconds.append(start.elapsed_time(stop) / 1e3)
+            else:
+                torch.cuda.reset_peak_memory_stats()
+    except torch.OutOfMemoryError:
+        return {"status": "oom"}
+    finally:
+        model.zero_grad(set_to_none=True)
+    s = statistics.median(seconds)
+    return {
+        "s": round(s, 4),
+        "tokens_per_s": round(batch["input_ids"].numel() / s, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+        "status": "ok",
+    }
+
+
+def spend(model: Any, tokens: int, budget_bytes: int) -> str:
+    """Gives custom so much of the GPU, in all; what it makes of it, in words."""
+    device, runtime = model.device, model.longctx
+    capacity = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / capacity), device)
+    left = budget_bytes - torch.cuda.memory_allocated(device)
+    sizes, gradients = runtime.sizes(model), sum(p.nbytes for p in model.parameters())
+    free = min(left, free_gpu_bytes(device)) - int(0.015 * budget_bytes)
+    room = runtime.store.host_bytes()
+    ladder = runtime.choose(sizes, tokens, free, room, States(gradients=gradients))
+    runtime.reserved_tokens = tokens
+    runtime.store.reserve(ladder, host_bytes(sizes, tokens, ladder))
+    return describe(ladder)
+
+
+def peer_row(peer: Row, source: tuple[str, int | None], batch: Batch, repeats: int) -> Row:
+    try:
+        model = build(*source, peer, batch["input_ids"].numel())
+    except torch.OutOfMemoryError:
+        return {**peer, "status": "oom"}
+    return {**peer, **measure(model, batch, repeats)}
+
+
+def custom_rows(
+    budgets: Sequence[float], source: tuple[str, int | None], batch: Batch, repeats: int
+) -> Iterator[Row]:
+    tokens = batch["input_ids"].numel()
+    model = build(*source, None, tokens)
+    for budget in budgets:
+        row = {"class_type": "custom", "backend": "fa4", "budget_gib": budget}
+        ladder = spend(model, tokens, int(budget * GIB))
+        yield {**row, "ladder": ladder, **measure(model, batch, repeats)}
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """With all of the GPU, and nothing of it left behind."""
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    try:
+        yield
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+
+    def add(**row: Any) -> None:
+        print(row, flush=True)
+        rows.append(row)
+        write_results(with_ending(args.output, ".json"), rows, extra={"behind": behind(rows)})
+
+    for name in args.models:
+        for kind, batch in batches().items():
+            batch = {name: x.cuda() for name, x in batch.items()}
+            for peer in PEERS:
+                with alone():
+                    add(model=name, rows=kind, **peer_row(peer, MODELS[name], batch, args.repeats))
+            with alone():
+                for row in custom_rows(args.budgets, MODELS[name], batch, args.repeats):
+                    add(model=name, rows=kind, **row)
+    return rows
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def behind(rows: Sequence[Row]) -> list[str]:
+    """Where a peer is faster in no more memory than custom's budget."""
+    found = []
+    for ours in rows:
+        if ours["class_type"] != "custom":
+            continue
+        for peer in rows:
+            same = all(peer[key] == ours[key] for key in ("model", "rows"))
+            if not same or peer["class_type"] == "custom" or peer["status"] != "ok":
+                continue
+            if peer["peak_gib"] <= ours["budget_gib"] and peer["s"] < ours.get("s", math.inf):
+                found.append(
+                    f"{ours['model']}, {ours['rows']}, {ours['budget_gib']} GiB: "
+                    f"{label(peer)} {peer['s']} s in {peer['peak_gib']} GiB, "
+                    f"custom {ours.get('s', 'out of memory')}"
+                )
+    return found
+
+
+def label(row: Row) -> str:
+    if row["class_type"] == "custom":
+        return "custom"
+    checkpointing = {"none": "no checkpointing", "layers": "checkpointing"}
+    words = ["Liger, flash-attn-4", checkpointing.get(row["checkpointing"], "selective")]
+    return ", ".join([*words, *(["offloaded"] if row["offload"] != "none" else [])])
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """A panel for each model and kind of row: tokens/s against the GPU memory that is in use."""
+    plt = pyplot()
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    kinds = list(dict.fromkeys(row["rows"] for row in rows))
+    size = (4 * len(kinds), 3.4 * len(models))
+    fig, panels = plt.subplots(len(models), len(kinds), figsize=size, squeeze=False)
+    for i, model in enumerate(models):
+        for j, kind in enumerate(kinds):
+            axes = panels[i][j]
+            shown = [
+                row
+                for row in rows
+                if (row["model"], row["rows"], row["status"]) == (model, kind, "ok")
+            ]
+            for row in shown:
+                if row["class_type"] != "custom":
+                    colour = COLOURS[row["checkpointing"]]
+                    face = colour if row["offload"] == "none" else "white"
+                    at = (row["peak_gib"], row["tokens_per_s"])
+                    axes.plot(*at, "s", color=colour, markerfacecolor=face, label=label(row))
+            ours = sorted((r["peak_gib"], r["tokens_per_s"]) for r in shown if "budget_gib" in r)
+            if ours:
+                axes.plot(*zip(*ours, strict=True), "o-", color=COLOURS["custom"], label="custom")
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{model}\n{kind}", fontsize=9)
+            axes.set_xlabel("peak GPU memory (GiB)")
+            axes.set_ylabel("tokens/s" if j == 0 else "")
+    found = {
+        t: h for axes in fig.axes for h, t in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    fig.tight_layout()
+    fig.legend(found.values(), found.keys(), loc="upper center", ncols=3, bbox_to_anchor=(0.5, 0))
+    plt.close(fig)
+    return fig
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="files are OUTPUT.json, .png")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[12, 24, 40, 80, 138])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: the front is of GPU memory: this machine has no GPU")
+    rows = run(args)
+    draw(rows).savefig(with_ending(args.output, ".png"), dpi=110, bbox_inches="tight")
+    for text in behind(rows) or ["nowhere is a peer faster in the same memory"]:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
