@@ -15,6 +15,7 @@ module's forward calls it first: this file does in `state_dict`, run/states.py i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ class ExactAdamW(torch.optim.Optimizer):
                     raise ValueError(
                         f"a parameter of {tuple(parameter.shape)} is frozen or in no block"
                     )
-                parameter.register_post_accumulate_grad_hook(self._capture)
+                parameter.register_post_accumulate_grad_hook(_capturing(weakref.ref(self)))
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -238,3 +239,14 @@ class ExactAdamW(torch.optim.Optimizer):
             return parameter.detach().float()
         weight = parameter.detach().flatten()
         return join_master(weight, remainder.to(weight.device)).view(parameter.shape)
+
+
+def _capturing(optimizer: weakref.ref[ExactAdamW]) -> Callable[[Tensor], None]:
+    """A parameter's hook. It must not hold the optimizer: garbage collection does not see through
+    hooks of parameters, and a cycle with one would stay for ever."""
+
+    def capture(parameter: Tensor) -> None:
+        if (alive := optimizer()) is not None:
+            alive._capture(parameter)
+
+    return capture

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -594,3 +596,13 @@ def test_a_loop_that_passes_the_modules_by_is_exact() -> None:
             optimizer.flush()
         found.append(ours(placed.module, optimizer))
     assert same(*found)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_nothing_of_a_run_that_is_over_stays(where) -> None:
+    """Neither the states nor the buffers they move through."""
+    placed, optimizer = trained(where)
+    left = [weakref.ref(x) for x in (optimizer, placed.stream, placed.module)]
+    del placed, optimizer
+    gc.collect()
+    assert [reference() for reference in left] == [None, None, None]
