@@ -2,10 +2,12 @@
 
 The public names, each imported when it is first used (torch is not loaded before):
 
-    patch                   the schedule on one instance of LlamaForCausalLM
-    LongTrainer             transformers' Trainer with whole checkpoints, throughput and memory
-    linear_cross_entropy    lm_head and cross-entropy in chunks, without the logits
-    rms_norm, rope, swiglu  the Triton kernels as differentiable functions
+    patch, unpatch                the schedule on one instance of a transformers model
+    AutoLongctxModelForCausalLM   from_pretrained, patched
+    LongTrainer                   transformers' Trainer with exact states and whole checkpoints
+    linear_cross_entropy          lm_head and cross-entropy in chunks, without the logits
+    rms_norm, rope, swiglu        the Triton kernels as differentiable functions
+    RMSNorm, RotaryEmbedding, SwiGLU, LinearCrossEntropyLoss     and as modules
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "patch": "longctx.model.patch",
+    "unpatch": "longctx.model.patch",
+    "AutoLongctxModelForCausalLM": "longctx.model.auto",
     "LongTrainer": "longctx.run.trainer",
     "linear_cross_entropy": "longctx.model.loss",
     "rms_norm": "longctx.kernels.rms_norm",
     "rope": "longctx.kernels.rope",
     "swiglu": "longctx.kernels.swiglu",
+    **dict.fromkeys(
+        ("RMSNorm", "RotaryEmbedding", "SwiGLU", "LinearCrossEntropyLoss"), "longctx.nn"
+    ),
 }
 __all__ = list(_HOMES)
 

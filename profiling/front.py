@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from longctx.config import ModelArguments
 from longctx.memory.ladder import States, describe, host_bytes
 from longctx.memory.store import free_gpu_bytes
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 from longctx.report.page import pyplot, with_ending
 from longctx.run.loading import _hf_attention, load_config
 from profiling.bench.peers import CHECKPOINTING, prepare_peer
@@ -96,7 +96,7 @@ def build(preset: str, layers: int | None, peer: Row | None, tokens: int) -> Any
         model = LlamaForCausalLM._from_config(
             config, dtype=torch.bfloat16, attn_implementation=attention
         )
-    patch(model.train(), args, device)
+    patch_as(model.train(), args, device)
     if peer is not None:
         prepare_peer(model, peer)
     return model

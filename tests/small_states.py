@@ -22,7 +22,7 @@ from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import state_blocks
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 
 TOKENS = 48
 """Of the longest batch."""
@@ -82,7 +82,7 @@ def llama(
     if class_type == "custom":
         backend = "auto" if torch.device(device).type == "cpu" else "math"
         settings = dict(attn_backend=backend, tile_tokens=40) | settings
-        patch(model, ModelArguments(class_type=class_type, **settings), torch.device(device))
+        patch_as(model, ModelArguments(class_type=class_type, **settings), torch.device(device))
     return model
 
 

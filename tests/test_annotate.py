@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longctx.annotate import annotate, annotated, each
 from longctx.config import ModelArguments
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -25,7 +25,7 @@ def step() -> None:
     )
     model = LlamaForCausalLM(config)
     args = ModelArguments(preset="tiny", tile_tokens=8, head_groups=2, offload_activations="all")
-    patch(model, args, torch.device("cpu"))
+    patch_as(model, args, torch.device("cpu"))
     ids = torch.arange(24)[None] % 64
     model(input_ids=ids, labels=ids).loss.backward()
 

@@ -1,6 +1,8 @@
 """The path of x: what happens to a batch between its tokens and the gradients of every weight.
 
-    patch.py        LlamaForCausalLM.forward, replaced on one instance      input_ids -> loss
+    patch.py        what one instance of a transformers model gets
+      forwards.py     its forwards, in the places of Hugging Face's         input_ids -> loss
+      logits.py       logits that are computed when they are read
       families.py     where a layer's weights are, and whether the schedule may use them
       runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
       documents.py    where the documents of a packed batch begin

@@ -24,18 +24,37 @@ class Documents:
     cu_seqlens: Tensor  # (documents + 1,) int32, on the device of the tokens
 
     @classmethod
-    def from_position_ids(
+    def of_batch(
         cls,
         position_ids: Tensor,  # (B, S)
         attention_mask: Tensor | None = None,  # (B, S), 0 at padding
-    ) -> Documents:
-        """A document starts with a row, where positions do not go on, and where padding starts or
-        ends, so that no real token sees padding. Reads back the boundaries: one synchronisation.
+        cu_seqlens: Tensor | None = None,  # (documents + 1,)
+    ) -> tuple[Documents, Tensor | None]:
+        """The documents, and the numbers of the tokens that are real (None: all).
+
+        As in Hugging Face's models: a mask decides alone, and each row is one document of what it
+        leaves. Without one it is given bounds, or positions: a document starts where they do not go
+        on. Reads back the boundaries: one synchronisation, two with a mask.
         """
+        device = position_ids.device
+        if attention_mask is not None:
+            real = attention_mask != 0
+            lengths = real.sum(1).tolist()
+            whole = sum(lengths) in (0, real.numel())
+            kept = None if whole else real.flatten().nonzero().squeeze(1)
+            rows, length = real.shape
+            return cls.of(rows * [length] if whole else [n for n in lengths if n], device), kept
+        if cu_seqlens is not None:
+            lengths = cu_seqlens.diff().tolist()
+            if sum(lengths) == position_ids.numel():
+                return cls.of([n for n in lengths if n], device), None
+        return cls.from_position_ids(position_ids), None
+
+    @classmethod
+    def from_position_ids(cls, position_ids: Tensor) -> Documents:  # (B, S)
+        """A document starts with a row, and where positions do not go on."""
         starts = torch.ones_like(position_ids, dtype=torch.bool)  # (B, S)
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-        if attention_mask is not None:
-            starts[:, 1:] |= attention_mask[:, 1:] != attention_mask[:, :-1]
         bounds = [*starts.flatten().nonzero().squeeze(1).tolist(), starts.numel()]
         return cls.of([b - a for a, b in zip(bounds, bounds[1:], strict=False)], starts.device)
 

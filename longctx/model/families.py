@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.nn.modules.module as torch_module
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longctx.model.layer import Weights
@@ -81,39 +81,52 @@ def layer_weights(layer: Any) -> Weights:
     )
 
 
+def base_of(model: nn.Module) -> Any | None:
+    """The base model that the schedule knows: the model itself, or what it is made of."""
+    parts = (model, getattr(model, getattr(model, "base_model_prefix", ""), None))
+    return next((part for part in parts if isinstance(part, LlamaModel)), None)
+
+
+def head_of(model: nn.Module) -> Any | None:
+    """lm_head of a causal model."""
+    return model.lm_head if isinstance(model, LlamaForCausalLM) else None
+
+
 def replaceable(module: nn.Module) -> bool:
-    """Whether the module is a layer, norm or lm_head whose forward may be exchanged for ours."""
-    known = _forward_name(type(module).forward) in _LAYER + _NORM + _LINEAR
-    return known and ("forward" not in vars(module) or is_ours(module))
+    """Whether the module is a model, layer, norm or lm_head whose forward may be exchanged for
+    ours."""
+    if isinstance(module, (LlamaForCausalLM, LlamaModel)):
+        return True
+    return _forward_name(type(module).forward) in _LAYER + _NORM + _LINEAR
 
 
 def is_ours(module: nn.Module) -> bool:
-    """Whether the module runs a forward that longctx/model/patch.py put there."""
-    function = getattr(vars(module).get("forward"), "__func__", None)
-    return getattr(function, "__module__", None) == "longctx.model.patch"
+    """Whether the module runs a forward that `patch` put there."""
+    return type(vars(module).get("forward")).__module__ == "longctx.model.forwards"
 
 
-def why_not_scheduled(model: LlamaForCausalLM) -> str | None:
+def why_not_scheduled(base: LlamaModel) -> str | None:
     """The first thing that the schedule would pass by, in a few words; None if there is none.
 
     Looked for on every forward, in 0.9 ms for 32 layers: adapters and hooks come and go.
     """
-    return next(_strangers(model), None)
+    return next(_strangers(base), None)
 
 
 def why_not_chunked(model: LlamaForCausalLM) -> str | None:
     """The same for lm_head and the loss, which need all logits then."""
     head: Any = model.lm_head
     found = _problems(head, _LINEAR, "lm_head", patched=True, hooks=_AFTER)
-    if not _is_transformers(model.loss_function):
-        return "a loss_function of its own"
+    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        return "a loss of its own"
     return next(found, None)
 
 
-def _strangers(model: LlamaForCausalLM) -> Iterator[str]:
-    base, config = model.model, model.config
+def _strangers(base: LlamaModel) -> Iterator[str]:
+    config = base.config
     for part, known in _IN_MODEL.items():
-        yield from _problems(base.get_submodule(part), known, f"model.{part}".rstrip("."))
+        where = f"model.{part}".rstrip(".")
+        yield from _problems(base.get_submodule(part), known, where, patched=not part)
     yield from _problems(base.norm, _NORM, "model.norm", patched=True)
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"

@@ -445,9 +445,9 @@ def scheduled_layer(x: Tensor, s: Schedule, layers_above: int, w: Weights) -> Te
 
 class _FinalNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, owned: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.owned = eps, owned
         return rms_norm_forward(x, weight, eps)[0]
 
     @staticmethod
@@ -456,14 +456,21 @@ class _FinalNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         dy = dy.contiguous()
-        dx = rms_norm_backward(dy, x, weight, ctx.eps, dw=dw, out=dy)
-        return dx, None if dw is None else dw.to(weight.dtype), None
+        out = dy if ctx.owned else None
+        dx = rms_norm_backward(dy, x, weight, ctx.eps, dw=dw, out=out)
+        return dx, None if dw is None else dw.to(weight.dtype), None, None
 
 
-def final_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # (T, D), (D,) -> (T, D)
-    """RMSNorm between the last layer and the loss, whose gradient it overwrites with its own.
+def final_norm(
+    x: Tensor,  # (T, D)
+    weight: Tensor,  # (D,)
+    eps: float,
+    owned: bool = True,
+) -> Tensor:  # (T, D)
+    """RMSNorm between the last layer and the loss, whose gradient it overwrites with its own if
+    that is `owned`: no one else may hold it, as autograd lets both terms of a sum.
 
     There the last layer's x, o and output and the loss's gradient are all alive: a fifth unit for
     dx would be the peak of the whole backward pass.
     """
-    return _FinalNorm.apply(x, weight, eps)
+    return _FinalNorm.apply(x, weight, eps, owned)

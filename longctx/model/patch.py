@@ -1,232 +1,133 @@
-"""Patches a model as `--class_type` says.
+"""Patches a model: Hugging Face's own, on one instance, gets longctx's training forward.
+
+    model = longctx.patch(model, keep="auto")     and back: longctx.unpatch(model)
+
+Its class, its parameters, their names and the files it saves stay Hugging Face's. In training the
+base model runs the scheduled layers (layer.py), and with labels lm_head and cross-entropy run chunk
+by chunk (loss.py), so that neither a layer's activations nor the (tokens, vocabulary) logits are
+ever there as a whole: at 131072 tokens and a vocabulary of 128256 the logits are 31 GiB in bf16,
+and vanilla holds them twice more in fp32. forwards.py is what runs.
+
+`patch_as` is the switch of train.py's `--class_type`:
 
     vanilla   Hugging Face's model as it is
     liger     Liger-Kernel's full patch (Liger replaces functions of transformers for the process)
-    custom    one *instance* of Hugging Face's LlamaForCausalLM gets longctx's training forward;
-              its class, its parameters, their names and the files it saves stay Hugging Face's
-
-With labels, the custom forward runs the scheduled layers (layer.py), the final norm, and
-lm_head with cross-entropy chunk by chunk (loss.py), so that neither a layer's activations
-nor the (tokens, vocabulary) logits are ever there as a whole: at 131072 tokens and a vocabulary of
-128256 the logits are 31 GiB in bf16, and vanilla holds them twice more in fp32. Without labels
-(generation, logits), and for what the schedule does not cover, Hugging Face's own code runs.
+    custom    this one
 """
 
 from __future__ import annotations
 
-from types import MethodType
-from typing import Any
+import difflib
+import logging
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from torch import nn
+from transformers import PreTrainedModel
 
 from longctx.config import ModelArguments
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError
 from longctx.memory.store import ActivationStore
+from longctx.model import forwards
 from longctx.model.backends import choose_attention
-from longctx.model.families import (
-    is_ours,
-    layer_weights,
-    replaceable,
-    why_not_chunked,
-    why_not_scheduled,
+from longctx.model.families import base_of, head_of, is_ours
+from longctx.model.runtime import Runtime, runtime_of
+
+OPTIONS = (
+    "keep",
+    "offload_activations",
+    "attn_backend",
+    "head_groups",
+    "tile_tokens",
+    "host_memory_gib",
 )
-from longctx.model.layer import Schedule, final_norm, scheduled_layer
-from longctx.model.loss import linear_cross_entropy
-from longctx.model.runtime import Runtime, make_schedule, runtime_of
+"""Of `patch`: options of train.py by the same names."""
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+logger = logging.getLogger("longctx")
 
 
-def patch(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
-    """Patches `model` in place and says in a few words what was patched."""
+def patch(model: Model, **options: Any) -> Model:
+    """Patches `model` in place, and returns it.
+
+    Options, with train.py's names, values and defaults: `keep`, `offload_activations`,
+    `attn_backend`, `head_groups`, `tile_tokens`, `host_memory_gib`. Device and dtype are the
+    model's. Raises UserError for a model that is none of the supported families, is patched
+    already, has no weights yet or is quantised, and for an unknown option.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)[0]
+            raise UserError(f"patch has no option {name!r}; did you mean {close}?")
+        _check_choice(name, options[name])
+    _refuse(model)
+    logger.info(patch_custom(model, ModelArguments(**options), model.device))
+    return model
+
+
+def _check_choice(name: str, value: Any) -> None:
+    kind = get_type_hints(ModelArguments)[name]
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        known = ", ".join(get_args(kind))
+        raise UserError(f"patch: {name}={value!r}: one of {known}")
+
+
+def unpatch(model: Model) -> Model:
+    """Takes away what `patch` put on `model`, and returns it."""
+    base = base_of(model)
+    if base is None or runtime_of(base) is None:
+        raise UserError(f"this {type(model).__name__} is not patched")
+    for module in model.modules():
+        if is_ours(module):
+            del module.forward
+        vars(module).pop("longctx", None)
+    return model
+
+
+def patch_as(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
+    """Patches `model` in place as `args.class_type` says, and says in a few words what was."""
     if args.class_type == "vanilla":
         return f"nothing patched; {model.config._attn_implementation} attention"
     if args.class_type == "liger":
         return _patch_liger(model)
-    return _patch_custom(model, args, device)
+    return patch_custom(model, args, device)
 
 
 # --- custom ----------------------------------------------------------------------------------
 
 
-def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
-    if not isinstance(model, LlamaForCausalLM):
+def patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
+    _refuse(model)
+    base = base_of(model)
+    assert base is not None
+    backend, attention = choose_attention(args.attn_backend, device, model.dtype)
+    store = ActivationStore(device, args.host_memory_gib)
+    runtime = Runtime(args=args, attention=attention, store=store, dtype=model.dtype)
+    base.longctx = runtime
+    said = f"patched: {len(base.layers)} scheduled decoder layers, {backend} attention, RMSNorm"
+    if head_of(model) is not None:
+        vars(model)["longctx"] = runtime
+        said += ", lm_head + cross-entropy"
+    forwards.attach(model)
+    return said
+
+
+def _refuse(model: PreTrainedModel) -> None:
+    base = base_of(model) if isinstance(model, nn.Module) else None
+    if base is None:
         raise UserError(f"custom patches LlamaForCausalLM, got {type(model).__name__}")
-    if "forward" in vars(model) and not is_ours(model):
+    if runtime_of(base) is not None:
+        raise UserError("this model is patched already: longctx.unpatch(model) first")
+    if any("forward" in vars(part) for part in (model, base)):
         raise UserError(
             "custom patches a model whose forward was exchanged already, which would be lost: "
             "patch it first"
         )
-    backend, attention = choose_attention(args.attn_backend, device, model.dtype)
-    store = ActivationStore(device, args.host_memory_gib)
-    runtime: Any = Runtime(args=args, attention=attention, store=store, dtype=model.dtype)
-    model.longctx = runtime
-    forwards: list[tuple[Any, Any]] = [
-        *((layer, _layer_forward) for layer in model.model.layers),
-        (model.model.norm, _norm_forward),
-        (model.lm_head, _head_forward),
-    ]
-    model.forward = MethodType(_model_forward, model)  # type: ignore[method-assign]
-    for module, forward in forwards:
-        if replaceable(module):  # or it stays as it is, which is found and said on the first call
-            module.forward = MethodType(forward, module)
-    return (
-        f"patched: {len(model.model.layers)} scheduled decoder layers, {backend} attention, "
-        "RMSNorm, lm_head + cross-entropy"
-    )
-
-
-@can_return_tuple
-def _model_forward(
-    self: LlamaForCausalLM,
-    input_ids: Tensor | None = None,  # (B, S)
-    attention_mask: Tensor | None = None,  # (B, S)
-    position_ids: Tensor | None = None,  # (B, S), restarting at every packed document
-    past_key_values: Any = None,
-    inputs_embeds: Tensor | None = None,  # (B, S, D)
-    labels: Tensor | None = None,  # (B, S), not shifted; -100 is ignored
-    use_cache: bool | None = None,
-    logits_to_keep: int | Tensor = 0,
-    num_items_in_batch: int | Tensor | None = None,
-    shift_labels: Tensor | None = None,  # (B, S), already shifted; wins over labels, as in HF
-    **kwargs: Any,
-) -> CausalLMOutputWithPast:
-    """LlamaForCausalLM.forward, except that with labels it returns the loss and no logits."""
-    inputs = dict(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds,
-        use_cache=use_cache,
-        **kwargs,
-    )
-    wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-    all_logits = None if labels is None or wants_logits else why_not_chunked(self)
-    if labels is not None and use_cache is None:
-        inputs["use_cache"] = False  # with a cache Hugging Face does not look for documents
-    if labels is None or wants_logits or all_logits:
-        if all_logits:
-            _warn_once(self, f"{all_logits}, which takes all logits")
-            if self.training and _runtime(self).label_smoothing:
-                raise UserError(f"--label_smoothing_factor is impossible with {all_logits}")
-        loss_inputs = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
-        given = {k: v for k, v in loss_inputs.items() if v is not None}
-        return type(self).forward(
-            self, labels=labels, logits_to_keep=logits_to_keep, **inputs, **given
-        )
-    reason = _not_covered(self, inputs)
-    if reason is None:
-        hidden = _scheduled_forward(self, input_ids, attention_mask, position_ids, inputs_embeds)
-        output = CausalLMOutputWithPast()
-    else:
-        _warn_once(self, reason)
-        base = self.model(**inputs)
-        hidden = base.last_hidden_state
-        output = CausalLMOutputWithPast(
-            past_key_values=base.past_key_values,
-            hidden_states=base.hidden_states,
-            attentions=base.attentions,
-        )
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
-    output.loss = self.lm_head(
-        hidden,
-        labels=shift_labels.to(hidden.device),
-        num_items=num_items_in_batch,
-        label_smoothing=_runtime(self).label_smoothing if self.training else 0.0,
-    )
-    return output
-
-
-def _runtime(model: PreTrainedModel) -> Runtime:
-    runtime = runtime_of(model)
-    assert runtime is not None
-    return runtime
-
-
-def _warn_once(model: PreTrainedModel, reason: str) -> None:
-    warned = _runtime(model).warned
-    if reason not in warned:
-        warned.add(reason)
-        print_rank0(f"custom: Hugging Face's layers run for calls with {reason}")
-
-
-def _not_covered(model: LlamaForCausalLM, inputs: dict[str, Any]) -> str | None:
-    """Why this call cannot run the scheduled layers, in a few words; None if it can."""
-    config, mask = model.config, inputs["attention_mask"]
-    known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
-    unknown = {k for k, v in inputs.items() if k not in known and v is not None and v is not False}
-    if unknown:
-        return ", ".join(sorted(unknown))
-    if inputs["use_cache"]:
-        return "a key/value cache"
-    if config.output_attentions or config.output_hidden_states:
-        return "output_attentions or output_hidden_states"
-    if mask is not None and mask.dim() != 2:
-        return f"a {mask.dim()}-dimensional attention mask"
-    if model.dtype == torch.float64:
-        return "weights in float64"
-    if torch.is_autocast_enabled(model.device.type):
-        return "autocast (use --dtype bfloat16 instead of --bf16 for the schedule)"
-    return why_not_scheduled(model)
-
-
-def _scheduled_forward(
-    model: LlamaForCausalLM,
-    input_ids: Tensor | None,  # (B, S)
-    attention_mask: Tensor | None,  # (B, S)
-    position_ids: Tensor | None,  # (B, S)
-    inputs_embeds: Tensor | None,  # (B, S, D)
-) -> Tensor:  # (B, S, D)
-    """Embedding, scheduled layers, final norm."""
-    base, runtime = model.model, _runtime(model)
-    x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-    B, S, D = x.shape
-    if position_ids is None:
-        position_ids = torch.arange(S, device=x.device)[None]
-    position_ids = position_ids.expand(B, S)
-    if torch.is_grad_enabled():
-        runtime.reserve(model, B * S)
-    schedule = make_schedule(model, runtime, x, position_ids, attention_mask)
-    x = x.reshape(B * S, D)
-    for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
-        # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
-        # that Hugging Face's layer class would put around the schedule.
-        x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-    return base.norm(x, scheduled=True).view(B, S, D)
-
-
-def _layer_forward(
-    self: Any,
-    hidden_states: Tensor,  # (T, D) with a schedule
-    *args: Any,
-    schedule: Schedule | None = None,
-    layers_above: int = 0,
-    **kwargs: Any,
-) -> Tensor:
-    if schedule is None:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
-    return scheduled_layer(hidden_states, schedule, layers_above, layer_weights(self))
-
-
-def _norm_forward(self: Any, x: Tensor, scheduled: bool = False) -> Tensor:
-    if not scheduled:
-        return type(self).forward(self, x)
-    return final_norm(x, self.weight, self.variance_epsilon)
-
-
-def _head_forward(
-    self: Any,
-    hidden: Tensor,  # (B, S, D)
-    labels: Tensor | None = None,  # (B, S), already shifted
-    **options: Any,
-) -> Tensor:  # the logits, or with labels the loss
-    if labels is None:
-        return type(self).forward(self, hidden)
-    return linear_cross_entropy(hidden, self.weight, labels, bias=self.bias, **options)
+    if any(p.is_meta for p in model.parameters()):
+        raise UserError("this model has no weights yet (meta tensors): load them first")
+    if getattr(model, "is_quantized", False):
+        method = getattr(model, "quantization_method", "unknown")
+        raise UserError(f"this model is quantised ({method}), which the schedule cannot run")
 
 
 # --- liger -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,9 @@ from longctx.memory.plan import (
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.attention import Attention
+from longctx.model.backends import choose_attention
 from longctx.model.documents import Documents
+from longctx.model.families import base_of
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
 
@@ -55,8 +58,19 @@ class Runtime:
     """Batches of a step."""
     reserved_tokens: int = 0
     """The longest batch for which the store has room."""
+    whole: weakref.ref[Any] | None = None
+    """The causal model whose base model this is the runtime of, once it was called."""
     warned: set[str] = field(default_factory=set)
     """Reasons already printed for running Hugging Face's layers."""
+    loss_follows: bool = False
+    """This forward's output goes to our loss, which alone holds its gradient."""
+    trains_padding: bool = False
+    """Labels of this forward are predicted from padding."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Saved and copied with the model; memory, streams and an engine's word are made anew."""
+        settings = dict(label_smoothing=self.label_smoothing, passes=self.passes)
+        return _remake, (self.args, self.store.device, self.dtype, settings)
 
     def reserve(self, model: LlamaForCausalLM, tokens: int) -> bool:
         """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether
@@ -93,19 +107,31 @@ class Runtime:
 
     def sizes(self, model: LlamaForCausalLM) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
-        config = model.config
+        config, base = model.config, base_of(model)
+        assert base is not None
         return Sizes(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             heads=config.num_attention_heads,
             kv_heads=kv_heads(config),
-            head_dim=model.model.layers[0].self_attn.head_dim,
+            head_dim=base.layers[0].self_attn.head_dim,
             vocab=config.vocab_size,
             itemsize=self.dtype.itemsize,
             tile_tokens=self.args.tile_tokens,
             head_groups=self.args.head_groups,
         )
+
+
+def _remake(
+    args: ModelArguments, device: torch.device, dtype: torch.dtype, settings: dict[str, Any]
+) -> Runtime:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("cpu")
+    name = args.attn_backend if device.type == "cuda" else "auto"
+    _, attention = choose_attention(name, device, dtype)
+    store = ActivationStore(device, args.host_memory_gib)
+    return Runtime(args=args, attention=attention, store=store, dtype=dtype, **settings)
 
 
 def _plain_pending(model: PreTrainedModel) -> Pending:
@@ -128,18 +154,18 @@ def patched_part(model: nn.Module) -> Any | None:
 
 
 def make_schedule(
-    model: LlamaForCausalLM,
+    base: Any,
     runtime: Runtime,
-    embedded: Tensor,  # (B, S, D)
-    position_ids: Tensor,  # (B, S)
-    attention_mask: Tensor | None,  # (B, S)
+    x: Tensor,  # (T, D)
+    position_ids: Tensor,  # (T,)
+    documents: Documents,
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
     the key/value heads."""
-    config, args, tokens = model.config, runtime.args, position_ids.numel()
-    rotary = model.model.rotary_emb
+    config, args, tokens = base.config, runtime.args, position_ids.numel()
+    rotary = base.rotary_emb
     # Called for its side effect: dynamic RoPE sets inv_freq by the longest position.
-    rotary(embedded[:1, :1], position_ids.max().view(1, 1))
+    rotary(x[None, :1], position_ids.max().view(1, 1))
     heads = kv_heads(config)
     head_groups = args.head_groups or default_head_groups(tokens, heads)
     if heads % head_groups:
@@ -147,11 +173,11 @@ def make_schedule(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
     return Schedule(
-        documents=Documents.from_position_ids(position_ids, attention_mask),
-        position_ids=position_ids.flatten(),
+        documents=documents,
+        position_ids=position_ids,
         inv_freq=rotary.inv_freq.float(),
         attention_scaling=rotary.attention_scaling,
-        head_dim=model.model.layers[0].self_attn.head_dim,
+        head_dim=base.layers[0].self_attn.head_dim,
         eps=config.rms_norm_eps,
         attention=runtime.attention,
         store=runtime.store,

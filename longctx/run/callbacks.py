@@ -14,7 +14,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from longctx.errors import print_rank0
 from longctx.memory.ladder import describe
-from longctx.model.families import why_not_scheduled
+from longctx.model.families import base_of, why_not_scheduled
 from longctx.output import METRICS
 from longctx.output.save import disk_problem
 from longctx.run.metrics import Throughput
@@ -27,8 +27,12 @@ class Reserve(TrainerCallback):
     def __init__(self, model: Any, tokens: int) -> None:
         self.model, self.tokens = model, tokens  # patched
 
+    def _covered(self) -> bool:
+        base = base_of(self.model)
+        return base is not None and why_not_scheduled(base) is None
+
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if why_not_scheduled(self.model) is None:
+        if self._covered():
             runtime = self.model.longctx
             if runtime.reserve(self.model, self.tokens):
                 print_rank0(describe(runtime.store.ladder))

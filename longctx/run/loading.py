@@ -30,7 +30,7 @@ from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.model import flash4
 from longctx.model.backends import choose_attention
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 from longctx.run.presets import PRESETS
 
 MOST_LAYERS = 10_000
@@ -196,7 +196,7 @@ def load_model(
         _refuse_missing(args, found)
         if "gguf_file" in where:
             forget_gguf(model)
-    patched = patch(model, args, device)
+    patched = patch_as(model, args, device)
     print_rank0(
         f"{args.class_type}: {type(model).__name__}, "
         f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"

@@ -81,7 +81,7 @@ def build(case: Case):
     from transformers import LlamaForCausalLM
 
     from longctx.config import ModelArguments
-    from longctx.model.patch import patch
+    from longctx.model.patch import patch_as
     from longctx.run.loading import _hf_attention, load_config
 
     args = ModelArguments(
@@ -105,7 +105,7 @@ def build(case: Case):
             config, dtype=torch.bfloat16, attn_implementation=attention
         )
     model.train()
-    print(patch(model, args, device), file=sys.stderr)
+    print(patch_as(model, args, device), file=sys.stderr)
     prepare_peer(model, case)
     return model
 
@@ -140,7 +140,7 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     """One row of the results, from this process."""
     import torch
 
-    from longctx.model.patch import _scheduled_forward
+    from longctx.model.forwards import _scheduled_forward
     from longctx.run.metrics import peak_memory
 
     if case["limit_gib"]:
@@ -156,7 +156,7 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     def layers_of(x: torch.Tensor) -> torch.Tensor:
         position_ids = positions[:, : x.shape[1]]
         if case["class_type"] == "custom":
-            return _scheduled_forward(model, None, None, position_ids, x)
+            return _scheduled_forward(model.model, None, None, position_ids, x)
         inputs = dict(inputs_embeds=x, position_ids=position_ids, use_cache=False)
         return model.model(**inputs).last_hidden_state
 

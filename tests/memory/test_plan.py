@@ -26,7 +26,7 @@ from longctx.memory.plan import (
     ring_bytes,
     window_bytes,
 )
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 from longctx.run.loading import load_config
 
 LLAMA_8B = Sizes(
@@ -226,7 +226,7 @@ def test_auto_fills_a_gpu_and_does_not_overflow_it(free_gib: float) -> None:
     config.num_hidden_layers, config.vocab_size = 6, 1024
     with device:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    patch(model, ModelArguments(offload_activations="auto"), device)
+    patch_as(model, ModelArguments(offload_activations="auto"), device)
     model.longctx.pending_bytes = lambda model: Pending(0, pending_bytes(model.parameters())[1])
     ids = torch.randint(1024, (1, tokens), device=device)
     batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens, device=device)[None])

@@ -18,7 +18,7 @@ from longctx.errors import UserError
 from longctx.memory.ladder import Keep
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 from longctx.run.loading import load_config
 from profiling.bench.slab_bench import fork
 
@@ -93,7 +93,7 @@ def test_copies_beside_compute_change_no_bit(keep: str) -> None:
         runtime = getattr(model, "longctx", None)
         if runtime is None or runtime.args.offload_activations != offload:
             model.__dict__.pop("longctx", None)
-            patch(model, args, device)
+            patch_as(model, args, device)
         model.longctx.args = args
         model.zero_grad()
         generator = torch.Generator(device).manual_seed(tokens)

@@ -83,10 +83,16 @@ def test_documents_start_where_positions_do_not_go_on() -> None:
     assert [s.stop - s.start for s in documents.slices()] == [3, 5, 4, 1, 3]
 
 
-def test_padding_is_a_document_of_its_own() -> None:
-    positions = torch.arange(6).repeat(2, 1)
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
-    assert Documents.from_position_ids(positions, mask).lengths == (4, 2, 2, 4)
+def test_a_mask_leaves_out_what_is_not_real() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]]).repeat(3, 1)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0]])
+    documents, real = Documents.of_batch(positions, mask)
+    assert documents.lengths == (4, 3) and real.tolist() == [0, 1, 2, 3, 8, 10, 11]
+    documents, real = Documents.of_batch(positions, torch.ones_like(mask))
+    assert documents.lengths == (6, 6, 6) and real is None
+    documents, real = Documents.of_batch(positions, None, torch.tensor([0, 3, 9, 9, 18]))
+    assert documents.lengths == (3, 6, 9) and real is None
+    assert Documents.of_batch(positions)[0].lengths == (3, 3, 3, 3, 3, 3)
 
 
 def test_choice_of_the_backend() -> None:

@@ -27,7 +27,7 @@ from longctx.memory.ladder import (
 )
 from longctx.memory.plan import Sizes
 from longctx.model import layer
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -64,7 +64,7 @@ def step(request) -> Step:
     )
     model = LlamaForCausalLM(config)
     settings = dict(tile_tokens=64, head_groups=K, offload_activations="none")
-    patch(model, ModelArguments(**settings | getattr(request, "param", {})), CPU)
+    patch_as(model, ModelArguments(**settings | getattr(request, "param", {})), CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(V, (1, T))
@@ -200,7 +200,7 @@ def test_the_peak_of_llama_8b_layers_on_a_gpu(head_groups: int, limit_gib: float
     with device:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     args = ModelArguments(offload_activations="all", head_groups=head_groups, tile_tokens=4096)
-    patch(model, args, device)
+    patch_as(model, args, device)
     ids = torch.randint(1024, (1, tokens), device=device)
     batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens, device=device)[None])
     for _ in range(2):  # the first compiles kernels and makes the gradients

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from longctx.config import ModelArguments, TrainArguments
 from longctx.errors import UserError
 from longctx.model.families import why_not_scheduled
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 from longctx.run.trainer import LongTrainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -54,7 +54,7 @@ def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         if patched:
-            patch(model, ModelArguments(), CPU)
+            patch_as(model, ModelArguments(), CPU)
         pair.append(model.train())
     return pair[0], pair[1]
 
@@ -176,7 +176,7 @@ STRANGERS = [
     pytest.param(one_layer, "2 layers where the configuration has 1", id="fewer-layers"),
     pytest.param(zero_attention, "longctx_test_zero", id="attention"),
     pytest.param(one_bias, "biases on some of q, k, v", id="one-bias"),
-    pytest.param(other_loss, "a loss_function of its own", id="loss"),
+    pytest.param(other_loss, "a loss of its own", id="loss"),
     pytest.param(adapt("model.layers.1.self_attn.q_proj"), "does not know", id="q_proj"),
     pytest.param(adapt("model.layers.0.self_attn.o_proj"), "does not know", id="o_proj"),
     pytest.param(adapt("model.layers.0.mlp.down_proj"), "does not know", id="down_proj"),
@@ -251,9 +251,9 @@ def test_without_strangers_the_schedule_runs_in_silence(capsys, monkeypatch) -> 
     ours(**packed_batch()).loss.backward()
     assert capsys.readouterr().out == ""
     handle = ours.model.layers[0].mlp.register_forward_hook(double)
-    assert why_not_scheduled(ours) == "hooks on model.layers.0.mlp"
+    assert why_not_scheduled(ours.model) == "hooks on model.layers.0.mlp"
     handle.remove()
-    assert why_not_scheduled(ours) is None
+    assert why_not_scheduled(ours.model) is None
 
 
 def test_an_engines_own_hooks_are_no_strangers() -> None:
@@ -264,9 +264,9 @@ def test_an_engines_own_hooks_are_no_strangers() -> None:
         return None
 
     ours.model.register_forward_pre_hook(gather)
-    assert why_not_scheduled(ours) == "hooks on model"
+    assert why_not_scheduled(ours.model) == "hooks on model"
     gather.__module__ = "deepspeed.runtime.zero.parameter_offload"
-    assert why_not_scheduled(ours) is None
+    assert why_not_scheduled(ours.model) is None
 
 
 @pytest.mark.parametrize(
@@ -277,17 +277,17 @@ def test_a_class_that_is_changed_for_the_whole_process(owner, name, says, monkey
     _, ours = models()
     forward = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda self, x: 2 * forward(self, x))
-    assert says in str(why_not_scheduled(ours))
+    assert says in str(why_not_scheduled(ours.model))
 
 
 def test_hooks_on_all_modules() -> None:
     _, ours = models()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert why_not_scheduled(ours) == "hooks on all modules"
+        assert why_not_scheduled(ours.model) == "hooks on all modules"
     finally:
         handle.remove()
-    assert why_not_scheduled(ours) is None
+    assert why_not_scheduled(ours.model) is None
 
 
 @pytest.mark.parametrize("before", [other_class("model.layers.0", OtherLayer), adapt("lm_head")])
@@ -298,7 +298,7 @@ def test_what_was_changed_before_patching_is_not_lost(before) -> None:
         model = LlamaForCausalLM(tiny_config())
         before(model)
         if patched:
-            patch(model, ModelArguments(), CPU)
+            patch_as(model, ModelArguments(), CPU)
         losses.append(model.train()(**packed_batch()).loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
@@ -307,14 +307,14 @@ def test_a_forward_that_would_be_lost_is_refused() -> None:
     model = LlamaForCausalLM(tiny_config())
     model.forward = model.forward
     with pytest.raises(UserError, match="exchanged already, .*: patch it first"):
-        patch(model, ModelArguments(), CPU)
+        patch_as(model, ModelArguments(), CPU)
 
 
 def test_the_schedule_runs_again_after_hidden_states_were_asked_for() -> None:
     """transformers leaves its hooks installed."""
     _, ours = models()
     assert ours(**packed_batch(), output_hidden_states=True).hidden_states
-    assert why_not_scheduled(ours) is None
+    assert why_not_scheduled(ours.model) is None
 
 
 def test_without_use_cache_the_fallback_still_sees_documents() -> None:

@@ -20,7 +20,7 @@ from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.memory.ladder import Keep, Rung
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -50,7 +50,7 @@ def trio(dtype: torch.dtype, settings=None, truth_dtype=torch.float64, **changes
     naive = cast(naive.to(DEVICE), dtype)
     truth = cast(copy.deepcopy(naive), truth_dtype)
     ours = copy.deepcopy(naive)
-    patch(ours, ModelArguments(**(settings or {})), DEVICE)
+    patch_as(ours, ModelArguments(**(settings or {})), DEVICE)
     return truth, naive, ours
 
 
@@ -385,5 +385,5 @@ def test_llama_8b_dimensions_in_bf16() -> None:
         naive = LlamaForCausalLM._from_config(big, dtype=torch.bfloat16)
     truth = cast(copy.deepcopy(naive), torch.float32)
     ours = copy.deepcopy(naive)
-    patch(ours, ModelArguments(offload_activations="all"), torch.device("cuda"))
+    patch_as(ours, ModelArguments(offload_activations="all"), torch.device("cuda"))
     assert_trains_exactly((truth, naive, ours), batch([[5000, 3192]]))

@@ -31,7 +31,7 @@ from longctx.config import ModelArguments
 from longctx.kernels import launch
 from longctx.memory.store import ActivationStore
 from longctx.model import layer, loss
-from longctx.model.patch import patch
+from longctx.model.patch import patch_as
 
 GIB = 2**30
 WEIGHTS, STATES, UNKNOWN, GRADIENT = 0x1000, 0x2000, 0x3000, 0x9000
@@ -103,7 +103,7 @@ class RecordCalls(TorchDispatchMode):
 def recorded_step(name: str) -> list[Call]:
     model = LlamaForCausalLM(tiny_config()).train()
     if name == "custom":
-        patch(model, ModelArguments(preset="tiny", offload_activations="all"), CPU)
+        patch_as(model, ModelArguments(preset="tiny", offload_activations="all"), CPU)
     elif name == "vanilla":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     calls: list[Call] = []

@@ -1,0 +1,312 @@
+"""What the modules of a patched model run instead of their own forward, on one instance.
+
+    causal_forward   ForCausalLM     with labels the loss, in chunks, and logits for who reads them
+    base_forward     its base model  embedding, scheduled layers, final norm
+    layer_forward    a decoder layer | with a schedule ours, else Hugging Face's; the hooks of
+    norm_forward     the final norm  | engines that gather weights run around them
+    head_forward     lm_head         with labels the loss
+
+The schedule stands in the base model, so that whatever calls it in training gets it: the causal
+model, with or without labels, a trainer that goes around it, a classifier. Generation and whatever
+the schedule does not cover run Hugging Face's own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from longctx.errors import UserError, print_rank0
+from longctx.model.documents import Documents
+from longctx.model.families import (
+    base_of,
+    head_of,
+    layer_weights,
+    replaceable,
+    why_not_chunked,
+    why_not_scheduled,
+)
+from longctx.model.layer import Schedule, final_norm, scheduled_layer
+from longctx.model.logits import lazy_logits
+from longctx.model.loss import linear_cross_entropy
+from longctx.model.runtime import Runtime, make_schedule, runtime_of
+
+IGNORED = -100
+_BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+"""How packing collators say where documents are."""
+_OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
+
+
+class Forward:
+    """A function in the place of a module's forward. Holds the module weakly, so that a deleted
+    model is gone at once, and is saved and copied with it."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._module = weakref.ref(module)
+        self.function = function
+        _, *parameters = inspect.signature(function).parameters.values()
+        self.__signature__ = inspect.Signature(parameters)  # trainers look at it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self._module(), *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Forward, (self._module(), self.function)
+
+
+def attach(model: Any) -> None:
+    """Puts our forwards where Hugging Face's are: at first, and where a module was exchanged for
+    another since. One with a forward of its own stays, which is found and said."""
+    for module, function in _places(model):
+        if "forward" not in vars(module) and replaceable(module):
+            module.forward = Forward(module, function)
+
+
+def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    base, head = base_of(model), head_of(model)
+    assert base is not None
+    if head is not None:
+        yield model, causal_forward
+        yield head, head_forward
+    yield base, base_forward
+    yield base.norm, norm_forward
+    yield from ((layer, layer_forward) for layer in base.layers)
+
+
+# --- the causal model ------------------------------------------------------------------------
+
+
+@can_return_tuple
+def causal_forward(
+    self: Any,
+    input_ids: Tensor | None = None,  # (B, S)
+    attention_mask: Tensor | None = None,  # (B, S)
+    position_ids: Tensor | None = None,  # (B, S), restarting at every packed document
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,  # (B, S, D)
+    labels: Tensor | None = None,  # (B, S), not shifted; -100 is ignored
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    num_items_in_batch: int | Tensor | None = None,
+    shift_labels: Tensor | None = None,  # (B, S), already shifted; wins over labels, as in HF
+    ignore_index: int = IGNORED,
+    **kwargs: Any,
+) -> CausalLMOutputWithPast:
+    """Hugging Face's forward, except that with labels the loss comes in chunks, and logits when
+    they are read."""
+    inputs = dict(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        **kwargs,
+    )
+    attach(self)
+    runtime = _runtime(self)
+    runtime.whole = weakref.ref(self)
+    wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
+    whole = None if labels is None or wants_logits else why_not_chunked(self)
+    if labels is None or wants_logits or whole:
+        if whole:
+            _warn_once(runtime, f"{whole}, which takes all logits")
+            if self.training and runtime.label_smoothing:
+                raise UserError(f"--label_smoothing_factor is impossible with {whole}")
+        given = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
+        given = {name: value for name, value in given.items() if value is not None}
+        if ignore_index != IGNORED:
+            given["ignore_index"] = ignore_index  # type: ignore[assignment]
+        return type(self).forward(
+            self, labels=labels, logits_to_keep=logits_to_keep, **inputs, **given
+        )
+    if use_cache is None:
+        inputs["use_cache"] = False  # with a cache Hugging Face does not look for documents
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    if ignore_index != IGNORED:
+        shift_labels = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED)
+    runtime.trains_padding = attention_mask is not None and _any_on_padding(
+        shift_labels, attention_mask
+    )
+    runtime.loss_follows = not self.model._forward_hooks
+    try:
+        base = self.model(**inputs)
+    finally:
+        runtime.loss_follows = runtime.trains_padding = False
+    hidden = base.last_hidden_state
+    loss = self.lm_head(
+        hidden,
+        labels=shift_labels.to(hidden.device),
+        num_items=num_items_in_batch,
+        label_smoothing=runtime.label_smoothing if self.training else 0.0,
+    )
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=lazy_logits(hidden, self.lm_head, self.lm_head.weight.shape[0], loss),
+        past_key_values=base.past_key_values,
+        hidden_states=base.hidden_states,
+        attentions=base.attentions,
+    )
+
+
+def _any_on_padding(shift_labels: Tensor, mask: Tensor) -> bool:
+    """Whether the output of padding is trained: as it is where a row is padded on its left."""
+    if mask.dim() != 2:
+        return False
+    return bool(((shift_labels != IGNORED).to(mask.device) & (mask == 0)).any())
+
+
+# --- the base model --------------------------------------------------------------------------
+
+
+@can_return_tuple
+def base_forward(
+    self: Any,
+    input_ids: Tensor | None = None,  # (B, S)
+    attention_mask: Tensor | None = None,  # (B, S)
+    position_ids: Tensor | None = None,  # (B, S)
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,  # (B, S, D)
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> BaseModelOutputWithPast:
+    """Hugging Face's forward, with the scheduled layers where they cover the call."""
+    attach(self)
+    runtime = _runtime(self)
+    if use_cache is None and self.training and torch.is_grad_enabled():
+        use_cache = False
+    inputs = dict(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        **kwargs,
+    )
+    reason = _not_covered(self, inputs)
+    if reason is None:
+        bounds = kwargs.get("cu_seq_lens_q")
+        return BaseModelOutputWithPast(
+            last_hidden_state=_scheduled_forward(
+                *(self, input_ids, attention_mask, position_ids, inputs_embeds, bounds)
+            )
+        )
+    if reason != _CACHE or torch.is_grad_enabled():
+        _warn_once(runtime, reason)
+    return type(self).forward(self, **inputs)
+
+
+_CACHE = "a key/value cache"
+
+
+def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
+    """Why this call cannot run the scheduled layers, in a few words; None if it can."""
+    config, mask = base.config, inputs["attention_mask"]
+    known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
+    known |= _BOUNDS | _OF_THE_LOSS
+    unknown = {k for k, v in inputs.items() if k not in known and v is not None and v is not False}
+    uses_cache = inputs["use_cache"]
+    if (config.use_cache if uses_cache is None else uses_cache) or "past_key_values" in unknown:
+        return _CACHE
+    if unknown:
+        return ", ".join(sorted(unknown))
+    if (inputs["input_ids"] is None) == (inputs["inputs_embeds"] is None):
+        return "input_ids and inputs_embeds together, or neither"
+    if config.output_attentions or config.output_hidden_states:
+        return "output_attentions or output_hidden_states"
+    if mask is not None and mask.dim() != 2:
+        return f"a {mask.dim()}-dimensional attention mask"
+    if _runtime(base).trains_padding:
+        return "labels that padding predicts (left padding: set the first token's label to -100)"
+    if base.dtype == torch.float64:
+        return "weights in float64"
+    if torch.is_autocast_enabled(base.device.type):
+        return "autocast (use --dtype bfloat16 instead of --bf16 for the schedule)"
+    return why_not_scheduled(base)
+
+
+def _scheduled_forward(
+    base: Any,
+    input_ids: Tensor | None,  # (B, S)
+    attention_mask: Tensor | None,  # (B, S)
+    position_ids: Tensor | None,  # (B, S)
+    inputs_embeds: Tensor | None,  # (B, S, D)
+    bounds: Tensor | None = None,  # (documents + 1,)
+) -> Tensor:  # (B, S, D)
+    """Embedding, scheduled layers, final norm. Padding is left out, and its output zero."""
+    runtime = _runtime(base)
+    x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    B, S, D = x.shape
+    if position_ids is None:
+        position_ids = torch.arange(S, device=x.device)[None]
+    position_ids = position_ids.expand(B, S)
+    if torch.is_grad_enabled():
+        runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
+    documents, real = Documents.of_batch(position_ids, attention_mask, bounds)
+    x, positions = x.reshape(B * S, D), position_ids.flatten()
+    if real is not None:
+        x, positions = x[real], positions[real]
+    schedule = make_schedule(base, runtime, x, positions, documents)
+    for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
+        # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
+        # that Hugging Face's layer class would put around the schedule.
+        x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
+    x = base.norm(x, owned=runtime.loss_follows)
+    if real is not None:
+        x = x.new_zeros(B * S, D).index_copy(0, real, x)
+    return x.view(B, S, D)
+
+
+# --- their parts -----------------------------------------------------------------------------
+
+
+def layer_forward(
+    self: Any,
+    hidden_states: Tensor,  # (T, D) with a schedule
+    *args: Any,
+    schedule: Schedule | None = None,
+    layers_above: int = 0,
+    **kwargs: Any,
+) -> Tensor:
+    if schedule is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    return scheduled_layer(hidden_states, schedule, layers_above, layer_weights(self))
+
+
+def norm_forward(self: Any, x: Tensor, owned: bool | None = None) -> Tensor:
+    """With the schedule, `owned` says that nobody else holds the output's gradient."""
+    if owned is None:
+        return type(self).forward(self, x)
+    return final_norm(x, self.weight, self.variance_epsilon, owned)
+
+
+def head_forward(
+    self: Any,
+    hidden: Tensor,  # (B, S, D)
+    labels: Tensor | None = None,  # (B, S), already shifted
+    **options: Any,
+) -> Tensor:  # the logits, or with labels the loss
+    if labels is None:
+        return type(self).forward(self, hidden)
+    return linear_cross_entropy(hidden, self.weight, labels, bias=self.bias, **options)
+
+
+def _runtime(model: Any) -> Runtime:
+    runtime = runtime_of(model)
+    assert runtime is not None
+    return runtime
+
+
+def _warn_once(runtime: Runtime, reason: str) -> None:
+    if reason not in runtime.warned:
+        runtime.warned.add(reason)
+        print_rank0(f"custom: Hugging Face's layers run for calls with {reason}")

@@ -1,0 +1,127 @@
+"""Logits that are computed when somebody reads them.
+
+With labels a patched model returns the loss, computed in chunks; whoever wants the logits besides
+(a metric, `predict`, `outputs[1]`) has them as from Hugging Face, and whoever does not never pays
+for them: 31 GiB in bf16 at 131072 tokens and a vocabulary of 128256.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from longctx.errors import UserError
+
+LIMIT_BYTES = 8 * 2**30
+"""More are an error that says what to ask for."""
+
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in "shape dtype device layout ndim".split()),
+    *(getattr(Tensor, name).__get__ for name in "is_cuda is_cpu requires_grad is_leaf".split()),
+    *(getattr(Tensor, name) for name in "size dim numel nelement element_size".split()),
+    *(getattr(Tensor, name) for name in "is_floating_point is_complex __len__".split()),
+}
+"""What is known without them."""
+
+
+class _Source:
+    """What the logits are computed from, until backward begins."""
+
+    def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+        self.hidden: Tensor | None = hidden  # (..., D)
+        self.head = head
+        self.logits: Tensor | None = None
+
+    def compute(self, nbytes: int) -> Tensor:
+        if self.hidden is None:
+            raise RuntimeError("logits can be read until backward has begun")
+        differentiable = torch.is_grad_enabled() and self.hidden.requires_grad
+        if self.logits is None or (differentiable and not self.logits.requires_grad):
+            if nbytes > LIMIT_BYTES:
+                raise UserError(
+                    f"all logits of this batch are {nbytes / 2**30:.1f} GiB: read the loss alone, "
+                    "or pass logits_to_keep=N for those of the last N tokens"
+                )
+            with torch.set_grad_enabled(differentiable):  # as where hidden was computed
+                self.logits = self.head(self.hidden)
+        return self.logits
+
+    def forget(self) -> None:
+        self.hidden = self.logits = None
+
+
+class LazyLogits(Tensor):
+    """A tensor (..., V) that computes itself when anything but its metadata is asked for.
+
+    Raises UserError where it would be larger than LIMIT_BYTES.
+    """
+
+    _source: _Source
+
+    @staticmethod
+    def __new__(cls, source: _Source, shape: Iterable[int], like: Tensor, dtype: Any) -> LazyLogits:
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(shape), dtype=dtype, device=like.device
+        )
+        self._source = source
+        return self
+
+    def forget(self) -> None:
+        """Lets go of what the logits would be computed from."""
+        self._source.forget()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **(kwargs or {}))
+            lazy = args[0] if args else None
+            if func is Tensor.float and isinstance(lazy, LazyLogits):  # as accelerate's autocast
+                hidden = lazy._source.hidden
+                if hidden is not None:
+                    return LazyLogits(lazy._source, lazy.shape, hidden, torch.float32)
+            args, kwargs = tree_map_only(LazyLogits, _computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(LazyLogits, _computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _computed(lazy: LazyLogits) -> Tensor:
+    logits = lazy._source.compute(lazy.numel() * lazy.element_size())
+    return logits.to(lazy.dtype)
+
+
+def lazy_logits(
+    hidden: Tensor,  # (..., D)
+    head: Callable[[Tensor], Tensor],
+    vocab: int,
+    loss: Tensor,
+) -> LazyLogits:
+    """`head(hidden)`, (..., vocab), when it is read: until the backward of `loss` begins."""
+    source = _Source(hidden, head)
+    if loss.grad_fn is not None:
+        alive = weakref.ref(source)  # only as long as somebody holds the logits
+
+        def forget(grads: Any) -> None:
+            if (found := alive()) is not None:
+                found.forget()
+
+        loss.grad_fn.register_prehook(forget)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+    return LazyLogits(source, (*hidden.shape[:-1], vocab), hidden, dtype)
+
+
+def _autocast(hidden: Tensor) -> bool:
+    return torch.is_autocast_enabled(hidden.device.type)

@@ -1,0 +1,84 @@
+"""The modules beside torch's own, and the public names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_model import tiny_config
+from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+import longctx
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module, x: torch.Tensor, *more: Any) -> None:
+    theirs.load_state_dict(ours.state_dict())
+    found = []
+    for module in (ours, theirs):
+        module.zero_grad()
+        copy = x.clone().requires_grad_()
+        value = module(copy, *more)
+        value.square().sum().backward()
+        found.append([value, copy.grad, *(p.grad for p in module.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_rms_norm() -> None:
+    ours = longctx.RMSNorm(24, eps=1e-5)
+    nn.init.normal_(ours.weight)
+    assert_same(ours, nn.RMSNorm(24, eps=1e-5), torch.randn(3, 5, 24))
+    assert_same(ours, LlamaRMSNorm(24, eps=1e-5), torch.randn(3, 5, 24))
+    assert repr(ours) == "RMSNorm(24, eps=1e-05)"
+
+
+def test_swiglu() -> None:
+    config = tiny_config(hidden_size=16, intermediate_size=40, head_dim=8)
+    assert_same(longctx.SwiGLU(16, 40), LlamaMLP(config), torch.randn(2, 7, 16))
+    assert longctx.SwiGLU(16, 40, 3, bias=True)(torch.randn(5, 16)).shape == (5, 3)
+
+
+def test_rotary_embedding() -> None:
+    config = tiny_config(rope_parameters={"rope_type": "default", "rope_theta": 500.0}, head_dim=16)
+    q, k = torch.randn(9, 4, 16), torch.randn(9, 2, 16)
+    positions = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4])
+    cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
+    truth = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    found = longctx.RotaryEmbedding(16, base=500.0)(q, k, positions)
+    for ours, theirs in zip(found, truth, strict=True):
+        torch.testing.assert_close(ours, theirs[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 3, "reduction": "sum"}])
+def test_linear_cross_entropy_loss(options) -> None:
+    torch.manual_seed(0)
+    ours = longctx.LinearCrossEntropyLoss(8, 11, **options)
+    target = torch.randint(11, (4, 6)).masked_fill(torch.rand(4, 6) < 0.3, 3)
+    how = {"ignore_index": -100, **options}
+    how.pop("bias", None)
+    x = torch.randn(4, 6, 8)
+    loss, truth = ours(x, target), nn.CrossEntropyLoss(**how)(ours.linear(x).mT, target)
+    torch.testing.assert_close(loss, truth, rtol=1e-5, atol=1e-6)
+
+
+def test_from_pretrained(tmp_path: Path) -> None:
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    model = longctx.AutoLongctxModelForCausalLM.from_pretrained(tmp_path, keep="x", dtype="auto")
+    assert type(model) is LlamaForCausalLM and model.longctx.args.keep == "x"
+
+
+def test_every_public_name_is_there() -> None:
+    for name in longctx.__all__:
+        assert getattr(longctx, name) is not None
+    assert set(longctx.__all__) <= set(dir(longctx))
