@@ -2,7 +2,7 @@
 
     vanilla   Hugging Face's model as it is
     liger     Liger-Kernel's full patch (Liger replaces functions of transformers for the process)
-    custom    one *instance* of Hugging Face's LlamaForCausalLM gets longctx's training forward;
+    custom    one *instance* of Hugging Face's model (families.py) gets longctx's training forward;
               its class, its parameters, their names and the files it saves stay Hugging Face's
 
 With labels, the custom forward runs the scheduled layers (layer.py), the final norm, and
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -28,8 +28,13 @@ from longctx.errors import UserError, print_rank0
 from longctx.memory.store import ActivationStore
 from longctx.model.backends import choose_attention
 from longctx.model.families import (
+    FAMILIES,
+    embedding_multiplier,
+    has_windows,
+    is_causal_lm,
     is_ours,
     layer_weights,
+    logits_scaling,
     replaceable,
     why_not_chunked,
     why_not_scheduled,
@@ -51,15 +56,18 @@ def patch(model: PreTrainedModel, args: ModelArguments, device: torch.device) ->
 # --- custom ----------------------------------------------------------------------------------
 
 
-def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
-    if not isinstance(model, LlamaForCausalLM):
-        raise UserError(f"custom patches LlamaForCausalLM, got {type(model).__name__}")
+def _patch_custom(model: Any, args: ModelArguments, device: torch.device) -> str:
+    if not is_causal_lm(model):
+        names = ", ".join(f"{family.prefix}ForCausalLM" for family in FAMILIES.values())
+        raise UserError(f"custom patches {names}; got {type(model).__name__}")
     if "forward" in vars(model) and not is_ours(model):
         raise UserError(
             "custom patches a model whose forward was exchanged already, which would be lost: "
             "patch it first"
         )
-    backend, attention = choose_attention(args.attn_backend, device, model.dtype)
+    backend, attention = choose_attention(
+        args.attn_backend, device, model.dtype, has_windows(model.config)
+    )
     store = ActivationStore(device, args.host_memory_gib)
     runtime: Any = Runtime(args=args, attention=attention, store=store, dtype=model.dtype)
     model.longctx = runtime
@@ -80,7 +88,7 @@ def _patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.de
 
 @can_return_tuple
 def _model_forward(
-    self: LlamaForCausalLM,
+    self: Any,
     input_ids: Tensor | None = None,  # (B, S)
     attention_mask: Tensor | None = None,  # (B, S)
     position_ids: Tensor | None = None,  # (B, S), restarting at every packed document
@@ -93,7 +101,7 @@ def _model_forward(
     shift_labels: Tensor | None = None,  # (B, S), already shifted; wins over labels, as in HF
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
-    """LlamaForCausalLM.forward, except that with labels it returns the loss and no logits."""
+    """Hugging Face's forward, except that with labels it returns the loss and no logits."""
     inputs = dict(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -136,6 +144,7 @@ def _model_forward(
         hidden,
         labels=shift_labels.to(hidden.device),
         num_items=num_items_in_batch,
+        logits_scaling=logits_scaling(self),
         label_smoothing=_runtime(self).label_smoothing if self.training else 0.0,
     )
     return output
@@ -154,7 +163,7 @@ def _warn_once(model: PreTrainedModel, reason: str) -> None:
         print_rank0(f"custom: Hugging Face's layers run for calls with {reason}")
 
 
-def _not_covered(model: LlamaForCausalLM, inputs: dict[str, Any]) -> str | None:
+def _not_covered(model: Any, inputs: dict[str, Any]) -> str | None:
     """Why this call cannot run the scheduled layers, in a few words; None if it can."""
     config, mask = model.config, inputs["attention_mask"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
@@ -175,7 +184,7 @@ def _not_covered(model: LlamaForCausalLM, inputs: dict[str, Any]) -> str | None:
 
 
 def _scheduled_forward(
-    model: LlamaForCausalLM,
+    model: Any,
     input_ids: Tensor | None,  # (B, S)
     attention_mask: Tensor | None,  # (B, S)
     position_ids: Tensor | None,  # (B, S)
@@ -185,6 +194,8 @@ def _scheduled_forward(
     base, runtime = model.model, _runtime(model)
     x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     B, S, D = x.shape
+    if (multiplier := embedding_multiplier(model)) != 1.0:
+        x = x * multiplier
     if position_ids is None:
         position_ids = torch.arange(S, device=x.device)[None]
     position_ids = position_ids.expand(B, S)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
@@ -32,6 +32,7 @@ from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.attention import Attention
 from longctx.model.documents import Documents
+from longctx.model.families import model_traits
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
 
@@ -58,7 +59,7 @@ class Runtime:
     warned: set[str] = field(default_factory=set)
     """Reasons already printed for running Hugging Face's layers."""
 
-    def reserve(self, model: LlamaForCausalLM, tokens: int) -> bool:
+    def reserve(self, model: Any, tokens: int) -> bool:
         """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether
         it did."""
         if tokens <= self.reserved_tokens:
@@ -91,7 +92,7 @@ class Runtime:
             states=states,
         )
 
-    def sizes(self, model: LlamaForCausalLM) -> Sizes:
+    def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
         config = model.config
         return Sizes(
@@ -123,12 +124,12 @@ def runtime_of(model: Any) -> Runtime | None:
 
 
 def patched_part(model: nn.Module) -> Any | None:
-    """The patched LlamaForCausalLM, itself or inside what adapters or engines wrapped around it."""
+    """The patched model, itself or inside what adapters or engines wrapped around it."""
     return next((part for part in model.modules() if runtime_of(part)), None)
 
 
 def make_schedule(
-    model: LlamaForCausalLM,
+    model: Any,
     runtime: Runtime,
     embedded: Tensor,  # (B, S, D)
     position_ids: Tensor,  # (B, S)
@@ -147,6 +148,7 @@ def make_schedule(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
     return Schedule(
+        traits=model_traits(model),
         documents=Documents.from_position_ids(position_ids, attention_mask),
         position_ids=position_ids.flatten(),
         inv_freq=rotary.inv_freq.float(),
