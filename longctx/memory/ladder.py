@@ -4,8 +4,10 @@
     x      the layer's input                       1 unit (2 D bytes)
     o      attention's output, its log-sum-exp     1                         attention; q, k, v once
     h      the residual stream after attention     1                         o Wo'
-    qkv    q, k, v, rotated                        1.5                       n1 [Wq; Wk; Wv]'
+    qkv    q, k, v, rotated (*)                    1.5                       n1 [Wq; Wk; Wv]'
     all    gate and up                             7                         n2 Wg', n2 Wu'
+
+(*) where q and k have norms, as they were projected: the norms' gradients need them so.
 
 Above o a byte spares the same on every rung, about D products (6.5 ms a GiB on an H200). No number
 depends on the rung: what is computed again comes from the same kernels and the same tiles.

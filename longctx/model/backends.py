@@ -62,7 +62,7 @@ def choose_attention(
     if name != "math" and not half:
         raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
     if name == "cudnn" and windows:
-        raise UserError(_NO_WINDOWS)
+        raise UserError(NO_WINDOWS)
     if name == "fa4" and (reason := flash4.why_not(device)):
         raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use flash or cudnn")
     backends: dict[str, type[Attention]] = {
@@ -74,7 +74,7 @@ def choose_attention(
     return name, backends[name]()
 
 
-_NO_WINDOWS = (
+NO_WINDOWS = (
     "--attn_backend cudnn has no sliding windows, which this model has: use flash, fa4 or auto"
 )
 
@@ -321,7 +321,7 @@ class Cudnn(PerDocument):
 
     def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         if window is not None:  # a row longer than the model's positions
-            raise UserError(_NO_WINDOWS)
+            raise UserError(NO_WINDOWS)
         q, k, v = qkv
         if len(q) == 1:
             score = (q * _repeat(k, q)).sum(-1, dtype=torch.float32) * scale
