@@ -121,6 +121,15 @@ def again_flops(sizes: Sizes, batch: Batch, rung: Rung) -> int:
     return sum(spared[rung:])
 
 
+def _attended(sizes: Sizes, row: int) -> int:
+    """The length of rows without windows whose attention costs as much, over all layers: a token
+    of a row sees half of it, on average."""
+    if not sizes.windows:
+        return row
+    lengths = [row if window is None else min(row, 2 * window) for window in sizes.windows]
+    return sum(lengths) // len(lengths)
+
+
 def _qkv_flops(sizes: Sizes, batch: Batch) -> int:
     columns = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     return 2 * batch.tokens * sizes.hidden * columns
@@ -193,6 +202,7 @@ def choose(
 ) -> Ladder:
     """The fastest ladder that fits; where none does, the one that lacks least."""
     states = States() if states is None else states
+    batch = batch._replace(row=_attended(sizes, batch.row))
 
     def cost(ladder: Ladder) -> Cost:
         return _cost(sizes, batch, room, rates, states, ladder)

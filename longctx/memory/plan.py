@@ -39,6 +39,8 @@ class Sizes:
     vocab: int  # V
     itemsize: int
     """Bytes of one activation."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer's attention; empty: none has any."""
     qk_norms: bool = False
     """q and k have norms, which take copies of them."""
     tile_tokens: int | None = None

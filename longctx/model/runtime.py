@@ -32,7 +32,7 @@ from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.attention import Attention
 from longctx.model.documents import Documents
-from longctx.model.families import layer_weights, model_traits
+from longctx.model.families import layer_weights, model_traits, windows
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
 
@@ -104,6 +104,7 @@ class Runtime:
             head_dim=model.model.layers[0].self_attn.head_dim,
             vocab=config.vocab_size,
             itemsize=self.dtype.itemsize,
+            windows=tuple(windows(config)),
             qk_norms=layer_weights(model.model.layers[0]).q_norm is not None,
             tile_tokens=self.args.tile_tokens,
             head_groups=self.args.head_groups,
