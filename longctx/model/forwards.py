@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from longctx.errors import UserError, print_rank0
 from longctx.model.documents import Documents
 from longctx.model.families import (
     base_of,
+    embedding_multiplier,
     head_of,
     layer_weights,
+    logits_scaling,
     replaceable,
     why_not_chunked,
     why_not_scheduled,
@@ -142,19 +145,28 @@ def causal_forward(
     finally:
         runtime.loss_follows = runtime.trains_padding = False
     hidden = base.last_hidden_state
+    scaling = logits_scaling(self)
     loss = self.lm_head(
         hidden,
         labels=shift_labels.to(hidden.device),
         num_items=num_items_in_batch,
+        logits_scaling=scaling,
         label_smoothing=runtime.label_smoothing if self.training else 0.0,
     )
     return CausalLMOutputWithPast(
         loss=loss,
-        logits=lazy_logits(hidden, self.lm_head, self.lm_head.weight.shape[0], loss),
+        logits=lazy_logits(
+            hidden, partial(_logits, self.lm_head, scaling), self.lm_head.weight.shape[0], loss
+        ),
         past_key_values=base.past_key_values,
         hidden_states=base.hidden_states,
         attentions=base.attentions,
     )
+
+
+def _logits(head: Any, scaling: float, hidden: Tensor) -> Tensor:
+    logits: Tensor = head(hidden)
+    return logits if scaling == 1.0 else logits / scaling
 
 
 def _any_on_padding(shift_labels: Tensor, mask: Tensor) -> bool:
@@ -246,6 +258,9 @@ def _scheduled_forward(
     runtime = _runtime(base)
     x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     B, S, D = x.shape
+    runtime.follow(x, base.config)
+    if (multiplier := embedding_multiplier(base)) != 1.0:
+        x = x * multiplier
     if position_ids is None:
         position_ids = torch.arange(S, device=x.device)[None]
     position_ids = position_ids.expand(B, S)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
@@ -34,7 +34,7 @@ from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.attention import Attention
 from longctx.model.backends import choose_attention
 from longctx.model.documents import Documents
-from longctx.model.families import base_of
+from longctx.model.families import base_of, has_windows, layer_weights, model_traits, windows
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
 
@@ -67,12 +67,29 @@ class Runtime:
     trains_padding: bool = False
     """Labels of this forward are predicted from padding."""
 
+    @classmethod
+    def make(
+        cls, args: ModelArguments, config: Any, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Runtime, str]:
+        """And the name of its attention backend. Raises UserError where that cannot run."""
+        name, attention = choose_attention(args.attn_backend, device, dtype, has_windows(config))
+        store = ActivationStore(device, args.host_memory_gib)
+        return cls(args=args, attention=attention, store=store, dtype=dtype), name
+
+    def follow(self, x: Tensor, config: Any) -> None:
+        """The model was moved or cast since it was patched: so are backend and store."""
+        if x.dtype == self.dtype and _is_on(x, self.store.device):
+            return
+        made, _ = self.make(self.args, config, x.device, x.dtype)
+        self.attention, self.store, self.dtype = made.attention, made.store, made.dtype
+        self.reserved_tokens = 0
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Saved and copied with the model; memory, streams and an engine's word are made anew."""
         settings = dict(label_smoothing=self.label_smoothing, passes=self.passes)
-        return _remake, (self.args, self.store.device, self.dtype, settings)
+        return _remake, (self.args, settings)
 
-    def reserve(self, model: LlamaForCausalLM, tokens: int) -> bool:
+    def reserve(self, model: Any, tokens: int) -> bool:
         """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether
         it did."""
         if tokens <= self.reserved_tokens:
@@ -105,7 +122,7 @@ class Runtime:
             states=states,
         )
 
-    def sizes(self, model: LlamaForCausalLM) -> Sizes:
+    def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
         config, base = model.config, base_of(model)
         assert base is not None
@@ -118,20 +135,23 @@ class Runtime:
             head_dim=base.layers[0].self_attn.head_dim,
             vocab=config.vocab_size,
             itemsize=self.dtype.itemsize,
+            windows=tuple(windows(config)),
+            qk_norms=layer_weights(base.layers[0]).q_norm is not None,
             tile_tokens=self.args.tile_tokens,
             head_groups=self.args.head_groups,
         )
 
 
-def _remake(
-    args: ModelArguments, device: torch.device, dtype: torch.dtype, settings: dict[str, Any]
-) -> Runtime:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        device = torch.device("cpu")
-    name = args.attn_backend if device.type == "cuda" else "auto"
-    _, attention = choose_attention(name, device, dtype)
-    store = ActivationStore(device, args.host_memory_gib)
+def _remake(args: ModelArguments, settings: dict[str, Any]) -> Runtime:
+    """Of no dtype that is scheduled: `follow` makes it that of the first batch."""
+    cpu, dtype = torch.device("cpu"), torch.float64
+    _, attention = choose_attention("math", cpu, dtype)
+    store = ActivationStore(cpu, args.host_memory_gib)
     return Runtime(args=args, attention=attention, store=store, dtype=dtype, **settings)
+
+
+def _is_on(x: Tensor, device: torch.device) -> bool:
+    return x.device.type == device.type and device.index in (None, x.device.index)
 
 
 def _plain_pending(model: PreTrainedModel) -> Pending:
@@ -149,7 +169,7 @@ def runtime_of(model: Any) -> Runtime | None:
 
 
 def patched_part(model: nn.Module) -> Any | None:
-    """The patched LlamaForCausalLM, itself or inside what adapters or engines wrapped around it."""
+    """The patched model, itself or inside what adapters or engines wrapped around it."""
     return next((part for part in model.modules() if runtime_of(part)), None)
 
 
@@ -173,9 +193,11 @@ def make_schedule(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
     return Schedule(
+        traits=model_traits(base),
         documents=documents,
         position_ids=position_ids,
-        inv_freq=rotary.inv_freq.float(),
+        # A copy: LongRoPE overwrites it in the next forward, which may come before this backward.
+        inv_freq=rotary.inv_freq.to(torch.float32, copy=True),
         attention_scaling=rotary.attention_scaling,
         head_dim=base.layers[0].self_attn.head_dim,
         eps=config.rms_norm_eps,

@@ -349,6 +349,16 @@ def test_a_part_that_is_exchanged_later_is_patched_too(scheduled, what) -> None:
     assert scheduled == [96, 96]
 
 
+def test_a_model_may_be_cast_after_it_was_patched(scheduled) -> None:
+    """Or moved: from_pretrained, patch, and Trainer brings it to the GPU."""
+    vanilla, ours = pair()
+    before = ours.longctx.attention
+    losses = [model.half()(**packed_batch()).loss for model in (vanilla, ours)]
+    torch.testing.assert_close(losses[1].float(), losses[0].float(), rtol=1e-3, atol=0)
+    assert type(ours.longctx.attention) is not type(before) and ours.longctx.dtype == torch.float16
+    assert scheduled == [96, 96]
+
+
 def test_unpatched_it_is_hugging_faces_again(scheduled) -> None:
     vanilla, ours = pair()
     assert longctx.unpatch(ours) is ours
