@@ -110,6 +110,9 @@ class Family:
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     )
+    """Its linear maps; q, k and v first."""
+    fused: Names = ()
+    """Those of several in one, which have no bias."""
     norms: Names = ("input_layernorm", "post_attention_layernorm")
     activation: str = "mlp.act_fn"
     dropouts: Names = ()
@@ -181,6 +184,7 @@ FAMILIES: dict[str, Family] = {
                 *("self_attn.qkv_proj", "self_attn.o_proj"),
                 *("mlp.gate_up_proj", "mlp.down_proj"),
             ),
+            fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
             activation="mlp.activation_fn",
             dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
             window=_one_window,
@@ -287,7 +291,7 @@ def is_ours(module: nn.Module) -> bool:
 def why_not_scheduled(base: PreTrainedModel) -> str | None:
     """The first thing that the schedule would pass by, in a few words; None if there is none.
 
-    Looked for on every forward, in 0.9 ms for 32 layers: adapters and hooks come and go.
+    Looked for on every forward, in 2 ms for 32 layers: adapters and hooks come and go.
     """
     return next(_strangers(base), None)
 
@@ -313,16 +317,17 @@ def _strangers(base: Any) -> Iterator[str]:
         yield f"the attention implementation {attention!r}, which transformers does not ship"
     if any(_hooks_of(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
         yield "hooks on all modules"
-    traits = family.layer_traits(config)
+    traits, layer_class = family.layer_traits(config), family.known("DecoderLayer")
     for i, layer in enumerate(base.layers):
         where = f"model.layers.{i}"
-        yield from _problems(layer, family.known("DecoderLayer"), where, patched=True)
+        yield from _problems(layer, layer_class, where, patched=True)
+        parts = {name: _part(layer, name) for name in family.in_layer}
         for name, known in family.in_layer.items():
-            yield from _problems(_module(layer, name), known, f"{where}.{name}")
-        yield from _other_settings(family, layer, config, traits[i], where)
+            yield from _problems(parts[name], known, f"{where}.{name}")
+        yield from _other_settings(family, layer, parts, config, traits[i], where)
 
 
-def _module(layer: Any, name: str) -> Any:
+def _part(layer: Any, name: str) -> Any:
     for step in name.split("."):
         layer = layer._modules[step]
     return layer
@@ -345,11 +350,11 @@ def _problems(
 
 
 def _other_settings(
-    family: Family, layer: Any, config: Any, traits: Traits, where: str
+    family: Family, layer: Any, parts: dict[str, Any], config: Any, traits: Traits, where: str
 ) -> Iterator[str]:
-    attention = layer.self_attn
+    attention = parts["self_attn"]
     for name in family.norms:
-        if _module(layer, name).variance_epsilon != config.rms_norm_eps:
+        if parts[name].variance_epsilon != config.rms_norm_eps:
             yield f"another epsilon than the configuration's in {where}"
     if attention.scaling != traits.scale:
         yield f"an attention scale of its own in {where}"
@@ -362,16 +367,15 @@ def _other_settings(
     if layer.training:
         if attention.attention_dropout:
             yield "attention dropout"
-        dropouts = [_module(layer, name).p for name in family.dropouts]
-        dropouts += [getattr(part, "residual_dropout", 0.0) for part in (attention, layer.mlp)]
+        dropouts = [parts[name].p for name in family.dropouts]
+        dropouts += [getattr(parts[n], "residual_dropout", 0.0) for n in ("self_attn", "mlp")]
         if any(dropouts):
             yield "residual dropout"
-    weights = family.weights(layer)
-    biases = [weights.q_bias is None, weights.k_bias is None, weights.v_bias is None]
-    if len(set(biases)) > 1:
+    biases = {parts[name].bias is None for name in family.fused or family.linears[:3]}
+    if family.fused and biases != {True}:
+        yield f"a bias of {' or '.join(family.fused)} in {where}"
+    if len(biases) > 1:
         yield f"biases on some of q, k, v only in {where}"
-    if weights.up is None and weights.gate_bias is not None:
-        yield f"a bias of gate and up in {where}"
 
 
 def _hooks_of(owner: Any, names: Iterable[str]) -> Iterator[Any]:

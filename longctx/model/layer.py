@@ -6,6 +6,10 @@ For the T tokens of a batch, x (T, D), weights as Hugging Face holds them (out, 
     o, lse = attention(q, k, v)   h = x + o Wo'                               (T, H d), (T, D)
     n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
 
+That is Llama's. Of other families (families.py) come, as data (`Traits`, `Weights`): a window or
+another scale of attention, layers without rope, a factor r of both sums (h = x + r o Wo'), norms of
+q and k before rope, and parameters that hold several of these weights.
+
 Kept from forward to backward, as far up the ladder (memory/ladder.py) as there is memory for: x, o
 with lse, h, q k v, gate and up. x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one
 and runs attention forward twice, 70% of a layer's time at 131072 tokens. What is not kept is
@@ -19,6 +23,7 @@ query heads), so that gate, up and q, k, v exist for one tile or one group only.
 
     1. per tile:   [h, n2, gate, up again]; dWd, dgate, dup, dWg, dWu; dh = dy + rms_norm'; dWo
     2. per group:  [q, k, v again]; do = dh Wo; dq, dk, dv = attention'; dq takes o's place
+                   (with norms of q, k: copies of both, normed and rotated; dq, dk through them)
     3. per tile:   dn1 = [dq dk dv] [Wq; Wk; Wv] in one product; dWq, dWk, dWv; dx = dh + rms_norm'
 
 dh, then dx, take dy's place. Peak over weights and gradients: three units (x, o|dq, dy|dh|dx),
