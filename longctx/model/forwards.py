@@ -213,6 +213,8 @@ def base_forward(
             )
         )
     if reason != _CACHE or torch.is_grad_enabled():
+        if runtime.strict and torch.is_grad_enabled():
+            raise UserError(f"the schedule does not run for calls with {reason} (strict=True)")
         _warn_once(runtime, reason)
     return type(self).forward(self, **inputs)
 

@@ -45,8 +45,11 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 logger = logging.getLogger("longctx")
 
 
-def patch(model: Model, **options: Any) -> Model:
+def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
     """Patches `model` in place, and returns it.
+
+    Where the schedule does not cover a call of training, Hugging Face's layers run and that is said
+    once; with `strict` it is a UserError.
 
     Options, with train.py's names, values and defaults: `keep`, `offload_activations`,
     `attn_backend`, `head_groups`, `tile_tokens`, `host_memory_gib`. Device and dtype are the
@@ -60,6 +63,7 @@ def patch(model: Model, **options: Any) -> Model:
         _check_choice(name, options[name])
     _refuse(model)
     logger.info(patch_custom(model, ModelArguments(**options), model.device))
+    base_of(model).longctx.strict = strict  # type: ignore[union-attr]
     return model
 
 

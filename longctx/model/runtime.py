@@ -50,6 +50,8 @@ class Runtime:
     dtype: torch.dtype
     """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
     label_smoothing: float = 0.0
+    strict: bool = False
+    """A call of training that the schedule does not cover is an error."""
     pending_bytes: Callable[[PreTrainedModel], Pending] = field(
         default_factory=lambda: _plain_pending
     )
@@ -86,7 +88,9 @@ class Runtime:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Saved and copied with the model; memory, streams and an engine's word are made anew."""
-        settings = dict(label_smoothing=self.label_smoothing, passes=self.passes)
+        settings = dict(
+            label_smoothing=self.label_smoothing, passes=self.passes, strict=self.strict
+        )
         return _remake, (self.args, settings)
 
     def reserve(self, model: Any, tokens: int) -> bool:
