@@ -97,10 +97,12 @@ class Room(NamedTuple):
 def rung_bytes(sizes: Sizes, tokens: int, rung: Rung) -> int:
     """What a layer keeps up to this rung. Every tensor starts at a multiple of 512 bytes."""
     wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    values = [sizes.hidden, wide, sizes.hidden, wide + 2 * narrow, 2 * sizes.intermediate]
+    stream = sizes.hidden * sizes.stream_bytes
+    values = [wide, wide + 2 * narrow, 2 * sizes.intermediate]
+    o, qkv, gate_up = (n * sizes.itemsize for n in values)
+    kept = [stream, o + 4 * sizes.heads, stream, qkv, gate_up]
     tensors = [1, 2, 1, sizes.kv_heads, 2]
-    kept = sum(values[: rung + 1]) * sizes.itemsize + (4 * sizes.heads if rung >= Rung.O else 0)
-    return tokens * kept + 512 * sum(tensors[: rung + 1])
+    return tokens * sum(kept[: rung + 1]) + 512 * sum(tensors[: rung + 1])
 
 
 def forward_flops(sizes: Sizes, batch: Batch) -> int:

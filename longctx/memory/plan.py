@@ -38,7 +38,9 @@ class Sizes:
     head_dim: int  # d
     vocab: int  # V
     itemsize: int
-    """Bytes of one activation."""
+    """Bytes of one activation,"""
+    stream_itemsize: int | None = None
+    """and of one of the residual stream, if it is another: 4 in autocast."""
     windows: tuple[int | None, ...] = ()
     """Of each layer's attention; empty: none has any."""
     qk_norms: bool = False
@@ -46,6 +48,10 @@ class Sizes:
     tile_tokens: int | None = None
     """None: by length, as"""
     head_groups: int | None = None
+
+    @property
+    def stream_bytes(self) -> int:
+        return self.stream_itemsize or self.itemsize
 
     def working_bytes(self, tokens: int, logits_bytes: int) -> int:
         """What a step needs besides what layers keep, and weights and gradients of other layers."""
@@ -81,7 +87,7 @@ class Sizes:
         return gradients + tokens * (2 * narrow * self.itemsize + group // groups)
 
     def _unit(self, tokens: int) -> int:
-        return tokens * self.hidden * self.itemsize
+        return tokens * self.hidden * self.stream_bytes
 
 
 def trained_bytes_on_gpu(parameters: Iterable[Tensor]) -> int:

@@ -243,8 +243,12 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
         return "labels that padding predicts (left padding: set the first token's label to -100)"
     if base.dtype == torch.float64:
         return "weights in float64"
-    if torch.is_autocast_enabled(base.device.type):
-        return "autocast (use --dtype bfloat16 instead of --bf16 for the schedule)"
+    device, wide = base.device.type, base.dtype == torch.float32
+    if torch.is_autocast_enabled(device):
+        if not wide and base.dtype != torch.get_autocast_dtype(device):
+            return f"weights in {base.dtype} in autocast to {torch.get_autocast_dtype(device)}"
+        if wide and layer_weights(base.layers[0]).q_norm is not None:
+            return "norms of q and k in autocast"
     return why_not_scheduled(base)
 
 
@@ -260,7 +264,7 @@ def _scheduled_forward(
     runtime = _runtime(base)
     x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     B, S, D = x.shape
-    runtime.follow(x, base.config)
+    runtime.follow(x, _compute_dtype(x), base.config)
     if (multiplier := embedding_multiplier(base)) != 1.0:
         x = x * multiplier
     if position_ids is None:
@@ -272,15 +276,23 @@ def _scheduled_forward(
     x, positions = x.reshape(B * S, D), position_ids.flatten()
     if real is not None:
         x, positions = x[real], positions[real]
-    schedule = make_schedule(base, runtime, x, positions, documents)
-    for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
-        # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
-        # that Hugging Face's layer class would put around the schedule.
-        x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-    x = base.norm(x, owned=runtime.loss_follows)
+    with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
+        schedule = make_schedule(base, runtime, x, positions, documents)
+        for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
+            # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
+            # that Hugging Face's layer class would put around the schedule.
+            x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
+        x = base.norm(x, owned=runtime.loss_follows)
     if real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Of products: autocast's over fp32 weights."""
+    kind = x.device.type
+    wide = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if wide else x.dtype
 
 
 # --- their parts -----------------------------------------------------------------------------

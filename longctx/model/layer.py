@@ -98,6 +98,12 @@ class Weights(NamedTuple):
             w = w._replace(gate=gate, up=up)
         return w
 
+    def cast(self, dtype: torch.dtype) -> Weights:
+        """Matrices and biases in `dtype`; norms stay, as in autocast."""
+        norms = ("norm1", "norm2", "q_norm", "k_norm")
+        named = self._asdict().items()
+        return Weights(**{n: x if n in norms or x is None else x.to(dtype) for n, x in named})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
@@ -130,6 +136,8 @@ class Schedule:
     store: ActivationStore
     tile_tokens: int
     head_groups: int
+    dtype: torch.dtype
+    """Of products and attention; x and h may be fp32 where it has 16 bits, as in autocast."""
 
     def window(self, t: Traits) -> int | None:
         """None where no document is longer."""
@@ -175,6 +183,11 @@ def split_heads(w: Weights, s: Schedule) -> Iterator[Group]:
 # --- forward ---------------------------------------------------------------------------------
 
 
+def normed(x: Tensor, weight: Tensor, s: Schedule) -> Tensor:  # (T, D), (D,) -> (T, D)
+    """What products take."""
+    return rms_norm_forward(x, weight, s.eps)[0].to(s.dtype)
+
+
 @annotated("projections")
 def project_qkv(
     x: Tensor,  # (T, D)
@@ -191,9 +204,9 @@ def project_qkv(
     if w.q_bias is not None:
         columns = (group.q, group.kv, group.kv)
         bias = torch.cat([b[c] for b, c in zip(biases, columns, strict=True) if b is not None])
-    qkv = x.new_empty(x.shape[0], weight.shape[0])
+    qkv = weight.new_empty(x.shape[0], weight.shape[0])
     for tile in each("tile", s.tiles(x.shape[0])):
-        linear(rms_norm_forward(x[tile], w.norm1, s.eps)[0], weight, bias, out=qkv[tile])
+        linear(normed(x[tile], w.norm1, s), weight, bias, out=qkv[tile])
     if w.q_norm is None:
         q, k, _ = heads(qkv, group, s)
         s.rotate_(q, k, t)
@@ -235,7 +248,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
     """Adds each group's q, k, v to `kept`."""
     T, Hd = x.shape[0], w.q.shape[0]
-    o = x.new_empty(T, Hd)
+    o = w.q.new_empty(T, Hd)
     lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
 
     def attend(group: Group) -> None:
@@ -284,7 +297,7 @@ def mlp_forward(
         out = kept.of(tile)
         with annotate("projections"):
             h = linear_add(x[tile], o[tile], w.o, w.o_bias, scale=t.residual, out=out.h)
-        n2, _ = rms_norm_forward(h, w.norm2, s.eps)
+        n2 = normed(h, w.norm2, s)
         gate = linear(n2, w.gate, w.gate_bias, out=out.gate)
         up = linear(n2, w.up, w.up_bias, out=out.up)
         product = swiglu_forward(gate, up, out=gate if out.gate is None else None)
@@ -371,19 +384,20 @@ def mlp_backward_(
         if h is None:
             with annotate("projections"):
                 h = linear_add(x[tile], o_t, w.o, w.o_bias, scale=t.residual)
-        n2, _ = rms_norm_forward(h, w.norm2, s.eps)
+        n2 = normed(h, w.norm2, s)
         if gate is None or up is None:
             gate, up = linear(n2, w.gate, w.gate_bias), linear(n2, w.up, w.up_bias)
         # d_product, until the next line writes the product over it.
-        product = scaled_mm(dy_t, w.down, t.residual)
+        narrow = dy_t.to(s.dtype)
+        product = scaled_mm(narrow, w.down, t.residual)
         swiglu_backward_(product, gate, up, product=product)  # gate, up become their gradients
-        d_down.add(dy_t, product)
+        d_down.add(narrow, product)
         d_gate.add(gate, n2)
         d_up.add(up, n2)
-        dn2 = torch.addmm(gate @ w.gate, up, w.up)
+        dn2 = torch.addmm(gate @ w.gate, up, w.up).to(h.dtype)
         rms_norm_backward(dn2, h, w.norm2, s.eps, d_residual=dy_t, dw=d_norm2, out=dy_t)
         with annotate("projections"):
-            d_o.add(dy_t, o_t)
+            d_o.add(dy_t.to(s.dtype), o_t)
 
     for tile in each("tile", s.tiles(x.shape[0])):
         s.store.wait(tile)
@@ -410,12 +424,13 @@ def attention_backward_(
     the norms of q and k."""
     Kd = w.k.shape[0]
     d_norms = grads.norm("q_norm"), grads.norm("k_norm")
-    dkv = x.new_empty(x.shape[0], 2 * Kd)
+    dkv = w.q.new_empty(x.shape[0], 2 * Kd)
+    narrow = dh.to(s.dtype)
 
     def run(i: int, group: Group) -> None:
         qkv = kept[i] if kept else project_qkv(x, w, t, s, group)
         ready = attended(qkv, w, t, s, group, in_place=False)
-        do = scaled_mm(dh, w.o[:, group.q], t.residual).unflatten(1, (-1, s.head_dim))
+        do = scaled_mm(narrow, w.o[:, group.q], t.residual).unflatten(1, (-1, s.head_dim))
         o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
         with annotate("attention"):
             dq, dk, dv = s.attention.backward(
@@ -452,7 +467,7 @@ def input_backward_(
 ) -> None:
     """Step 3: from dh to dx = dh + rms_norm'(x, dn1), and the gradients of q, k, v."""
     given, wants = grads.w, grads.wants
-    weight = given.q if given.qkv_in_one else torch.cat([w.q, w.k, w.v])  # (H d + 2 K d, D)
+    whole = given.q.to(s.dtype) if given.qkv_in_one else torch.cat([w.q, w.k, w.v])
     d_qkv = WeightGradient(
         bool(wants.q or wants.k or wants.v),
         bool(wants.q_bias or wants.k_bias or wants.v_bias),
@@ -460,11 +475,12 @@ def input_backward_(
     d_norm1 = grads.norm("norm1")
 
     def run(tile: slice) -> None:
-        n1, _ = rms_norm_forward(x[tile], w.norm1, s.eps)
+        n1 = normed(x[tile], w.norm1, s)
         dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
         d_qkv.add(dqkv, n1)
+        dn1 = (dqkv @ whole).to(x.dtype)  # whole: (H d + 2 K d, D)
         rms_norm_backward(
-            dqkv @ weight, x[tile], w.norm1, s.eps, d_residual=dh[tile], dw=d_norm1, out=dh[tile]
+            dn1, x[tile], w.norm1, s.eps, d_residual=dh[tile], dw=d_norm1, out=dh[tile]
         )
 
     for tile in each("tile", s.tiles(x.shape[0])):
@@ -500,7 +516,7 @@ def keep(
     s.store.add(saved, Rung.H, h=h)
     if not saved.keeps(Rung.ALL):
         return Residuals(h)
-    gate, up = x.new_empty(T, F), x.new_empty(T, F)
+    gate, up = o.new_empty(T, F), o.new_empty(T, F)
     s.store.add(saved, Rung.ALL, gate=gate, up=up)
     return Residuals(h, gate, up)
 
@@ -520,7 +536,7 @@ class _ScheduledLayer(torch.autograd.Function):
         layers_above: int | None,
         *weights: Tensor | None,
     ) -> Tensor:  # (T, D)
-        w = Weights(*weights).apart()  # type: ignore[arg-type]
+        w = Weights(*weights).apart().cast(s.dtype)  # type: ignore[arg-type]
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
@@ -542,7 +558,7 @@ class _ScheduledLayer(torch.autograd.Function):
         t: Traits = ctx.traits
         s: Schedule = ctx.schedule
         given = Weights(*ctx.saved_tensors)
-        w = given.apart()
+        w = given.apart().cast(s.dtype)
         grads = Gradients(given, Weights(*ctx.needs_input_grad[4:]))
         tiles = s.tiles(dy.shape[0])
         kept = s.store.load(ctx.saved, tiles)

@@ -36,7 +36,10 @@ def linear_add(
     out: Tensor | None = None,  # (T, O), may be base
 ) -> Tensor:  # (T, O)
     """base + scale (x weight' + bias), rounded once; with a bias twice, the first time without
-    base, which is the larger part of a residual stream."""
+    base, which is the larger part of a residual stream, and so it is into an fp32 stream."""
+    if base.dtype != x.dtype:
+        product = linear(x, weight, bias)
+        return torch.add(base, product if scale == 1.0 else product.to(base.dtype) * scale, out=out)
     if bias is None:
         return torch.addmm(base, x, weight.t(), alpha=scale, out=out)
     # Not by torch.add's own factor, which is rounded to bf16 on CPUs: 1.7 becomes 1.703.

@@ -49,6 +49,8 @@ class Runtime:
     store: ActivationStore
     dtype: torch.dtype
     """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
+    stream_dtype: torch.dtype | None = None
+    """Of the residual stream, once there was a batch: fp32 in autocast."""
     label_smoothing: float = 0.0
     strict: bool = False
     """A call of training that the schedule does not cover is an error."""
@@ -78,13 +80,16 @@ class Runtime:
         store = ActivationStore(device, args.host_memory_gib)
         return cls(args=args, attention=attention, store=store, dtype=dtype), name
 
-    def follow(self, x: Tensor, config: Any) -> None:
-        """The model was moved or cast since it was patched: so are backend and store."""
-        if x.dtype == self.dtype and _is_on(x, self.store.device):
+    def follow(self, x: Tensor, dtype: torch.dtype, config: Any) -> None:
+        """The model was moved or cast since it was patched, or runs in autocast: so do backend and
+        store. `x` is the embedding's output, `dtype` that of products."""
+        self.stream_dtype = x.dtype
+        if dtype == self.dtype and _is_on(x, self.store.device):
             return
-        made, _ = self.make(self.args, config, x.device, x.dtype)
-        self.attention, self.store, self.dtype = made.attention, made.store, made.dtype
-        self.reserved_tokens = 0
+        made, _ = self.make(self.args, config, x.device, dtype)
+        self.attention, self.dtype, self.reserved_tokens = made.attention, dtype, 0
+        if not _is_on(x, self.store.device):
+            self.store = made.store
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Saved and copied with the model; memory, streams and an engine's word are made anew."""
@@ -139,6 +144,7 @@ class Runtime:
             head_dim=base.layers[0].self_attn.head_dim,
             vocab=config.vocab_size,
             itemsize=self.dtype.itemsize,
+            stream_itemsize=(self.stream_dtype or self.dtype).itemsize,
             windows=tuple(windows(config)),
             qk_norms=layer_weights(base.layers[0]).q_norm is not None,
             tile_tokens=self.args.tile_tokens,
@@ -209,4 +215,5 @@ def make_schedule(
         store=runtime.store,
         tile_tokens=args.tile_tokens or default_tile_tokens(tokens),
         head_groups=head_groups,
+        dtype=runtime.dtype,
     )
