@@ -1,7 +1,7 @@
 """The path of x: what happens to a batch between its tokens and the gradients of every weight.
 
     patch.py        a model's forward, replaced on one instance             input_ids -> loss
-      families.py     what a family's layers do, where their weights are, and whether nothing else is
+      families.py     what a family's layers do, where their weights are, that nothing else is
       runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
       documents.py    where the documents of a packed batch begin
       layer.py        one decoder layer, forward and backward by hand       x -> y, dy -> dx

@@ -23,7 +23,7 @@ query heads), so that gate, up and q, k, v exist for one tile or one group only.
 
     1. per tile:   [h, n2, gate, up again]; dWd, dgate, dup, dWg, dWu; dh = dy + rms_norm'; dWo
     2. per group:  [q, k, v again]; do = dh Wo; dq, dk, dv = attention'; dq takes o's place
-                   (with norms of q, k: q and k copied, normed and rotated; dq, dk through the norms)
+                   (with norms of q, k: copies of both, normed and rotated; dq, dk = norm')
     3. per tile:   dn1 = [dq dk dv] [Wq; Wk; Wv] in one product; dWq, dWk, dWv; dx = dh + rms_norm'
 
 dh, then dx, take dy's place. Peak over weights and gradients: three units (x, o|dq, dy|dh|dx),
