@@ -25,7 +25,7 @@ from transformers import (
 
 import longctx
 from longctx.errors import UserError
-from longctx.model import forwards, logits
+from longctx.model import logits
 from longctx.model.patch import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -40,20 +40,6 @@ def pair(**changes: Any) -> tuple[Any, Any]:
         for parameter in vanilla.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return vanilla, longctx.patch(copy.deepcopy(vanilla))
-
-
-@pytest.fixture
-def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every layer that the schedule runs."""
-    tokens: list[int] = []
-    run = forwards.scheduled_layer
-
-    def counted(x: Tensor, *args: Any) -> Tensor:
-        tokens.append(len(x))
-        return run(x, *args)
-
-    monkeypatch.setattr(forwards, "scheduled_layer", counted)
-    return tokens
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
