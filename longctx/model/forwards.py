@@ -69,6 +69,8 @@ class Forward:
 def attach(model: Any) -> None:
     """Puts our forwards where Hugging Face's are: at first, and where a module was exchanged for
     another since. One with a forward of its own stays, which is found and said."""
+    if model is not base_of(model):
+        _runtime(base_of(model)).whole = weakref.ref(model)  # what plans for lm_head, too
     for module, function in _places(model):
         if "forward" not in vars(module) and replaceable(module):
             module.forward = Forward(module, function)
@@ -124,9 +126,8 @@ def causal_forward(
     if runtime is None:  # unpatched, while others hold on to this forward inside one of theirs
         return type(self).forward(self, **inputs, **given)
     attach(self)
-    runtime.whole = weakref.ref(self)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-    whole = None if labels is None or wants_logits else why_not_chunked(self)
+    whole = None if labels is None or wants_logits else _why_all_logits(self)
     if labels is None or wants_logits or whole:
         if whole:
             _warn_once(runtime, f"{whole}, which takes all logits")
@@ -161,6 +162,10 @@ def causal_forward(
         hidden_states=base.hidden_states,
         attentions=base.attentions,
     )
+
+
+def _why_all_logits(model: Any) -> str | None:
+    return _DOUBLE if model.lm_head.weight.dtype == torch.float64 else why_not_chunked(model)
 
 
 def _any_on_padding(shift_labels: Tensor, mask: Tensor) -> bool:
@@ -214,6 +219,7 @@ def base_forward(
 
 
 _CACHE = "a key/value cache"
+_DOUBLE = "weights in float64"
 
 
 def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
@@ -236,9 +242,12 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
     if _runtime(base).trains_padding:
         return "labels that padding predicts (left padding: set the first token's label to -100)"
     if base.dtype == torch.float64:
-        return "weights in float64"
+        return _DOUBLE
     if torch.is_autocast_enabled(base.device.type):
-        return "autocast (use --dtype bfloat16 instead of --bf16 for the schedule)"
+        return (
+            "autocast (for the schedule give the weights that dtype instead: bf16=False and "
+            "model.bfloat16(), or train.py's --dtype bfloat16)"
+        )
     return why_not_scheduled(base)
 
 
@@ -253,6 +262,7 @@ def _scheduled_forward(
     """Embedding, scheduled layers, final norm. Padding is left out, and its output zero."""
     runtime = _runtime(base)
     x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    runtime.follow(x)
     B, S, D = x.shape
     if position_ids is None:
         position_ids = torch.arange(S, device=x.device)[None]

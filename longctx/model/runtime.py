@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from longctx.model.families import base_of
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
 
+logger = logging.getLogger("longctx")
+
 
 @dataclass(kw_only=True)
 class Runtime:
@@ -59,7 +62,7 @@ class Runtime:
     reserved_tokens: int = 0
     """The longest batch for which the store has room."""
     whole: weakref.ref[Any] | None = None
-    """The causal model whose base model this is the runtime of, once it was called."""
+    """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
     """Reasons already printed for running Hugging Face's layers."""
     loss_follows: bool = False
@@ -71,6 +74,19 @@ class Runtime:
         """Saved and copied with the model; memory, streams and an engine's word are made anew."""
         settings = dict(label_smoothing=self.label_smoothing, passes=self.passes)
         return _remake, (self.args, self.store.device, self.dtype, settings)
+
+    def follow(self, x: Tensor) -> None:  # (B, S, D), what the first layer gets
+        """Attention and memory for the device and dtype of `x`: a Trainer moves a model that was
+        patched before it."""
+        here = self.store.device
+        moved = x.device.type != here.type or here.index not in (None, x.device.index)
+        if not moved and x.dtype == self.dtype:
+            return
+        backend, self.attention = choose_attention(self.args.attn_backend, x.device, x.dtype)
+        if moved:
+            self.store = ActivationStore(x.device, self.args.host_memory_gib)
+        self.dtype, self.reserved_tokens = x.dtype, 0
+        logger.info(f"the model is on {x.device} in {x.dtype} now: {backend} attention")
 
     def reserve(self, model: LlamaForCausalLM, tokens: int) -> bool:
         """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether

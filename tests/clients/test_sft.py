@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 def run(tmp_path, scheduled, capsys):
     """Trains both models with an SFTTrainer of these settings."""
 
-    def run(data: Any = None, passes: int = 3, more: Any = None, **settings: Any) -> Any:
+    def run(
+        data: Any = None, passes: int = 3, more: Any = None, bars: Any = None, **settings: Any
+    ) -> Any:
         def make(model: Any) -> Any:
             return trl.SFTTrainer(
                 model,
@@ -28,7 +30,7 @@ def run(tmp_path, scheduled, capsys):
                 **more or {},
             )
 
-        return assert_same_run(trained(make), scheduled, capsys, passes=passes)
+        return assert_same_run(trained(make), scheduled, capsys, passes=passes, **bars or {})
 
     return run
 
@@ -89,20 +91,22 @@ def test_metrics_of_the_logits(run) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    "settings",
+    ("passes", "settings"),
     [
-        {"label_smoothing_factor": 0.1},  # one more pass for the metrics
-        {"gradient_accumulation_steps": 2},
-        {"gradient_checkpointing": False},
-        {"gradient_checkpointing_kwargs": {"selective": True}},
+        (6, {"label_smoothing_factor": 0.1}),  # one more pass for the metrics
+        (6, {"gradient_accumulation_steps": 2}),
+        (3, {"gradient_checkpointing": False}),
+        (3, {"gradient_checkpointing_kwargs": {"selective": True}}),
     ],
-    ids=lambda settings: next(iter(settings)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options(run, settings) -> None:
-    passes = (
-        3 if settings.keys() <= {"gradient_checkpointing", "gradient_checkpointing_kwargs"} else 6
-    )
+def test_options(run, passes, settings) -> None:
     run(sentences(24), passes=passes, **settings)
+
+
+def test_autocast_runs_hugging_faces_layers(run) -> None:
+    """TRL's default."""
+    run(bars=dict(says="bf16=False", rel=2e-2, bar=0.2), bf16=True)
 
 
 def conversations(rows: int) -> datasets.Dataset:

@@ -142,6 +142,48 @@ def test_neither_or_both_inputs_are_an_error() -> None:
             ours(**batch, labels=torch.zeros(1, 3).long())
 
 
+def test_the_base_model_alone_makes_room_for_lm_head(monkeypatch) -> None:
+    """Whose gradient and states come in the same step."""
+    _, ours = pair()
+    planned: list[Any] = []
+    pending = ours.longctx.pending_bytes
+    ours.longctx.pending_bytes = lambda model: planned.append(model) or pending(model)
+    ours.model(input_ids=packed_batch()["input_ids"])
+    assert planned == [ours]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_that_is_turned_later_is_followed(scheduled, dtype) -> None:
+    vanilla, ours = pair()
+    ours(**packed_batch()).loss.backward()
+    ours.to(dtype)
+    fresh = longctx.patch(vanilla.to(dtype))
+    loss, truth = ours(**packed_batch()).loss, fresh(**packed_batch()).loss
+    assert torch.equal(loss, truth) and ours.longctx.dtype == dtype
+    assert type(ours.longctx.attention) is type(fresh.longctx.attention)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_moved_later_is_followed(scheduled, dtype) -> None:
+    """As a Trainer moves it to the GPU, patched on the CPU."""
+    vanilla, ours = pair(head_dim=64)
+    ours(**packed_batch()).loss.backward()
+    ours.zero_grad()
+    ours.to("cuda", dtype)
+    fresh = longctx.patch(vanilla.to("cuda", dtype))
+    batch = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in packed_batch().items()}
+    assert_same(fresh, ours, lambda m: m(**batch).loss)
+    assert type(ours.longctx.attention) is type(fresh.longctx.attention)
+    assert ours.longctx.store.device.type == "cuda"
+
+
+def test_float64_runs_hugging_faces_code(scheduled, capsys) -> None:
+    vanilla, ours = (model.double() for model in pair())
+    assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
+    assert scheduled == [] and "weights in float64" in capsys.readouterr().out
+
+
 # --- masks -----------------------------------------------------------------------------------
 
 
