@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,22 @@ def plain_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "INTERPRETED", False)
         yield
+
+
+@pytest.fixture
+def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every layer that the schedule runs."""
+    from longctx.model import forwards
+
+    tokens: list[int] = []
+    run = forwards.scheduled_layer
+
+    def counted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        tokens.append(len(x))
+        return run(x, *args)
+
+    monkeypatch.setattr(forwards, "scheduled_layer", counted)
+    return tokens
 
 
 @pytest.fixture(autouse=True)

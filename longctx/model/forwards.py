@@ -49,24 +49,31 @@ _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
 
 class Forward:
     """A function in the place of a module's forward. Holds the module weakly, so that a deleted
-    model is gone at once, and is saved and copied with it."""
+    model is gone at once, and is saved and copied with it. Else a bound method, which accelerate
+    takes apart to put its autocast between."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         self._module = weakref.ref(module)
-        self.function = function
+        self.__func__ = function
         _, *parameters = inspect.signature(function).parameters.values()
         self.__signature__ = inspect.Signature(parameters)  # trainers look at it
 
+    @property
+    def __self__(self) -> nn.Module | None:
+        return self._module()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self._module(), *args, **kwargs)
+        return self.__func__(self._module(), *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Forward, (self._module(), self.function)
+        return Forward, (self._module(), self.__func__)
 
 
 def attach(model: Any) -> None:
     """Puts our forwards where Hugging Face's are: at first, and where a module was exchanged for
     another since. One with a forward of its own stays, which is found and said."""
+    if model is not base_of(model):
+        _runtime(base_of(model)).whole = weakref.ref(model)  # what plans for lm_head, too
     for module, function in _places(model):
         if "forward" not in vars(module) and replaceable(module):
             module.forward = Forward(module, function)
@@ -113,23 +120,23 @@ def causal_forward(
         use_cache=use_cache,
         **kwargs,
     )
+    given: dict[str, Any] = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
+    given = {name: value for name, value in given.items() if value is not None}
+    if ignore_index != IGNORED:
+        given["ignore_index"] = ignore_index
+    given |= dict(labels=labels, logits_to_keep=logits_to_keep)
+    runtime = runtime_of(self)
+    if runtime is None:  # unpatched, while others hold on to this forward inside one of theirs
+        return type(self).forward(self, **inputs, **given)
     attach(self)
-    runtime = _runtime(self)
-    runtime.whole = weakref.ref(self)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-    whole = None if labels is None or wants_logits else why_not_chunked(self)
+    whole = None if labels is None or wants_logits else _why_all_logits(self)
     if labels is None or wants_logits or whole:
         if whole:
             _warn_once(runtime, f"{whole}, which takes all logits")
             if self.training and runtime.label_smoothing:
                 raise UserError(f"--label_smoothing_factor is impossible with {whole}")
-        given = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
-        given = {name: value for name, value in given.items() if value is not None}
-        if ignore_index != IGNORED:
-            given["ignore_index"] = ignore_index  # type: ignore[assignment]
-        return type(self).forward(
-            self, labels=labels, logits_to_keep=logits_to_keep, **inputs, **given
-        )
+        return type(self).forward(self, **inputs, **given)
     if use_cache is None:
         inputs["use_cache"] = False  # with a cache Hugging Face does not look for documents
     if shift_labels is None:
@@ -169,6 +176,10 @@ def _logits(head: Any, scaling: float, hidden: Tensor) -> Tensor:
     return logits if scaling == 1.0 else logits / scaling
 
 
+def _why_all_logits(model: Any) -> str | None:
+    return _DOUBLE if model.lm_head.weight.dtype == torch.float64 else why_not_chunked(model)
+
+
 def _any_on_padding(shift_labels: Tensor, mask: Tensor) -> bool:
     """Whether the output of padding is trained: as it is where a row is padded on its left."""
     if mask.dim() != 2:
@@ -191,10 +202,6 @@ def base_forward(
     **kwargs: Any,
 ) -> BaseModelOutputWithPast:
     """Hugging Face's forward, with the scheduled layers where they cover the call."""
-    attach(self)
-    runtime = _runtime(self)
-    if use_cache is None and self.training and torch.is_grad_enabled():
-        use_cache = False
     inputs = dict(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -204,6 +211,12 @@ def base_forward(
         use_cache=use_cache,
         **kwargs,
     )
+    runtime = runtime_of(self)
+    if runtime is None:
+        return type(self).forward(self, **inputs)
+    attach(self)
+    if use_cache is None and self.training and torch.is_grad_enabled():
+        inputs["use_cache"] = False
     reason = _not_covered(self, inputs)
     if reason is None:
         bounds = kwargs.get("cu_seq_lens_q")
@@ -220,6 +233,7 @@ def base_forward(
 
 
 _CACHE = "a key/value cache"
+_DOUBLE = "weights in float64"
 
 
 def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
@@ -242,7 +256,7 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
     if _runtime(base).trains_padding:
         return "labels that padding predicts (left padding: set the first token's label to -100)"
     if base.dtype == torch.float64:
-        return "weights in float64"
+        return _DOUBLE
     device, wide = base.device.type, base.dtype == torch.float32
     if torch.is_autocast_enabled(device):
         if not wide and base.dtype != torch.get_autocast_dtype(device):

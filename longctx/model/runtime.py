@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from longctx.model.families import base_of, has_windows, layer_weights, model_tr
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
 
+logger = logging.getLogger("longctx")
+
 
 @dataclass(kw_only=True)
 class Runtime:
@@ -63,7 +66,7 @@ class Runtime:
     reserved_tokens: int = 0
     """The longest batch for which the store has room."""
     whole: weakref.ref[Any] | None = None
-    """The causal model whose base model this is the runtime of, once it was called."""
+    """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
     """Reasons already printed for running Hugging Face's layers."""
     loss_follows: bool = False
@@ -86,7 +89,8 @@ class Runtime:
         self.stream_dtype = x.dtype
         if dtype == self.dtype and _is_on(x, self.store.device):
             return
-        made, _ = self.make(self.args, config, x.device, dtype)
+        made, backend = self.make(self.args, config, x.device, dtype)
+        logger.info(f"the model is on {x.device} in {dtype} now: {backend} attention")
         self.attention, self.dtype, self.reserved_tokens = made.attention, dtype, 0
         if not _is_on(x, self.store.device):
             self.store = made.store

@@ -25,7 +25,7 @@ from transformers import (
 
 import longctx
 from longctx.errors import UserError
-from longctx.model import forwards, logits
+from longctx.model import logits
 from longctx.model.patch import OPTIONS
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -40,20 +40,6 @@ def pair(**changes: Any) -> tuple[Any, Any]:
         for parameter in vanilla.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return vanilla, longctx.patch(copy.deepcopy(vanilla))
-
-
-@pytest.fixture
-def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every layer that the schedule runs."""
-    tokens: list[int] = []
-    run = forwards.scheduled_layer
-
-    def counted(x: Tensor, *args: Any) -> Tensor:
-        tokens.append(len(x))
-        return run(x, *args)
-
-    monkeypatch.setattr(forwards, "scheduled_layer", counted)
-    return tokens
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
@@ -154,6 +140,48 @@ def test_neither_or_both_inputs_are_an_error() -> None:
     ):
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
             ours(**batch, labels=torch.zeros(1, 3).long())
+
+
+def test_the_base_model_alone_makes_room_for_lm_head(monkeypatch) -> None:
+    """Whose gradient and states come in the same step."""
+    _, ours = pair()
+    planned: list[Any] = []
+    pending = ours.longctx.pending_bytes
+    ours.longctx.pending_bytes = lambda model: planned.append(model) or pending(model)
+    ours.model(input_ids=packed_batch()["input_ids"])
+    assert planned == [ours]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_that_is_turned_later_is_followed(scheduled, dtype) -> None:
+    vanilla, ours = pair()
+    ours(**packed_batch()).loss.backward()
+    ours.to(dtype)
+    fresh = longctx.patch(vanilla.to(dtype))
+    loss, truth = ours(**packed_batch()).loss, fresh(**packed_batch()).loss
+    assert torch.equal(loss, truth) and ours.longctx.dtype == dtype
+    assert type(ours.longctx.attention) is type(fresh.longctx.attention)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_moved_later_is_followed(scheduled, dtype) -> None:
+    """As a Trainer moves it to the GPU, patched on the CPU."""
+    vanilla, ours = pair(head_dim=64)
+    ours(**packed_batch()).loss.backward()
+    ours.zero_grad()
+    ours.to("cuda", dtype)
+    fresh = longctx.patch(vanilla.to("cuda", dtype))
+    batch = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in packed_batch().items()}
+    assert_same(fresh, ours, lambda m: m(**batch).loss)
+    assert type(ours.longctx.attention) is type(fresh.longctx.attention)
+    assert ours.longctx.store.device.type == "cuda"
+
+
+def test_float64_runs_hugging_faces_code(scheduled, capsys) -> None:
+    vanilla, ours = (model.double() for model in pair())
+    assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
+    assert scheduled == [] and "weights in float64" in capsys.readouterr().out
 
 
 # --- masks -----------------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""TRL's DPOTrainer on a patched model: two passes a step, of the model and of its reference."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from both import arguments, assert_same_run, make_model, sentence, trained
+from small_tokenizer import small_tokenizer
+
+import longctx
+from longctx.model.runtime import runtime_of
+
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+
+def pairs(rows: int) -> datasets.Dataset:
+    columns = {"prompt": 0, "chosen": 3, "rejected": 5}
+    return datasets.Dataset.from_list(
+        [{name: " " + sentence(n + k) for name, k in columns.items()} for n in range(rows)]
+    )
+
+
+def make_trainer(model: Any, folder: Any, ref_model: Any = None, **more: Any) -> Any:
+    settings = {k: more.pop(k) for k in [*more] if k != "peft_config"}
+    return trl.DPOTrainer(
+        model,
+        ref_model=ref_model,
+        args=trl.DPOConfig(**arguments(folder, **settings)),
+        train_dataset=pairs(12),
+        eval_dataset=pairs(4),
+        processing_class=small_tokenizer(),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"loss_type": ["ipo", "sft"]}, {"use_weighting": True}],
+    ids=lambda settings: next(iter(settings), "sigmoid"),
+)
+def test_reference_given(scheduled, capsys, tmp_path, settings) -> None:
+    """Patched, too: it runs the schedule without gradients."""
+
+    def make(model: Any) -> Any:
+        reference = copy.deepcopy(model)
+        assert (runtime_of(reference) is None) == (runtime_of(model) is None)
+        return make_trainer(model, tmp_path, reference, eval_strategy="epoch", **settings)
+
+    numbers = assert_same_run(trained(make), scheduled, capsys, passes=2 * (3 + 1))
+    assert {"rewards/margins", "eval_rewards/accuracies"} <= numbers.keys()
+
+
+def test_reference_of_its_own(scheduled, capsys, tmp_path) -> None:
+    """DPOTrainer loads it from where the model came from, unpatched."""
+    make_model().save_pretrained(tmp_path / "model")
+    model = type(make_model()).from_pretrained(tmp_path / "model")
+    train = trained(lambda model: make_trainer(model, tmp_path))
+    assert_same_run(train, scheduled, capsys, passes=3, model=model)
+
+
+def test_adapters(scheduled, capsys, tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def make(model: Any) -> Any:
+        torch.manual_seed(3)
+        adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        return make_trainer(model, tmp_path, peft_config=adapters)
+
+    says = "with a forward that the schedule does not know"
+    assert_same_run(trained(make), scheduled, capsys, passes=3, says=says)
+
+
+def test_unpatched_after_training(scheduled, capsys, tmp_path) -> None:
+    """TRL's forward stays around ours, which is gone."""
+    model = longctx.patch(make_model())
+    trainer = make_trainer(model, tmp_path, copy.deepcopy(model), max_steps=1)
+    trainer.train()
+    scheduled.clear()
+    longctx.unpatch(model)
+    ids = torch.arange(3, 20)[None]
+    truth = type(model).forward(model, input_ids=ids, labels=ids).loss
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, truth) and scheduled == []
