@@ -27,9 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max_steps", type=int, default=-1, help="default: one epoch")
     args = parser.parse_args(argv)
 
-    on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     trainer = SFTTrainer(
         longctx.patch(model),
         args=SFTConfig(
@@ -39,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
             max_steps=args.max_steps,
             num_train_epochs=1,
             per_device_train_batch_size=1,
-            bf16=False,  # autocast, which the schedule does not run under
+            bf16=torch.cuda.is_available(),  # autocast: no update of fp32 weights is rounded away
             gradient_checkpointing=False,  # the schedule recomputes
             logging_steps=1,
             save_strategy="no",
