@@ -16,6 +16,8 @@ backward 6 D (8 D with a residual's gradient).
 Backward starts a fixed number of programs. Each takes several blocks of rows, one after the other,
 and keeps its partial sum of dw in registers. The partial sums are then added in a fixed order, so
 dw is the same in every run.
+
+Rows may be the heads of a wider buffer, x (T, H, d) with a stride for tokens and one for heads.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from longctx.kernels.launch import (
     Config,
     as_rows,
     check_float,
+    check_rows,
     check_shape,
     choose,
     on_device,
@@ -79,6 +82,14 @@ def _backward_reference(
 
 
 @triton.jit
+def _start(rows, stride, stride_head, HEADS: tl.constexpr):
+    start = rows * stride
+    if HEADS > 1:
+        start = rows // HEADS * stride + rows % HEADS * stride_head
+    return start
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr,  # (T, D)
     residual_ptr,  # (T, D)
@@ -88,19 +99,23 @@ def _forward_kernel(
     T,
     D,
     stride_x,
+    stride_x_head,
     stride_residual,
     stride_summed,
     stride_out,
+    stride_out_head,
     eps,
     HAS_RESIDUAL: tl.constexpr,
     LLAMA_ROUNDING: tl.constexpr,
+    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     offs = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
     mask = (rows < T) & (offs < D)
-    x = tl.load(x_ptr + rows * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
+    x_start = _start(rows, stride_x, stride_x_head, HEADS)
+    x = tl.load(x_ptr + x_start + offs, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + rows * stride_residual + offs, mask=mask, other=0.0)
         # The sum is normalised as stored, after rounding: that is all that backward will see.
@@ -113,7 +128,7 @@ def _forward_kernel(
     if LLAMA_ROUNDING:
         n = round_to(n, x_ptr.dtype.element_ty).to(tl.float32)
     y = round_to(n * weight, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + rows * stride_out + offs, y, mask=mask)
+    tl.store(out_ptr + _start(rows, stride_out, stride_out_head, HEADS) + offs, y, mask=mask)
 
 
 @triton.jit
@@ -127,13 +142,17 @@ def _backward_kernel(
     T,
     D,
     stride_dy,
+    stride_dy_head,
     stride_x,
+    stride_x_head,
     stride_d_residual,
     stride_out,
+    stride_out_head,
     eps,
     HAS_RESIDUAL: tl.constexpr,
     HAS_DW: tl.constexpr,
     LLAMA_ROUNDING: tl.constexpr,
+    HEADS: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -147,8 +166,10 @@ def _backward_kernel(
     for first in tl.range(tl.program_id(0) * ROWS, T, step, num_stages=STAGES):
         rows = tl.arange(0, ROWS)[:, None].to(tl.int64) + first  # (ROWS, 1)
         mask = (rows < T) & (offs < D)
-        x = tl.load(x_ptr + rows * stride_x + offs, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows * stride_dy + offs, mask=mask, other=0.0).to(tl.float32)
+        x_start = _start(rows, stride_x, stride_x_head, HEADS)
+        dy_start = _start(rows, stride_dy, stride_dy_head, HEADS)
+        x = tl.load(x_ptr + x_start + offs, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + dy_start + offs, mask=mask, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
             residual_offs = rows * stride_d_residual + offs
             d_residual = tl.load(d_residual_ptr + residual_offs, mask=mask, other=0.0)
@@ -160,7 +181,8 @@ def _backward_kernel(
         dx = rstd * (d_n - n * (rstd * dots / D))
         if HAS_RESIDUAL:
             dx += d_residual.to(tl.float32)
-        tl.store(out_ptr + rows * stride_out + offs, round_to(dx, out_ptr.dtype.element_ty), mask)
+        out_start = _start(rows, stride_out, stride_out_head, HEADS)
+        tl.store(out_ptr + out_start + offs, round_to(dx, out_ptr.dtype.element_ty), mask)
         if HAS_DW:
             if LLAMA_ROUNDING:
                 n = round_to(n, x_ptr.dtype.element_ty).to(tl.float32)
@@ -181,6 +203,23 @@ def _check(x: Tensor, weight: Tensor, **others: Tensor | None) -> None:
         if other is not None:
             check_shape(name, other, x.shape)
             check_float(name, other, x.dtype)
+
+
+def _rows(*tensors: tuple[str, Tensor]) -> list[Tensor]:
+    """Views as (rows, D); or (T, H, D) all of them, where one's heads do not lie at one stride."""
+    try:
+        return [as_rows(name, x) for name, x in tensors]
+    except ValueError:
+        if any(x.dim() != 3 for _, x in tensors):
+            raise
+    for name, x in tensors:
+        check_rows(name, x)
+    return [x for _, x in tensors]
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Of rows, or of tokens and heads."""
+    return x.stride(0), x.stride(1) if x.dim() == 3 else 0
 
 
 @annotated("norm")
@@ -210,9 +249,14 @@ def rms_norm_forward(
             torch.add(x, residual, out=summed)
         return out.copy_(rms_norm_reference(summed, weight, eps, llama_rounding)), summed
 
-    x_rows, out_rows, summed_rows = as_rows("x", x), as_rows("out", out), as_rows("summed", summed)
-    residual_rows = x_rows if residual is None else as_rows("residual", residual)
-    (T, D), weight = x_rows.shape, weight.contiguous()
+    if residual is None:
+        x_rows, out_rows = _rows(("x", x), ("out", out))
+        summed_rows = residual_rows = x_rows
+    else:
+        x_rows, out_rows = as_rows("x", x), as_rows("out", out)
+        summed_rows, residual_rows = as_rows("summed", summed), as_rows("residual", residual)
+    D, weight = x.shape[-1], weight.contiguous()
+    T, heads = x.numel() // D, x_rows.shape[1] if x_rows.dim() == 3 else 1
 
     def launch(config: Config) -> None:
         _forward_kernel[(triton.cdiv(T, config.rows),)](
@@ -223,13 +267,14 @@ def rms_norm_forward(
             out_rows,
             T,
             D,
-            x_rows.stride(0),
+            *_strides(x_rows),
             residual_rows.stride(0),
             summed_rows.stride(0),
-            out_rows.stride(0),
+            *_strides(out_rows),
             eps,
             HAS_RESIDUAL=residual is not None,
             LLAMA_ROUNDING=llama_rounding,
+            HEADS=heads,
             ROWS=config.rows,
             BLOCK=config.block,
             num_warps=config.num_warps,
@@ -272,9 +317,14 @@ def rms_norm_backward(
         dx = _backward_reference(dy, rows, weight, eps, llama_rounding, added, dw)
         return out.copy_(dx.view(x.shape))
 
-    x_rows, dy_rows, out_rows = as_rows("x", x), as_rows("dy", dy), as_rows("out", out)
-    residual_rows = x_rows if d_residual is None else as_rows("d_residual", d_residual)
-    (T, D), weight = x_rows.shape, weight.contiguous()
+    if d_residual is None:
+        x_rows, dy_rows, out_rows = _rows(("x", x), ("dy", dy), ("out", out))
+        residual_rows = x_rows
+    else:
+        x_rows, dy_rows, out_rows = as_rows("x", x), as_rows("dy", dy), as_rows("out", out)
+        residual_rows = as_rows("d_residual", d_residual)
+    D, weight = x.shape[-1], weight.contiguous()
+    T, heads = x.numel() // D, x_rows.shape[1] if x_rows.dim() == 3 else 1
 
     def launch(config: Config) -> None:
         programs = min(triton.cdiv(T, config.rows), sm_count(x) * config.programs_per_sm)
@@ -288,14 +338,15 @@ def rms_norm_backward(
             partial,
             T,
             D,
-            dy_rows.stride(0),
-            x_rows.stride(0),
+            *_strides(dy_rows),
+            *_strides(x_rows),
             residual_rows.stride(0),
-            out_rows.stride(0),
+            *_strides(out_rows),
             eps,
             HAS_RESIDUAL=d_residual is not None,
             HAS_DW=dw is not None,
             LLAMA_ROUNDING=llama_rounding,
+            HEADS=heads,
             STAGES=config.num_stages,
             ROWS=config.rows,
             BLOCK=config.block,

@@ -4,6 +4,7 @@ The public names, each imported when it is first used (torch is not loaded befor
 
     patch, unpatch                the schedule on one instance of a transformers model
     AutoLongctxModelForCausalLM   from_pretrained, patched
+    exact_adamw                   AdamW with exact states wherever they fit, for one's own loop
     LongTrainer                   transformers' Trainer with exact states and whole checkpoints
     linear_cross_entropy          lm_head and cross-entropy in chunks, without the logits
     rms_norm, rope, swiglu        the Triton kernels as differentiable functions
@@ -21,6 +22,7 @@ _HOMES = {
     "patch": "longctx.model.patch",
     "unpatch": "longctx.model.patch",
     "AutoLongctxModelForCausalLM": "longctx.model.auto",
+    "exact_adamw": "longctx.run.loop",
     "LongTrainer": "longctx.run.trainer",
     "linear_cross_entropy": "longctx.model.loss",
     "rms_norm": "longctx.kernels.rms_norm",

@@ -65,6 +65,11 @@ def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+Preset = Literal[
+    "tiny", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "qwen2.5-7b", "mistral-7b", "phi-4"
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments:
     """What is trained and which code runs it."""
@@ -72,7 +77,7 @@ class ModelArguments:
     model_name_or_path: str | None = _option(
         None, "Pretrained model: a local folder, a .gguf file or a hub id. Give this or --preset."
     )
-    preset: Literal["tiny", "llama-3.2-1b", "llama-3.1-8b"] | None = _option(
+    preset: Preset | None = _option(
         None, "Architecture with random weights, for tests and benchmarks without a download."
     )
     class_type: Literal["vanilla", "custom", "liger"] = _option(

@@ -72,6 +72,8 @@ def build_trainer(
     config = load_config(model_args, vocab_size=len(tokenizer) if tokenizer else VOCABULARY)
     if layers is not None:
         config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):  # one each, or the configuration is not saved
+            config.layer_types = config.layer_types[:layers]
     if tokenizer:
         rows = _rows(model_args, data_args, tokenizer, config.vocab_size, args.seed)
     elif rows is None:

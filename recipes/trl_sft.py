@@ -27,11 +27,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max_steps", type=int, default=-1, help="default: one epoch")
     args = parser.parse_args(argv)
 
-    on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     trainer = SFTTrainer(
-        longctx.patch(model),
+        longctx.patch(model, strict=True),
         args=SFTConfig(
             output_dir=args.output,
             packing=True,
@@ -39,8 +37,7 @@ def main(argv: list[str] | None = None) -> None:
             max_steps=args.max_steps,
             num_train_epochs=1,
             per_device_train_batch_size=1,
-            bf16=False,  # autocast, which the schedule does not run under
-            gradient_checkpointing=False,  # the schedule recomputes
+            bf16=torch.cuda.is_available(),  # autocast over fp32 weights
             logging_steps=1,
             save_strategy="no",
             report_to="none",

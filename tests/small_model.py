@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from longctx.run.presets import PRESETS
 
 CPU = torch.device("cpu")
 
 
-def tiny_config(**changes) -> LlamaConfig:
-    return LlamaConfig(
+def tiny_config(family: str = "llama", **changes) -> PretrainedConfig:
+    return AutoConfig.for_model(
+        family,
         **{
             "vocab_size": 331,  # prime: no chunk or block divides it
             "hidden_size": 64,
@@ -21,8 +22,9 @@ def tiny_config(**changes) -> LlamaConfig:
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": 128,
+            "pad_token_id": None,
             **changes,
-        }
+        },
     )
 
 

@@ -1,4 +1,4 @@
-"""A tiny Llama, or any module, whose AdamW states lie where a test wants them."""
+"""A tiny Llama or another model, or any module, whose AdamW states lie where a test wants them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from small_model import tiny_config
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longctx.config import ModelArguments
 from longctx.memory.ladder import Keep, Ladder, Rung, host_bytes, rung_bytes
@@ -60,11 +60,11 @@ def hosted(on_gpu: int, rung: Rung = Rung.O, layers: int = 3) -> Ladder:
 
 
 @cache
-def _llama(dtype: torch.dtype, tied: bool, layers: int) -> LlamaForCausalLM:
+def _llama(dtype: torch.dtype, tied: bool, layers: int, family: str) -> PreTrainedModel:
     torch.manual_seed(0)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=64)
-    config = tiny_config(tie_word_embeddings=tied, num_hidden_layers=layers, **heads)
-    return LlamaForCausalLM(config).to(dtype)
+    config = tiny_config(family, tie_word_embeddings=tied, num_hidden_layers=layers, **heads)
+    return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
 def llama(
@@ -73,12 +73,13 @@ def llama(
     *,
     tied: bool = False,
     layers: int = 3,
+    family: str = "llama",
     class_type: str = "custom",
     **settings: Any,
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """Every call gives the same weights. On a GPU attention is the one that repeats
     itself bit by bit."""
-    model = copy.deepcopy(_llama(dtype, tied, layers)).to(device).train()
+    model = copy.deepcopy(_llama(dtype, tied, layers, family)).to(device).train()
     if class_type == "custom":
         backend = "auto" if torch.device(device).type == "cpu" else "math"
         settings = dict(attn_backend=backend, tile_tokens=40) | settings

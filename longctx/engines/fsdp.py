@@ -1,8 +1,8 @@
 """FSDP2: --fsdp true --fsdp_config fsdp_configs/fsdp2.json, or accelerate launch with its YAML.
 
 Weights, gradients and Adam lie in fp32 shards over the processes; `fully_shard`'s hooks gather a
-decoder layer's weights in bf16 around its call, which the model's `_no_split_modules` or the file
-name. Only the first process loads weights, and hands the others their shards.
+decoder layer's weights in bf16 around its call, which the model's `_no_split_modules` name. Only
+the first process loads weights, and hands the others their shards.
 """
 
 from __future__ import annotations

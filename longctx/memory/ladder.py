@@ -4,8 +4,10 @@
     x      the layer's input                       1 unit (2 D bytes)
     o      attention's output, its log-sum-exp     1                         attention; q, k, v once
     h      the residual stream after attention     1                         o Wo'
-    qkv    q, k, v, rotated                        1.5                       n1 [Wq; Wk; Wv]'
+    qkv    q, k, v, rotated (*)                    1.5                       n1 [Wq; Wk; Wv]'
     all    gate and up                             7                         n2 Wg', n2 Wu'
+
+(*) where q and k have norms, as they were projected: the norms' gradients need them so.
 
 Above o a byte spares the same on every rung, about D products (6.5 ms a GiB on an H200). No number
 depends on the rung: what is computed again comes from the same kernels and the same tiles.
@@ -95,10 +97,12 @@ class Room(NamedTuple):
 def rung_bytes(sizes: Sizes, tokens: int, rung: Rung) -> int:
     """What a layer keeps up to this rung. Every tensor starts at a multiple of 512 bytes."""
     wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    values = [sizes.hidden, wide, sizes.hidden, wide + 2 * narrow, 2 * sizes.intermediate]
+    stream = sizes.hidden * sizes.stream_bytes
+    values = [wide, wide + 2 * narrow, 2 * sizes.intermediate]
+    o, qkv, gate_up = (n * sizes.itemsize for n in values)
+    kept = [stream, o + 4 * sizes.heads, stream, qkv, gate_up]
     tensors = [1, 2, 1, sizes.kv_heads, 2]
-    kept = sum(values[: rung + 1]) * sizes.itemsize + (4 * sizes.heads if rung >= Rung.O else 0)
-    return tokens * kept + 512 * sum(tensors[: rung + 1])
+    return tokens * sum(kept[: rung + 1]) + 512 * sum(tensors[: rung + 1])
 
 
 def forward_flops(sizes: Sizes, batch: Batch) -> int:
@@ -117,6 +121,15 @@ def again_flops(sizes: Sizes, batch: Batch, rung: Rung) -> int:
         4 * batch.tokens * sizes.hidden * sizes.intermediate,
     ]
     return sum(spared[rung:])
+
+
+def _attended(sizes: Sizes, row: int) -> int:
+    """The length of rows without windows whose attention costs as much, over all layers: a token
+    of a row sees half of it, on average."""
+    if not sizes.windows:
+        return row
+    lengths = [row if window is None else min(row, 2 * window) for window in sizes.windows]
+    return sum(lengths) // len(lengths)
 
 
 def _qkv_flops(sizes: Sizes, batch: Batch) -> int:
@@ -191,6 +204,7 @@ def choose(
 ) -> Ladder:
     """The fastest ladder that fits; where none does, the one that lacks least."""
     states = States() if states is None else states
+    batch = batch._replace(row=_attended(sizes, batch.row))
 
     def cost(ladder: Ladder) -> Cost:
         return _cost(sizes, batch, room, rates, states, ladder)

@@ -38,10 +38,20 @@ class Sizes:
     head_dim: int  # d
     vocab: int  # V
     itemsize: int
-    """Bytes of one activation."""
+    """Bytes of one activation,"""
+    stream_itemsize: int | None = None
+    """and of one of the residual stream, if it is another: 4 in autocast."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer's attention; empty: none has any."""
+    qk_norms: bool = False
+    """q and k have norms, which take copies of them."""
     tile_tokens: int | None = None
     """None: by length, as"""
     head_groups: int | None = None
+
+    @property
+    def stream_bytes(self) -> int:
+        return self.stream_itemsize or self.itemsize
 
     def working_bytes(self, tokens: int, logits_bytes: int) -> int:
         """What a step needs besides what layers keep, and weights and gradients of other layers."""
@@ -67,16 +77,17 @@ class Sizes:
 
     def _attention_bytes(self, tokens: int) -> int:
         """The MLP's gradients, rounded; dk and dv; a group's q, k, v and do, and their gradients,
-        which flash-attention sums in fp32."""
+        which flash-attention sums in fp32; q and k once more, if they are normed."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         gradients = (3 * self.intermediate + wide) * self.hidden * self.itemsize
         groups = self.head_groups or default_head_groups(tokens, self.kv_heads)
         group = (3 * wide + 4 * narrow) * self.itemsize
         group += 4 * (wide + 2 * narrow) if self.itemsize < 4 else 0
+        group += (wide + narrow) * self.itemsize if self.qk_norms else 0
         return gradients + tokens * (2 * narrow * self.itemsize + group // groups)
 
     def _unit(self, tokens: int) -> int:
-        return tokens * self.hidden * self.itemsize
+        return tokens * self.hidden * self.stream_bytes
 
 
 def trained_bytes_on_gpu(parameters: Iterable[Tensor]) -> int:

@@ -3,7 +3,7 @@
     patch.py        what one instance of a transformers model gets
       forwards.py     its forwards, in the places of Hugging Face's         input_ids -> loss
       logits.py       logits that are computed when they are read
-      families.py     where a layer's weights are, and whether the schedule may use them
+      families.py     what a family's layers do, where weights are, and that nothing else is there
       runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
       documents.py    where the documents of a packed batch begin
       layer.py        one decoder layer, forward and backward by hand       x -> y, dy -> dx

@@ -4,8 +4,9 @@
     dq, dk, dv = attention.backward(do, qkv, documents, o, lse)            2.5 times that
 
 for each document of L tokens, with s = scale * q @ k.T (causal), o = softmax(s) @ v and
-lse = logsumexp(s). Nothing of size L x L exists and no mask is built: documents are given by their
-boundaries, and a packed row costs the attention of its documents, not of the whole row.
+lse = logsumexp(s). With a window of W tokens, i attends to i - W + 1 ... i, in 4 L W H d FLOPs.
+Nothing of size L x L exists and no mask is built: documents are given by their boundaries, and a
+packed row costs the attention of its documents, not of the whole row.
 
 Tokens of all rows of a batch stand one after another (T of them), heads are last but one:
 
@@ -44,6 +45,7 @@ class Attention(ABC):
         scale: float,
         o: Tensor,  # (T, H, d), written
         lse: Tensor,  # (H, T) fp32 (fp64 for fp64 inputs), written
+        window: int | None = None,
     ) -> None: ...
 
     @abstractmethod
@@ -55,4 +57,5 @@ class Attention(ABC):
         scale: float,
         o: Tensor,  # (T, H, d)
         lse: Tensor,  # (H, T)
+        window: int | None = None,
     ) -> QKV: ...  # dq, dk, dv

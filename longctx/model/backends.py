@@ -7,7 +7,8 @@
     math    plain torch in tiles of queries, the reference     float32 on GPUs, float16 on CPUs
 
 Between cuDNN and flash the order is torch's own (`check_prefer_cudnn_attention` in its
-sdp_utils.cpp). Only Hopper, sm_90, was measured.
+sdp_utils.cpp). Only Hopper, sm_90, was measured. cuDNN's op has no sliding windows: for models with
+some `auto` takes flash there. torch's op for CPUs has none either, such layers run in `math`.
 
 A new one is a class with `forward` and `backward` (or, one document at a time, those of
 `PerDocument`), a line in `choose_attention`, and a row in tests/model/test_attention.py.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +32,13 @@ from longctx.model.documents import Documents
 aten = torch.ops.aten
 
 
-def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, Attention]:
+def choose_attention(
+    name: str, device: torch.device, dtype: torch.dtype, windows: bool = False
+) -> tuple[str, Attention]:
     """The backend `name` asks for, or for `auto` the fastest that runs here, and its name.
 
-    Raises UserError if what was asked for cannot run on this device or with this dtype.
+    Raises UserError if what was asked for cannot run on this device, with this dtype or, for a
+    model that has some, with windows.
     """
     if name in ("fa2", "sdpa", "eager"):
         raise UserError(
@@ -53,9 +58,11 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
             "use --class_type vanilla --dtype float32"
         )
     if name == "auto":
-        name = _fastest(device) if half else "math"
+        name = _fastest(device, windows) if half else "math"
     if name != "math" and not half:
         raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
+    if name == "cudnn" and windows:
+        raise UserError(NO_WINDOWS)
     if name == "fa4" and (reason := flash4.why_not(device)):
         raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use flash or cudnn")
     backends: dict[str, type[Attention]] = {
@@ -67,7 +74,12 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tup
     return name, backends[name]()
 
 
-def _fastest(device: torch.device) -> str:
+NO_WINDOWS = (
+    "--attn_backend cudnn has no sliding windows, which this model has: use flash, fa4 or auto"
+)
+
+
+def _fastest(device: torch.device, windows: bool) -> str:
     major, _ = torch.cuda.get_device_capability(device)
     if major in flash4.CHOSEN and flash4.present():
         reason = flash4.why_not(device)
@@ -76,7 +88,7 @@ def _fastest(device: torch.device) -> str:
         _print_once(f"flash-attn-4 {reason}")
     # Before 9.15.1 cuDNN went wrong for lengths that 128 does not divide (pytorch#169849).
     cudnn = major in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
-    return "cudnn" if cudnn else "flash"
+    return "cudnn" if cudnn and not windows else "flash"
 
 
 _print_once = functools.cache(print_rank0)
@@ -93,12 +105,27 @@ class FlashAttention4(Attention):
         interface = flash4.load()
         self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
 
-    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
-        bounds = self._bounds(documents)
-        self._forward(*qkv, softmax_scale=scale, causal=True, out=o, lse=lse, **bounds)
+    def forward(
+        self,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> None:
+        options = self._options(documents, window)
+        self._forward(*qkv, softmax_scale=scale, out=o, lse=lse, **options)
 
     def backward(
-        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+        self,
+        do: Tensor,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
     ) -> QKV:
         # dq is summed with atomics otherwise, in an order that changes from run to run.
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -110,33 +137,54 @@ class FlashAttention4(Attention):
         grads = self._backward(
             *(*qkv, o, do, lse),
             softmax_scale=scale,
-            causal=True,
             deterministic=deterministic,
-            **self._bounds(documents),
+            **self._options(documents, window),
         )
         return QKV(*grads)
 
     @staticmethod
-    def _bounds(documents: Documents) -> dict[str, Tensor | int]:
+    def _options(documents: Documents, window: int | None) -> dict[str, Any]:
         bounds, longest = documents.cu_seqlens, max(documents.lengths)
         return dict(
-            cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest
+            causal=True,
+            window_size_left=None if window is None else window - 1,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
         )
 
 
 class Flash(Attention):
     """torch's FlashAttention-2 on CUDA, variable-length form."""
 
-    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
+    def forward(
+        self,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> None:
         bounds, longest = documents.cu_seqlens, max(documents.lengths)
         o_new, lse_new, *_ = aten._flash_attention_forward(
-            *(*qkv, bounds, bounds, longest, longest, 0.0, True, False), scale=scale
+            *(*qkv, bounds, bounds, longest, longest, 0.0, True, False),
+            scale=scale,
+            **self._sides(window),
         )
         o.copy_(o_new)
         lse.copy_(lse_new)
 
     def backward(
-        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+        self,
+        do: Tensor,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
     ) -> QKV:
         bounds, longest = documents.cu_seqlens, max(documents.lengths)
         no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
@@ -144,89 +192,119 @@ class Flash(Attention):
             *(do, *qkv, o, lse, bounds, bounds, longest, longest, 0.0, True),
             *(no_dropout, no_dropout[:0]),
             scale=scale,
+            **self._sides(window),
         )
         return QKV(*grads)
+
+    @staticmethod
+    def _sides(window: int | None) -> dict[str, int]:
+        return {} if window is None else dict(window_size_left=window - 1, window_size_right=0)
 
 
 class PerDocument(Attention):
     """A backend without a variable-length form: documents are looped over."""
 
-    def forward(self, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor) -> None:
+    def forward(
+        self,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> None:
         for doc in documents.slices():
-            o[doc], lse[:, doc] = self.document_forward(qkv.of(doc), scale)
+            o[doc], lse[:, doc] = self.document_forward(qkv.of(doc), scale, window)
 
     def backward(
-        self, do: Tensor, qkv: QKV, documents: Documents, scale: float, o: Tensor, lse: Tensor
+        self,
+        do: Tensor,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
     ) -> QKV:
         whole = QKV(*map(torch.empty_like, qkv))
         for doc in documents.slices():
-            grads = self.document_backward(do[doc], qkv.of(doc), scale, o[doc], lse[:, doc])
+            grads = self.document_backward(do[doc], qkv.of(doc), scale, o[doc], lse[:, doc], window)
             for out, grad in zip(whole, grads, strict=True):
                 out[doc] = grad
         return whole
 
     @abstractmethod
-    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         """o (L, H, d) and lse (H, L) of one document of L tokens"""
 
     @abstractmethod
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of one document"""
 
 
 class Math(PerDocument):
-    """Plain torch, in tiles of queries so that scores stay at (H, TILE, L)."""
+    """Plain torch, in tiles of queries so that scores stay at (H, TILE, L), or (H, TILE,
+    TILE + window)."""
 
     TILE = 1024
 
-    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         keys, values = (_heads_first(x, qkv.q) for x in qkv[1:])
         o, lse = [], []
-        for start, q in self._tiles(qkv.q):
-            scores = _scores(q, keys, start, scale)
+        for tile, seen in self._tiles(qkv.q, window):
+            scores = _scores(qkv.q[tile], keys[:, seen], tile.start - seen.start, scale, window)
             lse.append(scores.logsumexp(-1))
             p = torch.exp(scores - lse[-1][:, :, None])
-            o.append((p @ values.to(p.dtype)).transpose(0, 1))
+            o.append((p @ values[:, seen].to(p.dtype)).transpose(0, 1))
         return torch.cat(o), torch.cat(lse, dim=1)
 
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q."""
         keys, values = (_heads_first(x, qkv.q).to(lse.dtype) for x in qkv[1:])
         dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)  # (H, L, d)
-        for start, q in self._tiles(qkv.q):
-            tile = slice(start, start + len(q))
-            p = torch.exp(_scores(q, keys, start, scale) - lse[:, tile, None])
-            q_HTd, do_HTd, o_HTd = (x.transpose(0, 1).to(p.dtype) for x in (q, do[tile], o[tile]))
+        for tile, seen in self._tiles(qkv.q, window):
+            scores = _scores(qkv.q[tile], keys[:, seen], tile.start - seen.start, scale, window)
+            p = torch.exp(scores - lse[:, tile, None])
+            q_HTd, do_HTd, o_HTd = (x[tile].transpose(0, 1).to(p.dtype) for x in (qkv.q, do, o))
             delta = (do_HTd * o_HTd).sum(-1, keepdim=True)
-            ds = p * (do_HTd @ values.mT - delta) * scale
-            dq.append((ds @ keys).transpose(0, 1))
-            dk += ds.mT @ q_HTd
-            dv += p.mT @ do_HTd
+            ds = p * (do_HTd @ values[:, seen].mT - delta) * scale
+            dq.append((ds @ keys[:, seen]).transpose(0, 1))
+            dk[:, seen] += ds.mT @ q_HTd
+            dv[:, seen] += p.mT @ do_HTd
         return torch.cat(dq), _sum_groups(dk, qkv.k), _sum_groups(dv, qkv.v)
 
-    def _tiles(self, q: Tensor) -> Iterator[tuple[int, Tensor]]:
-        for start in range(0, len(q), self.TILE):
-            yield start, q[start : start + self.TILE]
+    def _tiles(self, q: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+        """Queries, and the keys that one of them sees."""
+        L = len(q)
+        for start in range(0, L, self.TILE):
+            stop = min(start + self.TILE, L)
+            seen = slice(0, L) if window is None else slice(max(0, start - window + 1), stop)
+            yield slice(start, stop), seen
 
 
 class FlashOnCpu(PerDocument):
-    """torch's flash op for CPUs. It wants as many key/value heads as query heads."""
+    """torch's flash op for CPUs. It wants as many key/value heads as query heads. It has no windows
+    but a mask of (L, L), so those go to `math`."""
 
-    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         q, k, v = qkv
+        if window is not None:
+            return Math().document_forward(qkv, scale, window)
         o_BHTd, lse_BHT = aten._scaled_dot_product_flash_attention_for_cpu(
             *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, True, scale=scale
         )
         return o_BHTd[0].transpose(0, 1), lse_BHT[0]
 
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv
+        if window is not None:
+            return Math().document_backward(do, qkv, scale, o, lse, window)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_batched(do, q, _repeat(k, q), _repeat(v, q), o), lse[None], 0.0, True, scale=scale
         )
@@ -237,10 +315,13 @@ class FlashOnCpu(PerDocument):
 class Cudnn(PerDocument):
     """torch's cuDNN attention op.
 
-    It refuses documents of one token; there o = v, dv = do, dq = dk = 0 and lse is the score.
+    It refuses documents of one token; there o = v, dv = do, dq = dk = 0 and lse is the score. It
+    has no windows.
     """
 
-    def document_forward(self, qkv: QKV, scale: float) -> tuple[Tensor, Tensor]:
+    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+        if window is not None:  # a row longer than the model's positions
+            raise UserError(NO_WINDOWS)
         q, k, v = qkv
         if len(q) == 1:
             score = (q * _repeat(k, q)).sum(-1, dtype=torch.float32) * scale
@@ -251,7 +332,7 @@ class Cudnn(PerDocument):
         return o_BHTd[0].transpose(0, 1), lse_BHT1[0].reshape(q.shape[1], -1)
 
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv
         length = len(q)
@@ -289,11 +370,15 @@ def _sum_groups(grad_HLd: Tensor, kv: Tensor) -> Tensor:
     return grad_HLd.unflatten(0, (K, -1)).sum(1).transpose(0, 1)
 
 
-def _scores(q_THd: Tensor, keys_HLd: Tensor, offset: int, scale: float) -> Tensor:
-    """(H, T, L) in fp32 or fp64, -inf above the diagonal; the tile's first query is at `offset`."""
+def _scores(
+    q_THd: Tensor, keys_HLd: Tensor, offset: int, scale: float, window: int | None
+) -> Tensor:
+    """(H, T, L) in fp32 or fp64, -inf above the diagonal and before the window; the tile's first
+    query is at `offset`."""
     dtype = torch.float64 if q_THd.dtype == torch.float64 else torch.float32
     scores = (q_THd.transpose(0, 1).to(dtype) @ keys_HLd.to(dtype).mT) * scale
     T, L = scores.shape[-2:]
     rows = torch.arange(offset, offset + T, device=scores.device)[:, None]
     columns = torch.arange(L, device=scores.device)
-    return scores.masked_fill_(columns > rows, float("-inf"))
+    unseen = columns > rows if window is None else (columns > rows) | (columns <= rows - window)
+    return scores.masked_fill_(unseen, float("-inf"))

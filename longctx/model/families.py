@@ -1,5 +1,14 @@
-"""What the schedule must know of a transformers model: where a layer's weights are, and that the
-modules around them do nothing else.
+"""What the schedule must know of a transformers model: where a layer's weights are, what it does
+besides, and that the modules around them do nothing else.
+
+A `Family` says so for the models of one kind; docs/add_a_family.md shows how to write one.
+
+    llama  mistral  ministral  qwen2       sliding windows, biases
+    qwen3                                  norms of q and k
+    granite                                four scalars
+    smollm3                                layers without RoPE
+    seed_oss                               a head size of its own, dropout
+    phi3                                   q, k, v in one parameter, gate and up in one
 
 The schedule reads weights and stands in for the forward of every module of the base model but the
 embedding. So a module there with a forward of its own (a LoRA adapter, a quantised weight, another
@@ -11,40 +20,228 @@ passed by without a word: `why_not_scheduled` finds it, and Hugging Face's layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch.nn.modules.module as torch_module
 from torch import nn
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longctx.model.layer import Weights
+from longctx.model.layer import Traits, Weights
 
-_LLAMA = "transformers.models.llama.modeling_llama"
-_LINEAR: tuple[str, ...] = ("torch.nn.modules.linear.Linear",)
-_NORM: tuple[str, ...] = (f"{_LLAMA}.LlamaRMSNorm",)
-_LAYER: tuple[str, ...] = (f"{_LLAMA}.LlamaDecoderLayer",)
-_IN_MODEL: dict[str, tuple[str, ...]] = {
-    "": (f"{_LLAMA}.LlamaModel",),
-    "rotary_emb": (f"{_LLAMA}.LlamaRotaryEmbedding",),
+Names = tuple[str, ...]
+_LINEAR: Names = ("torch.nn.modules.linear.Linear",)
+_ACTIVATION: Names = (
+    "transformers.activations.SiLUActivation",
+    "torch.nn.modules.activation.SiLU",
+)
+
+
+# --- what the families differ in -------------------------------------------------------------
+
+
+def _linear(**modules: nn.Module) -> dict[str, Any]:
+    """Fields of Weights: weights and biases."""
+    weights = {name: module.weight for name, module in modules.items()}
+    return weights | {f"{name}_bias": module.bias for name, module in modules.items()}
+
+
+def _norms(layer: Any) -> dict[str, Any]:
+    norms = dict(norm1=layer.input_layernorm, norm2=layer.post_attention_layernorm)
+    norms |= {n: getattr(layer.self_attn, n, None) for n in ("q_norm", "k_norm")}
+    return {name: norm and norm.weight for name, norm in norms.items()}
+
+
+def _separate(layer: Any) -> Weights:
+    attn, mlp = layer.self_attn, layer.mlp
+    qkvo = dict(q=attn.q_proj, k=attn.k_proj, v=attn.v_proj, o=attn.o_proj)
+    return Weights(
+        **_norms(layer),
+        **_linear(**qkvo, gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj),
+    )
+
+
+def _fused(layer: Any) -> Weights:
+    """As Phi3: one parameter for q, k, v and one for gate and up."""
+    attn, mlp = layer.self_attn, layer.mlp
+    linear = _linear(q=attn.qkv_proj, o=attn.o_proj, gate=mlp.gate_up_proj, down=mlp.down_proj)
+    inside: dict[str, Any] = dict.fromkeys(("k", "v", "up"))
+    return Weights(**_norms(layer), **linear, **inside)
+
+
+def _no_window(config: Any, layer: int) -> int | None:
+    return None
+
+
+def _one_window(config: Any, layer: int) -> int | None:
+    """As Mistral: the same for all layers."""
+    window: int | None = config.sliding_window
+    return window
+
+
+def _window_by_type(config: Any, layer: int) -> int | None:
+    """As Qwen2: some layers have it. `use_sliding_window` and `max_window_layers` have become
+    `layer_types` by the time a configuration is made."""
+    sliding = config.layer_types[layer] == "sliding_attention"
+    window: int | None = config.sliding_window if sliding else None
+    return window
+
+
+def head_dim(config: Any) -> int:
+    size: int = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A kind of models whose layers the schedule computes."""
+
+    kind: str
+    """transformers' `model_type`, which is also the name of its module."""
+    prefix: str
+    """Of the names of its classes."""
+    weights: Callable[[Any], Weights] = _separate
+    """Where a layer's parameters are."""
+    linears: Names = (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    )
+    """Its linear maps; q, k and v first."""
+    fused: Names = ()
+    """Those of several in one, which have no bias."""
+    norms: Names = ("input_layernorm", "post_attention_layernorm")
+    activation: str = "mlp.act_fn"
+    dropouts: Names = ()
+    """Modules that do nothing, unless they drop."""
+    window: Callable[[Any, int], int | None] = _no_window
+    """Of a configuration and the number of a layer."""
+    traits: Callable[[Any, int], dict[str, Any]] = field(default=lambda config, layer: {})
+    """What else of Traits is not Llama's."""
+    embedding_multiplier: Callable[[Any], float] = field(default=lambda base: 1.0)
+    logits_scaling: Callable[[Any], float] = field(default=lambda model: 1.0)
+    """Of a model: what logits are divided by."""
+
+    def known(self, suffix: str) -> Names:
+        return (f"transformers.models.{self.kind}.modeling_{self.kind}.{self.prefix}{suffix}",)
+
+    @cached_property
+    def in_layer(self) -> dict[str, Names]:
+        """Module -> whose forward it may have. By name, so that a class whose forward was exchanged
+        for the whole process (as Liger-Kernel does) is another one."""
+        return {
+            "self_attn": self.known("Attention"),
+            "mlp": self.known("MLP"),
+            self.activation: _ACTIVATION,
+            **dict.fromkeys(self.linears, _LINEAR),
+            **dict.fromkeys(self.norms, self.known("RMSNorm")),
+            **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
+        }
+
+    def layer_traits(self, config: Any) -> tuple[Traits, ...]:
+        scale = head_dim(config) ** -0.5
+        return tuple(
+            Traits(**{"scale": scale, "window": self.window(config, i)} | self.traits(config, i))
+            for i in range(config.num_hidden_layers)
+        )
+
+
+_QK_NORMS = (*Family.norms, "self_attn.q_norm", "self_attn.k_norm")
+
+FAMILIES: dict[str, Family] = {
+    family.kind: family
+    for family in (
+        Family(kind="llama", prefix="Llama"),
+        Family(kind="mistral", prefix="Mistral", window=_one_window),
+        Family(kind="ministral", prefix="Ministral", window=_window_by_type),
+        Family(kind="qwen2", prefix="Qwen2", window=_window_by_type),
+        Family(kind="qwen3", prefix="Qwen3", window=_window_by_type, norms=_QK_NORMS),
+        Family(
+            kind="smollm3",
+            prefix="SmolLM3",
+            window=_window_by_type,
+            traits=lambda config, i: {"rope": bool(config.no_rope_layers[i])},
+        ),
+        Family(
+            kind="granite",
+            prefix="Granite",
+            traits=lambda config, i: {
+                "scale": config.attention_multiplier,
+                "residual": config.residual_multiplier,
+            },
+            embedding_multiplier=lambda base: base.embedding_multiplier,
+            logits_scaling=lambda model: model.config.logits_scaling,
+        ),
+        Family(kind="seed_oss", prefix="SeedOss"),
+        Family(
+            kind="phi3",
+            prefix="Phi3",
+            weights=_fused,
+            linears=(
+                *("self_attn.qkv_proj", "self_attn.o_proj"),
+                *("mlp.gate_up_proj", "mlp.down_proj"),
+            ),
+            fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
+            activation="mlp.activation_fn",
+            dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+            window=_one_window,
+        ),
+    )
 }
-_IN_LAYER: dict[str, tuple[str, ...]] = {
-    "self_attn": (f"{_LLAMA}.LlamaAttention",),
-    "self_attn.q_proj": _LINEAR,
-    "self_attn.k_proj": _LINEAR,
-    "self_attn.v_proj": _LINEAR,
-    "self_attn.o_proj": _LINEAR,
-    "mlp": (f"{_LLAMA}.LlamaMLP",),
-    "mlp.gate_proj": _LINEAR,
-    "mlp.up_proj": _LINEAR,
-    "mlp.down_proj": _LINEAR,
-    "mlp.act_fn": ("transformers.activations.SiLUActivation", "torch.nn.modules.activation.SiLU"),
-    "input_layernorm": _NORM,
-    "post_attention_layernorm": _NORM,
-}
-"""Module -> whose forward it may have. By name, so that a class whose forward was exchanged for the
-whole process (as Liger-Kernel does) is another one."""
+
+
+def family_of(owner: Any) -> Family | None:
+    """Of a model, a layer or any other module of one; None for what is in no family."""
+    return _family_of(owner.__class__)
+
+
+@cache
+def _family_of(kind: Any) -> Family | None:
+    modules = (base.__module__ for base in kind.__mro__)
+    parts = [m.split(".") for m in modules if m.startswith("transformers.models.")]
+    return next((FAMILIES[part[2]] for part in parts if part[2] in FAMILIES), None)
+
+
+def layer_weights(layer: Any) -> Weights:
+    """The parameters of a decoder layer, as the schedule takes them."""
+    return _known_family(layer).weights(layer)
+
+
+def model_traits(model: PreTrainedModel) -> tuple[Traits, ...]:
+    return _known_family(model).layer_traits(model.config)
+
+
+def embedding_multiplier(base: PreTrainedModel) -> float:
+    return _known_family(base).embedding_multiplier(base)
+
+
+def logits_scaling(model: PreTrainedModel) -> float:
+    return _known_family(model).logits_scaling(model)
+
+
+def windows(config: PretrainedConfig) -> list[int | None]:
+    """Of each layer; none where the family is not known."""
+    family = FAMILIES.get(config.model_type)
+    window = _no_window if family is None else family.window
+    return [window(config, i) for i in range(config.num_hidden_layers)]
+
+
+def has_windows(config: PretrainedConfig) -> bool:
+    """That are shorter than what the model can see."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return any(w is not None and (positions is None or w < positions) for w in windows(config))
+
+
+def _known_family(owner: Any) -> Family:
+    family = family_of(owner)
+    assert family is not None
+    return family
+
+
+# --- that nothing else is there --------------------------------------------------------------
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)
@@ -58,46 +255,32 @@ _HARMLESS = (
 """Whose hooks change no value."""
 
 
-def layer_weights(layer: Any) -> Weights:
-    """The parameters of a Llama layer, as the schedule takes them."""
-    attn, mlp = layer.self_attn, layer.mlp
-    return Weights(
-        norm1=layer.input_layernorm.weight,
-        q=attn.q_proj.weight,
-        k=attn.k_proj.weight,
-        v=attn.v_proj.weight,
-        o=attn.o_proj.weight,
-        norm2=layer.post_attention_layernorm.weight,
-        gate=mlp.gate_proj.weight,
-        up=mlp.up_proj.weight,
-        down=mlp.down_proj.weight,
-        q_bias=attn.q_proj.bias,
-        k_bias=attn.k_proj.bias,
-        v_bias=attn.v_proj.bias,
-        o_bias=attn.o_proj.bias,
-        gate_bias=mlp.gate_proj.bias,
-        up_bias=mlp.up_proj.bias,
-        down_bias=mlp.down_proj.bias,
-    )
-
-
-def base_of(model: nn.Module) -> Any | None:
+def base_of(model: Any) -> Any | None:
     """The base model that the schedule knows: the model itself, or what it is made of."""
     parts = (model, getattr(model, getattr(model, "base_model_prefix", ""), None))
-    return next((part for part in parts if isinstance(part, LlamaModel)), None)
+    return next((part for part in parts if _is_a(part, "Model")), None)
 
 
-def head_of(model: nn.Module) -> Any | None:
+def head_of(model: Any) -> Any | None:
     """lm_head of a causal model."""
-    return model.lm_head if isinstance(model, LlamaForCausalLM) else None
+    return model.lm_head if _is_a(model, "ForCausalLM") else None
+
+
+def _is_a(model: Any, suffix: str) -> bool:
+    family = family_of(model)
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return family is not None and f"{family.prefix}{suffix}" in names
 
 
 def replaceable(module: nn.Module) -> bool:
     """Whether the module is a model, layer, norm or lm_head whose forward may be exchanged for
     ours."""
-    if isinstance(module, (LlamaForCausalLM, LlamaModel)):
+    if _is_a(module, "Model") or _is_a(module, "ForCausalLM"):
         return True
-    return _forward_name(type(module).forward) in _LAYER + _NORM + _LINEAR
+    family, known = family_of(module), _LINEAR
+    if family is not None:
+        known = family.known("DecoderLayer") + family.known("RMSNorm")
+    return _forward_name(type(module).forward) in known
 
 
 def is_ours(module: nn.Module) -> bool:
@@ -105,15 +288,15 @@ def is_ours(module: nn.Module) -> bool:
     return type(vars(module).get("forward")).__module__ == "longctx.model.forwards"
 
 
-def why_not_scheduled(base: LlamaModel) -> str | None:
+def why_not_scheduled(base: PreTrainedModel) -> str | None:
     """The first thing that the schedule would pass by, in a few words; None if there is none.
 
-    Looked for on every forward, in 0.9 ms for 32 layers: adapters and hooks come and go.
+    Looked for on every forward, in 2 ms for 32 layers: adapters and hooks come and go.
     """
     return next(_strangers(base), None)
 
 
-def why_not_chunked(model: LlamaForCausalLM) -> str | None:
+def why_not_chunked(model: PreTrainedModel) -> str | None:
     """The same for lm_head and the loss, which need all logits then."""
     head: Any = model.lm_head
     found = _problems(head, _LINEAR, "lm_head", patched=True, hooks=_AFTER)
@@ -122,12 +305,11 @@ def why_not_chunked(model: LlamaForCausalLM) -> str | None:
     return next(found, None)
 
 
-def _strangers(base: LlamaModel) -> Iterator[str]:
-    config = base.config
-    for part, known in _IN_MODEL.items():
-        where = f"model.{part}".rstrip(".")
-        yield from _problems(base.get_submodule(part), known, where, patched=not part)
-    yield from _problems(base.norm, _NORM, "model.norm", patched=True)
+def _strangers(base: Any) -> Iterator[str]:
+    config, family = base.config, _known_family(base)
+    yield from _problems(base, family.known("Model"), "model", patched=True)
+    yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
+    yield from _problems(base.norm, family.known("RMSNorm"), "model.norm", patched=True)
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
     attention = config._attn_implementation
@@ -135,15 +317,20 @@ def _strangers(base: LlamaModel) -> Iterator[str]:
         yield f"the attention implementation {attention!r}, which transformers does not ship"
     if any(_hooks_of(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
         yield "hooks on all modules"
+    traits, layer_class = family.layer_traits(config), family.known("DecoderLayer")
     for i, layer in enumerate(base.layers):
         where = f"model.layers.{i}"
-        yield from _problems(layer, _LAYER, where, patched=True)
-        for name, known in _IN_LAYER.items():
-            module: Any = layer
-            for step in name.split("."):
-                module = module._modules[step]
-            yield from _problems(module, known, f"{where}.{name}")
-        yield from _other_settings(layer, config, where)
+        yield from _problems(layer, layer_class, where, patched=True)
+        parts = {name: _part(layer, name) for name in family.in_layer}
+        for name, known in family.in_layer.items():
+            yield from _problems(parts[name], known, f"{where}.{name}")
+        yield from _other_settings(family, layer, parts, config, traits[i], where)
+
+
+def _part(layer: Any, name: str) -> Any:
+    for step in name.split("."):
+        layer = layer._modules[step]
+    return layer
 
 
 def _problems(
@@ -162,17 +349,32 @@ def _problems(
         yield f"hooks on {where}"
 
 
-def _other_settings(layer: Any, config: Any, where: str) -> Iterator[str]:
-    attention = layer.self_attn
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-        if norm.variance_epsilon != config.rms_norm_eps:
+def _other_settings(
+    family: Family, layer: Any, parts: dict[str, Any], config: Any, traits: Traits, where: str
+) -> Iterator[str]:
+    attention = parts["self_attn"]
+    for name in family.norms:
+        if parts[name].variance_epsilon != config.rms_norm_eps:
             yield f"another epsilon than the configuration's in {where}"
-    if attention.scaling != attention.head_dim**-0.5:
+    if attention.scaling != traits.scale:
         yield f"an attention scale of its own in {where}"
-    if attention.attention_dropout and layer.training:
-        yield "attention dropout"
-    biases = [part.bias is None for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    if len(set(biases)) > 1:
+    if getattr(attention, "sliding_window", traits.window) != traits.window:
+        yield f"another window than the configuration's in {where}"
+    if bool(getattr(attention, "use_rope", True)) != traits.rope:
+        yield f"RoPE where the configuration has none, or none where it has, in {where}"
+    if getattr(layer, "residual_multiplier", 1.0) != traits.residual:
+        yield f"a residual multiplier of its own in {where}"
+    if layer.training:
+        if attention.attention_dropout:
+            yield "attention dropout"
+        dropouts = [parts[name].p for name in family.dropouts]
+        dropouts += [getattr(parts[n], "residual_dropout", 0.0) for n in ("self_attn", "mlp")]
+        if any(dropouts):
+            yield "residual dropout"
+    biases = {parts[name].bias is None for name in family.fused or family.linears[:3]}
+    if family.fused and biases != {True}:
+        yield f"a bias of {' or '.join(family.fused)} in {where}"
+    if len(biases) > 1:
         yield f"biases on some of q, k, v only in {where}"
 
 

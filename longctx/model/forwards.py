@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from longctx.errors import UserError, print_rank0
 from longctx.model.documents import Documents
 from longctx.model.families import (
     base_of,
+    embedding_multiplier,
     head_of,
     layer_weights,
+    logits_scaling,
     replaceable,
     why_not_chunked,
     why_not_scheduled,
@@ -149,15 +152,19 @@ def causal_forward(
     finally:
         runtime.loss_follows = runtime.trains_padding = False
     hidden = base.last_hidden_state
+    scaling = logits_scaling(self)
     loss = self.lm_head(
         hidden,
         labels=shift_labels.to(hidden.device),
         num_items=num_items_in_batch,
+        logits_scaling=scaling,
         label_smoothing=runtime.label_smoothing if self.training else 0.0,
     )
     return CausalLMOutputWithPast(
         loss=loss,
-        logits=lazy_logits(hidden, self.lm_head, self.lm_head.weight.shape[0], loss),
+        logits=lazy_logits(
+            hidden, partial(_logits, self.lm_head, scaling), self.lm_head.weight.shape[0], loss
+        ),
         past_key_values=base.past_key_values,
         hidden_states=base.hidden_states,
         attentions=base.attentions,
@@ -166,6 +173,11 @@ def causal_forward(
 
 def _why_all_logits(model: Any) -> str | None:
     return _DOUBLE if model.lm_head.weight.dtype == torch.float64 else why_not_chunked(model)
+
+
+def _logits(head: Any, scaling: float, hidden: Tensor) -> Tensor:
+    logits: Tensor = head(hidden)
+    return logits if scaling == 1.0 else logits / scaling
 
 
 def _any_on_padding(shift_labels: Tensor, mask: Tensor) -> bool:
@@ -214,6 +226,8 @@ def base_forward(
             )
         )
     if reason != _CACHE or torch.is_grad_enabled():
+        if runtime.strict and torch.is_grad_enabled():
+            raise UserError(f"the schedule does not run for calls with {reason} (strict=True)")
         _warn_once(runtime, reason)
     return type(self).forward(self, **inputs)
 
@@ -243,11 +257,12 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
         return "labels that padding predicts (left padding: set the first token's label to -100)"
     if base.dtype == torch.float64:
         return _DOUBLE
-    if torch.is_autocast_enabled(base.device.type):
-        return (
-            "autocast (for the schedule give the weights that dtype instead: bf16=False and "
-            "model.bfloat16(), or train.py's --dtype bfloat16)"
-        )
+    device, wide = base.device.type, base.dtype == torch.float32
+    if torch.is_autocast_enabled(device):
+        if not wide and base.dtype != torch.get_autocast_dtype(device):
+            return f"weights in {base.dtype} in autocast to {torch.get_autocast_dtype(device)}"
+        if wide and layer_weights(base.layers[0]).q_norm is not None:
+            return "norms of q and k in autocast"
     return why_not_scheduled(base)
 
 
@@ -262,8 +277,10 @@ def _scheduled_forward(
     """Embedding, scheduled layers, final norm. Padding is left out, and its output zero."""
     runtime = _runtime(base)
     x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-    runtime.follow(x)
     B, S, D = x.shape
+    runtime.follow(x, _compute_dtype(x), base.config)
+    if (multiplier := embedding_multiplier(base)) != 1.0:
+        x = x * multiplier
     if position_ids is None:
         position_ids = torch.arange(S, device=x.device)[None]
     position_ids = position_ids.expand(B, S)
@@ -273,15 +290,23 @@ def _scheduled_forward(
     x, positions = x.reshape(B * S, D), position_ids.flatten()
     if real is not None:
         x, positions = x[real], positions[real]
-    schedule = make_schedule(base, runtime, x, positions, documents)
-    for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
-        # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
-        # that Hugging Face's layer class would put around the schedule.
-        x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-    x = base.norm(x, owned=runtime.loss_follows)
+    with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
+        schedule = make_schedule(base, runtime, x, positions, documents)
+        for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
+            # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
+            # that Hugging Face's layer class would put around the schedule.
+            x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
+        x = base.norm(x, owned=runtime.loss_follows)
     if real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Of products: autocast's over fp32 weights."""
+    kind = x.device.type
+    wide = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if wide else x.dtype
 
 
 # --- their parts -----------------------------------------------------------------------------

@@ -6,6 +6,10 @@ For the T tokens of a batch, x (T, D), weights as Hugging Face holds them (out, 
     o, lse = attention(q, k, v)   h = x + o Wo'                               (T, H d), (T, D)
     n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
 
+That is Llama's. Of other families (families.py) come, as data (`Traits`, `Weights`): a window or
+another scale of attention, layers without rope, a factor r of both sums (h = x + r o Wo'), norms of
+q and k before rope, and parameters that hold several of these weights.
+
 Kept from forward to backward, as far up the ladder (memory/ladder.py) as there is memory for: x, o
 with lse, h, q k v, gate and up. x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one
 and runs attention forward twice, 70% of a layer's time at 131072 tokens. What is not kept is
@@ -19,6 +23,7 @@ query heads), so that gate, up and q, k, v exist for one tile or one group only.
 
     1. per tile:   [h, n2, gate, up again]; dWd, dgate, dup, dWg, dWu; dh = dy + rms_norm'; dWo
     2. per group:  [q, k, v again]; do = dh Wo; dq, dk, dv = attention'; dq takes o's place
+                   (with norms of q, k: copies of both, normed and rotated; dq, dk through them)
     3. per tile:   dn1 = [dq dk dv] [Wq; Wk; Wv] in one product; dWq, dWk, dWv; dx = dh + rms_norm'
 
 dh, then dx, take dy's place. Peak over weights and gradients: three units (x, o|dq, dy|dh|dx),
@@ -44,11 +49,15 @@ from longctx.memory.ladder import Rung
 from longctx.memory.store import ActivationStore, Saved
 from longctx.model.attention import QKV, Attention
 from longctx.model.documents import Documents
-from longctx.model.projection import WeightGradient, linear, linear_add
+from longctx.model.projection import WeightGradient, linear, linear_add, scaled_mm
 
 
 class Weights(NamedTuple):
-    """A layer's parameters, in the order in which the Function takes and returns them."""
+    """A layer's parameters, in the order in which the Function takes and returns them.
+
+    One parameter may hold several: q those of q, k, v, one below the other, if k and v are None;
+    gate those of gate and up, if up is. `apart` has views of each.
+    """
 
     norm1: Tensor  # (D,)
     q: Tensor  # (H d, D)
@@ -66,15 +75,59 @@ class Weights(NamedTuple):
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # (d,)
+    k_norm: Tensor | None = None  # (d,)
+
+    @property
+    def qkv_in_one(self) -> bool:
+        return self.k is None
+
+    @property
+    def gate_up_in_one(self) -> bool:
+        return self.up is None
+
+    def apart(self) -> Weights:
+        w = self
+        if self.qkv_in_one:
+            Hd = self.o.shape[1]
+            Kd = (self.q.shape[0] - Hd) // 2
+            q, k, v = self.q.split([Hd, Kd, Kd])
+            w = w._replace(q=q, k=k, v=v)
+        if self.gate_up_in_one:
+            gate, up = self.gate.chunk(2)
+            w = w._replace(gate=gate, up=up)
+        return w
+
+    def cast(self, dtype: torch.dtype) -> Weights:
+        """Matrices and biases in `dtype`; norms stay, as in autocast."""
+        norms = ("norm1", "norm2", "q_norm", "k_norm")
+        named = self._asdict().items()
+        return Weights(**{n: x if n in norms or x is None else x.to(dtype) for n, x in named})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a layer does besides products with its weights. Defaults: as in Llama."""
+
+    scale: float
+    """Of attention's scores."""
+    window: int | None = None
+    """A token attends to itself and the window - 1 before it; None: to all before it."""
+    rope: bool = True
+    residual: float = 1.0
+    """What attention's and the MLP's outputs are multiplied by before they are added."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """What a batch's layers share: its documents and positions, and how the work is cut."""
 
+    traits: tuple[Traits, ...]
+    """Of each layer."""
+
     documents: Documents
     position_ids: Tensor  # (T,)
-    inv_freq: Tensor  # (d/2,) fp32
+    inv_freq: Tensor  # (d/2,) fp32, or less: then only the first numbers of a head are rotated
     attention_scaling: float
     """What RoPE multiplies cosine and sine by (YaRN's factor; 1 for plain RoPE)."""
     head_dim: int
@@ -83,6 +136,21 @@ class Schedule:
     store: ActivationStore
     tile_tokens: int
     head_groups: int
+    dtype: torch.dtype
+    """Of products and attention; x and h may be fp32 where it has 16 bits, as in autocast."""
+
+    def window(self, t: Traits) -> int | None:
+        """None where no document is longer."""
+        longer = t.window is not None and t.window < max(self.documents.lengths)
+        return t.window if longer else None
+
+    def rotate_(self, q: Tensor, k: Tensor, t: Traits, inverse: bool = False) -> None:
+        """(T, h, d), (T, k, d), in place"""
+        if t.rope:
+            q, k = (x[..., : 2 * len(self.inv_freq)] for x in (q, k))
+            rope_(
+                *(q, k, self.position_ids, self.inv_freq, self.attention_scaling), inverse=inverse
+            )
 
     def tiles(self, tokens: int) -> list[slice]:
         return [
@@ -115,26 +183,55 @@ def split_heads(w: Weights, s: Schedule) -> Iterator[Group]:
 # --- forward ---------------------------------------------------------------------------------
 
 
+def normed(x: Tensor, weight: Tensor, s: Schedule) -> Tensor:  # (T, D), (D,) -> (T, D)
+    """What products take."""
+    return rms_norm_forward(x, weight, s.eps)[0].to(s.dtype)
+
+
 @annotated("projections")
 def project_qkv(
     x: Tensor,  # (T, D)
     w: Weights,
+    t: Traits,
     s: Schedule,
     group: Group,
 ) -> Tensor:  # (T, (h + 2 k) d)
-    """q, k, v of one head group, side by side: norm, one fused product, rotation."""
+    """q, k, v of one head group, side by side: norm, one fused product, rotation. q and k that have
+    a norm of their own stay as they are: its gradient needs them so."""
     weight = torch.cat([w.q[group.q], w.k[group.kv], w.v[group.kv]])
     biases = (w.q_bias, w.k_bias, w.v_bias)
     bias = None
     if w.q_bias is not None:
         columns = (group.q, group.kv, group.kv)
         bias = torch.cat([b[c] for b, c in zip(biases, columns, strict=True) if b is not None])
-    qkv = x.new_empty(x.shape[0], weight.shape[0])
+    qkv = weight.new_empty(x.shape[0], weight.shape[0])
     for tile in each("tile", s.tiles(x.shape[0])):
-        linear(rms_norm_forward(x[tile], w.norm1, s.eps)[0], weight, bias, out=qkv[tile])
-    q, k, _ = heads(qkv, group, s)
-    rope_(q, k, s.position_ids, s.inv_freq, s.attention_scaling)
+        linear(normed(x[tile], w.norm1, s), weight, bias, out=qkv[tile])
+    if w.q_norm is None:
+        q, k, _ = heads(qkv, group, s)
+        s.rotate_(q, k, t)
     return qkv
+
+
+def attended(
+    qkv: Tensor,  # (T, (h + 2 k) d), as projected
+    w: Weights,
+    t: Traits,
+    s: Schedule,
+    group: Group,
+    *,
+    in_place: bool,
+) -> QKV:
+    """What attention takes: q and k normed, if they have a norm, and rotated."""
+    q, k, v = heads(qkv, group, s)
+    if w.q_norm is None or w.k_norm is None:
+        return QKV(q, k, v)
+    q, k = (
+        rms_norm_forward(x, norm, s.eps, out=x if in_place else None)[0]
+        for x, norm in ((q, w.q_norm), (k, w.k_norm))
+    )
+    s.rotate_(q, k, t)
+    return QKV(q, k, v)
 
 
 def heads(qkv: Tensor, group: Group, s: Schedule) -> QKV:  # (T, h, d), (T, k, d), (T, k, d): views
@@ -145,21 +242,21 @@ def heads(qkv: Tensor, group: Group, s: Schedule) -> QKV:  # (T, h, d), (T, k, d
 def attention_forward(
     x: Tensor,  # (T, D)
     w: Weights,
+    t: Traits,
     s: Schedule,
     kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
     """Adds each group's q, k, v to `kept`."""
     T, Hd = x.shape[0], w.q.shape[0]
-    o = x.new_empty(T, Hd)
+    o = w.q.new_empty(T, Hd)
     lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
 
     def attend(group: Group) -> None:
-        qkv = project_qkv(x, w, s, group)
+        qkv = project_qkv(x, w, t, s, group)
+        ready = attended(qkv, w, t, s, group, in_place=kept is None)
         o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
         with annotate("attention"):
-            s.attention.forward(
-                heads(qkv, group, s), s.documents, s.head_dim**-0.5, o_group, lse[group.lse]
-            )
+            s.attention.forward(ready, s.documents, t.scale, o_group, lse[group.lse], s.window(t))
         if kept is not None:
             kept.append(qkv)
 
@@ -187,22 +284,24 @@ def mlp_forward(
     x: Tensor,  # (T, D)
     o: Tensor,  # (T, H d)
     w: Weights,
+    t: Traits,
     s: Schedule,
     kept: Residuals = NOTHING,
     saved: Saved | None = None,
 ) -> Tensor:  # (T, D)
-    """y = h + mlp(rms_norm(h)) with h = x + o Wo', tile by tile. Fills what is `kept`."""
+    """y = h + r mlp(rms_norm(h)) with h = x + r o Wo', tile by tile; r is `t.residual`. Fills what
+    is `kept`."""
     y = torch.empty_like(x)
 
     def run(tile: slice) -> None:
         out = kept.of(tile)
         with annotate("projections"):
-            h = linear_add(x[tile], o[tile], w.o, w.o_bias, out=out.h)
-        n2, _ = rms_norm_forward(h, w.norm2, s.eps)
+            h = linear_add(x[tile], o[tile], w.o, w.o_bias, scale=t.residual, out=out.h)
+        n2 = normed(h, w.norm2, s)
         gate = linear(n2, w.gate, w.gate_bias, out=out.gate)
         up = linear(n2, w.up, w.up_bias, out=out.up)
         product = swiglu_forward(gate, up, out=gate if out.gate is None else None)
-        linear_add(h, product, w.down, w.down_bias, out=y[tile])
+        linear_add(h, product, w.down, w.down_bias, scale=t.residual, out=y[tile])
         if saved is not None:
             s.store.send(saved, *Residuals._fields, tile=tile)
 
@@ -220,21 +319,47 @@ class Gradients:
     def __init__(self, w: Weights, wants: Weights) -> None:
         self.w, self.wants = w, wants
         self.done: dict[str, Tensor | None] = {}
+        self._gate_up: Tensor | None = None
 
     def linear(self, name: str) -> WeightGradient:
         return WeightGradient(getattr(self.wants, name), getattr(self.wants, f"{name}_bias"))
+
+    def gate_up(self) -> tuple[WeightGradient, WeightGradient]:
+        if not self.w.gate_up_in_one:
+            return self.linear("gate"), self.linear("up")
+        if not self.wants.gate:
+            return WeightGradient(False), WeightGradient(False)
+        self._gate_up = torch.empty_like(self.w.gate, dtype=torch.float32)
+        gate, up = (WeightGradient(True, into=half) for half in self._gate_up.chunk(2))
+        return gate, up
 
     def norm(self, name: str) -> Tensor | None:
         weight = getattr(self.w, name)
         wanted = getattr(self.wants, name)
         return torch.zeros_like(weight, dtype=torch.float32) if wanted else None
 
-    def finish(self, name: str, grad: WeightGradient | Tensor | None) -> None:
+    def finish(self, name: str, grad: WeightGradient | Tensor | None, scale: float = 1.0) -> None:
+        """The gradient is `scale` times `grad`."""
         dtype = self.w.q.dtype
         if isinstance(grad, WeightGradient):
-            self.done[name], self.done[f"{name}_bias"] = grad.round(dtype)
+            self.done[name], self.done[f"{name}_bias"] = grad.round(dtype, scale)
         else:
             self.done[name] = None if grad is None else grad.to(dtype)
+
+    def finish_gate_up(self, gate: WeightGradient, up: WeightGradient) -> None:
+        if self.w.gate_up_in_one:
+            self.finish("gate", self._gate_up)
+            self._gate_up = None
+        else:
+            self.finish("gate", gate)
+            self.finish("up", up)
+
+    def finish_qkv(self, grad: WeightGradient) -> None:
+        for suffix, whole in zip(("", "_bias"), grad.round(self.w.q.dtype), strict=True):
+            parts: list[Tensor | None] | Any = [whole, None, None]
+            if whole is not None and not self.w.qkv_in_one:
+                parts = whole.split([x.shape[0] for x in (self.w.q, self.w.k, self.w.v)])
+            self.done |= {f"{n}{suffix}": part for n, part in zip("qkv", parts, strict=True)}
 
 
 @annotated("mlp")
@@ -244,11 +369,13 @@ def mlp_backward_(
     o: Tensor,  # (T, H d)
     kept: Residuals,
     w: Weights,
+    t: Traits,
     s: Schedule,
     grads: Gradients,
 ) -> None:
     """Step 1: from dy to dh = dy + rms_norm'(h, dn2), and the gradients of down, gate, up, o."""
-    d_o, d_gate, d_up, d_down = (grads.linear(name) for name in ("o", "gate", "up", "down"))
+    d_o, d_down = grads.linear("o"), grads.linear("down")
+    d_gate, d_up = grads.gate_up()
     d_norm2 = grads.norm("norm2")
 
     def run(tile: slice) -> None:
@@ -256,25 +383,28 @@ def mlp_backward_(
         h, gate, up = kept.of(tile)
         if h is None:
             with annotate("projections"):
-                h = linear_add(x[tile], o_t, w.o, w.o_bias)
-        n2, _ = rms_norm_forward(h, w.norm2, s.eps)
+                h = linear_add(x[tile], o_t, w.o, w.o_bias, scale=t.residual)
+        n2 = normed(h, w.norm2, s)
         if gate is None or up is None:
             gate, up = linear(n2, w.gate, w.gate_bias), linear(n2, w.up, w.up_bias)
-        product = dy_t @ w.down  # d_product, until the next line writes the product over it
+        # d_product, until the next line writes the product over it.
+        narrow = dy_t.to(s.dtype)
+        product = scaled_mm(narrow, w.down, t.residual)
         swiglu_backward_(product, gate, up, product=product)  # gate, up become their gradients
-        d_down.add(dy_t, product)
+        d_down.add(narrow, product)
         d_gate.add(gate, n2)
         d_up.add(up, n2)
-        dn2 = torch.addmm(gate @ w.gate, up, w.up)
+        dn2 = torch.addmm(gate @ w.gate, up, w.up).to(h.dtype)
         rms_norm_backward(dn2, h, w.norm2, s.eps, d_residual=dy_t, dw=d_norm2, out=dy_t)
         with annotate("projections"):
-            d_o.add(dy_t, o_t)
+            d_o.add(dy_t.to(s.dtype), o_t)
 
     for tile in each("tile", s.tiles(x.shape[0])):
         s.store.wait(tile)
         run(tile)
-    for name, grad in (("o", d_o), ("gate", d_gate), ("up", d_up), ("down", d_down)):
-        grads.finish(name, grad)
+    grads.finish("o", d_o, t.residual)
+    grads.finish("down", d_down, t.residual)
+    grads.finish_gate_up(d_gate, d_up)
     grads.finish("norm2", d_norm2)
 
 
@@ -286,27 +416,41 @@ def attention_backward_(
     lse: Tensor,  # (H, T)
     kept: list[Tensor],  # (T, (h + 2 k) d) of each group, or empty
     w: Weights,
+    t: Traits,
     s: Schedule,
+    grads: Gradients,
 ) -> Tensor:  # (T, 2 K d): dk | dv
-    """Step 2: dq, dk, dv of the unrotated projections, one head group at a time."""
+    """Step 2: dq, dk, dv of the plain projections, one head group at a time, and the gradients of
+    the norms of q and k."""
     Kd = w.k.shape[0]
-    dkv = x.new_empty(x.shape[0], 2 * Kd)
+    d_norms = grads.norm("q_norm"), grads.norm("k_norm")
+    dkv = w.q.new_empty(x.shape[0], 2 * Kd)
+    narrow = dh.to(s.dtype)
 
     def run(i: int, group: Group) -> None:
-        qkv = kept[i] if kept else project_qkv(x, w, s, group)
-        do = (dh @ w.o[:, group.q]).unflatten(1, (-1, s.head_dim))
+        qkv = kept[i] if kept else project_qkv(x, w, t, s, group)
+        ready = attended(qkv, w, t, s, group, in_place=False)
+        do = scaled_mm(narrow, w.o[:, group.q], t.residual).unflatten(1, (-1, s.head_dim))
         o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
         with annotate("attention"):
             dq, dk, dv = s.attention.backward(
-                *(do, heads(qkv, group, s), s.documents, s.head_dim**-0.5, o_group, lse[group.lse])
+                *(do, ready, s.documents, t.scale, o_group, lse[group.lse], s.window(t))
             )
-        rope_(dq, dk, s.position_ids, s.inv_freq, s.attention_scaling, inverse=True)
+        s.rotate_(dq, dk, t, inverse=True)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k, _ = heads(qkv, group, s)
+            for grad, given, norm, dw in zip(
+                (dq, dk), (q, k), (w.q_norm, w.k_norm), d_norms, strict=True
+            ):
+                rms_norm_backward(grad, given, norm, s.eps, dw=dw, out=grad)
         o[:, group.q] = dq.flatten(1)
         dkv[:, group.kv] = dk.flatten(1)
         dkv[:, Kd:][:, group.kv] = dv.flatten(1)
 
     for i, group in enumerate(each("head group", split_heads(w, s))):
         run(i, group)
+    for name, d_norm in zip(("q_norm", "k_norm"), d_norms, strict=True):
+        grads.finish(name, d_norm)
     return dkv
 
 
@@ -322,9 +466,8 @@ def input_backward_(
     retire: Any,
 ) -> None:
     """Step 3: from dh to dx = dh + rms_norm'(x, dn1), and the gradients of q, k, v."""
-    weight = torch.cat([w.q, w.k, w.v])  # (H d + 2 K d, D)
-    parts = [w.q.shape[0], w.k.shape[0], w.v.shape[0]]
-    wants = grads.wants
+    given, wants = grads.w, grads.wants
+    whole = given.q.to(s.dtype) if given.qkv_in_one else torch.cat([w.q, w.k, w.v])
     d_qkv = WeightGradient(
         bool(wants.q or wants.k or wants.v),
         bool(wants.q_bias or wants.k_bias or wants.v_bias),
@@ -332,20 +475,19 @@ def input_backward_(
     d_norm1 = grads.norm("norm1")
 
     def run(tile: slice) -> None:
-        n1, _ = rms_norm_forward(x[tile], w.norm1, s.eps)
+        n1 = normed(x[tile], w.norm1, s)
         dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
         d_qkv.add(dqkv, n1)
+        dn1 = (dqkv @ whole).to(x.dtype)  # whole: (H d + 2 K d, D)
         rms_norm_backward(
-            dqkv @ weight, x[tile], w.norm1, s.eps, d_residual=dh[tile], dw=d_norm1, out=dh[tile]
+            dn1, x[tile], w.norm1, s.eps, d_residual=dh[tile], dw=d_norm1, out=dh[tile]
         )
 
     for tile in each("tile", s.tiles(x.shape[0])):
         run(tile)
         retire(tile)
     grads.finish("norm1", d_norm1)
-    for suffix, grad in zip(("", "_bias"), d_qkv.round(w.q.dtype), strict=True):
-        pieces = [None] * 3 if grad is None else grad.split(parts)
-        grads.done |= {f"{n}{suffix}": g for n, g in zip("qkv", pieces, strict=True)}
+    grads.finish_qkv(d_qkv)
 
 
 # --- the layer -------------------------------------------------------------------------------
@@ -374,7 +516,7 @@ def keep(
     s.store.add(saved, Rung.H, h=h)
     if not saved.keeps(Rung.ALL):
         return Residuals(h)
-    gate, up = x.new_empty(T, F), x.new_empty(T, F)
+    gate, up = o.new_empty(T, F), o.new_empty(T, F)
     s.store.add(saved, Rung.ALL, gate=gate, up=up)
     return Residuals(h, gate, up)
 
@@ -389,22 +531,23 @@ class _ScheduledLayer(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,  # (T, D)
+        t: Traits,
         s: Schedule,
         layers_above: int | None,
         *weights: Tensor | None,
     ) -> Tensor:  # (T, D)
-        w = Weights(*weights)  # type: ignore[arg-type]
+        w = Weights(*weights).apart().cast(s.dtype)  # type: ignore[arg-type]
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
         qkv: list[Tensor] = []
         keeps_qkv = saved is not None and saved.keeps(Rung.QKV)
-        o, lse = attention_forward(x, w, s, qkv if keeps_qkv else None)
+        o, lse = attention_forward(x, w, t, s, qkv if keeps_qkv else None)
         kept = NOTHING if saved is None else keep(saved, x, o, lse, qkv, w, s)
-        y = mlp_forward(x, o, w, s, kept, saved)
+        y = mlp_forward(x, o, w, t, s, kept, saved)
         if saved is not None:
             s.store.release(saved)
-        ctx.schedule, ctx.saved = s, saved
+        ctx.traits, ctx.schedule, ctx.saved = t, s, saved
         ctx.save_for_backward(*weights)
         return y
 
@@ -412,9 +555,11 @@ class _ScheduledLayer(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     @annotated("layer backward")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        t: Traits = ctx.traits
         s: Schedule = ctx.schedule
-        w = Weights(*ctx.saved_tensors)
-        grads = Gradients(w, Weights(*ctx.needs_input_grad[3:]))
+        given = Weights(*ctx.saved_tensors)
+        w = given.apart().cast(s.dtype)
+        grads = Gradients(given, Weights(*ctx.needs_input_grad[4:]))
         tiles = s.tiles(dy.shape[0])
         kept = s.store.load(ctx.saved, tiles)
         x = kept["x"]
@@ -423,15 +568,15 @@ class _ScheduledLayer(torch.autograd.Function):
         else:
             for tile in tiles:
                 s.store.wait(tile)
-            o, lse = attention_forward(x, w, s)
+            o, lse = attention_forward(x, w, t, s)
         dx = dy.contiguous()  # nobody else reads it: the layer above made it for this one
         residuals = Residuals(kept.get("h"), kept.get("gate"), kept.get("up"))
-        mlp_backward_(dx, x, o, residuals, w, s, grads)
+        mlp_backward_(dx, x, o, residuals, w, t, s, grads)
         groups = [kept[_part(i)] for i in range(s.head_groups) if _part(i) in kept]
-        dkv = attention_backward_(dx, x, o, lse, groups, w, s)
+        dkv = attention_backward_(dx, x, o, lse, groups, w, t, s, grads)
         input_backward_(dx, x, o, dkv, w, s, grads, lambda tile: s.store.retire(ctx.saved, tile))
         s.store.finish(ctx.saved)
-        return dx, None, None, *(grads.done.get(name) for name in Weights._fields)
+        return dx, None, None, None, *(grads.done.get(name) for name in Weights._fields)
 
 
 def scheduled_layer(x: Tensor, s: Schedule, layers_above: int, w: Weights) -> Tensor:
@@ -440,7 +585,7 @@ def scheduled_layer(x: Tensor, s: Schedule, layers_above: int, w: Weights) -> Te
     `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
     """
     above = layers_above if torch.is_grad_enabled() else None  # no backward: nothing is kept
-    return _ScheduledLayer.apply(x, s, above, *w)
+    return _ScheduledLayer.apply(x, s.traits[-1 - layers_above], s, above, *w)
 
 
 class _FinalNorm(torch.autograd.Function):

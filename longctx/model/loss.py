@@ -52,10 +52,11 @@ def linear_cross_entropy_reference(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    logits_scaling: float = 1.0,
 ) -> Tensor:  # scalar
     """The same loss through ordinary autograd with all logits held: for tests, and to read."""
     logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (T, V)
-    z = logits if logits.dtype == torch.float64 else logits.float()
+    z = (logits if logits.dtype == torch.float64 else logits.float()) / logits_scaling
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     y = labels.flatten()
     loss = torch.nn.functional.cross_entropy(
@@ -132,6 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count: int | Tensor | None,  # None: the number of rows that count
         grad: bool,
         logits_bytes: int,
+        logits_scaling: float,
         options: dict[str, Any],
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = (grad and n for n in ctx.needs_input_grad[:3])
@@ -145,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # fp16 gradients get 8 more bits above the smallest number: |d_logits| <= 256, far from
         # 65504.
         boost = 256.0 if hidden.dtype == torch.float16 else 1.0
-        mantissa, exponent = torch.frexp(scale)
+        mantissa, exponent = torch.frexp(scale / logits_scaling)
         ctx.rescale = torch.ldexp(torch.full_like(scale, 1 / boost), exponent)
 
         work = _Workspace(n, V, hidden, grad, logits_bytes)
@@ -172,6 +174,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 mm(h[part], weight_t, z)
                 if bias is not None:
                     z += bias
+                if logits_scaling != 1.0:
+                    z /= logits_scaling
                 losses[start + part.start : start + part.stop] = cross_entropy(
                     z, y[part], d_logits=g if grad else None, scale=kernel_scale, **options
                 )
@@ -214,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for g, t in zip(ctx.grads, ctx.dtypes, strict=True)
         )
         ctx.grads = None
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def _kept_rows(labels: Tensor, vocab: int) -> Tensor | None:
@@ -245,6 +249,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    logits_scaling: float = 1.0,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:  # () fp32
     """Cross-entropy of hidden @ weight.T + bias, differentiable in hidden, weight and bias.
@@ -253,7 +258,7 @@ def linear_cross_entropy(
     count over a whole gradient accumulation, HF's `num_items_in_batch`), else by their number
     (`reduction="mean"`), else by nothing. Without any label that counts the loss is 0. `z_loss`
     adds z_loss * lse^2, `softcap` bounds the logits by softcap * tanh(logits / softcap),
-    `logits_bytes` bounds the logits held at a time.
+    `logits_scaling` divides them before all that, `logits_bytes` bounds the logits held at a time.
 
     Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
     run once. Raises ValueError for a wrong shape, dtype or value.
@@ -275,6 +280,8 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
+    if logits_scaling <= 0:
+        raise ValueError(f"logits_scaling must be positive, got {logits_scaling}")
     if logits_bytes <= 0:
         raise ValueError(f"logits_bytes must be positive, got {logits_bytes}")
     kind = hidden.device.type
@@ -297,5 +304,6 @@ def linear_cross_entropy(
             count,
             torch.is_grad_enabled(),
             logits_bytes,
+            logits_scaling,
             options,
         )

@@ -27,10 +27,8 @@ from transformers import PreTrainedModel
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.memory.store import ActivationStore
 from longctx.model import forwards
-from longctx.model.backends import choose_attention
-from longctx.model.families import base_of, head_of, is_ours
+from longctx.model.families import FAMILIES, base_of, head_of, is_ours
 from longctx.model.runtime import Runtime, runtime_of
 
 OPTIONS = (
@@ -47,8 +45,11 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 logger = logging.getLogger("longctx")
 
 
-def patch(model: Model, **options: Any) -> Model:
+def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
     """Patches `model` in place, and returns it.
+
+    Where the schedule does not cover a call of training, Hugging Face's layers run and that is said
+    once; with `strict` it is a UserError.
 
     Options, with train.py's names, values and defaults: `keep`, `offload_activations`,
     `attn_backend`, `head_groups`, `tile_tokens`, `host_memory_gib`. Device and dtype are the
@@ -64,6 +65,7 @@ def patch(model: Model, **options: Any) -> Model:
     if any(p.is_meta for p in model.parameters()):
         raise UserError("this model has no weights yet (meta tensors): load them first")
     logger.info(patch_custom(model, ModelArguments(**options), model.device))
+    base_of(model).longctx.strict = strict  # type: ignore[union-attr]
     return model
 
 
@@ -103,9 +105,7 @@ def patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.dev
     _refuse(model)
     base = base_of(model)
     assert base is not None
-    backend, attention = choose_attention(args.attn_backend, device, model.dtype)
-    store = ActivationStore(device, args.host_memory_gib)
-    runtime = Runtime(args=args, attention=attention, store=store, dtype=model.dtype)
+    runtime, backend = Runtime.make(args, base.config, device, model.dtype)
     base.longctx = runtime
     said = f"patched: {len(base.layers)} scheduled decoder layers, {backend} attention, RMSNorm"
     if head_of(model) is not None:
@@ -118,7 +118,8 @@ def patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.dev
 def _refuse(model: PreTrainedModel) -> None:
     base = base_of(model) if isinstance(model, nn.Module) else None
     if base is None:
-        raise UserError(f"custom patches LlamaForCausalLM, got {type(model).__name__}")
+        names = ", ".join(family.prefix for family in FAMILIES.values())
+        raise UserError(f"custom patches models of {names}; got {type(model).__name__}")
     if runtime_of(base) is not None:
         raise UserError("this model is patched already: longctx.unpatch(model) first")
     if any("forward" in vars(part) for part in (model, base)):

@@ -32,13 +32,26 @@ def linear_add(
     weight: Tensor,  # (O, I)
     bias: Tensor | None = None,  # (O,)
     *,
+    scale: float = 1.0,
     out: Tensor | None = None,  # (T, O), may be base
 ) -> Tensor:  # (T, O)
-    """base + x weight' + bias, rounded once; with a bias twice, the first time without base, which
-    is the larger part of a residual stream."""
+    """base + scale (x weight' + bias), rounded once; with a bias twice, the first time without
+    base, which is the larger part of a residual stream, and so it is into an fp32 stream."""
+    if base.dtype != x.dtype:
+        product = linear(x, weight, bias)
+        return torch.add(base, product if scale == 1.0 else product.to(base.dtype) * scale, out=out)
     if bias is None:
-        return torch.addmm(base, x, weight.t(), out=out)
-    return torch.add(base, linear(x, weight, bias), out=out)
+        return torch.addmm(base, x, weight.t(), alpha=scale, out=out)
+    # Not by torch.add's own factor, which is rounded to bf16 on CPUs: 1.7 becomes 1.703.
+    product = torch.addmm(bias, x, weight.t(), beta=scale, alpha=scale)
+    return torch.add(base, product, out=out)
+
+
+def scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale a b, rounded once."""
+    if scale == 1.0:
+        return a @ b
+    return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=scale)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -62,8 +75,14 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor) -> None:
 class WeightGradient:
     """The gradient of a linear map's weight and bias over tiles of tokens; nothing if frozen."""
 
-    def __init__(self, weight: bool, bias: bool = False) -> None:
+    def __init__(
+        self,
+        weight: bool,
+        bias: bool = False,
+        into: Tensor | None = None,  # (O, I) fp32: where the weight's adds up
+    ) -> None:
         self._wants_weight, self._wants_bias = weight, bias
+        self._into = into
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
 
@@ -71,7 +90,9 @@ class WeightGradient:
         if self._wants_weight:
             if self._weight is None:
                 shape = (dy.shape[1], x.shape[1])
-                self._weight = torch.empty(shape, dtype=torch.float32, device=x.device)
+                if self._into is None:
+                    self._into = torch.empty(shape, dtype=torch.float32, device=x.device)
+                self._weight, self._into = self._into, None
                 mm(dy.t(), x, out=self._weight)
             else:
                 addmm_(self._weight, dy.t(), x)
@@ -79,11 +100,13 @@ class WeightGradient:
             total = dy.sum(0, dtype=torch.float32)
             self._bias = total if self._bias is None else self._bias.add_(total)
 
-    def round(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """The weight's (O, I) and the bias's (O,) gradient; frees the fp32 sums."""
-        weight, bias = self._weight, self._bias
+    def round(self, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor | None, Tensor | None]:
+        """`scale` times the weight's (O, I) and the bias's (O,) gradient; frees the fp32 sums."""
+        sums = (self._weight, self._bias)
         self._weight = self._bias = None
-        return (
-            None if weight is None else weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-        )
+        if scale != 1.0:
+            for x in sums:
+                if x is not None:
+                    x.mul_(scale)
+        weight, bias = (None if x is None else x.to(dtype) for x in sums)
+        return weight, bias

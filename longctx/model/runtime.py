@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
@@ -35,11 +34,9 @@ from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.attention import Attention
 from longctx.model.backends import choose_attention
 from longctx.model.documents import Documents
-from longctx.model.families import base_of
+from longctx.model.families import base_of, has_windows, layer_weights, model_traits, windows
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
-
-logger = logging.getLogger("longctx")
 
 
 @dataclass(kw_only=True)
@@ -52,7 +49,11 @@ class Runtime:
     store: ActivationStore
     dtype: torch.dtype
     """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
+    stream_dtype: torch.dtype | None = None
+    """Of the residual stream, once there was a batch: fp32 in autocast."""
     label_smoothing: float = 0.0
+    strict: bool = False
+    """A call of training that the schedule does not cover is an error."""
     pending_bytes: Callable[[PreTrainedModel], Pending] = field(
         default_factory=lambda: _plain_pending
     )
@@ -70,25 +71,34 @@ class Runtime:
     trains_padding: bool = False
     """Labels of this forward are predicted from padding."""
 
+    @classmethod
+    def make(
+        cls, args: ModelArguments, config: Any, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Runtime, str]:
+        """And the name of its attention backend. Raises UserError where that cannot run."""
+        name, attention = choose_attention(args.attn_backend, device, dtype, has_windows(config))
+        store = ActivationStore(device, args.host_memory_gib)
+        return cls(args=args, attention=attention, store=store, dtype=dtype), name
+
+    def follow(self, x: Tensor, dtype: torch.dtype, config: Any) -> None:
+        """The model was moved or cast since it was patched, or runs in autocast: so do backend and
+        store. `x` is the embedding's output, `dtype` that of products."""
+        self.stream_dtype = x.dtype
+        if dtype == self.dtype and _is_on(x, self.store.device):
+            return
+        made, _ = self.make(self.args, config, x.device, dtype)
+        self.attention, self.dtype, self.reserved_tokens = made.attention, dtype, 0
+        if not _is_on(x, self.store.device):
+            self.store = made.store
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Saved and copied with the model; memory, streams and an engine's word are made anew."""
-        settings = dict(label_smoothing=self.label_smoothing, passes=self.passes)
-        return _remake, (self.args, self.store.device, self.dtype, settings)
+        settings = dict(
+            label_smoothing=self.label_smoothing, passes=self.passes, strict=self.strict
+        )
+        return _remake, (self.args, settings)
 
-    def follow(self, x: Tensor) -> None:  # (B, S, D), what the first layer gets
-        """Attention and memory for the device and dtype of `x`: a Trainer moves a model that was
-        patched before it."""
-        here = self.store.device
-        moved = x.device.type != here.type or here.index not in (None, x.device.index)
-        if not moved and x.dtype == self.dtype:
-            return
-        backend, self.attention = choose_attention(self.args.attn_backend, x.device, x.dtype)
-        if moved:
-            self.store = ActivationStore(x.device, self.args.host_memory_gib)
-        self.dtype, self.reserved_tokens = x.dtype, 0
-        logger.info(f"the model is on {x.device} in {x.dtype} now: {backend} attention")
-
-    def reserve(self, model: LlamaForCausalLM, tokens: int) -> bool:
+    def reserve(self, model: Any, tokens: int) -> bool:
         """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether
         it did."""
         if tokens <= self.reserved_tokens:
@@ -121,7 +131,7 @@ class Runtime:
             states=states,
         )
 
-    def sizes(self, model: LlamaForCausalLM) -> Sizes:
+    def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
         config, base = model.config, base_of(model)
         assert base is not None
@@ -134,20 +144,24 @@ class Runtime:
             head_dim=base.layers[0].self_attn.head_dim,
             vocab=config.vocab_size,
             itemsize=self.dtype.itemsize,
+            stream_itemsize=(self.stream_dtype or self.dtype).itemsize,
+            windows=tuple(windows(config)),
+            qk_norms=layer_weights(base.layers[0]).q_norm is not None,
             tile_tokens=self.args.tile_tokens,
             head_groups=self.args.head_groups,
         )
 
 
-def _remake(
-    args: ModelArguments, device: torch.device, dtype: torch.dtype, settings: dict[str, Any]
-) -> Runtime:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        device = torch.device("cpu")
-    name = args.attn_backend if device.type == "cuda" else "auto"
-    _, attention = choose_attention(name, device, dtype)
-    store = ActivationStore(device, args.host_memory_gib)
+def _remake(args: ModelArguments, settings: dict[str, Any]) -> Runtime:
+    """Of no dtype that is scheduled: `follow` makes it that of the first batch."""
+    cpu, dtype = torch.device("cpu"), torch.float64
+    _, attention = choose_attention("math", cpu, dtype)
+    store = ActivationStore(cpu, args.host_memory_gib)
     return Runtime(args=args, attention=attention, store=store, dtype=dtype, **settings)
+
+
+def _is_on(x: Tensor, device: torch.device) -> bool:
+    return x.device.type == device.type and device.index in (None, x.device.index)
 
 
 def _plain_pending(model: PreTrainedModel) -> Pending:
@@ -165,7 +179,7 @@ def runtime_of(model: Any) -> Runtime | None:
 
 
 def patched_part(model: nn.Module) -> Any | None:
-    """The patched LlamaForCausalLM, itself or inside what adapters or engines wrapped around it."""
+    """The patched model, itself or inside what adapters or engines wrapped around it."""
     return next((part for part in model.modules() if runtime_of(part)), None)
 
 
@@ -189,9 +203,11 @@ def make_schedule(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
     return Schedule(
+        traits=model_traits(base),
         documents=documents,
         position_ids=position_ids,
-        inv_freq=rotary.inv_freq.float(),
+        # A copy: LongRoPE overwrites it in the next forward, which may come before this backward.
+        inv_freq=rotary.inv_freq.to(torch.float32, copy=True),
         attention_scaling=rotary.attention_scaling,
         head_dim=base.layers[0].self_attn.head_dim,
         eps=config.rms_norm_eps,
@@ -199,4 +215,5 @@ def make_schedule(
         store=runtime.store,
         tile_tokens=args.tile_tokens or default_tile_tokens(tokens),
         head_groups=head_groups,
+        dtype=runtime.dtype,
     )

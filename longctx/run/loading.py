@@ -18,7 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -29,7 +28,8 @@ from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.model import flash4
-from longctx.model.backends import choose_attention
+from longctx.model.backends import NO_WINDOWS, choose_attention
+from longctx.model.families import FAMILIES, has_windows
 from longctx.model.patch import patch_as
 from longctx.run.presets import PRESETS
 
@@ -54,17 +54,19 @@ def load_config(
     Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
     """
     if args.model_name_or_path is None:
-        preset = PRESETS[args.preset or "tiny"]
-        config: PretrainedConfig = LlamaConfig(
-            **{"vocab_size": vocab_size, **preset, **(special_ids or {})}
-        )
+        preset: dict[str, Any] = {"model_type": "llama", "vocab_size": vocab_size}
+        preset |= PRESETS[args.preset or "tiny"]
+        config: PretrainedConfig = AutoConfig.for_model(**preset | dict(special_ids or {}))
     else:
         config = read_config(args)
-    if args.class_type == "custom" and config.model_type != "llama":
+    if args.class_type == "custom" and config.model_type not in FAMILIES:
         raise UserError(
-            f"--class_type custom patches models of the Llama family; {args.model_name_or_path} "
-            f"is of type {config.model_type!r}: use --class_type vanilla or liger"
+            f"--class_type custom patches models of type {', '.join(FAMILIES)}; "
+            f"{args.model_name_or_path} is of type {config.model_type!r}: use --class_type vanilla "
+            "or liger"
         )
+    if args.class_type == "custom" and args.attn_backend == "cudnn" and has_windows(config):
+        raise UserError(NO_WINDOWS)
     kv_heads = getattr(config, "num_key_value_heads", None) or 1
     if args.class_type == "custom" and kv_heads % (args.head_groups or 1):
         raise UserError(
@@ -368,5 +370,14 @@ def _scale_rope(config: PretrainedConfig, args: ModelArguments) -> None:
         rope["original_max_position_embeddings"] = limit
     config.rope_parameters = rope
     config.max_position_embeddings = args.seq_len
+    try:
+        known = type(config).from_dict(config.to_dict()).rope_parameters
+    except Exception:  # each of transformers' checks has a type of its own
+        known = {}
+    if known.get("rope_type") != args.rope_scaling:  # Phi3 knows LongRoPE alone
+        raise UserError(
+            f"--rope_scaling {args.rope_scaling} is impossible with models of type "
+            f"{config.model_type!r}, whose configuration has no such RoPE: use --extend_context"
+        )
     kind = f"{args.rope_scaling} by {factor:g}"
     print_rank0(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind}")

@@ -2,13 +2,14 @@
 
 Model FLOPs of a step (forward + backward; recomputation does not count as useful work):
 
-    6 * P * T  +  6 * layers * H * d * sum over documents of (document length)^2
+    6 * P * T  +  6 * H * d * sum over layers and documents of (document length)^2
 
 with P the parameters in matmuls (lm_head included, input embedding not), T the tokens, H query
 heads of size d. The second term is causal attention: 2 products of 2*L*L*d multiply-adds per head
 forward, halved by causality, and twice that backward. Documents come from `position_ids`, which
 restart at 0: the sum of (2*p + 1) over a document's positions 0..L-1 is L^2, so no boundary search
-is needed and the sum stays on the GPU until a line is logged.
+is needed and the sum stays on the GPU until a line is logged. In a layer with a sliding window of W
+tokens a position counts 2*min(p, W-1) + 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.engines.collectives import whole_numel
 from longctx.memory.plan import GIB
+from longctx.model.families import head_dim, windows
 
 # Dense bf16 peaks from the vendors' datasheets, in TFLOP/s.
 _PEAK_TFLOPS = {
@@ -55,14 +58,19 @@ def matmul_parameters(model: PreTrainedModel) -> int:
     return sum(whole_numel(p) for p in model.parameters() if tied or p is not embedding.weight)
 
 
-def step_flops(
-    config: PretrainedConfig, parameters: int, tokens: int, squared_lengths: int
-) -> float:
-    """Model FLOPs of forward and backward over `tokens` tokens; see the module's formula."""
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    attention = config.num_hidden_layers * config.num_attention_heads * head_dim * squared_lengths
+def squared_lengths(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  # (B, S)
+    """The sum over layers and documents of the module's formula."""
+    total = torch.zeros((), dtype=torch.int64, device=position_ids.device)
+    for window, layers in Counter(windows(config)).items():
+        seen = position_ids if window is None else position_ids.clamp(max=window - 1)
+        total += layers * (2 * seen + 1).sum()
+    return total
+
+
+def step_flops(config: PretrainedConfig, parameters: int, tokens: int, squared: int) -> float:
+    """Model FLOPs of forward and backward over `tokens` tokens whose `squared_lengths` are those;
+    see the module's formula."""
+    attention = config.num_attention_heads * head_dim(config) * squared
     return 6.0 * parameters * tokens + 6.0 * attention
 
 
@@ -96,7 +104,7 @@ class Throughput:
 
     def count(self, position_ids: Tensor) -> None:  # (B, S)
         self._tokens += position_ids.numel()
-        self._squared_lengths = self._squared_lengths + (2 * position_ids + 1).sum()
+        self._squared_lengths = self._squared_lengths + squared_lengths(self.config, position_ids)
 
     def start_clock(self) -> None:
         """Leaves out what lies between two steps: a checkpoint, an evaluation."""

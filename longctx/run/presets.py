@@ -13,6 +13,7 @@ _LLAMA_3_ROPE = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
+    # Llama's where they name no model_type.
     # 1.5M parameters over its embedding: a step of 4096 tokens takes about a second on two cores.
     "tiny": dict(
         hidden_size=128,
@@ -48,6 +49,62 @@ PRESETS: dict[str, dict[str, Any]] = {
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         rope_parameters={**_LLAMA_3_ROPE, "factor": 8.0},
+        tie_word_embeddings=False,
+    ),
+    "qwen3-8b": dict(
+        model_type="qwen3",
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=False,
+    ),
+    "qwen2.5-7b": dict(
+        model_type="qwen2",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=False,
+    ),
+    # v0.1, the one with a window.
+    "mistral-7b": dict(
+        model_type="mistral",
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        sliding_window=4096,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+    ),
+    "phi-4": dict(
+        model_type="phi3",
+        vocab_size=100352,
+        hidden_size=5120,
+        intermediate_size=17920,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=10,
+        max_position_embeddings=16384,
+        original_max_position_embeddings=16384,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 250000.0},
         tie_word_embeddings=False,
     ),
 }

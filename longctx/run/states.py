@@ -7,7 +7,7 @@ GPU memory is given, in this order, to what a step works with, to weights, gradi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from longctx.memory.plan import (
     GIB,
     BlockSizes,
     Place,
+    Placement,
     buffer_bytes,
     place_blocks,
     ring_bytes,
@@ -65,7 +66,21 @@ def uses_exact_states(args: TrainArguments, dtype: torch.dtype) -> bool:
     return bool(asks) or dtype == torch.bfloat16
 
 
-def place_states(model: Any, args: TrainArguments, tokens: int) -> StateStream:
+class Placing(Protocol):
+    """What of a run's arguments says where its states live."""
+
+    place: Placement
+    gpu_memory_gib: float | None
+    gradient_accumulation_steps: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
     """Moves the model's weights and new AdamW states to where the options put them; the longest
     batch has `tokens`. Raises UserError where GPU or host have too little memory."""
     patched = patched_part(model)
@@ -150,7 +165,7 @@ class Kept(NamedTuple):
 
 def _keep(
     patched: Any | None,
-    args: TrainArguments,
+    args: Placing,
     blocks: Sequence[BlockSizes],
     tokens: int,
     budget: int,
@@ -177,7 +192,7 @@ def _keep(
     return Kept(ladder, gpu_bytes(sizes, tokens, ladder), hosted, hosted // max(1, layers))
 
 
-def _limit_gpu(args: TrainArguments) -> None:
+def _limit_gpu(args: Placing) -> None:
     if args.device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -187,7 +202,7 @@ def _limit_gpu(args: TrainArguments) -> None:
         torch.cuda.set_per_process_memory_fraction(share, args.device)
 
 
-def _gpu_budget(model: nn.Module, args: TrainArguments) -> int:
+def _gpu_budget(model: nn.Module, args: Placing) -> int:
     """What weights, states, gradients and activations may take together."""
     if args.device.type != "cuda":
         return 2**62

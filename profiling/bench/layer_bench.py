@@ -1,4 +1,5 @@
-"""Times decoder layers of Llama-3.1-8B's dimensions, forward and backward, one process per case.
+"""Times decoder layers of Llama-3.1-8B's dimensions, or of another preset's, forward and backward,
+one process per case.
 
     python profiling/bench/layer_bench.py --cases h200 --output profiling/results/h200_layer.json
     python profiling/bench/layer_bench.py --case tokens=131072,layers=4,head_groups=8,offload=all
@@ -34,6 +35,7 @@ WARM_UP_TOKENS = 131072
 
 DEFAULTS: Case = {
     "class_type": "custom",
+    "preset": "llama-3.1-8b",
     "tokens": 131072,
     "layers": 4,
     "head_groups": None,
@@ -73,19 +75,24 @@ def h200_cases() -> list[Case]:
         dict(tokens=1048576, layers=2, head_groups=8, backend="fa4"),
         dict(tokens=2097152, layers=1, head_groups=8, backend="fa4", limit_gib=80),
     ]
-    return [*long, *peers, *extreme]
+    families = [
+        dict(preset=preset, layers=1, backend="fa4", **settings)
+        for preset in ("qwen3-8b", "qwen2.5-7b", "mistral-7b", "phi-4")
+        for settings in (dict(class_type="custom"), dict(class_type="liger"))
+    ]
+    return [*long, *peers, *extreme, *families]
 
 
 def build(case: Case):
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from longctx.config import ModelArguments
     from longctx.model.patch import patch_as
     from longctx.run.loading import _hf_attention, load_config
 
     args = ModelArguments(
-        preset="llama-3.1-8b",
+        preset=case["preset"],
         class_type=case["class_type"],
         seq_len=case["tokens"],
         extend_context=True,
@@ -101,7 +108,7 @@ def build(case: Case):
     config.num_hidden_layers, config.vocab_size = case["layers"], 128
     attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
     with device:
-        model = LlamaForCausalLM._from_config(
+        model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation=attention
         )
     model.train()
@@ -166,6 +173,7 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     try:
         if case["class_type"] == "custom":
             model.longctx.reserve(model, tokens)
+            model.longctx.loss_follows = True  # as after it, nobody else holds the gradient
         for step in range(repeats + 1):
             length = tokens if step else min(tokens, WARM_UP_TOKENS)
             model.zero_grad(set_to_none=True)

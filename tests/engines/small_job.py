@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import psutil
 import pytest
 import torch
 from paths import PYTHONPATH, ROOT
-from transformers import AutoModelForCausalLM
+from small_families import family_config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx.output import METRICS
 
@@ -34,6 +36,16 @@ def environment(gpus: int = 0) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
+
+
+def of_family(family: str, job: list[str], folder: Path) -> list[str]:
+    """The same run with a model of another family, which goes to `folder`."""
+    at = job.index("--model_name_or_path") + 1
+    shutil.copytree(job[at], folder)
+    vocab_size = AutoConfig.from_pretrained(job[at]).vocab_size
+    config = family_config(family, vocab_size=vocab_size)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return [*job[:at], str(folder), *job[at + 1 :]]
 
 
 def launch(processes: int, *words: str) -> list[str]:

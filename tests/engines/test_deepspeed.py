@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from small_job import assert_same_run, batch, environment, kill_after_saving, launch, on_cpu, run
+from small_job import (
+    assert_same_run,
+    batch,
+    environment,
+    kill_after_saving,
+    launch,
+    of_family,
+    on_cpu,
+    run,
+)
 
+import train
 from longctx.config import installed
 
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -44,6 +54,18 @@ def test_each_deepspeed_file_trains(
         launcher += ["--config_file", str(path.with_suffix(".yaml"))]
         run([*launcher, "train.py", *flags, *batch(1), "--save_strategy", "no"])
     assert_same_run(tmp_path / "run", vanilla)
+
+
+@needs_deepspeed
+def test_another_family(job: list[str], tmp_path: Path) -> None:
+    """Norms of q and k, gathered with their layer."""
+    flags = of_family("qwen3", job, tmp_path / "model")
+    alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
+    train.main([*flags, *alone])
+    config = on_cpu(ROOT / "ds_configs" / "zero3.json", tmp_path)
+    flags += ["--deepspeed", config, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no"]
+    run(launch(2, "train.py", *flags, *batch(2)))
+    assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
 @needs_deepspeed

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from paths import ROOT
-from small_job import assert_same_run, batch, environment, kill_after_saving, launch, run
+from small_job import assert_same_run, batch, environment, kill_after_saving, launch, of_family, run
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import train
@@ -73,6 +73,17 @@ def test_accelerate_launch_with_an_fsdp_yaml(
     launcher += ["--config_file", f"fsdp_configs/{config}.yaml", "tests/engines/fsdp_on_cpu.py"]
     run([*launcher, *job, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(2)])
     assert_same_run(tmp_path / "run", vanilla)
+
+
+def test_another_family(job: list[str], tmp_path: Path) -> None:
+    """The file names no layer's class. Fused weights and windows."""
+    flags = of_family("phi3-windows", job, tmp_path / "model")
+    alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
+    train.main([*flags, *alone])
+    sharded = ["--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json"]
+    sharded += ["--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(2)]
+    run(launch(2, "tests/engines/fsdp_on_cpu.py", *flags, *sharded))
+    assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
 def test_only_the_first_process_loads_weights_under_fsdp(job: list[str], monkeypatch) -> None:

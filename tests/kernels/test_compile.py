@@ -31,27 +31,30 @@ def _cases():
     from longctx.kernels import adamw, cross_entropy, rms_norm, rope, scale, swiglu
     from longctx.kernels.launch import Config
 
-    def norm(c, **flags):
-        return {**flags, "LLAMA_ROUNDING": True, "ROWS": c.rows, "BLOCK": c.block}
+    def norm(c, HEADS=1, **flags):
+        return {**flags, "LLAMA_ROUNDING": True, "HEADS": HEADS, "ROWS": c.rows, "BLOCK": c.block}
 
+    cases = ((False, 1), (True, 1), (False, 32))  # with a residual; heads of q in a wider buffer
     for t in ("bf16", "fp32"):
         p = f"*{t}"
         for D in (64, 4096, 8192):
             pointers = {f"{n}_ptr": p for n in ("x", "residual", "weight", "summed", "out")}
             strides = {f"stride_{n}": D for n in ("x", "residual", "summed", "out")}
+            strides |= {f"stride_{n}_head": D for n in ("x", "out")}
             sizes = {"T": 131072, "D": D, **strides, "eps": "fp32"}
-            for residual in (False, True):
+            for residual, heads in cases if D == 64 else cases[:2]:
                 c = rms_norm.forward_config(D)
-                arguments = {**pointers, **sizes, **norm(c, HAS_RESIDUAL=residual)}
+                arguments = {**pointers, **sizes, **norm(c, heads, HAS_RESIDUAL=residual)}
                 yield f"rms_norm_forward {D}", rms_norm._forward_kernel, t, arguments, c
 
             pointers = {f"{n}_ptr": p for n in ("dy", "x", "weight", "d_residual", "out")}
             strides = {f"stride_{n}": D for n in ("dy", "x", "d_residual", "out")}
+            strides |= {f"stride_{n}_head": D for n in ("dy", "x", "out")}
             sizes = {"partial_ptr": "*fp32", "T": 131072, "D": D, **strides, "eps": "fp32"}
-            for residual in (False, True):
+            for residual, heads in cases if D == 64 else cases[:2]:
                 c = rms_norm.backward_config(D, 2 if t == "bf16" else 4)
                 flags = {"HAS_RESIDUAL": residual, "HAS_DW": True, "STAGES": c.num_stages}
-                arguments = {**pointers, **sizes, **norm(c, **flags)}
+                arguments = {**pointers, **sizes, **norm(c, heads, **flags)}
                 yield f"rms_norm_backward {D}", rms_norm._backward_kernel, t, arguments, c
 
         c = rope.default_config(32, 128)

@@ -73,6 +73,30 @@ def test_forward_and_backward(shape, dtype, llama_rounding):
         assert_exact(name, our, naive, truth)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_heads_of_a_wider_buffer(dtype, in_place):
+    """q of a buffer of q, k and v, as a decoder layer norms it; the rest stays as it is."""
+    torch.manual_seed(0)
+    wide = _tensor(37, 7, 48, dtype=dtype, scale=3.0)  # (T, H + 2 K, d)
+    d_wide = _tensor(37, 9, 48, dtype=dtype)
+    weight, q, dy = _tensor(48, dtype=dtype), wide[:, :5], d_wide[:, 2:7]
+    truths = _run(_truth, q.double(), weight.double(), dy.double())
+    naives = _run(_llama, q, weight, dy)
+    given, given_dy = wide.clone(), d_wide.clone()
+    dw = torch.zeros(48, device=DEVICE)
+    dx = rms_norm_backward(dy, q, weight, EPS, dw=dw, out=dy if in_place else None)
+    y, _ = rms_norm_forward(q, weight, EPS, out=q if in_place else None)
+    ours = (y, dx, dw.to(dtype))
+    for name, our, naive, truth in zip(("y", "dx", "dw"), ours, naives, truths, strict=True):
+        assert_exact(name, our, naive, truth)
+    changed, d_changed = (5, slice(2, 7)) if in_place else (0, slice(0, 0))
+    assert torch.equal(wide[:, changed:], given[:, changed:])
+    rest = torch.ones(9, dtype=torch.bool)
+    rest[d_changed] = False
+    assert torch.equal(d_wide[:, rest], given_dy[:, rest])
+
+
 def test_many_rows_are_several_blocks_of_every_program():
     """What the comment beside that shape says, on the device at hand."""
     pytest.importorskip("triton", reason="without triton there are no programs")
@@ -213,8 +237,8 @@ def test_wrong_inputs(change, message):
         *WRONG_INPUTS,
         ({"x": torch.zeros(8, 3).t()}, r"x must be contiguous in its last dimension.*\(1, 3\)"),
         (
-            {"x": torch.zeros(4, 3, 8).transpose(0, 1)},
-            r"x must be rows at one stride, got shape \(3, 4, 8\) with strides \(8, 24, 1\)",
+            {"x": torch.zeros(2, 4, 3, 8).transpose(1, 2)},
+            r"x must be rows at one stride, got shape \(2, 3, 4, 8\) with strides \(96, 8, 24, 1\)",
         ),
         ({"residual": torch.zeros(3, 9)}, r"residual must have shape \(3, 8\), got \(3, 9\)"),
         ({"out": torch.zeros(3, 8).half()}, "out must have dtype torch.float32, got torch.float16"),

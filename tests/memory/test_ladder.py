@@ -17,6 +17,7 @@ from longctx.memory.ladder import (
     Room,
     Rung,
     States,
+    _attended,
     again_flops,
     choose,
     describe,
@@ -192,3 +193,11 @@ def test_a_choice_fits_if_any_ladder_does(
     ladder = choose(sizes, Batch(tokens, tokens, passes), room, Rates(1e14, link), offload=offload)
     assert len(ladder) == layers
     assert fits(ladder) or not any(fits(other) for other in ladders(layers, "auto", offload))
+
+
+def test_attention_in_windows_is_cheap_to_repeat() -> None:
+    """Behind a window of half the row a token sees what one in the middle of a row without does."""
+    sizes = replace(LLAMA_8B, windows=(None,) * LLAMA_8B.layers)
+    assert _attended(sizes, 8192) == _attended(LLAMA_8B, 8192) == 8192
+    assert _attended(replace(LLAMA_8B, windows=(4096,) * LLAMA_8B.layers), 8192) == 8192
+    assert _attended(replace(LLAMA_8B, windows=(1024, None) * (LLAMA_8B.layers // 2)), 8192) == 5120

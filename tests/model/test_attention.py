@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from longctx.errors import UserError
 from longctx.model.attention import QKV
 from longctx.model.backends import choose_attention
 from longctx.model.documents import Documents
+from longctx.model.layer import Schedule, Traits
 
 BACKENDS = [
     pytest.param("math", torch.float32),
@@ -29,13 +32,20 @@ def backend(name: str, dtype: torch.dtype):
     return choose_attention(name, torch.device(DEVICE), dtype)[1]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lengths: list[int]) -> list[Tensor]:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lengths: list[int], window: int | None = None
+) -> list[Tensor]:
     """o, dq, dk, dv document by document, through torch's attention and autograd."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     pieces = []
     for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         heads_first = (x.transpose(0, 1)[None] for x in parts)
-        o = scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        i = torch.arange(len(parts[0]), device=q.device)
+        mask = i[:, None] >= i
+        if window is not None:
+            mask &= i > i[:, None] - window  # as transformers.masking_utils.sliding_window_overlay
+        causal = dict(is_causal=True) if window is None else dict(attn_mask=mask)
+        o = scaled_dot_product_attention(*heads_first, **causal, enable_gqa=True)
         pieces.append(o[0].transpose(0, 1))
     o = torch.cat(pieces)
     o.backward(do)
@@ -73,6 +83,46 @@ def test_against_truth(name, dtype, H, K, d, lengths) -> None:
         "o dq dk dv".split(), (o, *grads), naive, truth, strict=True
     ):
         assert_exact(label, ours, plainly, true)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [backend for backend in BACKENDS if backend.values[0] != "cudnn"]
+)
+@pytest.mark.parametrize(
+    ("H", "K", "d", "lengths", "window"),
+    [
+        (4, 2, 64, [33], 2),  # each token sees itself and one more
+        (4, 1, 96, [1, 130, 5], 7),  # documents shorter and longer than the window
+        (8, 1, 128, [300, 64], 64),  # a window of half a block, one as long as its document
+        (6, 2, 64, [1100, 40], 1025),  # math: a window over two tiles
+        (4, 2, 128, [1100], 129),
+    ],
+)
+def test_windows(name, dtype, H, K, d, lengths, window) -> None:
+    torch.manual_seed(0)
+    attention = backend(name, dtype)
+    T = sum(lengths)
+    q, k, v = torch.randn(T, H + 2 * K, d, device=DEVICE, dtype=dtype).split([H, K, K], dim=1)
+    do = torch.randn(T, H, d, device=DEVICE, dtype=dtype)
+    truth = plain(*(x.double() for x in (q, k, v, do)), lengths, window)
+    naive = plain(q, k, v, do, lengths, window)
+    documents = Documents.of(lengths, torch.device(DEVICE))
+    o, lse = torch.empty_like(do), torch.full((H, T), torch.nan, device=DEVICE)
+    attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse, window)
+    grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, window)
+    for label, ours, plainly, true in zip(
+        "o dq dk dv".split(), (o, *grads), naive, truth, strict=True
+    ):
+        assert_exact(label, ours, plainly, true)
+
+
+def test_a_window_as_long_as_the_longest_document_is_none() -> None:
+    """The schedule passes none then, so that cuDNN runs and no kernel is a slower one."""
+    traits, seen = Traits(scale=1.0, window=5), []
+    for lengths in ([5, 3], [6, 3]):
+        documents = Documents.of(lengths, torch.device("cpu"))
+        seen.append(Schedule.window(SimpleNamespace(documents=documents), traits))
+    assert seen == [None, 5]
 
 
 def test_documents_start_where_positions_do_not_go_on() -> None:

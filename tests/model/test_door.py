@@ -377,6 +377,37 @@ def test_a_part_that_is_exchanged_later_is_patched_too(scheduled, what) -> None:
     assert scheduled == [96, 96]
 
 
+def test_a_model_may_be_cast_after_it_was_patched(scheduled) -> None:
+    """Or moved: from_pretrained, patch, and Trainer brings it to the GPU."""
+    vanilla, ours = pair()
+    before = ours.longctx.attention
+    losses = [model.half()(**packed_batch()).loss for model in (vanilla, ours)]
+    torch.testing.assert_close(losses[1].float(), losses[0].float(), rtol=1e-3, atol=0)
+    assert type(ours.longctx.attention) is not type(before) and ours.longctx.dtype == torch.float16
+    assert scheduled == [96, 96]
+
+
+def test_strict_refuses_what_hugging_faces_layers_would_run() -> None:
+    model = longctx.patch(LlamaForCausalLM(tiny_config()).train(), strict=True)
+    model(**packed_batch()).loss.backward()
+    model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    with pytest.raises(UserError, match=r"hooks on model.layers.0.mlp \(strict=True\)"):
+        model(**packed_batch())
+    model.generate(packed_batch()["input_ids"], max_new_tokens=2, do_sample=False)
+
+
+def test_a_layers_output_that_is_used_twice(scheduled) -> None:
+    """By hooks: Hugging Face's layers run."""
+    vanilla, ours = pair()
+    for model in (vanilla, ours):
+        kept: list[Tensor] = []
+        first, second = model.model.layers
+        first.register_forward_hook(lambda m, args, out, kept=kept: kept.append(out))
+        second.register_forward_hook(lambda m, args, out, kept=kept: out + kept.pop())
+    assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
+    assert scheduled == []
+
+
 def test_unpatched_it_is_hugging_faces_again(scheduled) -> None:
     vanilla, ours = pair()
     assert longctx.unpatch(ours) is ours

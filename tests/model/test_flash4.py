@@ -139,6 +139,17 @@ def test_auto_by_gpu(package, gpu, monkeypatch, capability, with_package, withou
         assert choose_attention(name, GPU, torch.bfloat16)[0] == name
 
 
+def test_with_windows_auto_avoids_cudnn_which_has_none(package, gpu, monkeypatch) -> None:
+    gpu(9)
+    with monkeypatch.context() as patch:
+        patch.setattr(flash4, "present", lambda: False)
+        assert choose_attention("auto", GPU, torch.bfloat16, True)[0] == "flash"
+    package()
+    assert choose_attention("auto", GPU, torch.bfloat16, True)[0] == "fa4"
+    with pytest.raises(UserError, match="cudnn has no sliding windows, .*: use flash, fa4"):
+        choose_attention("cudnn", GPU, torch.bfloat16, True)
+
+
 def test_auto_avoids_a_cudnn_that_torch_avoids(gpu, monkeypatch) -> None:
     monkeypatch.setattr(flash4, "present", lambda: False)
     gpu(9, cudnn=91500)

@@ -260,6 +260,47 @@ KEEPS = [
 ]
 
 
+class Autocast(nn.Module):
+    """fp32 weights under bf16 autocast, as Trainer's `bf16=True`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return self.model(**inputs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16  # its errors'
+
+
+@pytest.mark.parametrize("keep", ["auto", "x", "all"])
+@pytest.mark.parametrize("lengths", [PACKED, [[5, 43], [48]]], ids=["packed", "batched"])
+def test_autocast_over_fp32_weights(keep, lengths, capsys) -> None:
+    settings = dict(keep=keep, offload_activations="all", tile_tokens=31, head_groups=2)
+    truth, naive, ours = trio(torch.float32, settings, mlp_bias=True)
+    assert_trains_exactly(
+        (Autocast(truth.double()), Autocast(naive), Autocast(ours)), *batches(lengths)
+    )
+    assert ours.longctx.dtype == torch.bfloat16 and capsys.readouterr().out == ""
+    assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
+
+
+def test_no_bit_depends_on_what_is_kept_in_autocast() -> None:
+    _, _, ours = trio(torch.float32, dict(offload_activations="all", keep="all", tile_tokens=31))
+    inputs, model = batch(PACKED), Autocast(ours)
+    model(**inputs)
+    found = []
+    for keep in KEEPS:
+        ours.longctx.store.ladder = (keep,)
+        found.append(gradients(model, inputs)[1])
+        found[-1] = {name: grad.clone() for name, grad in found[-1].items()}
+    for grads in found:
+        assert [n for n in grads if not torch.equal(grads[n], found[0][n])] == []
+
+
 def any_keep(draw: random.Random) -> Keep:
     return draw.choice(KEEPS)
 

@@ -94,6 +94,8 @@ def test_chunks_change_nothing(chunk, dtype):
         {"label_smoothing": 0.1},
         {"z_loss": 1e-2},
         {"softcap": 5.0},
+        {"logits_scaling": 3.0},
+        {"logits_scaling": 0.7, "softcap": 5.0, "label_smoothing": 0.1},
         {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 10.0, "num_items": 40},
         {"d_loss": 0.37},  # gradient accumulation, or a loss that is one of several terms
     ],
@@ -289,6 +291,7 @@ def test_backward_runs_once():
         ({"reduction": "max"}, "reduction must be 'mean' or 'sum', got 'max'"),
         ({"label_smoothing": 1.5}, "label_smoothing must be in .0, 1., got 1.5"),
         ({"softcap": 0.0}, "softcap must be positive, got 0.0"),
+        ({"logits_scaling": 0.0}, "logits_scaling must be positive, got 0.0"),
         ({"logits_bytes": 0}, "logits_bytes must be positive, got 0"),
     ],
     ids=str,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exactness import DEVICE, DTYPES, assert_exact, relative_error
-from longctx.model.projection import WeightGradient, addmm_, linear, linear_add, mm
+from longctx.model.projection import WeightGradient, addmm_, linear, linear_add, mm, scaled_mm
 
 SHAPES = [
     pytest.param((96, 40, 72), id="ragged"),
@@ -76,3 +76,22 @@ def test_linear_and_linear_add(dtype: torch.dtype, biased: bool) -> None:
     ours = linear_add(base, x, w, bias, out=into)
     assert ours.data_ptr() == into.data_ptr()
     assert_exact("linear_add", ours, base + naive, wide[0] + truth)
+    for scale in (0.22, 1.7):  # torch.add would round them to bf16
+        ours = linear_add(base, x, w, bias, scale=scale)
+        assert_exact("linear_add", ours, base + naive * scale, wide[0] + scale * truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.22, 1.7])
+def test_scaled_mm_and_a_scaled_gradient(dtype: torch.dtype, scale: float) -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((9, 7), (7, 5)))
+    truth = scale * (a.double() @ b.double())
+    assert_exact("scaled_mm", scaled_mm(a, b, scale), (a @ b) * scale, truth)
+    both = torch.full((18, 5), torch.nan, device=DEVICE)  # the gradient fills its half
+    gradient = WeightGradient(weight=True, bias=True, into=both[9:])
+    gradient.add(a.t(), b)
+    weight, bias = gradient.round(dtype, scale)
+    assert_exact("weight", weight, (a @ b) * scale, truth)
+    assert_exact("bias", bias, a.sum(1) * scale, scale * a.double().sum(1))
+    assert both[:9].isnan().all() and torch.equal(both[9:].to(dtype), weight)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from longctx.config import ModelArguments
+from longctx.config import ModelArguments, Preset
 from longctx.errors import UserError
 from longctx.model import flash4
 from longctx.run import loading
 from longctx.run.loading import check_request, load_config, load_model
+from longctx.run.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -90,6 +93,40 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
     GPT2Config(n_layer=1).save_pretrained(tmp_path)  # a configuration without weights
     with pytest.raises(UserError, match="'gpt2': use --class_type vanilla"):
         load_config(ModelArguments(model_name_or_path=str(tmp_path)), vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters", "layer"),
+    [
+        ("llama-3.2-1b", 1_235_814_400, "LlamaDecoderLayer"),
+        ("llama-3.1-8b", 8_030_261_248, "LlamaDecoderLayer"),
+        ("qwen3-8b", 8_190_735_360, "Qwen3DecoderLayer"),
+        ("qwen2.5-7b", 7_615_616_512, "Qwen2DecoderLayer"),
+        ("mistral-7b", 7_241_732_096, "MistralDecoderLayer"),
+        ("phi-4", 14_659_507_200, "Phi3DecoderLayer"),
+    ],
+)
+def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
+    config = load_config(ModelArguments(preset=preset, seq_len=8192), vocab_size=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert set(model._no_split_modules) == {layer}  # what FSDP wraps
+    assert set(PRESETS) == set(get_args(Preset))
+
+
+def test_cudnn_is_refused_for_windows_before_loading_weights() -> None:
+    args = ModelArguments(preset="mistral-7b", attn_backend="cudnn", seq_len=8192)
+    with pytest.raises(UserError, match="cudnn has no sliding windows"):
+        load_config(args, vocab_size=1)
+    load_config(replace(args, class_type="vanilla", attn_backend="auto"), vocab_size=1)
+
+
+def test_a_rope_that_a_family_does_not_know_is_refused() -> None:
+    args = ModelArguments(preset="phi-4", rope_scaling="yarn", seq_len=65536)
+    with pytest.raises(UserError, match="yarn is impossible with models of type 'phi3'"):
+        load_config(args, vocab_size=1)
+    load_config(replace(args, preset="qwen3-8b"), vocab_size=1)
 
 
 def test_a_gguf_file_is_trained_and_saved_like_any_model(tmp_path: Path) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from longctx.run.metrics import Throughput, matmul_parameters, peak_memory, step_flops
+from longctx.run.metrics import (
+    Throughput,
+    matmul_parameters,
+    peak_memory,
+    squared_lengths,
+    step_flops,
+)
 
 
 def model(tied: bool = False) -> LlamaForCausalLM:
@@ -40,10 +46,21 @@ def test_flops_of_packed_documents() -> None:
     seconds = throughput._seconds
     figures = throughput.read()
     flops = 2 * (6 * 1000 * 8 + 6 * 2 * 16 * (9 + 25))
-    assert step_flops(config, 1000, 16, 2 * 34) == flops
+    assert step_flops(config, 1000, 16, 2 * 2 * 34) == flops
     assert figures["tokens_per_s"] == pytest.approx(16 / seconds)
     assert figures["mfu"] == pytest.approx(flops / seconds / 2e6)
     assert throughput.read() == {}
+
+
+def test_flops_of_windows() -> None:
+    """One layer of two sees 3 tokens: in documents of 3 and 5 tokens 6 and 1 + 2 + 3 + 3 + 3
+    pairs. All count twice, but a token with itself."""
+    windowed = Qwen2Config(
+        num_hidden_layers=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
+    )
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    assert squared_lengths(windowed, positions) == (9 + 25) + (2 * (6 + 12) - 8)
+    assert squared_lengths(GPT2Config(n_layer=3), positions) == 3 * (9 + 25)
 
 
 def test_no_figure_is_invented_without_a_gpu() -> None:

@@ -1,0 +1,77 @@
+"""Exact AdamW for a training loop of one's own.
+
+    model = longctx.patch(model)
+    optimizer = longctx.exact_adamw(model, lr=1e-5, tokens=131072)
+    for batch in loader:
+        model(**batch).loss.backward()
+        optimizer.clip(1.0)
+        optimizer.step()
+
+It takes each gradient as backward finishes it (`parameter.grad` is None afterwards), so clipping is
+the optimizer's. Before weights are read outside of the model's forward: `optimizer.flush()`, which
+`state_dict()` of model and optimizer does by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from longctx.memory.optimizer import ExactAdamW
+from longctx.memory.plan import Placement
+from longctx.model.runtime import patched_part
+from longctx.run.states import place_states
+
+
+@dataclass(kw_only=True)
+class _Placing:
+    place: Placement
+    gpu_memory_gib: float | None
+    gradient_accumulation_steps: int
+    device: torch.device
+    world_size: int
+
+
+def exact_adamw(
+    model: nn.Module,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    *,
+    tokens: int,
+    place: Placement = "auto",
+    gpu_memory_gib: float | None = None,
+    batches: int = 1,
+    is_last: Callable[[], bool] = lambda: True,
+) -> ExactAdamW:
+    """AdamW with fp32 states and masters, over bf16 or fp32 weights; moves the model to its places.
+
+    `tokens` are those of the largest batch, `batches` how many add up in a step, `is_last` whether
+    the one whose backward runs is the step's last (several processes average then). `place` and
+    `gpu_memory_gib` as train.py's. Matrices decay, norms and biases do not. Raises UserError where
+    GPU or host have too little memory.
+    """
+    if patched := patched_part(model):
+        patched.longctx.passes = batches
+    on_gpu = torch.cuda.is_available()
+    request = _Placing(
+        place=place,
+        gpu_memory_gib=gpu_memory_gib,
+        gradient_accumulation_steps=batches,
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+    )
+    stream = place_states(model, request, tokens)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return ExactAdamW(groups, lr, betas, eps, weight_decay, stream=stream, is_last=is_last)

@@ -1,0 +1,202 @@
+"""Every family's layers against vanilla Hugging Face, by the rule of tests/exactness.py.
+
+The same as tests/model/test_layer.py has for Llama, with what the family adds (windows, norms of q
+and k, scalars, fused weights) at values that matter.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from small_families import FAMILIES, WINDOW, family_config
+from test_layer import KEEPS, PACKED, assert_trains_exactly, batch, batches, cast, gradients
+from transformers import AutoModelForCausalLM
+
+from exactness import DEVICE
+from longctx.config import ModelArguments
+from longctx.model.families import has_windows, why_not_scheduled, windows
+from longctx.model.patch import patch_as
+from longctx.run.loading import load_config
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+DEVICE = torch.device(DEVICE)
+
+
+def trio(family: str, dtype: torch.dtype, settings=None, **changes):
+    """(truth, naive, ours) with the same weights, rounded to `dtype`."""
+    torch.manual_seed(0)
+    naive = AutoModelForCausalLM.from_config(family_config(family, **changes)).train()
+    with torch.no_grad():
+        for parameter in naive.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    naive = cast(naive.to(DEVICE), dtype)
+    truth = cast(copy.deepcopy(naive), torch.float64)
+    ours = copy.deepcopy(naive)
+    patch_as(ours, ModelArguments(**(settings or {})), DEVICE)
+    return truth, naive, ours
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exactness_on_packed_rows(family, dtype, capsys) -> None:
+    models = trio(family, dtype)
+    assert_trains_exactly(models, *batches(PACKED))
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(head_groups=2, tile_tokens=7, keep="x"), dict(keep="all")]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_groups_and_tiles(family, settings) -> None:
+    assert_trains_exactly(trio(family, torch.bfloat16, settings), *batches(PACKED))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_document_and_batched_rows(family) -> None:
+    for lengths in ([[144]], [[5, 43], [48], [16, 16, 16]]):
+        assert_trains_exactly(trio(family, torch.float32), *batches(lengths))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "granite", "phi3", "mistral"])
+def test_no_bit_depends_on_what_is_kept_and_where(family, dtype) -> None:
+    settings = dict(offload_activations="all", keep="all", tile_tokens=31, head_groups=2)
+    _, _, ours = trio(family, dtype, settings)
+    inputs, draw = batch(PACKED), random.Random(0)
+    ours(**inputs)  # sizes the slab
+    found = []
+    for ladder in [*((keep,) for keep in KEEPS), *(draw.choices(KEEPS, k=3) for _ in range(10))]:
+        ours.longctx.store.ladder = tuple(ladder)
+        loss, grads = gradients(ours, inputs)
+        found.append((ladder, loss.detach(), {n: g.clone() for n, g in grads.items()}))
+    _, first_loss, first = found[0]
+    for ladder, loss, grads in found:
+        assert torch.equal(loss, first_loss), ladder
+        assert [n for n in first if not torch.equal(grads[n], first[n])] == [], ladder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hugging_faces_layers_and_logits(family, capsys) -> None:
+    """What runs without the schedule has the same embedding, scalars and loss."""
+    truth, naive, ours = trio(family, torch.float32)
+    inputs = batch([[48]])
+    alone = inputs | {"labels": None}
+    logits = [model(**alone).logits for model in (truth, naive, ours)]
+    torch.testing.assert_close(logits[2], logits[1], rtol=1e-4, atol=1e-5)
+    cached = alone | {"use_cache": True}
+    assert torch.equal(naive(**cached).logits, ours(**cached).logits)
+    inputs["use_cache"] = True
+    loss, plain = ours(**inputs).loss, naive(**inputs).loss
+    assert abs(loss - plain) <= 1e-5 * plain
+    assert "a key/value cache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("family", "where", "name", "value", "says"),
+    [
+        ("qwen2-windows", "model.layers.2.self_attn", "sliding_window", 5, "window"),
+        ("qwen2-windows", "model.layers.0.self_attn", "sliding_window", 5, "window"),
+        ("smollm3", "model.layers.0.self_attn", "use_rope", 0, "RoPE where"),
+        ("granite", "model.layers.1", "residual_multiplier", 3.0, "residual multiplier"),
+        ("granite", "model.layers.1.self_attn", "scaling", 3.0, "attention scale"),
+        ("seed_oss", "model.layers.1.mlp", "residual_dropout", 0.1, "residual dropout"),
+        ("seed_oss", "model.layers.1.self_attn", "residual_dropout", 0.1, "residual drop"),
+        ("phi3", "model.layers.1.resid_mlp_dropout", "p", 0.1, "residual dropout"),
+        ("phi3", "model.layers.1.mlp", "activation_fn", torch.nn.GELU(), "activation_fn"),
+        ("phi3", "model.layers.1.mlp", "down_proj", torch.nn.Identity(), "down_proj"),
+        ("qwen3", "model.layers.1.self_attn.q_norm", "variance_epsilon", 1.0, "epsilon"),
+        ("qwen3", "model.layers.1.self_attn", "k_norm", torch.nn.Identity(), "k_norm"),
+    ],
+)
+def test_a_stranger_of_a_family_is_found(family, where, name, value, says) -> None:
+    _, _, ours = trio(family, torch.float32)
+    assert why_not_scheduled(ours.model) is None
+    setattr(ours.get_submodule(where), name, value)
+    assert says in str(why_not_scheduled(ours.model))
+
+
+def test_windows_are_those_of_hugging_face() -> None:
+    found = {family: windows(family_config(family)) for family in FAMILIES}
+    W = WINDOW
+    none = [None, None, None]
+    expected = {
+        "mistral": [W, W, W],
+        "ministral": [None, W, None],
+        "qwen2-windows": [None, W, W],
+        "qwen3-windows": [None, W, W],
+        "smollm3-windows": [W, None, W],
+        "phi3-windows": [W, W, W],
+    }
+    assert found == dict.fromkeys(FAMILIES, none) | expected
+    assert has_windows(family_config("mistral"))
+    assert not has_windows(family_config("mistral", max_position_embeddings=W))
+
+
+def test_frozen_parts_of_fused_weights_get_no_gradient() -> None:
+    for frozen in ("qkv_proj", "gate_up_proj"):
+        models = trio("phi3", torch.float32)
+        for model in models:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(frozen not in name)
+        assert_trains_exactly(models, *batches(PACKED))
+        assert all(p.grad is None for n, p in models[2].named_parameters() if frozen in n)
+
+
+def test_the_gradient_of_a_fused_weight_is_one_buffer() -> None:
+    _, _, ours = trio("phi3", torch.bfloat16)
+    _, grads = gradients(ours, batch(PACKED))
+    for name, grad in grads.items():
+        if "qkv_proj" in name or "gate_up_proj" in name:
+            assert grad.is_contiguous() and grad._base is None, name
+
+
+def test_long_and_short_rope_in_one_step() -> None:
+    """LongRoPE changes its frequencies with the longest position: two batches in forward before the
+    first one's backward."""
+    short, long = batch([[48]]), batch([[144]])
+    _, naive, ours = trio("phi3-longrope", torch.float32)
+    for model in (naive, ours):
+        losses = [model(**inputs).loss for inputs in (short, long)]
+        for loss in losses:
+            loss.backward()
+    for (name, p), q in zip(ours.named_parameters(), naive.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "flash"])
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("qwen3-8b", {}),
+        ("mistral-7b", {"sliding_window": 1024}),
+        ("mistral-7b", {}),  # the published window, 4096 tokens
+        ("qwen2.5-7b", {}),
+        ("phi-4", {}),
+    ],
+)
+def test_published_dimensions_in_bf16(preset, changes, backend) -> None:
+    """Two layers, a row of 8192 tokens: every gradient at most 1.1 times vanilla's error."""
+    config = load_config(ModelArguments(preset=preset, seq_len=8192), vocab_size=1)
+    config.num_hidden_layers, config.vocab_size = 2, 32000
+    if hasattr(config, "layer_types"):
+        config.layer_types = config.layer_types[:2]
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        naive = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    with torch.no_grad():
+        for name, parameter in naive.named_parameters():
+            if "norm" in name or "bias" in name:  # ones and zeros hide what they are for
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    truth = cast(copy.deepcopy(naive), torch.float32)
+    ours = copy.deepcopy(naive)
+    settings = ModelArguments(offload_activations="all", keep="qkv", attn_backend=backend)
+    patch_as(ours, settings, torch.device("cuda"))
+    assert_trains_exactly((truth, naive, ours), batch([[5000, 3192]]))
+    assert not ours.longctx.warned

@@ -1,0 +1,58 @@
+"""Exact AdamW in a loop of one's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_model import packed_batch, tiny_config
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import longctx
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+STEPS = 4
+
+
+def model(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config()).to(dtype).train()
+
+
+def trained(ours: Any, optimizer: Any, batches: int = 1) -> dict[str, Tensor]:
+    for _ in range(STEPS):
+        for _ in range(batches):
+            (ours(**packed_batch()).loss / batches).backward()
+        if hasattr(optimizer, "clip"):
+            optimizer.clip(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: weight.clone() for name, weight in ours.state_dict().items()}
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_loop_is_one_loop_wherever_states_live(batches) -> None:
+    found = []
+    for place in ("gpu", "host"):
+        ours = longctx.patch(model(torch.bfloat16))
+        optimizer = longctx.exact_adamw(ours, lr=1e-2, tokens=96, place=place, batches=batches)
+        found.append(trained(ours, optimizer, batches))
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+
+
+def test_as_torchs_adamw_in_fp32() -> None:
+    vanilla = model(torch.float32)
+    ours = longctx.patch(copy.deepcopy(vanilla))
+    groups = [
+        {"params": [p for p in vanilla.parameters() if p.dim() > 1]},
+        {"params": [p for p in vanilla.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    truth = trained(vanilla, torch.optim.AdamW(groups, lr=1e-2))
+    found = trained(ours, longctx.exact_adamw(ours, lr=1e-2, tokens=96))
+    for name, weight in truth.items():
+        assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name

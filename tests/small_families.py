@@ -1,0 +1,76 @@
+"""A small model of every family, with what it adds to Llama at values that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+WINDOW = 23
+"""Shorter than most documents of the tests, and no multiple of anything."""
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=211,
+    hidden_size=128,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    pad_token_id=None,
+)
+_SOME = ["full_attention", "sliding_attention", "full_attention"]
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 10 for i in range(6)],
+    "long_factor": [2.0 + i for i in range(6)],
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", dict(head_dim=64)),
+    "mistral": ("mistral", dict(head_dim=64, sliding_window=WINDOW)),
+    "mistral-whole": ("mistral", dict(head_dim=64, sliding_window=None)),
+    "ministral": ("ministral", dict(head_dim=32, sliding_window=WINDOW, layer_types=_SOME)),
+    "qwen2": ("qwen2", {}),
+    "qwen2-windows": (
+        "qwen2",
+        dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    ),
+    "qwen3": ("qwen3", dict(head_dim=64)),
+    "qwen3-windows": (
+        "qwen3",
+        dict(head_dim=64, attention_bias=True, use_sliding_window=True, sliding_window=WINDOW)
+        | dict(max_window_layers=1),
+    ),
+    "smollm3": ("smollm3", dict(no_rope_layer_interval=2)),
+    "smollm3-windows": (
+        "smollm3",
+        dict(no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=WINDOW),
+    ),
+    "granite": (
+        "granite",
+        dict(embedding_multiplier=6.0, attention_multiplier=0.15, residual_multiplier=0.22)
+        | dict(logits_scaling=3.0),
+    ),
+    "granite-biases": (
+        "granite",
+        dict(embedding_multiplier=0.7, attention_multiplier=0.3, residual_multiplier=1.7)
+        | dict(logits_scaling=0.6, attention_bias=True, mlp_bias=True),
+    ),
+    "seed_oss": (
+        "seed_oss",
+        dict(head_dim=32, attention_bias=True, attention_out_bias=True)
+        | dict(attention_dropout=0.0, residual_dropout=0.0),
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),
+    "phi3-longrope": ("phi3", dict(rope_parameters=_LONGROPE)),
+}
+
+
+def family_config(name: str, **changes: Any) -> PretrainedConfig:
+    kind, extra = FAMILIES[name]
+    return AutoConfig.for_model(kind, **{**SIZES, **extra, **changes})
