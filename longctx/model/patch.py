@@ -62,6 +62,8 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
             raise UserError(f"patch has no option {name!r}; did you mean {close}?")
         _check_choice(name, options[name])
     _refuse(model)
+    if any(p.is_meta for p in model.parameters()):
+        raise UserError("this model has no weights yet (meta tensors): load them first")
     logger.info(patch_custom(model, ModelArguments(**options), model.device))
     base_of(model).longctx.strict = strict  # type: ignore[union-attr]
     return model
@@ -99,6 +101,7 @@ def patch_as(model: PreTrainedModel, args: ModelArguments, device: torch.device)
 
 
 def patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
+    """Under FSDP all but the first process have no weights yet."""
     _refuse(model)
     base = base_of(model)
     assert base is not None
@@ -124,8 +127,6 @@ def _refuse(model: PreTrainedModel) -> None:
             "custom patches a model whose forward was exchanged already, which would be lost: "
             "patch it first"
         )
-    if any(p.is_meta for p in model.parameters()):
-        raise UserError("this model has no weights yet (meta tensors): load them first")
     if getattr(model, "is_quantized", False):
         method = getattr(model, "quantization_method", "unknown")
         raise UserError(f"this model is quantised ({method}), which the schedule cannot run")

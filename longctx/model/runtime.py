@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,8 +37,6 @@ from longctx.model.documents import Documents
 from longctx.model.families import base_of, has_windows, layer_weights, model_traits, windows
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
-
-logger = logging.getLogger("longctx")
 
 
 @dataclass(kw_only=True)

@@ -39,7 +39,8 @@ def run(tmp_path, scheduled, capsys):
 def test_padded(run, scheduled, loss_type) -> None:
     numbers = run(loss_type=loss_type)
     assert {"entropy", "mean_token_accuracy", "grad_norm"} <= numbers.keys()
-    assert len(set(scheduled)) > 1  # padding is left out of every batch
+    tokens = numbers["num_tokens"]  # so far, without padding, of which there is no work
+    assert scheduled[::2] == [b - a for a, b in zip([0, *tokens], tokens, strict=False)]
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
@@ -106,7 +107,7 @@ def test_options(run, passes, settings) -> None:
 
 def test_autocast(run) -> None:
     """TRL's default."""
-    run(bars=dict(rel=2e-2, bar=0.5), bf16=True)
+    run(bars=dict(rel=2e-2, bar=0.1), bf16=True)
 
 
 def conversations(rows: int) -> datasets.Dataset:
