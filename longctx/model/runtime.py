@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from longctx.model.documents import Documents
 from longctx.model.families import base_of, has_windows, layer_weights, model_traits, windows
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES
+
+logger = logging.getLogger("longctx")
 
 
 @dataclass(kw_only=True)
