@@ -29,7 +29,7 @@ _HOMES = {
     "rope": "longctx.kernels.rope",
     "swiglu": "longctx.kernels.swiglu",
     **dict.fromkeys(
-        ("RMSNorm", "RotaryEmbedding", "SwiGLU", "LinearCrossEntropyLoss"), "longctx.nn"
+        ("RMSNorm", "RotaryEmbedding", "SwiGLU", "LinearCrossEntropyLoss"), "longctx.model.nn"
     ),
 }
 __all__ = list(_HOMES)

@@ -11,10 +11,11 @@ from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
     "report": {"run", "output", "data"},
-    "run": {"output", "engines", "model", "memory", "kernels"},
+    "run": {"output", "engines", "model", "attention", "memory", "kernels"},
     "output": {"memory"},
     "engines": {"memory"},
-    "model": {"memory", "kernels"},
+    "model": {"attention", "memory", "kernels"},
+    "attention": {"kernels"},
     "data": set(),
     "memory": {"kernels"},
     "kernels": set(),

@@ -5,10 +5,8 @@
       logits.py       logits that are computed when they are read
       families.py     what a family's layers do, where weights are, and that nothing else is there
       runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
-      documents.py    where the documents of a packed batch begin
       layer.py        one decoder layer, forward and backward by hand       x -> y, dy -> dx
         projection.py   products, weight gradients summed in fp32
-        attention.py    attention by documents, chosen from backends.py (and flash4.py)
       loss.py         lm_head and cross-entropy in chunks                   x -> loss, dx
 
     embed   layer 0            layer 1                        norm    lm_head + cross-entropy

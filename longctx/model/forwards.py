@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from longctx.attention.documents import Documents
 from longctx.errors import UserError, print_rank0
-from longctx.model.documents import Documents
 from longctx.model.families import (
     base_of,
     embedding_multiplier,

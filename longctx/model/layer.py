@@ -42,13 +42,13 @@ import torch
 from torch import Tensor
 
 from longctx.annotate import annotate, annotated, each
+from longctx.attention.documents import Documents
+from longctx.attention.protocol import QKV, Attention
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.memory.ladder import Rung
 from longctx.memory.store import ActivationStore, Saved
-from longctx.model.attention import QKV, Attention
-from longctx.model.documents import Documents
 from longctx.model.projection import WeightGradient, linear, linear_add, scaled_mm
 
 

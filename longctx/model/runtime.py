@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from longctx.attention.backends import choose_attention
+from longctx.attention.documents import Documents
+from longctx.attention.protocol import Attention
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.memory.ladder import (
@@ -32,9 +35,6 @@ from longctx.memory.plan import (
 )
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
-from longctx.model.attention import Attention
-from longctx.model.backends import choose_attention
-from longctx.model.documents import Documents
 from longctx.model.families import base_of, has_windows, layer_weights, model_traits, windows
 from longctx.model.layer import Schedule
 from longctx.model.loss import LOGITS_BYTES

@@ -23,15 +23,15 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file
 
+from longctx.attention import flash4
+from longctx.attention.backends import NO_WINDOWS, choose_attention
 from longctx.config import ModelArguments, expanded, installed
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, one_line, print_rank0
-from longctx.model import flash4
-from longctx.model.backends import NO_WINDOWS, choose_attention
 from longctx.model.families import FAMILIES, has_windows
 from longctx.model.patch import patch_as
-from longctx.run.presets import PRESETS
+from longctx.presets import PRESETS
 
 MOST_LAYERS = 10_000
 """Each takes 10 ms even on the meta device."""

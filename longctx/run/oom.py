@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers.integrations import sdpa_attention
 from transformers.loss import loss_utils
 
+from longctx.attention import backends, protocol
 from longctx.config import ModelArguments
 from longctx.engines import Engine
 from longctx.engines.collectives import local_shard
@@ -35,7 +36,7 @@ from longctx.errors import UserError
 from longctx.kernels import cross_entropy
 from longctx.memory import slab, store
 from longctx.memory.plan import GIB
-from longctx.model import attention, backends, layer, loss
+from longctx.model import layer, loss
 from longctx.model.runtime import patched_part
 from longctx.run.trainer import LongTrainer
 
@@ -149,7 +150,7 @@ _FILES = {
     str(module.__file__): part
     for part, modules in {
         "lm_head and loss": (loss, loss_utils, cross_entropy),
-        "attention of a layer": (attention, backends, sdpa_attention),
+        "attention of a layer": (protocol, backends, sdpa_attention),
         "the activation store": (store, slab),
     }.items()
     for module in modules

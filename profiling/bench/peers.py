@@ -38,9 +38,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
-from longctx.model.attention import QKV
-from longctx.model.backends import choose_attention
-from longctx.model.documents import Documents
+from longctx.attention.backends import choose_attention
+from longctx.attention.documents import Documents
+from longctx.attention.protocol import QKV
 
 CHECKPOINTING = ("none", "layers", "selective")
 FA4_BY_DOCUMENTS = "fa4_by_documents"

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import train
 from longctx.config import ModelArguments
 from longctx.engines.fsdp import FSDP2, keep_shapes_only
+from longctx.presets import PRESETS
 from longctx.run.loading import load_config, load_model
-from longctx.run.presets import PRESETS
 
 
 def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from small_model import packed_batch, tiny_config
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from longctx.model.documents import Documents
+from longctx.attention.documents import Documents
 from profiling.bench import layer_bench, peers, step_bench, train_bench
 from profiling.bench.subprocess_cases import case_text, parse_case
 

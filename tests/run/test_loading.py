@@ -19,12 +19,12 @@ from transformers import (
     TrainingArguments,
 )
 
+from longctx.attention import flash4
 from longctx.config import ModelArguments, Preset
 from longctx.errors import UserError
-from longctx.model import flash4
+from longctx.presets import PRESETS
 from longctx.run import loading
 from longctx.run.loading import check_request, load_config, load_model
-from longctx.run.presets import PRESETS
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

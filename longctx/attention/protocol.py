@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longctx.model.documents import Documents
+from longctx.attention.documents import Documents
 
 
 class QKV(NamedTuple):

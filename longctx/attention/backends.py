@@ -11,7 +11,7 @@ sdp_utils.cpp). Only Hopper, sm_90, was measured. cuDNN's op has no sliding wind
 some `auto` takes flash there. torch's op for CPUs has none either, such layers run in `math`.
 
 A new one is a class with `forward` and `backward` (or, one document at a time, those of
-`PerDocument`), a line in `choose_attention`, and a row in tests/model/test_attention.py.
+`PerDocument`), a line in `choose_attention`, and a row in tests/attention/test_attention.py.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.attention import flash4
+from longctx.attention.documents import Documents
+from longctx.attention.protocol import QKV, Attention
 from longctx.errors import UserError, print_rank0
-from longctx.model import flash4
-from longctx.model.attention import QKV, Attention
-from longctx.model.documents import Documents
 
 aten = torch.ops.aten
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from paths import PYTHONPATH
 
+from longctx.attention import flash4
+from longctx.attention.backends import choose_attention
+from longctx.attention.documents import Documents
+from longctx.attention.protocol import QKV
 from longctx.errors import UserError
 from longctx.kernels.compiling import Notice, announce_compiling
-from longctx.model import flash4
-from longctx.model.attention import QKV
-from longctx.model.backends import choose_attention
-from longctx.model.documents import Documents
 
 GPU = torch.device("cuda")
 INTERFACE = """

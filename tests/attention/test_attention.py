@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from exactness import DEVICE, assert_exact
+from longctx.attention.backends import choose_attention
+from longctx.attention.documents import Documents
+from longctx.attention.protocol import QKV
 from longctx.errors import UserError
-from longctx.model.attention import QKV
-from longctx.model.backends import choose_attention
-from longctx.model.documents import Documents
 from longctx.model.layer import Schedule, Traits
 
 BACKENDS = [
