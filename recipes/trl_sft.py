@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     trainer = SFTTrainer(
-        longctx.patch(model),
+        longctx.patch(model, strict=True),
         args=SFTConfig(
             output_dir=args.output,
             packing=True,
