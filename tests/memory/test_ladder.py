@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_plan import LLAMA_8B
 
 from longctx.memory.ladder import (
     Batch,
@@ -28,18 +29,8 @@ from longctx.memory.ladder import (
     rung_bytes,
     uniform,
 )
-from longctx.memory.plan import GIB, Sizes
+from longctx.memory.plan import GIB
 
-LLAMA_8B = Sizes(
-    layers=32,
-    hidden=4096,
-    intermediate=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128256,
-    itemsize=2,
-)
 T = 131072
 H100 = Rates(flops=680e12, link_bytes=47e9)
 LOST = Rates(flops=680e12, link_bytes=1e6)

@@ -7,12 +7,19 @@ and k, scalars, fused weights) at values that matter.
 from __future__ import annotations
 
 import copy
-import random
 
 import pytest
 import torch
 from small_families import FAMILIES, WINDOW, family_config
-from test_layer import KEEPS, PACKED, assert_trains_exactly, batch, batches, cast, gradients
+from test_layer import (
+    PACKED,
+    assert_no_bit_depends_on_the_ladder,
+    assert_trains_exactly,
+    batch,
+    batches,
+    cast,
+    gradients,
+)
 from transformers import AutoModelForCausalLM
 
 from exactness import DEVICE
@@ -66,17 +73,7 @@ def test_one_document_and_batched_rows(family) -> None:
 def test_no_bit_depends_on_what_is_kept_and_where(family, dtype) -> None:
     settings = dict(offload_activations="all", keep="all", tile_tokens=31, head_groups=2)
     _, _, ours = trio(family, dtype, settings)
-    inputs, draw = batch(PACKED), random.Random(0)
-    ours(**inputs)  # sizes the slab
-    found = []
-    for ladder in [*((keep,) for keep in KEEPS), *(draw.choices(KEEPS, k=3) for _ in range(10))]:
-        ours.longctx.store.ladder = tuple(ladder)
-        loss, grads = gradients(ours, inputs)
-        found.append((ladder, loss.detach(), {n: g.clone() for n, g in grads.items()}))
-    _, first_loss, first = found[0]
-    for ladder, loss, grads in found:
-        assert torch.equal(loss, first_loss), ladder
-        assert [n for n in first if not torch.equal(grads[n], first[n])] == [], ladder
+    assert_no_bit_depends_on_the_ladder(ours, mixed=10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
