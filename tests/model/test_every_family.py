@@ -14,6 +14,7 @@ from small_families import FAMILIES, WINDOW, family_config
 from test_layer import (
     PACKED,
     assert_no_bit_depends_on_the_ladder,
+    assert_settings_train_exactly,
     assert_trains_exactly,
     batch,
     batches,
@@ -46,20 +47,20 @@ def trio(family: str, dtype: torch.dtype, settings=None, **changes):
     return truth, naive, ours
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exactness_on_packed_rows(family, dtype, capsys) -> None:
-    models = trio(family, dtype)
-    assert_trains_exactly(models, *batches(PACKED))
-    assert "Hugging Face's layers" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    "settings", [dict(head_groups=2, tile_tokens=7, keep="x"), dict(keep="all")]
+    ("dtype", "settings"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, dict(head_groups=2, tile_tokens=31, keep="x")),
+        (torch.bfloat16, dict(keep="all")),
+    ],
+    ids=["fp32", "bf16", "groups and tiles", "all kept"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_groups_and_tiles(family, settings) -> None:
-    assert_trains_exactly(trio(family, torch.bfloat16, settings), *batches(PACKED))
+def test_exactness_on_packed_rows(family, dtype, settings, capsys) -> None:
+    assert_settings_train_exactly(trio, family, dtype, settings=settings)
+    assert "Hugging Face's layers" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
