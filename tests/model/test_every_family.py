@@ -66,14 +66,16 @@ def test_exactness_on_packed_rows(family, dtype, settings, capsys) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_document_and_batched_rows(family) -> None:
     for lengths in ([[144]], [[5, 43], [48], [16, 16, 16]]):
-        assert_trains_exactly(trio(family, torch.float32), *batches(lengths))
+        # Two batches will do: it is bf16's errors that scatter from batch to batch.
+        assert_trains_exactly(trio(family, torch.float32), *batches(lengths)[:2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "granite", "phi3", "mistral"])
-def test_no_bit_depends_on_what_is_kept_and_where(family, dtype) -> None:
+def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
+    """In bf16, whose roundings show what is computed otherwise; tests/model/test_layer.py has
+    fp32."""
     settings = dict(offload_activations="all", keep="all", tile_tokens=31, head_groups=2)
-    _, _, ours = trio(family, dtype, settings)
+    _, _, ours = trio(family, torch.bfloat16, settings)
     assert_no_bit_depends_on_the_ladder(ours, mixed=10)
 
 

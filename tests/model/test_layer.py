@@ -130,10 +130,23 @@ def assert_settings_train_exactly(trio: Callable[..., Any], *model: Any, setting
     assert_exact_run(run(ours, *batches(PACKED)), naive, truth, ours.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-@pytest.mark.parametrize("kv_heads", [8, 2, 1], ids=["gqa1", "gqa4", "gqa8"])
-def test_gqa_and_head_dims(dtype, head_dim, kv_heads) -> None:
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "dtype"),
+    [
+        (8, 64, torch.float32),
+        (8, 96, torch.bfloat16),
+        (8, 128, torch.float32),
+        (2, 64, torch.bfloat16),
+        (2, 96, torch.float32),
+        (2, 128, torch.bfloat16),
+        (1, 64, torch.float32),
+        (1, 96, torch.bfloat16),
+        (1, 128, torch.float32),
+        (1, 128, torch.bfloat16),
+    ],
+)
+def test_gqa_and_head_dims(kv_heads, head_dim, dtype) -> None:
+    """Every two meet: no code of ours asks for all three."""
     models = trio(dtype, num_key_value_heads=kv_heads, head_dim=head_dim)
     assert_trains_exactly(models, *batches(PACKED))
 
