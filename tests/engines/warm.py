@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -25,12 +26,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 import torch
-from small_run import fork_ranks
+from small_run import add_callback, fork_ranks
+from transformers import TrainerCallback
 
 from longctx.config import installed
 
 
-def run_and_exit(words: list[str], log: str) -> NoReturn:
+class WaitForDeath(TrainerCallback):
+    """A run that is to be killed stops before its fourth step, however late the killer is."""
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        while state.global_step == 3:
+            signal.pause()
+
+
+def run_and_exit(words: list[str], log: str, dies: bool) -> NoReturn:
     """As the interpreter would run the script, in a process that a launcher has just started."""
     status: Any = 1
     try:
@@ -38,6 +48,8 @@ def run_and_exit(words: list[str], log: str) -> NoReturn:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
         os.dup2(1, 2)
         torch.set_num_threads(1)  # remakes torch's pool; several threads at once would race for it
+        if dies:
+            add_callback(WaitForDeath())
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
         status = 0
@@ -54,7 +66,8 @@ def run_and_exit(words: list[str], log: str) -> NoReturn:
 
 
 def run(job: dict[str, Any]) -> list[int]:
-    children = fork_ranks(job["processes"], lambda rank: run_and_exit(job["words"], job["log"]))
+    how = job["words"], job["log"], bool(job["until"])
+    children = fork_ranks(job["processes"], lambda rank: run_and_exit(*how))
     ranks = [psutil.Process(pid) for pid in children]
     statuses: dict[int, int] = {}
     while len(statuses) < len(ranks):
