@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,7 +79,8 @@ def run(job: dict[str, Any]) -> list[int]:
         if broken or job["until"] and Path(job["until"]).exists():
             left = [rank for rank in ranks if rank.pid not in statuses]
             for victim in [*(c for r in left for c in r.children(recursive=True)), *left]:
-                victim.kill()
+                with suppress(psutil.NoSuchProcess):  # it may end by itself
+                    victim.kill()
         time.sleep(0.02)
     return [statuses[pid] for pid in children]
 
