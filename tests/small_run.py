@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from small_tokenizer import small_tokenizer
@@ -22,6 +24,21 @@ def become_rank(rank: int, processes: int, port: int) -> None:
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
     told |= {"LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in told.items()}
+
+
+def fork_ranks(processes: int, end: Callable[[int], NoReturn]) -> list[int]:
+    """Forks the processes of one run, each of which ends in `end(rank)`; their ids."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(processes):
+        if not (pid := os.fork()):
+            if processes > 1:
+                become_rank(rank, processes, port)
+            end(rank)
+        children.append(pid)
+    return children
 
 
 def prepare(folder: Path) -> list[str]:

@@ -321,7 +321,7 @@ def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 tokens(100_000)
 before = peak_bytes()
-count = tokens(3_000_000)
+count = tokens(1_500_000)
 print((peak_bytes() - before) / count)
 """
 

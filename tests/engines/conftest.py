@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_job import STEPS, batch
+from small_job import STEPS, Warm, batch
 
 import train
 
@@ -48,3 +49,10 @@ def vanilla(job: list[str], tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("vanilla")
     train.main([*job, "--class_type", "vanilla", "--output_dir", str(folder), *batch(1)])
     return folder
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory) -> Iterator[Warm]:
+    warm = Warm(tmp_path_factory.mktemp("warm"))
+    yield warm
+    warm.end()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import save_file
-from small_run import add_callback, become_rank
+from small_run import add_callback, fork_ranks
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
@@ -69,8 +68,8 @@ def unwrapped(step: Any) -> Any:
     return training_step
 
 
-def run_and_exit(job: dict[str, Any], rank: int, port: int) -> NoReturn:
-    flags, processes = job["flags"], job["processes"]
+def run_and_exit(job: dict[str, Any], rank: int) -> NoReturn:
+    flags = job["flags"]
     output = Path(flags[flags.index("--output_dir") + 1])
     path = output.with_name(f"{output.name}-{rank}.safetensors")
     status = 1
@@ -79,8 +78,6 @@ def run_and_exit(job: dict[str, Any], rank: int, port: int) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(1, 2)
         torch.set_num_threads(1)  # remakes torch's pool; several threads at once would race for it
-        if processes > 1:
-            become_rank(rank, processes, port)
         broken_rank, step = job.get("breaks") or (None, 0)
         add_callback(Watch(path, rank == broken_rank, step))
         LongTrainer.training_step = unwrapped(LongTrainer.training_step)
@@ -94,14 +91,7 @@ def run_and_exit(job: dict[str, Any], rank: int, port: int) -> NoReturn:
 
 
 def run(job: dict[str, Any]) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for rank in range(job["processes"]):
-        if not (pid := os.fork()):
-            run_and_exit(job, rank, port)
-        children.append(pid)
+    children = fork_ranks(job["processes"], lambda rank: run_and_exit(job, rank))
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
 
 

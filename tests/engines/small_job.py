@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -63,20 +64,68 @@ def run(command: list[str], gpus: int = 0) -> str:
     return done.stderr
 
 
-def kill_after_saving(command: list[str], folder: Path, gpus: int = 0) -> None:
-    """Runs until the second step's checkpoint is there, then kills every process at once."""
-    env = environment(gpus)
-    log = folder.parent / "stderr"
-    with log.open("w") as stderr:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=stderr)
-    while not (folder / "checkpoint-2").exists():
-        assert process.poll() is None, log.read_text()[-3000:]
-        time.sleep(0.05)
-    launcher = psutil.Process(process.pid)
-    for victim in [*launcher.children(recursive=True), launcher]:  # workers have their own session
-        victim.kill()
-    process.wait()
-    assert not (folder / "final").exists()
+class Launched:
+    """Runs of a script in so many processes, each on a GPU of its own, by a launcher."""
+
+    def run(self, processes: int, *words: str) -> str:
+        return run(launch(processes, *words), gpus=processes)
+
+    def kill_after_saving(self, folder: Path, processes: int, *words: str) -> None:
+        """Runs until the second step's checkpoint is there, then kills every process at once."""
+        log = folder.parent / "stderr"
+        with log.open("w") as stderr:
+            command, env = launch(processes, *words), environment(processes)
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=stderr)
+        while not (folder / "checkpoint-2").exists():
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.05)
+        launcher = psutil.Process(process.pid)
+        for victim in [*launcher.children(recursive=True), launcher]:  # each has its own session
+            victim.kill()
+        process.wait()
+        assert not (folder / "final").exists()
+
+
+class Warm:
+    """The same on CPUs, forked from a warm process (warm.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.runs = folder, 0
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("warm.py"))],
+            cwd=ROOT,
+            env=environment() | {"TOKENIZERS_PARALLELISM": "false"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ended(self, processes: int, *words: str, until: Path | None = None) -> tuple[int, str]:
+        """The first status that is not 0, and all that was said."""
+        self.runs += 1
+        log = self.folder / f"{self.runs}.log"
+        job = {"processes": processes, "words": words, "log": str(log)}
+        job["until"] = until and str(until)
+        assert self.process.stdin and self.process.stdout
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        statuses = json.loads(self.process.stdout.readline())
+        return next(filter(None, statuses), 0), log.read_text()
+
+    def run(self, processes: int, *words: str) -> str:
+        status, said = self.ended(processes, *words)
+        assert status == 0, said[-3000:]
+        assert "Hugging Face's layers run" not in said
+        return said
+
+    def kill_after_saving(self, folder: Path, processes: int, *words: str) -> None:
+        status, said = self.ended(processes, *words, until=folder / "checkpoint-2")
+        assert status == -signal.SIGKILL, said[-3000:]
+        assert not (folder / "final").exists()
+
+    def end(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def on_cpu(config: Path, folder: Path) -> str:

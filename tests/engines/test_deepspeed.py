@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from paths import ROOT
-from small_job import (
-    assert_same_run,
-    batch,
-    environment,
-    kill_after_saving,
-    launch,
-    of_family,
-    on_cpu,
-    run,
-)
+from small_job import Warm, assert_same_run, batch, of_family, on_cpu, run
 
 import train
 from longctx.config import installed
@@ -32,7 +22,7 @@ needs_deepspeed = pytest.mark.skipif(
 @needs_deepspeed
 @pytest.mark.parametrize("config", DS_CONFIGS, ids=lambda path: path.stem)
 def test_each_deepspeed_file_trains(
-    config: Path, job: list[str], vanilla: Path, tmp_path: Path
+    config: Path, job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
 ) -> None:
     """By its YAML through accelerate; ZeRO-1 and 2 by the flag, on two processes, which are killed
     and resumed."""
@@ -44,9 +34,9 @@ def test_each_deepspeed_file_trains(
     path.write_text(path.read_text().replace("/local_nvme", str(tmp_path)))
     flags = [*job, "--output_dir", f"{tmp_path}/run", "--save_steps", "2"]
     if config.stem in ("zero1", "zero2"):
-        command = launch(2, "train.py", *flags, "--deepspeed", str(path), *batch(2))
-        kill_after_saving(command, tmp_path / "run")
-        run([*command, "--resume_from_checkpoint", "last"])
+        words = ["train.py", *flags, "--deepspeed", str(path), *batch(2)]
+        warm.kill_after_saving(tmp_path / "run", 2, *words)
+        warm.run(2, *words, "--resume_from_checkpoint", "last")
     else:
         text = config.with_suffix(".yaml").read_text()
         path.with_suffix(".yaml").write_text(text.replace(f"ds_configs/{config.name}", str(path)))
@@ -57,36 +47,29 @@ def test_each_deepspeed_file_trains(
 
 
 @needs_deepspeed
-def test_another_family(job: list[str], tmp_path: Path) -> None:
+def test_another_family(job: list[str], warm: Warm, tmp_path: Path) -> None:
     """Norms of q and k, gathered with their layer."""
     flags = of_family("qwen3", job, tmp_path / "model")
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
     train.main([*flags, *alone])
     config = on_cpu(ROOT / "ds_configs" / "zero3.json", tmp_path)
     flags += ["--deepspeed", config, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no"]
-    run(launch(2, "train.py", *flags, *batch(2)))
+    warm.run(2, "train.py", *flags, *batch(2))
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
 @needs_deepspeed
 def test_zero3_offload_on_two_processes_killed_and_resumed(
-    job: list[str], vanilla: Path, tmp_path: Path
+    job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
 ) -> None:
     config = on_cpu(ROOT / "ds_configs" / "zero3_cpu.json", tmp_path)
     flags = [*job, "--deepspeed", config, "--output_dir", f"{tmp_path}/run", *batch(2)]
     flags += ["--save_steps", "2"]
-    command = launch(2, "train.py", *flags)
-    kill_after_saving(command, tmp_path / "run")
-    run([*command, "--resume_from_checkpoint", "last"])
+    warm.kill_after_saving(tmp_path / "run", 2, "train.py", *flags)
+    warm.run(2, "train.py", *flags, "--resume_from_checkpoint", "last")
     assert_same_run(tmp_path / "run", vanilla)
 
     alone = ["--resume_from_checkpoint", "last", "--overwrite_output_dir"]
-    done = subprocess.run(
-        launch(1, "train.py", *flags, *alone),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "saved by 2 processes" in done.stderr.splitlines()[-1]
+    status, said = warm.ended(1, "train.py", *flags, *alone)
+    assert status == 1
+    assert "saved by 2 processes" in said.splitlines()[-1]

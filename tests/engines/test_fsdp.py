@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import init_empty_weights
-from paths import ROOT
-from small_job import assert_same_run, batch, environment, kill_after_saving, launch, of_family, run
+from small_job import Launched, Warm, assert_same_run, batch, of_family, run
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import train
@@ -22,24 +20,25 @@ from longctx.presets import PRESETS
 from longctx.run.loading import load_config, load_model
 
 
-def test_fsdp_on_the_cpu_is_refused(tmp_path: Path) -> None:
+def test_fsdp_on_the_cpu_is_refused(warm: Warm, tmp_path: Path) -> None:
     flags = ["--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json", "--use_cpu", "true"]
-    command = launch(1, "train.py", "--preset", "tiny", *flags, "--output_dir", f"{tmp_path}/run")
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "silently runs DDP" in done.stderr.splitlines()[-1]
+    flags += ["--preset", "tiny", "--output_dir", f"{tmp_path}/run"]
+    status, said = warm.ended(1, "train.py", *flags)
+    assert status == 1
+    assert "silently runs DDP" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("config", "start"), [("fsdp2", "preset"), ("fsdp2_offload", "saved")])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_fsdp2_through_accelerate(
-    device: str, config: str, start: str, job: list[str], tmp_path: Path
+    device: str, config: str, start: str, job: list[str], warm: Warm, tmp_path: Path
 ) -> None:
     """In fp32: killed after a save, resumed (a preset on one process), the best checkpoint loaded,
     and as vanilla without an engine."""
-    script, gpus, flags = "tests/engines/fsdp_on_cpu.py", 0, list(job)
+    script, processes, flags = "tests/engines/fsdp_on_cpu.py", 2, list(job)
+    runs: Warm | Launched = warm
     if device == "cuda":
-        script, gpus = "train.py", min(torch.cuda.device_count(), 2)
+        script, processes, runs = "train.py", min(torch.cuda.device_count(), 2), Launched()
         flags = " ".join(job).replace("--use_cpu true", "").split()
         flags += ["--dtype", "float32", "--bf16", "false", "--tf32", "false"]
     if start == "preset":
@@ -48,19 +47,17 @@ def test_fsdp2_through_accelerate(
     best = "--load_best_model_at_end true --save_steps 1 --eval_strategy steps --eval_steps 1"
     flags += best.split()
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
-    if gpus:
-        run(launch(1, "train.py", *flags, *alone), gpus=1)
+    if device == "cuda":
+        runs.run(1, "train.py", *flags, *alone)
     else:
         train.main([*flags, *alone])
     sharded = [*flags, "--fsdp", "true", "--fsdp_config", f"fsdp_configs/{config}.json"]
     sharded += ["--output_dir", f"{tmp_path}/run"]
-    processes = gpus or 2
-    command = launch(processes, script, *sharded, *batch(processes))
-    kill_after_saving(command, tmp_path / "run", gpus)
+    runs.kill_after_saving(tmp_path / "run", processes, script, *sharded, *batch(processes))
     processes = 1 if start == "preset" else processes
     resumed = [*sharded, *batch(processes), "--resume_from_checkpoint", "last"]
     resumed += ["--allow_changed", "num_processes", "gradient_accumulation_steps"]
-    said = run(launch(processes, script, *resumed), min(gpus, processes))
+    said = runs.run(processes, script, *resumed)
     assert "Could not locate the best model" not in said
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
@@ -75,14 +72,14 @@ def test_accelerate_launch_with_an_fsdp_yaml(
     assert_same_run(tmp_path / "run", vanilla)
 
 
-def test_another_family(job: list[str], tmp_path: Path) -> None:
+def test_another_family(job: list[str], warm: Warm, tmp_path: Path) -> None:
     """The file names no layer's class. Fused weights and windows."""
     flags = of_family("phi3-windows", job, tmp_path / "model")
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
     train.main([*flags, *alone])
     sharded = ["--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json"]
     sharded += ["--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(2)]
-    run(launch(2, "tests/engines/fsdp_on_cpu.py", *flags, *sharded))
+    warm.run(2, "tests/engines/fsdp_on_cpu.py", *flags, *sharded)
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -202,15 +203,13 @@ def test_evaluations_that_run_beside_each_other_share_a_file(
 
 
 def test_rope_scaling_trains_saves_and_loads(small, tmp_path) -> None:
-    """The model has 4096 positions; it is trained on rows of 8192 with YaRN at factor 2."""
-    (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 2000)
-    flags = [
-        "--model_name_or_path",
-        str(small / "model"),
-        "--train_file",
-        str(tmp_path / "book.txt"),
-    ]
-    flags += ["--seq_len", "8192", "--max_steps", "1", "--use_cpu", "--disable_tqdm", "true"]
+    """A model of 512 positions is trained on rows of 1024 with YaRN at factor 2."""
+    short = shutil.copytree(small / "model", tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 300)
+    flags = ["--model_name_or_path", str(short), "--train_file", str(tmp_path / "book.txt")]
+    flags += ["--seq_len", "1024", "--max_steps", "1", "--use_cpu", "--disable_tqdm", "true"]
     flags += ["--cache_dir", str(tmp_path / "cache"), "--save_strategy", "no"]
     with pytest.raises(UserError, match="--rope_scaling yarn"):
         run(flags, tmp_path / "none")
@@ -222,15 +221,15 @@ def test_rope_scaling_trains_saves_and_loads(small, tmp_path) -> None:
     }
     assert losses["custom"] == pytest.approx(losses["vanilla"], rel=2e-5)
     saved = AutoConfig.from_pretrained(tmp_path / "custom" / "final")
-    assert saved.max_position_embeddings == 8192
+    assert saved.max_position_embeddings == 1024
     assert saved.rope_parameters["rope_type"] == "yarn"
     assert saved.rope_parameters["factor"] == 2
-    assert saved.rope_parameters["original_max_position_embeddings"] == 4096
-    plain = AutoModelForCausalLM.from_pretrained(small / "model")
+    assert saved.rope_parameters["original_max_position_embeddings"] == 512
+    plain = AutoModelForCausalLM.from_pretrained(short)
     yarn = AutoModelForCausalLM.from_pretrained(tmp_path / "custom" / "final")
     assert yarn.model.rotary_emb.attention_scaling > 1
     ratio = plain.model.rotary_emb.inv_freq / yarn.model.rotary_emb.inv_freq
     assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(2)
-    further = ["--model_name_or_path", str(tmp_path / "custom" / "final"), "--seq_len", "16384"]
+    further = ["--model_name_or_path", str(tmp_path / "custom" / "final"), "--seq_len", "2048"]
     with pytest.raises(UserError, match="starts from plain RoPE, but this model's is 'yarn'"):
         run([*flags, *further, "--rope_scaling", "linear"], tmp_path / "further")
