@@ -81,10 +81,12 @@ def unpatch(model: Model) -> Model:
     base = base_of(model)
     if base is None or runtime_of(base) is None:
         raise UserError(f"this {type(model).__name__} is not patched")
-    for module in model.modules():
+    whole = base.longctx.whole and base.longctx.whole()  # `model` may be its base model
+    for module in (whole or model).modules():
         if is_ours(module):
             del module.forward
-        vars(module).pop("longctx", None)
+        for name in ("longctx", "_replicate_for_data_parallel"):
+            vars(module).pop(name, None)
     return model
 
 
