@@ -270,7 +270,8 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
         return "labels that padding predicts (left padding: set the first token's label to -100)"
     if base.dtype == torch.float64:
         return _DOUBLE
-    if embeds is not None and embeds.dtype != base.dtype:
+    whole = type(next(base.parameters())) is nn.Parameter  # FSDP's shards have another dtype
+    if whole and embeds is not None and embeds.dtype != base.dtype:
         return f"inputs_embeds in {embeds.dtype} over weights in {base.dtype}"
     device = base.device.type
     if torch.is_autocast_enabled(device):

@@ -78,7 +78,10 @@ class Runtime:
     def make(
         cls, args: ModelArguments, config: Any, device: torch.device, dtype: torch.dtype
     ) -> tuple[Runtime, str]:
-        """And the name of its attention backend. Raises UserError where that cannot run."""
+        """And the name of its attention backend; where weights come later (`meta`), `follow` asks
+        again. Raises UserError where that cannot run."""
+        if device.type == "meta":
+            return _remake(args, {}), args.attn_backend
         name, attention = choose_attention(args.attn_backend, device, dtype, has_windows(config))
         store = ActivationStore(device, args.host_memory_gib)
         return cls(args=args, attention=attention, store=store, dtype=dtype), name

@@ -1,4 +1,4 @@
-"""LongTrainer by hand, with transformers' own TrainingArguments and collator, beside its Trainer."""
+"""LongTrainer by hand, with transformers' own arguments and collator, beside its Trainer."""
 
 from __future__ import annotations
 
