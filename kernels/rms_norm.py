@@ -41,6 +41,7 @@ from longctx.kernels.launch import (
     check_shape,
     choose,
     on_device,
+    once_differentiable,
     round_to,
     runs_kernel,
     sm_count,
@@ -376,7 +377,7 @@ class _RMSNorm(torch.autograd.Function):
         return rms_norm_forward(x, weight, eps, llama_rounding=llama_rounding)[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dw = None

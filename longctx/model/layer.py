@@ -44,6 +44,7 @@ from torch import Tensor
 from longctx.annotate import annotate, annotated, each
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
+from longctx.kernels.launch import once_differentiable
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
@@ -595,7 +596,7 @@ class _ScheduledLayer(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     @annotated("layer backward")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         t: Traits = ctx.traits
@@ -639,7 +640,7 @@ class _FinalNorm(torch.autograd.Function):
         return rms_norm_forward(x, weight, eps)[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

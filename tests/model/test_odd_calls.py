@@ -223,6 +223,14 @@ def test_a_second_backward_is_an_error() -> None:
             loss.backward()
 
 
+def test_second_derivatives_are_an_error() -> None:
+    _, ours = pair()
+    batch = {k: v for k, v in packed_batch().items() if k != "labels"}
+    for loss in (ours(**packed_batch()).loss, ours.model(**batch).last_hidden_state.mean()):
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(loss, ours.model.norm.weight, create_graph=True)
+
+
 def test_without_a_label_the_loss_is_zero() -> None:
     """Hugging Face's is NaN, which would end in every weight."""
     _, ours = pair()
