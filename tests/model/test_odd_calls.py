@@ -113,6 +113,14 @@ def test_embeddings_of_another_dtype_in_autocast(scheduled, capsys, dtype) -> No
     assert scheduled == [] and f"inputs_embeds in {other} over" in capsys.readouterr().out
 
 
+def test_a_loss_type_of_another_kind(scheduled, capsys) -> None:
+    vanilla, ours = pair()
+    for model in (vanilla, ours):
+        model.loss_type = "ForMaskedLM"  # labels are not shifted
+    assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
+    assert scheduled == [96, 96] and "a loss of its own" in capsys.readouterr().out
+
+
 def test_a_head_without_a_weight(scheduled, capsys) -> None:
     vanilla, ours = pair()
     for model in (vanilla, ours):
@@ -178,6 +186,60 @@ def test_a_mask_of_another_length(scheduled, capsys, width) -> None:
     batch = dict(input_ids=IDS, labels=IDS, attention_mask=mask, use_cache=False)
     assert_same(vanilla, ours, lambda m: m(**batch).loss)
     assert scheduled == [] and "another shape" in capsys.readouterr().out
+
+
+def test_a_dense_mask(scheduled, capsys) -> None:
+    vanilla, ours = pair()
+    mask = torch.ones(48, 48, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1)
+    batch = dict(input_ids=IDS, labels=IDS, attention_mask=mask, use_cache=False)
+    assert_same(vanilla, ours, lambda m: m(**batch).loss)
+    assert scheduled == [] and "another shape" in capsys.readouterr().out
+
+
+def test_an_argument_that_the_schedule_does_not_know(scheduled, capsys) -> None:
+    vanilla, ours = pair()
+    assert_same(vanilla, ours, lambda m: m(**packed_batch(), token_type_ids=IDS).loss)
+    assert scheduled == [] and "calls with token_type_ids" in capsys.readouterr().out
+
+
+def test_autocast_to_the_other_16_bits(scheduled, capsys) -> None:
+    losses = []
+    for model in pair():
+        with torch.autocast("cpu", torch.float16):
+            losses.append(model.bfloat16()(**packed_batch()).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=2**-9, atol=0)
+    assert scheduled == [] and "in autocast to torch.float16" in capsys.readouterr().out
+
+
+def test_the_base_model_in_evaluation(scheduled, capsys) -> None:
+    """With gradients. Hugging Face makes a cache, which is said."""
+    vanilla, ours = (model.eval() for model in pair())
+
+    def loss(model: Any, **more: Any) -> Tensor:
+        return model.model(input_ids=IDS, **more).last_hidden_state.square().mean()
+
+    assert_same(vanilla, ours, loss)
+    assert scheduled == [] and "a key/value cache" in capsys.readouterr().out
+    assert_same(vanilla, ours, lambda m: loss(m, use_cache=False))
+    assert scheduled == [96, 96]
+
+
+def test_labels_make_no_cache() -> None:
+    _, ours = pair()
+    assert ours.eval()(input_ids=IDS, labels=IDS).past_key_values is None
+
+
+def test_logits_to_keep_with_labels(scheduled) -> None:
+    vanilla, ours = pair()
+    batch = dict(input_ids=IDS, labels=IDS[:, -5:], use_cache=False, logits_to_keep=5)
+    assert_same(vanilla, ours, lambda m: m(**batch).loss)
+    assert scheduled == [96, 96] and ours(**batch).logits.shape == (2, 5, 331)
+
+
+def test_a_label_outside_the_vocabulary() -> None:
+    _, ours = pair()
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 331\)"):
+        ours(input_ids=IDS, labels=IDS.masked_fill(IDS == IDS[0, 5], 331))
 
 
 def test_masks_by_kind_of_layer(scheduled, capsys) -> None:
