@@ -12,9 +12,9 @@ A `Family` says so for the models of one kind; docs/add_a_family.md shows how to
 
 The schedule reads weights and stands in for the forward of every module of the base model but the
 embedding. So a module there with a forward of its own (a LoRA adapter, a quantised weight, another
-activation), with hooks, or with another epsilon or scale than the configuration says, would be
-passed by without a word: `why_not_scheduled` finds it, and Hugging Face's layers run instead.
-`why_not_chunked` does the same for lm_head and the loss.
+activation), with hooks, of another dtype, or with another epsilon or scale than the configuration
+says, would be passed by without a word: `why_not_scheduled` finds it, and Hugging Face's layers run
+instead. `why_not_chunked` does the same for lm_head and the loss.
 """
 
 from __future__ import annotations

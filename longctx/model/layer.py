@@ -34,6 +34,7 @@ one works with is gone when the next begins.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -592,6 +593,7 @@ class _ScheduledLayer(torch.autograd.Function):
         if saved is not None:
             s.store.release(saved)
         ctx.traits, ctx.schedule, ctx.saved = t, s, saved
+        ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
         ctx.save_for_backward(*weights)
         return y
 
@@ -607,6 +609,8 @@ class _ScheduledLayer(torch.autograd.Function):
         tiles = s.tiles(dy.shape[0])
         kept = s.store.load(ctx.saved, tiles)
         x = kept["x"]
+        if x is ctx.x() and x._version != ctx.version:  # a user's own, as inputs_embeds
+            raise RuntimeError("a layer's input was modified in place before its backward")
         if "o" in kept:
             o, lse = kept["o"], kept["lse"]
         else:
