@@ -311,11 +311,11 @@ def why_not_chunked(model: PreTrainedModel) -> str | None:
 
 
 def _strangers(base: Any) -> Iterator[str]:
-    config, family = base.config, _known_family(base)
+    config, family, dtype = base.config, _known_family(base), base.dtype
     yield from _problems(base, family.known("Model"), "model", patched=True)
     yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
     yield from _problems(base.norm, family.known("RMSNorm"), "model.norm", patched=True)
-    yield from _other_dtypes([base.norm], base.dtype, "model.norm")
+    yield from _other_dtypes([base.norm], dtype, "model.norm")
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
     attention = config._attn_implementation
@@ -332,7 +332,7 @@ def _strangers(base: Any) -> Iterator[str]:
         parts = {name: _part(layer, name) for name in family.in_layer}
         for name, known in family.in_layer.items():
             yield from _problems(parts[name], known, f"{where}.{name}")
-        yield from _other_dtypes(parts.values(), base.dtype, where)
+        yield from _other_dtypes(parts.values(), dtype, where)
         yield from _other_settings(family, layer, parts, config, traits[i], where)
 
 
