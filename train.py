@@ -18,6 +18,7 @@ from transformers import set_seed
 
 from longctx.config import TrainArguments, explained_options
 from longctx.data.rows import (
+    as_arrays,
     build_dataset,
     check_sources,
     collate,
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
                 args=args,
                 engine=engine,
                 seq_len=model_args.seq_len,
-                train_dataset=train_rows,
+                train_dataset=as_arrays(train_rows),
                 eval_dataset=eval_rows,
                 data_collator=collate,
                 processing_class=tokenizer,

@@ -103,6 +103,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=10,
         max_position_embeddings=16384,
         original_max_position_embeddings=16384,
+        pad_token_id=None,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 250000.0},
         tie_word_embeddings=False,

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, set_seed
 
 from longctx.annotate import annotate
 from longctx.config import DataArguments, ModelArguments
-from longctx.data.rows import build_dataset, check_sources, collate
+from longctx.data.rows import as_arrays, build_dataset, check_sources, collate
 from longctx.data.tokenizer import load_tokenizer
 from longctx.run.loading import check_request, load_config, load_model
 from longctx.run.oom import explained_oom_of_weights
@@ -103,7 +103,7 @@ def _rows(
     seed: int,
 ) -> Any:
     check_sources(data_args)
-    return build_dataset(
+    rows = build_dataset(
         data_args,
         tokenizer,
         files=data_args.train_file,
@@ -111,6 +111,7 @@ def _rows(
         vocab_size=vocabulary,
         seed=seed,
     )
+    return as_arrays(rows)
 
 
 class PhaseMarks(TrainerCallback):

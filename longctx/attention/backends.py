@@ -33,12 +33,17 @@ aten = torch.ops.aten
 
 
 def choose_attention(
-    name: str, device: torch.device, dtype: torch.dtype, windows: bool = False
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int = 128,
+    windows: bool = False,
 ) -> tuple[str, Attention]:
     """The backend `name` asks for, or for `auto` the fastest that runs here, and its name.
 
-    Raises UserError if what was asked for cannot run on this device, with this dtype or, for a
-    model that has some, with windows.
+    Raises UserError if what was asked for cannot run on this device, with this dtype, with heads of
+    this size or, for a model that has some, with windows.
     """
     if name in ("fa2", "sdpa", "eager"):
         raise UserError(
@@ -58,12 +63,12 @@ def choose_attention(
             "use --class_type vanilla --dtype float32"
         )
     if name == "auto":
-        name = _fastest(device, windows) if half else "math"
+        name = _fastest(device, head_dim, windows) if half else "math"
     if name != "math" and not half:
         raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
     if name == "cudnn" and windows:
         raise UserError(NO_WINDOWS)
-    if name == "fa4" and (reason := flash4.why_not(device)):
+    if name == "fa4" and (reason := flash4.why_not(device, head_dim)):
         raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use flash or cudnn")
     backends: dict[str, type[Attention]] = {
         "fa4": FlashAttention4,
@@ -79,10 +84,10 @@ NO_WINDOWS = (
 )
 
 
-def _fastest(device: torch.device, windows: bool) -> str:
+def _fastest(device: torch.device, head_dim: int, windows: bool) -> str:
     major, _ = torch.cuda.get_device_capability(device)
     if major in flash4.CHOSEN and flash4.present():
-        reason = flash4.why_not(device)
+        reason = flash4.why_not(device, head_dim)
         if reason is None:
             return "fa4"
         _print_once(f"flash-attn-4 {reason}")

@@ -40,6 +40,10 @@ CHOSEN = (9, 10)
 """Those for which it was written, Hopper and data-centre Blackwell: `auto` takes it there. On 12.x
 it runs Ampere's instructions, which torch's own kernels use as well."""
 
+SMALLEST_HEAD = 24
+"""Gradients of heads of 8 and 16 are wrong by as much as they are large (4.0.0b36 on an H200); 24,
+32, 192 and 256 are right."""
+
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -51,11 +55,14 @@ def present() -> bool:
     return any(Path(place, "cute", "interface.py").is_file() for place in places)
 
 
-def why_not(device: torch.device) -> str | None:
-    """Why flash-attn-4 cannot train on this GPU, in a few words; None if it can."""
+def why_not(device: torch.device, head_dim: int = 128) -> str | None:
+    """Why flash-attn-4 cannot train heads of this size on this GPU, in a few words; None if it
+    can."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in TRAINABLE:
         return f"has no backward kernel for this GPU (sm_{major}{minor})"
+    if head_dim < SMALLEST_HEAD:
+        return f"gives wrong gradients for heads of {head_dim}"
     if not present():
         return "is not installed (pip install 'longctx[fa4]')"
     try:

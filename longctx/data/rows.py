@@ -187,6 +187,11 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     return {**batch, "documents": documents}
 
 
+def as_arrays(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """The same rows, for `collate`: lists would take 7 ms for 32768 tokens."""
+    return rows.with_format("numpy") if isinstance(rows, Dataset) else rows
+
+
 def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
     """Differs where the rows of `build_dataset` do; of a stream, which nobody has read yet, where
     it comes from."""

@@ -76,10 +76,10 @@ class Compute:
 class Slot:
     """A buffer of the ring: room on the GPU for what a piece has on the host."""
 
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self._words = torch.empty(4, numel, dtype=torch.float32, device=device)
-        self.free: Any = None
-        """Marks when the piece before has left."""
+    def __init__(self, numel: int, compute: Compute) -> None:
+        self._words = torch.empty(4, numel, dtype=torch.float32, device=compute.device)
+        self.free: Any = compute.mark()
+        """Marks when the piece before has left, or who had the memory before."""
 
     def part(self, row: int, like: Tensor) -> Tensor:
         return self._words[row].view(like.dtype)[: like.numel()]
@@ -177,9 +177,11 @@ class StateStream:
                 _adamw(block.weight_at(i, whole), block.states_at(i, whole), grad.view(-1), step)
             return
         begin, arrives = self._begun, block.is_away
-        if arrives:  # in memory that the computation may have used until now
-            begin = self.compute.mark()
+        if arrives:
             block.arrive(torch.empty(block.numel, dtype=block.dtype, device=self.device))
+            # The computation may have used that memory until now, and torch fills it where
+            # `torch.use_deterministic_algorithms` is on.
+            begin = self.compute.mark()
         with annotate("optimizer"):
             for i in range(len(block.parameters)):
                 if arrives or i in steps:
@@ -239,7 +241,7 @@ class StateStream:
 
     def next_slot(self) -> Slot:
         if len(self._ring) < RING:
-            self._ring.append(Slot(self.piece, self.device))
+            self._ring.append(Slot(self.piece, self.compute))
         else:
             self._ring.append(self._ring.pop(0))
         return self._ring[-1]

@@ -19,10 +19,11 @@ moves its probability by 2%; the softmax gradient is rounded once, to the operan
 two products. The scale 1 / count is split into a mantissa, applied before that rounding, and a
 power of two, applied in backward, so that no gradient is rounded twice and fp16 does not underflow.
 
-Memory: fp32 logits and 16-bit gradients share one workspace of `logits_bytes`, 1 GiB, at any length
-(see `_pieces`). Each product into the fp32 d_weight reads and writes 8 V D bytes, so gradients of
-as many rows as fit are gathered for it, a group of pieces: those of a piece are compacted into the
-first half of its own logits, and the next piece's logits follow them.
+Memory: fp32 logits and 16-bit gradients share one workspace of `logits_bytes`, as much as d_weight
+takes but 1 GiB at least, at any length (see `_pieces`). Each product into the fp32 d_weight reads
+and writes 8 V D bytes, so gradients of as many rows as fit are gathered for it, a group of pieces:
+those of a piece are compacted into the first half of its own logits, and the next piece's logits
+follow them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ from longctx.annotate import annotated
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
+from longctx.memory.plan import default_logits_bytes
 from longctx.model.projection import addmm_, mm
-
-LOGITS_BYTES = 2**30
 
 
 def linear_cross_entropy_reference(
@@ -73,9 +73,8 @@ def _pieces(lines: int) -> list[int]:
     """Rows of each piece of a group in a workspace of `lines` lines of 16-bit numbers.
 
     A row of fp32 logits takes two lines and leaves one of them with its gradient, so a piece can
-    have half as many rows as there are lines left. At a vocabulary of 128256 and 1 GiB (4185
-    lines): 2048 + 1024 rows. 512 more lost 1.3% of the speed: the product of 3584 rows with the
-    weight fills the multiprocessors of an H200 3.4 times, that of 3072 2.9 times.
+    have half as many rows as there are lines left. At a vocabulary of 128256 and 2 GiB (8192
+    lines): 4096 + 2048 + 1024 rows.
     """
     pieces: list[int] = []
     while True:
@@ -250,7 +249,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logits_scaling: float = 1.0,
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int | None = None,
 ) -> Tensor:  # () fp32
     """Cross-entropy of hidden @ weight.T + bias, differentiable in hidden, weight and bias.
 
@@ -258,7 +257,8 @@ def linear_cross_entropy(
     count over a whole gradient accumulation, HF's `num_items_in_batch`), else by their number
     (`reduction="mean"`), else by nothing. Without any label that counts the loss is 0. `z_loss`
     adds z_loss * lse^2, `softcap` bounds the logits by softcap * tanh(logits / softcap),
-    `logits_scaling` divides them before all that, `logits_bytes` bounds the logits held at a time.
+    `logits_scaling` divides them before all that, `logits_bytes` bounds the logits held at a time
+    (default: `default_logits_bytes`).
 
     Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
     run once. Raises ValueError for a wrong shape, dtype or value.
@@ -282,6 +282,8 @@ def linear_cross_entropy(
         raise ValueError(f"softcap must be positive, got {softcap}")
     if logits_scaling <= 0:
         raise ValueError(f"logits_scaling must be positive, got {logits_scaling}")
+    if logits_bytes is None:
+        logits_bytes = default_logits_bytes(*weight.shape)
     if logits_bytes <= 0:
         raise ValueError(f"logits_bytes must be positive, got {logits_bytes}")
     kind = hidden.device.type

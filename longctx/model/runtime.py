@@ -27,17 +27,23 @@ from longctx.memory.ladder import (
     uniform,
 )
 from longctx.memory.plan import (
+    TILE_TOKENS,
     Pending,
     Sizes,
     default_head_groups,
-    default_tile_tokens,
     pending_bytes,
 )
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
-from longctx.model.families import base_of, has_windows, layer_weights, model_traits, windows
+from longctx.model.families import (
+    base_of,
+    has_windows,
+    head_dim,
+    layer_weights,
+    model_traits,
+    windows,
+)
 from longctx.model.layer import Schedule
-from longctx.model.loss import LOGITS_BYTES
 
 logger = logging.getLogger("longctx")
 
@@ -82,7 +88,13 @@ class Runtime:
         again. Raises UserError where that cannot run."""
         if device.type == "meta":
             return _remake(args, {}), args.attn_backend
-        name, attention = choose_attention(args.attn_backend, device, dtype, has_windows(config))
+        name, attention = choose_attention(
+            args.attn_backend,
+            device,
+            dtype,
+            head_dim=head_dim(config),
+            windows=has_windows(config),
+        )
         store = ActivationStore(device, args.host_memory_gib)
         return cls(args=args, attention=attention, store=store, dtype=dtype), name
 
@@ -127,7 +139,7 @@ class Runtime:
         if device.type != "cuda":  # nothing to weigh: it is all one memory
             return uniform(sizes.layers, keep, offload)
         layer_bytes = sizes.layer_bytes(tokens)
-        early_bytes = max(0, sizes.loss_bytes(tokens, LOGITS_BYTES) - layer_bytes)
+        early_bytes = max(0, sizes.loss_bytes(tokens) - layer_bytes)
         return choose(
             sizes,
             Batch(tokens, min(tokens, self.args.seq_len), self.passes),
@@ -221,7 +233,7 @@ def make_schedule(
         eps=config.rms_norm_eps,
         attention=runtime.attention,
         store=runtime.store,
-        tile_tokens=args.tile_tokens or default_tile_tokens(tokens),
+        tile_tokens=args.tile_tokens or TILE_TOKENS,
         head_groups=head_groups,
         dtype=runtime.dtype,
     )

@@ -29,7 +29,7 @@ from longctx.config import ModelArguments, expanded, installed
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, one_line, print_rank0
-from longctx.model.families import FAMILIES, has_windows
+from longctx.model.families import FAMILIES, has_windows, head_dim
 from longctx.model.patch import patch_as
 from longctx.presets import PRESETS
 
@@ -162,7 +162,7 @@ def load_model(
     engine = engine or Plain()
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
-    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
+    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device, config)
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device):
             model = AutoModelForCausalLM.from_config(
@@ -266,7 +266,7 @@ def _check_liger(args: ModelArguments, device: torch.device) -> None:
         )
 
 
-def _hf_attention(args: ModelArguments, device: torch.device) -> str:
+def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None) -> str:
     """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger."""
     backend: str = args.attn_backend
     if backend == "auto":
@@ -282,8 +282,10 @@ def _hf_attention(args: ModelArguments, device: torch.device) -> str:
         raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")
     if backend == "fa2" and not installed("flash_attn"):
         raise UserError("--attn_backend fa2 is not installed: pip install flash-attn")
-    if backend == "fa4" and (reason := flash4.why_not(device)):
-        raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use sdpa")
+    if backend == "fa4":
+        size = head_dim(config) if config else flash4.SMALLEST_HEAD
+        if reason := flash4.why_not(device, size):
+            raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use sdpa")
     return _HF_ATTENTION[backend]
 
 

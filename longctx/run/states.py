@@ -31,7 +31,6 @@ from longctx.memory.settle import HostRoom
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import decoder_layers, state_blocks
-from longctx.model.loss import LOGITS_BYTES
 from longctx.model.runtime import patched_part
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -141,7 +140,7 @@ def step_work(model: Any, tokens: int) -> Work:
     patched = patched_part(model)
     if patched is not None:
         sizes = patched.longctx.sizes(patched)
-        nbytes = sizes.working_bytes(tokens, LOGITS_BYTES)
+        nbytes = sizes.working_bytes(tokens)
         return Work(nbytes, nbytes - sizes.layer_bytes(tokens))
     # Checkpoints of all layers, one layer's activations and gradients, and, but for Liger-Kernel,
     # logits in bf16 and fp32 with their gradient.

@@ -59,6 +59,7 @@ def plain(
         (4, 4, 64, [33]),  # no GQA, one document
         (4, 1, 96, [1, 130, 5]),  # GQA 4, a document of one token, one over a block of 128
         (8, 1, 128, [64, 64]),  # GQA 8, documents of exactly half a block
+        (4, 2, 24, [65]),  # the smallest heads of flash-attn-4
         (6, 2, 64, [1100]),  # GQA 3, more than one tile of queries of the math backend
     ],
 )

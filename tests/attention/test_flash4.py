@@ -80,6 +80,12 @@ _flash_attn_bwd.compile_cache = get_jit_cache("bwd")
 """
 
 
+def _forget(monkeypatch) -> None:
+    """flash_attn was never imported."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch):
     """Makes flash-attn-4 importable, with this text as its interface, as in a new process."""
@@ -87,10 +93,11 @@ def package(tmp_path: Path, monkeypatch):
     def install(interface: str = INTERFACE) -> None:
         folder = tmp_path / "site" / "flash_attn" / "cute"
         folder.mkdir(parents=True, exist_ok=True)
+        for package in (folder.parent, folder):  # or another flash_attn, really installed, wins
+            (package / "__init__.py").touch()
         (folder / "interface.py").write_text(interface)
         monkeypatch.syspath_prepend(str(tmp_path / "site"))
-        for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
-            monkeypatch.delitem(sys.modules, name)
+        _forget(monkeypatch)
         flash4.load.cache_clear()
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -143,11 +150,21 @@ def test_with_windows_auto_avoids_cudnn_which_has_none(package, gpu, monkeypatch
     gpu(9)
     with monkeypatch.context() as patch:
         patch.setattr(flash4, "present", lambda: False)
-        assert choose_attention("auto", GPU, torch.bfloat16, True)[0] == "flash"
+        assert choose_attention("auto", GPU, torch.bfloat16, windows=True)[0] == "flash"
     package()
-    assert choose_attention("auto", GPU, torch.bfloat16, True)[0] == "fa4"
+    assert choose_attention("auto", GPU, torch.bfloat16, windows=True)[0] == "fa4"
     with pytest.raises(UserError, match="cudnn has no sliding windows, .*: use flash, fa4"):
-        choose_attention("cudnn", GPU, torch.bfloat16, True)
+        choose_attention("cudnn", GPU, torch.bfloat16, windows=True)
+
+
+def test_heads_that_it_gets_wrong(package, gpu, capsys) -> None:
+    package()
+    gpu(9)
+    assert choose_attention("auto", GPU, torch.bfloat16, head_dim=24)[0] == "fa4"
+    assert choose_attention("auto", GPU, torch.bfloat16, head_dim=16)[0] == "cudnn"
+    assert "flash-attn-4 gives wrong gradients for heads of 16" in capsys.readouterr().out
+    with pytest.raises(UserError, match="wrong gradients for heads of 16; use flash or cudnn"):
+        choose_attention("fa4", GPU, torch.bfloat16, head_dim=16)
 
 
 def test_auto_avoids_a_cudnn_that_torch_avoids(gpu, monkeypatch) -> None:
@@ -203,6 +220,7 @@ def test_geforce_blackwell_has_no_deterministic_backward(package, gpu, monkeypat
 
 
 def test_flash_attn_2_is_another_package(tmp_path: Path, monkeypatch) -> None:
+    _forget(monkeypatch)
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise OSError")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from types import SimpleNamespace
+from typing import Any
 
 import peft
 import pytest
@@ -19,11 +21,12 @@ import torch
 from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, hosted, llama, place
 from torch import Tensor
 
+from longctx.memory import store as storing
 from longctx.memory import stream as streaming
 from longctx.memory.ladder import Rung
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.states import Block
-from longctx.memory.stream import StateStream
+from longctx.memory.stream import Compute, Lane, StateStream
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 3
@@ -41,7 +44,7 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    leave, flush = Block.leave, StateStream.flush
+    leave, flush, after, mark = Block.leave, StateStream.flush, Lane.after, Compute.mark
     poison = SimpleNamespace(dropped=True)
     """Whether weights that were dropped are overwritten."""
 
@@ -70,6 +73,23 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def __getattr__(self, name: str):
             return getattr(torch, name)
 
+    draw = random.Random(0)
+
+    @contextmanager
+    def late(begin: Any, *args: Any) -> Iterator[None]:
+        """A lane that lags: what does not wait for it reads what was there before."""
+        with begin(*args):
+            if torch.cuda.is_available() and draw.random() < 0.2:
+                torch.cuda._sleep(200_000)  # cycles: 0.1 ms
+            yield
+
+    def mark_late(compute: Compute) -> Any:
+        with late(nullcontext):
+            return mark(compute)
+
+    monkeypatch.setattr(Lane, "after", lambda lane, *marks: late(after, lane, *marks))
+    monkeypatch.setattr(Compute, "mark", mark_late)
+    monkeypatch.setattr(storing, "_after_compute", partial(late, storing._after_compute))
     monkeypatch.setattr(Block, "leave", leave_nothing)
     monkeypatch.setattr(StateStream, "flush", flush_and_show)
     monkeypatch.setattr(streaming, "torch", Torch())

@@ -20,7 +20,6 @@ from longctx.memory.plan import (
     Sizes,
     buffer_bytes,
     default_head_groups,
-    default_tile_tokens,
     pending_bytes,
     place_blocks,
     ring_bytes,
@@ -43,9 +42,10 @@ LLAMA_8B = Sizes(
 
 def test_what_a_step_works_with() -> None:
     """Of Llama-3.1-8B at 131072 tokens, where a unit is 1 GiB: 128256 x 4096 in fp32 are 1.957."""
-    loss_gib = LLAMA_8B.loss_bytes(131072, logits_bytes=GIB) / GIB
-    assert loss_gib == pytest.approx(3 + 1.957 + 1, abs=0.001)
-    assert LLAMA_8B.working_bytes(131072, GIB) == LLAMA_8B.loss_bytes(131072, GIB)
+    assert LLAMA_8B.loss_bytes(131072) / GIB == pytest.approx(3 + 1.957 + 1.957, abs=0.001)
+    assert LLAMA_8B.working_bytes(131072) == LLAMA_8B.loss_bytes(131072)
+    short = replace(LLAMA_8B, vocab=32000)
+    assert short.loss_bytes(131072) / GIB == pytest.approx(3 + 0.488 + 1, abs=0.001)
     tile = 8192 * (3 * 14336 + 4 * 4096) * 2
     mlp = 14 * 14336 * 4096 + 4 * 4096**2 + tile
     assert LLAMA_8B.layer_bytes(131072) == GIB + mlp
@@ -57,7 +57,6 @@ def test_what_a_step_works_with() -> None:
 
 def test_short_batches_run_whole_long_ones_in_parts() -> None:
     assert [default_head_groups(tokens, 8) for tokens in (65535, 65536)] == [1, 8]
-    assert [default_tile_tokens(tokens) for tokens in (65535, 65536)] == [4096, 8192]
 
 
 def test_only_trained_parameters_on_a_gpu_are_pending() -> None:

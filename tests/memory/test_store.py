@@ -18,7 +18,7 @@ from longctx.errors import UserError
 from longctx.memory.ladder import Keep
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
-from longctx.model.patch import patch_as
+from longctx.model.patch import patch_as, unpatch
 from longctx.run.loading import load_config
 from profiling.bench.slab_bench import fork
 
@@ -92,7 +92,8 @@ def test_copies_beside_compute_change_no_bit(keep: str) -> None:
         )
         runtime = getattr(model, "longctx", None)
         if runtime is None or runtime.args.offload_activations != offload:
-            model.__dict__.pop("longctx", None)
+            if runtime is not None:
+                unpatch(model)
             patch_as(model, args, device)
         model.longctx.args = args
         model.zero_grad()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from small_families import FAMILIES, WINDOW, family_config
 from test_layer import (
+    LADDER,
     PACKED,
     assert_no_bit_depends_on_the_ladder,
     assert_trains_exactly,
@@ -71,7 +72,7 @@ def test_one_document_and_batched_rows(family) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "granite", "phi3", "mistral"])
 def test_no_bit_depends_on_what_is_kept_and_where(family, dtype) -> None:
-    settings = dict(offload_activations="all", keep="all", tile_tokens=31, head_groups=2)
+    settings = LADDER | dict(head_groups=2)
     _, _, ours = trio(family, dtype, settings)
     assert_no_bit_depends_on_the_ladder(ours, mixed=10)
 

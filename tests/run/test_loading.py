@@ -80,7 +80,7 @@ def test_bad_requests(changes, message) -> None:
 def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch) -> None:
     """Its kernels are kept and its compiler quiet for all that call it (tests/model)."""
     answers = ["has no backward kernel for this GPU (sm_80)", None]
-    monkeypatch.setattr(flash4, "why_not", lambda device: answers.pop(0))
+    monkeypatch.setattr(flash4, "why_not", lambda device, head_dim: answers.pop(0))
     monkeypatch.setattr(loading, "installed", lambda module: True)
     args = ModelArguments(class_type=class_type, attn_backend="fa4")
     with pytest.raises(UserError, match=r"flash-attn-4 has no backward .*\(sm_80\); use sdpa"):
