@@ -13,6 +13,7 @@ tuning again and again.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,6 +60,20 @@ def round_to(x, dtype: tl.constexpr):
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
             x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's, but `create_graph=True` is a RuntimeError: torch leaves a gradient without a graph
+    there, whose own gradient would be missing from a sum in silence."""
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("longctx computes no second derivatives (create_graph=True)")
+        return once(ctx, *grads)
+
+    return checked
 
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

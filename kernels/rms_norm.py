@@ -17,6 +17,9 @@ Backward starts a fixed number of programs. Each takes several blocks of rows, o
 and keeps its partial sum of dw in registers. The partial sums are then added in a fixed order, so
 dw is the same in every run.
 
+The weight may be fp32 where x has 16 bits, as in autocast: y and dy are fp32 then, as a product of
+the two is.
+
 Rows may be the heads of a wider buffer, x (T, H, d) with a stride for tokens and one for heads.
 """
 
@@ -38,6 +41,7 @@ from longctx.kernels.launch import (
     check_shape,
     choose,
     on_device,
+    once_differentiable,
     round_to,
     runs_kernel,
     sm_count,
@@ -60,7 +64,7 @@ def rms_norm_reference(
     n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if llama_rounding:
         return n.to(x.dtype) * weight
-    return (n * weight.to(n.dtype)).to(x.dtype)
+    return (n * weight.to(n.dtype)).to(weight.dtype)
 
 
 def _backward_reference(
@@ -192,17 +196,18 @@ def _backward_kernel(
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * D + offs, dw_sum, mask=offs < D)
 
 
-def _check(x: Tensor, weight: Tensor, **others: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, y: str = "", **others: Tensor | None) -> None:
+    """`y` names the one of the others that has the weight's dtype; they have x's."""
     check_float("x", x)
     D = x.shape[-1]
     if not 0 < D <= MAX_HIDDEN:
         raise ValueError(f"x must have 1 to {MAX_HIDDEN} elements a row, got {D}")
     check_shape("weight", weight, (D,))
-    check_float("weight", weight, x.dtype)
+    check_float("weight", weight, None if weight.dtype == torch.float32 else x.dtype)
     for name, other in others.items():
         if other is not None:
             check_shape(name, other, x.shape)
-            check_float(name, other, x.dtype)
+            check_float(name, other, weight.dtype if name == y else x.dtype)
 
 
 def _rows(*tensors: tuple[str, Tensor]) -> list[Tensor]:
@@ -238,8 +243,8 @@ def rms_norm_forward(
     `out` and `summed`, if given, receive y and h. Not differentiable by autograd. Raises ValueError
     for a wrong shape, dtype, device or layout.
     """
-    _check(x, weight, residual=residual, out=out, summed=summed)
-    out = torch.empty_like(x) if out is None else out
+    _check(x, weight, "out", residual=residual, out=out, summed=summed)
+    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
     if residual is None:
         summed = x
     elif summed is None:
@@ -306,7 +311,7 @@ def rms_norm_backward(
 
     Raises ValueError for a wrong shape, dtype, device or layout.
     """
-    _check(x, weight, dy=dy, d_residual=d_residual, out=out)
+    _check(x, weight, "dy", dy=dy, d_residual=d_residual, out=out)
     if dw is not None:
         check_shape("dw", dw, weight.shape)
         check_float("dw", dw, torch.float32)
@@ -356,7 +361,7 @@ def rms_norm_backward(
             dw.add_(partial.sum(0))
 
     if T:
-        default = backward_config(D, x.element_size())
+        default = backward_config(D, dy.element_size())
         with on_device(x):
             key = (default.block, x.dtype, d_residual is not None)
             written = [out] if dw is None else [out, dw]
@@ -372,7 +377,7 @@ class _RMSNorm(torch.autograd.Function):
         return rms_norm_forward(x, weight, eps, llama_rounding=llama_rounding)[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dw = None
@@ -394,9 +399,9 @@ def rms_norm(
     """x / rms(x) * weight over the last dimension, differentiable in x and weight.
 
     Shapes: x and the result are (..., D) with 1 <= D <= 32768, weight is (D,); bf16, fp16 or fp32,
-    all of one dtype. rms(x) = sqrt(mean(x^2) + eps). With `llama_rounding` the normalised x is
-    rounded to x's dtype before the multiplication, as Hugging Face's LlamaRMSNorm does; without it
-    only the result is rounded.
+    all of one dtype, or x alone in 16 bits. rms(x) = sqrt(mean(x^2) + eps). With `llama_rounding`
+    the normalised x is rounded to x's dtype before the multiplication, as Hugging Face's
+    LlamaRMSNorm does; without it only the result is rounded.
 
     Saves x and weight; x is copied first if it is not contiguous. A frozen weight costs nothing in
     backward. Raises ValueError for a wrong shape, dtype or device.

@@ -36,6 +36,7 @@ from longctx.kernels.launch import (
     check_shape,
     choose,
     on_device,
+    once_differentiable,
     round_to,
     runs_kernel,
     tl,
@@ -275,7 +276,7 @@ class _Rope(torch.autograd.Function):
         return q, k
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         position_ids, inv_freq = ctx.saved_tensors
         # Not in place: autograd may have given the same gradient tensor to another operation too.

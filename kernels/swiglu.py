@@ -27,6 +27,7 @@ from longctx.kernels.launch import (
     check_shape,
     choose,
     on_device,
+    once_differentiable,
     round_to,
     runs_kernel,
     tl,
@@ -226,7 +227,7 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu_forward(gate, up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         # A new version makes autograd raise if anything reads gate or up again, for instance a

@@ -277,6 +277,16 @@ class TrainArguments(TrainingArguments):
             raise UserError("--memory_snapshot_on_oom needs a GPU: CPU memory has no snapshot")
 
 
+def with_our_options(args: TrainingArguments) -> TrainArguments:
+    """transformers' own, or another library's, with the defaults of the options that are ours."""
+    ours: Any = args
+    for option in fields(TrainArguments):
+        if not hasattr(ours, option.name):
+            setattr(ours, option.name, option.default)
+    completed: TrainArguments = ours
+    return completed
+
+
 _FILES = ("deepspeed", "fsdp_config", "accelerator_config")
 
 

@@ -67,7 +67,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),
-    "phi3-longrope": ("phi3", dict(rope_parameters=_LONGROPE)),
+    "phi3-longrope": (
+        "phi3",
+        dict(rope_parameters=_LONGROPE, original_max_position_embeddings=64),
+    ),
 }
 
 

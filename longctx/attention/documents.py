@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,7 +35,8 @@ class Documents:
 
         As in Hugging Face's models: a mask decides alone, and each row is one document of what it
         leaves. Without one it is given bounds, or positions: a document starts where they do not go
-        on. Reads back the boundaries: one synchronisation, two with a mask.
+        on. Reads back the boundaries: one synchronisation, two with a mask. Raises ValueError for
+        bounds that are not those of the batch.
         """
         device = position_ids.device
         if attention_mask is not None:
@@ -45,9 +47,7 @@ class Documents:
             rows, length = real.shape
             return cls.of(rows * [length] if whole else [n for n in lengths if n], device), kept
         if cu_seqlens is not None:
-            lengths = cu_seqlens.diff().tolist()
-            if sum(lengths) == position_ids.numel():
-                return cls.of([n for n in lengths if n], device), None
+            return cls.from_bounds(cu_seqlens.tolist(), position_ids.numel(), device), None
         return cls.from_position_ids(position_ids), None
 
     @classmethod
@@ -57,6 +57,17 @@ class Documents:
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
         bounds = [*starts.flatten().nonzero().squeeze(1).tolist(), starts.numel()]
         return cls.of([b - a for a, b in zip(bounds, bounds[1:], strict=False)], starts.device)
+
+    @classmethod
+    def from_bounds(cls, bounds: list[int], tokens: int, device: torch.device) -> Documents:
+        """[0, 3, 8] are documents of 3 and 5 tokens."""
+        lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        if bounds[:1] != [0] or bounds[-1] != tokens or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"cu_seq_lens_q must rise from 0 to the {tokens} tokens of the batch, "
+                f"got {reprlib.repr(bounds)}"
+            )
+        return cls.of([n for n in lengths if n], device)
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Documents:

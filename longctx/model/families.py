@@ -12,9 +12,9 @@ A `Family` says so for the models of one kind; docs/add_a_family.md shows how to
 
 The schedule reads weights and stands in for the forward of every module of the base model but the
 embedding. So a module there with a forward of its own (a LoRA adapter, a quantised weight, another
-activation), with hooks, or with another epsilon or scale than the configuration says, would be
-passed by without a word: `why_not_scheduled` finds it, and Hugging Face's layers run instead.
-`why_not_chunked` does the same for lm_head and the loss.
+activation), with hooks, of another dtype, or with another epsilon or scale than the configuration
+says, would be passed by without a word: `why_not_scheduled` finds it, and Hugging Face's layers run
+instead. `why_not_chunked` does the same for lm_head and the loss.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
 
+import torch
 import torch.nn.modules.module as torch_module
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -250,6 +251,7 @@ _HARMLESS = (
     "torch.distributed.",
     "torch.utils.",  # counters of FLOPs and memory
     "transformers.utils.output_capturing",  # left behind by output_hidden_states=True
+    "trl.models.activation_offloading",  # what lm_head keeps stays on the GPU
     "longctx.",
 )
 """Whose hooks change no value."""
@@ -300,22 +302,28 @@ def why_not_chunked(model: PreTrainedModel) -> str | None:
     """The same for lm_head and the loss, which need all logits then."""
     head: Any = model.lm_head
     found = _problems(head, _LINEAR, "lm_head", patched=True, hooks=_AFTER)
+    kind = type(model)
+    if _forward_name(kind.forward) not in _known_family(model).known("ForCausalLM"):
+        return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "a loss of its own"
     return next(found, None)
 
 
 def _strangers(base: Any) -> Iterator[str]:
-    config, family = base.config, _known_family(base)
+    config, family, dtype = base.config, _known_family(base), base.dtype
     yield from _problems(base, family.known("Model"), "model", patched=True)
     yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
     yield from _problems(base.norm, family.known("RMSNorm"), "model.norm", patched=True)
+    yield from _other_dtypes([base.norm], dtype, "model.norm")
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
     attention = config._attn_implementation
     if attention != "eager" and not _is_transformers(ALL_ATTENTION_FUNCTIONS.get(attention)):
         yield f"the attention implementation {attention!r}, which transformers does not ship"
-    if any(_hooks_of(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
+    if not getattr(config, "is_causal", True):
+        yield "attention to later tokens"
+    if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
         yield "hooks on all modules"
     traits, layer_class = family.layer_traits(config), family.known("DecoderLayer")
     for i, layer in enumerate(base.layers):
@@ -324,6 +332,7 @@ def _strangers(base: Any) -> Iterator[str]:
         parts = {name: _part(layer, name) for name in family.in_layer}
         for name, known in family.in_layer.items():
             yield from _problems(parts[name], known, f"{where}.{name}")
+        yield from _other_dtypes(parts.values(), dtype, where)
         yield from _other_settings(family, layer, parts, config, traits[i], where)
 
 
@@ -345,8 +354,17 @@ def _problems(
     if _forward_name(type(module).forward) not in known or own != patched or own != is_ours(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         yield f"{where}, a {kind} with a forward that the schedule does not know"
-    if any(_hooks_of(module, hooks)):
+    if any(changing_hooks(module, hooks)):
         yield f"hooks on {where}"
+
+
+def _other_dtypes(modules: Iterable[nn.Module], dtype: torch.dtype, where: str) -> Iterator[str]:
+    """Parameters that do not have the embedding's dtype. What FSDP has sharded (DTensors) takes it
+    on before it is used."""
+    for module in modules:
+        for parameter in module._parameters.values():
+            if type(parameter) is nn.Parameter and parameter.dtype != dtype:
+                yield f"weights in {parameter.dtype} in {where} where others are in {dtype}"
 
 
 def _other_settings(
@@ -356,6 +374,8 @@ def _other_settings(
     for name in family.norms:
         if parts[name].variance_epsilon != config.rms_norm_eps:
             yield f"another epsilon than the configuration's in {where}"
+    if not attention.is_causal:
+        yield f"attention to later tokens in {where}"
     if attention.scaling != traits.scale:
         yield f"an attention scale of its own in {where}"
     if getattr(attention, "sliding_window", traits.window) != traits.window:
@@ -378,8 +398,8 @@ def _other_settings(
         yield f"biases on some of q, k, v only in {where}"
 
 
-def _hooks_of(owner: Any, names: Iterable[str]) -> Iterator[Any]:
-    """The hooks that may change something."""
+def changing_hooks(owner: Any, names: Iterable[str] = _AFTER) -> Iterator[Any]:
+    """The hooks that may change something, or hold on to it."""
     for name in names:
         for hook in getattr(owner, name).values():
             while isinstance(hook, partial):

@@ -8,7 +8,8 @@
 
 The schedule stands in the base model, so that whatever calls it in training gets it: the causal
 model, with or without labels, a trainer that goes around it, a classifier. Generation and whatever
-the schedule does not cover run Hugging Face's own code.
+the schedule does not cover run Hugging Face's own code. torch.compile leaves all of this as it is:
+the kernels are written already.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from longctx.attention.documents import Documents
 from longctx.errors import UserError, print_rank0
 from longctx.model.families import (
     base_of,
+    changing_hooks,
     embedding_multiplier,
     head_of,
     layer_weights,
@@ -74,9 +76,18 @@ def attach(model: Any) -> None:
     another since. One with a forward of its own stays, which is found and said."""
     if model is not base_of(model):
         _runtime(base_of(model)).whole = weakref.ref(model)  # what plans for lm_head, too
+    vars(base_of(model))["_replicate_for_data_parallel"] = _no_replicas
     for module, function in _places(model):
         if "forward" not in vars(module) and replaceable(module):
             module.forward = Forward(module, function)
+
+
+def _no_replicas() -> None:
+    """A replica has its module's attributes, and with them the forward of that module."""
+    raise UserError(
+        "a patched model cannot be copied by DataParallel: start a process per GPU (accelerate "
+        "launch), or show one GPU (CUDA_VISIBLE_DEVICES=0)"
+    )
 
 
 def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
@@ -93,6 +104,7 @@ def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
 # --- the causal model ------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 @can_return_tuple
 def causal_forward(
     self: Any,
@@ -133,7 +145,7 @@ def causal_forward(
     whole = None if labels is None or wants_logits else _why_all_logits(self)
     if labels is None or wants_logits or whole:
         if whole:
-            _warn_once(runtime, f"{whole}, which takes all logits")
+            _decline(runtime, "all logits are computed", whole)
             if self.training and runtime.label_smoothing:
                 raise UserError(f"--label_smoothing_factor is impossible with {whole}")
         return type(self).forward(self, **inputs, **given)
@@ -146,7 +158,7 @@ def causal_forward(
     runtime.trains_padding = attention_mask is not None and _any_on_padding(
         shift_labels, attention_mask
     )
-    runtime.loss_follows = not self.model._forward_hooks
+    runtime.loss_follows = not any(changing_hooks(self.model))
     try:
         base = self.model(**inputs)
     finally:
@@ -177,12 +189,13 @@ def _logits(head: Any, scaling: float, hidden: Tensor) -> Tensor:
 
 
 def _why_all_logits(model: Any) -> str | None:
-    return _DOUBLE if model.lm_head.weight.dtype == torch.float64 else why_not_chunked(model)
+    reason = why_not_chunked(model)
+    return _DOUBLE if reason is None and model.lm_head.weight.dtype == torch.float64 else reason
 
 
-def _any_on_padding(shift_labels: Tensor, mask: Tensor) -> bool:
+def _any_on_padding(shift_labels: Tensor, mask: Any) -> bool:
     """Whether the output of padding is trained: as it is where a row is padded on its left."""
-    if mask.dim() != 2:
+    if not isinstance(mask, Tensor) or mask.shape != shift_labels.shape:
         return False
     return bool(((shift_labels != IGNORED).to(mask.device) & (mask == 0)).any())
 
@@ -190,6 +203,7 @@ def _any_on_padding(shift_labels: Tensor, mask: Tensor) -> bool:
 # --- the base model --------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 @can_return_tuple
 def base_forward(
     self: Any,
@@ -226,9 +240,7 @@ def base_forward(
             )
         )
     if reason != _CACHE or torch.is_grad_enabled():
-        if runtime.strict and torch.is_grad_enabled():
-            raise UserError(f"the schedule does not run for calls with {reason} (strict=True)")
-        _warn_once(runtime, reason)
+        _decline(runtime, "Hugging Face's layers run", reason)
     return type(self).forward(self, **inputs)
 
 
@@ -238,7 +250,7 @@ _DOUBLE = "weights in float64"
 
 def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
     """Why this call cannot run the scheduled layers, in a few words; None if it can."""
-    config, mask = base.config, inputs["attention_mask"]
+    config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
     known |= _BOUNDS | _OF_THE_LOSS
     unknown = {k for k, v in inputs.items() if k not in known and v is not None and v is not False}
@@ -247,22 +259,24 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
         return _CACHE
     if unknown:
         return ", ".join(sorted(unknown))
-    if (inputs["input_ids"] is None) == (inputs["inputs_embeds"] is None):
+    if (inputs["input_ids"] is None) == (embeds is None):
         return "input_ids and inputs_embeds together, or neither"
     if config.output_attentions or config.output_hidden_states:
         return "output_attentions or output_hidden_states"
-    if mask is not None and mask.dim() != 2:
-        return f"a {mask.dim()}-dimensional attention mask"
+    tokens = inputs["input_ids"] if embeds is None else embeds
+    if mask is not None and getattr(mask, "shape", None) != tokens.shape[:2]:
+        return "an attention mask of another shape than the batch"
     if _runtime(base).trains_padding:
         return "labels that padding predicts (left padding: set the first token's label to -100)"
     if base.dtype == torch.float64:
         return _DOUBLE
-    device, wide = base.device.type, base.dtype == torch.float32
+    whole = type(next(base.parameters())) is nn.Parameter  # FSDP's shards have another dtype
+    if whole and embeds is not None and embeds.dtype != base.dtype:
+        return f"inputs_embeds in {embeds.dtype} over weights in {base.dtype}"
+    device = base.device.type
     if torch.is_autocast_enabled(device):
-        if not wide and base.dtype != torch.get_autocast_dtype(device):
+        if base.dtype not in (torch.float32, torch.get_autocast_dtype(device)):
             return f"weights in {base.dtype} in autocast to {torch.get_autocast_dtype(device)}"
-        if wide and layer_weights(base.layers[0]).q_norm is not None:
-            return "norms of q and k in autocast"
     return why_not_scheduled(base)
 
 
@@ -287,11 +301,12 @@ def _scheduled_forward(
     if torch.is_grad_enabled():
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
     documents, real = Documents.of_batch(position_ids, attention_mask, bounds)
+    longest = position_ids.max()  # padding's too, as in Hugging Face's models
     x, positions = x.reshape(B * S, D), position_ids.flatten()
     if real is not None:
         x, positions = x[real], positions[real]
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
-        schedule = make_schedule(base, runtime, x, positions, documents)
+        schedule = make_schedule(base, runtime, x, positions, documents, longest)
         for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
             # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
             # that Hugging Face's layer class would put around the schedule.
@@ -312,6 +327,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 # --- their parts -----------------------------------------------------------------------------
 
 
+@torch.compiler.disable
 def layer_forward(
     self: Any,
     hidden_states: Tensor,  # (T, D) with a schedule
@@ -349,7 +365,11 @@ def _runtime(model: Any) -> Runtime:
     return runtime
 
 
-def _warn_once(runtime: Runtime, reason: str) -> None:
-    if reason not in runtime.warned:
-        runtime.warned.add(reason)
-        print_rank0(f"custom: Hugging Face's layers run for calls with {reason}")
+def _decline(runtime: Runtime, what: str, reason: str) -> None:
+    """Says once what Hugging Face's code does instead of ours; in training `strict` forbids it."""
+    line = f"{what} for calls with {reason}"
+    if runtime.strict and torch.is_grad_enabled():
+        raise UserError(f"{line} (strict=True)")
+    if line not in runtime.warned:
+        runtime.warned.add(line)
+        print_rank0(f"custom: {line}")

@@ -34,6 +34,7 @@ one works with is gone when the next begins.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,12 +45,15 @@ from torch import Tensor
 from longctx.annotate import annotate, annotated, each
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
+from longctx.kernels.launch import once_differentiable
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.memory.ladder import Rung
 from longctx.memory.store import ActivationStore, Saved
 from longctx.model.projection import WeightGradient, linear, linear_add, scaled_mm
+
+ALL = slice(None)
 
 
 class Weights(NamedTuple):
@@ -144,13 +148,14 @@ class Schedule:
         longer = t.window is not None and t.window < max(self.documents.lengths)
         return t.window if longer else None
 
-    def rotate_(self, q: Tensor, k: Tensor, t: Traits, inverse: bool = False) -> None:
-        """(T, h, d), (T, k, d), in place"""
+    def rotate_(
+        self, q: Tensor, k: Tensor, t: Traits, tile: slice = ALL, inverse: bool = False
+    ) -> None:
+        """(T, h, d), (T, k, d), in place; those of a tile"""
         if t.rope:
             q, k = (x[..., : 2 * len(self.inv_freq)] for x in (q, k))
-            rope_(
-                *(q, k, self.position_ids, self.inv_freq, self.attention_scaling), inverse=inverse
-            )
+            positions = self.position_ids[tile]
+            rope_(q, k, positions, self.inv_freq, self.attention_scaling, inverse=inverse)
 
     def tiles(self, tokens: int) -> list[slice]:
         return [
@@ -226,12 +231,58 @@ def attended(
     q, k, v = heads(qkv, group, s)
     if w.q_norm is None or w.k_norm is None:
         return QKV(q, k, v)
-    q, k = (
-        rms_norm_forward(x, norm, s.eps, out=x if in_place else None)[0]
-        for x, norm in ((q, w.q_norm), (k, w.k_norm))
-    )
-    s.rotate_(q, k, t)
-    return QKV(q, k, v)
+    given, norms, wide = (q, k), (w.q_norm, w.k_norm), is_wide(w)
+    outs = given if in_place else [torch.empty_like(x) for x in given]
+
+    def run(tile: slice) -> None:
+        into = [None if wide else out[tile] for out in outs]
+        ready = [
+            rms_norm_forward(x[tile], norm, s.eps, out=out)[0]
+            for x, norm, out in zip(given, norms, into, strict=True)
+        ]
+        s.rotate_(ready[0], ready[1], t, tile)
+        if wide:
+            for out, x in zip(outs, ready, strict=True):
+                out[tile] = x
+
+    for tile in s.tiles(len(q)) if wide else [ALL]:
+        run(tile)
+    return QKV(outs[0], outs[1], v)
+
+
+def unattended_(
+    dq: Tensor,  # (T, h, d)
+    dk: Tensor,  # (T, k, d)
+    qkv: Tensor,  # (T, (h + 2 k) d), as projected
+    w: Weights,
+    t: Traits,
+    s: Schedule,
+    group: Group,
+    d_norms: tuple[Tensor | None, Tensor | None],  # (d,)
+) -> None:
+    """The way back, in place: gradients of what attention took become those of what was projected.
+    Adds to those of the norms."""
+    if w.q_norm is None or w.k_norm is None:
+        s.rotate_(dq, dk, t, inverse=True)
+        return
+    q, k, _ = heads(qkv, group, s)
+    norms = (w.q_norm, w.k_norm)
+
+    def run(tile: slice) -> None:
+        given, outs = (q[tile], k[tile]), (dq[tile], dk[tile])
+        grads = [out.to(norm.dtype) for out, norm in zip(outs, norms, strict=True)]
+        s.rotate_(grads[0], grads[1], t, tile, inverse=True)
+        for grad, x, norm, dw, out in zip(grads, given, norms, d_norms, outs, strict=True):
+            rms_norm_backward(grad, x, norm, s.eps, dw=dw, out=out)
+
+    for tile in s.tiles(len(q)) if is_wide(w) else [ALL]:
+        run(tile)
+
+
+def is_wide(w: Weights) -> bool:
+    """In autocast q is projected in 16 bits, and its norm returns the weight's fp32. So it stays, a
+    tile at a time, until it is rotated."""
+    return w.q_norm is not None and w.q_norm.dtype != w.q.dtype
 
 
 def heads(qkv: Tensor, group: Group, s: Schedule) -> QKV:  # (T, h, d), (T, k, d), (T, k, d): views
@@ -436,13 +487,7 @@ def attention_backward_(
             dq, dk, dv = s.attention.backward(
                 *(do, ready, s.documents, t.scale, o_group, lse[group.lse], s.window(t))
             )
-        s.rotate_(dq, dk, t, inverse=True)
-        if w.q_norm is not None and w.k_norm is not None:
-            q, k, _ = heads(qkv, group, s)
-            for grad, given, norm, dw in zip(
-                (dq, dk), (q, k), (w.q_norm, w.k_norm), d_norms, strict=True
-            ):
-                rms_norm_backward(grad, given, norm, s.eps, dw=dw, out=grad)
+        unattended_(dq, dk, qkv, w, t, s, group, d_norms)
         o[:, group.q] = dq.flatten(1)
         dkv[:, group.kv] = dk.flatten(1)
         dkv[:, Kd:][:, group.kv] = dv.flatten(1)
@@ -548,11 +593,12 @@ class _ScheduledLayer(torch.autograd.Function):
         if saved is not None:
             s.store.release(saved)
         ctx.traits, ctx.schedule, ctx.saved = t, s, saved
+        ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
         ctx.save_for_backward(*weights)
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     @annotated("layer backward")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         t: Traits = ctx.traits
@@ -563,6 +609,8 @@ class _ScheduledLayer(torch.autograd.Function):
         tiles = s.tiles(dy.shape[0])
         kept = s.store.load(ctx.saved, tiles)
         x = kept["x"]
+        if x is ctx.x() and x._version != ctx.version:  # a user's own, as inputs_embeds
+            raise RuntimeError("a layer's input was modified in place before its backward")
         if "o" in kept:
             o, lse = kept["o"], kept["lse"]
         else:
@@ -596,7 +644,7 @@ class _FinalNorm(torch.autograd.Function):
         return rms_norm_forward(x, weight, eps)[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from longctx.annotate import annotated
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
-from longctx.kernels.launch import check_float, check_shape
+from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
 from longctx.memory.plan import default_logits_bytes
 from longctx.model.projection import addmm_, mm
@@ -202,7 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum() * scale
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     @annotated("loss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import is_fsdp_enabled
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
@@ -53,8 +54,9 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
 
     Options, with train.py's names, values and defaults: `keep`, `offload_activations`,
     `attn_backend`, `head_groups`, `tile_tokens`, `host_memory_gib`. Device and dtype are the
-    model's. Raises UserError for a model that is none of the supported families, is patched
-    already, has no weights yet or is quantised, and for an unknown option.
+    model's. Under accelerate's FSDP all but the first process may have no weights yet, as
+    from_pretrained leaves them. Raises UserError for a model that is none of the supported
+    families, is patched already, has no weights or is quantised, and for an unknown option.
     """
     for name in options:
         if name not in OPTIONS:
@@ -62,8 +64,11 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
             raise UserError(f"patch has no option {name!r}; did you mean {close}?")
         _check_choice(name, options[name])
     _refuse(model)
-    if any(p.is_meta for p in model.parameters()):
-        raise UserError("this model has no weights yet (meta tensors): load them first")
+    if any(p.is_meta for p in model.parameters()) and not is_fsdp_enabled():
+        raise UserError(
+            "this model has no weights yet (meta tensors): load them and patch then (after "
+            "to_empty(), after fully_shard)"
+        )
     logger.info(patch_custom(model, ModelArguments(**options), model.device))
     base_of(model).longctx.strict = strict  # type: ignore[union-attr]
     return model
@@ -81,10 +86,12 @@ def unpatch(model: Model) -> Model:
     base = base_of(model)
     if base is None or runtime_of(base) is None:
         raise UserError(f"this {type(model).__name__} is not patched")
-    for module in model.modules():
+    whole = base.longctx.whole and base.longctx.whole()  # `model` may be its base model
+    for module in (whole or model).modules():
         if is_ours(module):
             del module.forward
-        vars(module).pop("longctx", None)
+        for name in ("longctx", "_replicate_for_data_parallel"):
+            vars(module).pop(name, None)
     return model
 
 
@@ -101,7 +108,6 @@ def patch_as(model: PreTrainedModel, args: ModelArguments, device: torch.device)
 
 
 def patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
-    """Under FSDP all but the first process have no weights yet."""
     _refuse(model)
     base = base_of(model)
     assert base is not None

@@ -74,7 +74,7 @@ class Runtime:
     whole: weakref.ref[Any] | None = None
     """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
-    """Reasons already printed for running Hugging Face's layers."""
+    """What was said already of calls that Hugging Face's code runs."""
     loss_follows: bool = False
     """This forward's output goes to our loss, which alone holds its gradient."""
     trains_padding: bool = False
@@ -84,7 +84,10 @@ class Runtime:
     def make(
         cls, args: ModelArguments, config: Any, device: torch.device, dtype: torch.dtype
     ) -> tuple[Runtime, str]:
-        """And the name of its attention backend. Raises UserError where that cannot run."""
+        """And the name of its attention backend; where weights come later (`meta`), `follow` asks
+        again. Raises UserError where that cannot run."""
+        if device.type == "meta":
+            return _remake(args, {}), args.attn_backend
         name, attention = choose_attention(
             args.attn_backend,
             device,
@@ -205,13 +208,14 @@ def make_schedule(
     x: Tensor,  # (T, D)
     position_ids: Tensor,  # (T,)
     documents: Documents,
+    longest: Tensor,  # (): the largest position of the batch
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
     the key/value heads."""
     config, args, tokens = base.config, runtime.args, position_ids.numel()
     rotary = base.rotary_emb
-    # Called for its side effect: dynamic RoPE sets inv_freq by the longest position.
-    rotary(x[None, :1], position_ids.max().view(1, 1))
+    # Called for its side effect: dynamic RoPE sets inv_freq by the largest position.
+    rotary(x[None, :1], longest.view(1, 1))
     heads = kv_heads(config)
     head_groups = args.head_groups or default_head_groups(tokens, heads)
     if heads % head_groups:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, ProgressCallback
+from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 
-from longctx.config import TrainArguments
+from longctx.config import TrainArguments, with_our_options
 from longctx.engines import Engine, choose_engine
-from longctx.errors import print_rank0
+from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
@@ -60,9 +60,9 @@ class LongTrainer(ExactTrainer):
 
     def __init__(
         self,
-        *,
         model: PreTrainedModel,
-        args: TrainArguments,
+        args: TrainingArguments,
+        *,
         seq_len: int,
         engine: Engine | None = None,
         document_names: Names | None = None,
@@ -70,7 +70,14 @@ class LongTrainer(ExactTrainer):
         **kwargs: Any,
     ) -> None:
         """`seq_len` is the longest row; `document_names` names the records that rows carry as
-        `documents`, for errors; `run` is what checkpoints record of what defines the run."""
+        `documents`, for errors; `run` is what checkpoints record of what defines the run. `args`
+        may be transformers' own: longctx's options have their defaults then."""
+        if kwargs.get("compute_metrics"):
+            raise UserError(
+                "LongTrainer evaluates the loss alone, so compute_metrics would never be called: "
+                "leave it out, or give the patched model to transformers' Trainer"
+            )
+        args = with_our_options(args)
         self.engine = engine or choose_engine(args)
         super().__init__(
             model=model,
@@ -155,7 +162,7 @@ class LongTrainer(ExactTrainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
-        self.throughput.count(inputs["position_ids"])
+        self.throughput.count(_positions(inputs))
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.nonfinite.record(inputs, loss)
         return loss
@@ -362,3 +369,12 @@ class LongTrainer(ExactTrainer):
             ) or try_on_all_ranks(publish_it)
         if problem:
             report_unsaved(problem, path, stop=True)
+
+
+def _positions(inputs: dict[str, Any]) -> Tensor:  # (B, S)
+    """Of a collator that makes none: each row is one document, its padding included."""
+    tokens: Tensor = inputs["input_ids"]
+    positions: Tensor | None = inputs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    return positions

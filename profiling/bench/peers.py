@@ -84,14 +84,14 @@ def flash_attn(
     bounds: Tensor,  # (documents + 1,) int32
     longest: int,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:  # o (T, H, d), lse
-    """flash-attn-4, causal by documents. TRL's policy finds it by its name, too."""
+    """flash-attn-4, causal by documents, to the `window` tokens before. TRL's policy finds it by
+    its name, too."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    where = _bounds(bounds, longest)
-    o, lse, *_ = _flash_attn_fwd(
-        q, k, v, softmax_scale=scale, causal=True, return_lse=True, **where
-    )
+    where = _options(bounds, longest, window)
+    o, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, **where)
     return o, lse
 
 
@@ -106,28 +106,40 @@ def flash_attn_backward(
     bounds: Tensor,
     longest: int,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dq, dk, dv
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    options = dict(softmax_scale=scale, causal=True, **_bounds(bounds, longest))
+    options = dict(softmax_scale=scale, **_options(bounds, longest, window))
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, o, do, lse, **options)
     return dq, dk, dv
 
 
-def _bounds(bounds: Tensor, longest: int) -> dict[str, Any]:
+def _options(bounds: Tensor, longest: int, window: int | None) -> dict[str, Any]:
     return dict(
-        cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest
+        causal=True,
+        window_size_left=None if window is None else window - 1,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
     )
 
 
 @flash_attn.register_kernel("cpu")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     documents, attention = _on_cpu(q, bounds)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-    attention.forward(QKV(q, k, v), documents, scale, o, lse)
+    attention.forward(QKV(q, k, v), documents, scale, o, lse, window)
     return o, lse
 
 
@@ -142,9 +154,10 @@ def _(
     bounds: Tensor,
     longest: int,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     documents, attention = _on_cpu(q, bounds)
-    return tuple(attention.backward(do, QKV(q, k, v), documents, scale, o, lse))
+    return tuple(attention.backward(do, QKV(q, k, v), documents, scale, o, lse, window))
 
 
 def _on_cpu(q: Tensor, bounds: Tensor) -> tuple[Documents, Any]:
@@ -153,14 +166,14 @@ def _on_cpu(q: Tensor, bounds: Tensor) -> tuple[Documents, Any]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.scale = inputs  # q, k, v, bounds
+    *tensors, ctx.longest, ctx.scale, ctx.window = inputs  # q, k, v, bounds
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, bounds, o, lse = ctx.saved_tensors
-    grads = flash_attn_backward(do, q, k, v, o, lse, bounds, ctx.longest, ctx.scale)
-    return (*grads, None, None, None)
+    how = ctx.longest, ctx.scale, ctx.window
+    return *flash_attn_backward(do, q, k, v, o, lse, bounds, *how), None, None, None, None
 
 
 flash_attn.register_autograd(_differentiate, setup_context=_save)
@@ -176,13 +189,16 @@ def document_attention(
     scaling: float,
     cu_seq_lens_q: Tensor,  # (documents + 1,) of the B*S tokens
     max_length_q: int,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (B, S, H, d)
     """As transformers calls an attention; the names of the bounds are its own, TRL's collator
     gives them. Under autocast RoPE returns fp32."""
     batch = query.shape[0]
+    longer = sliding_window is not None and sliding_window < max_length_q
+    window = sliding_window if longer else None
     q, k, v = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
-    o, _ = flash_attn(q, k, v, cu_seq_lens_q, max_length_q, scaling)
+    o, _ = flash_attn(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)
     return o.unflatten(0, (batch, -1)), None
 
 

@@ -97,6 +97,28 @@ def test_heads_of_a_wider_buffer(dtype, in_place):
     assert torch.equal(d_wide[:, rest], given_dy[:, rest])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_fp32_weight_over_16_bits(dtype):
+    """As in autocast: y is fp32, and so is its gradient."""
+    torch.manual_seed(0)
+    wide = _tensor(37, 7, 48, dtype=dtype, scale=3.0)
+    weight, dy = _tensor(48, dtype=torch.float32), _tensor(37, 5, 48, dtype=torch.float32)
+    q, d_wide = wide[:, :5], _tensor(37, 9, 48, dtype=dtype)
+    truths = _run(_truth, q.double(), weight.double(), dy.double())
+    naives = _run(_llama, q, weight, dy)
+    dw = torch.zeros(48, device=DEVICE)
+    dx = rms_norm_backward(dy, q, weight, EPS, dw=dw, out=d_wide[:, 2:7])
+    y, _ = rms_norm_forward(q, weight, EPS)
+    ours = (y, dx, dw)
+    for name, our, naive, truth in zip(("y", "dx", "dw"), ours, naives, truths, strict=True):
+        assert our.dtype == naive.dtype
+        assert_exact(name, our, naive, truth)
+    for name, our, same in zip(
+        ("y", "dx", "dw"), _run(lambda x, w: rms_norm(x, w, EPS), q, weight, dy), ours, strict=True
+    ):
+        assert our.dtype == same.dtype and torch.equal(our, same), name
+
+
 def test_many_rows_are_several_blocks_of_every_program():
     """What the comment beside that shape says, on the device at hand."""
     pytest.importorskip("triton", reason="without triton there are no programs")

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_families import family_config
 from small_model import packed_batch, tiny_config
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from longctx.attention.documents import Documents
 from profiling.bench import layer_bench, peers, step_bench, train_bench
@@ -68,6 +69,24 @@ def test_gradients_are_those_without_checkpointing(checkpointing, offload, backe
     assert plain.keys() == found.keys() and len(plain) == LAYERS * 9 + 3
     for name in plain:
         assert torch.equal(plain[name], found[name]), name
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-windows", "phi3-windows", "qwen3"])
+def test_windows_are_the_models(family) -> None:
+    """transformers' sdpa, over masks, is the truth."""
+    inputs = {name: x % 211 if name == "input_ids" else x for name, x in packed_batch().items()}
+    inputs["labels"] = inputs["input_ids"]
+    inputs["position_ids"] = torch.arange(48).repeat(2, 1)  # longer than the window
+    found = []
+    for backend in ("sdpa", "fa4"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(family_config(family), attn_implementation="sdpa")
+        settings = dict(checkpointing="none", offload="none")
+        peers.prepare_peer(model, dict(class_type="vanilla", backend=backend, **settings))
+        model.train()(**inputs).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for truth, grad in zip(*found, strict=True):
+        torch.testing.assert_close(grad, truth, rtol=1e-4, atol=1e-6)
 
 
 def test_attention_is_by_documents() -> None:

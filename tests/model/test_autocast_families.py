@@ -1,0 +1,86 @@
+"""Every family under autocast, as Trainer's `bf16=True`: 16-bit products over fp32 weights. Vanilla
+in the same autocast is what no gradient may be farther from the truth than.
+
+Where q and k have norms, Hugging Face's return fp32 there (an fp32 weight times a 16-bit x), and
+attention rounds q and k after they are rotated: once since the norm, as ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_families import FAMILIES
+from test_every_family import trio
+from test_layer import KEEPS, PACKED, Autocast, assert_trains_exactly, batch, batches, gradients
+
+from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from longctx.model import layer
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+NORMED = ("qwen3", "qwen3-windows")
+
+
+def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, Any, Any]:
+    truth, naive, ours = trio(family, torch.float32, settings)
+    return Autocast(truth), Autocast(naive), Autocast(ours)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exactness_on_packed_rows(family, scheduled, capsys) -> None:
+    models = wrapped(family)
+    assert_trains_exactly(models, *batches(PACKED))
+    assert len(scheduled) == 4 * 3 and capsys.readouterr().out == ""
+    assert all(p.grad.dtype == torch.float32 for p in models[2].parameters())
+
+
+@pytest.mark.parametrize("keep", ["x", "o", "all"])
+@pytest.mark.parametrize("family", NORMED)
+def test_groups_and_tiles(family, keep) -> None:
+    settings = dict(head_groups=2, tile_tokens=7, keep=keep, offload_activations="all")
+    assert_trains_exactly(wrapped(family, settings), *batches([[5, 43], [48]]))
+
+
+def test_no_bit_depends_on_what_is_kept() -> None:
+    _, _, model = wrapped("qwen3", dict(offload_activations="all", keep="all", tile_tokens=31))
+    inputs, found = batch(PACKED), []
+    gradients(model, inputs)
+    for keep in KEEPS:
+        model.model.longctx.store.ladder = (keep,)
+        found.append({n: g.clone() for n, g in gradients(model, inputs)[1].items()})
+    for grads in found:
+        assert [n for n in grads if not torch.equal(grads[n], found[0][n])] == []
+
+
+def test_norms_of_q_and_k_are_fp32_for_a_tile_only(monkeypatch) -> None:
+    rows: list[int] = []
+
+    def watched(norm: Any) -> Any:
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            out = norm(x, *args, **kwargs)
+            wide = out[0] if isinstance(out, tuple) else x  # dy
+            if x.dim() == 3:
+                assert wide.dtype == torch.float32
+                rows.append(len(x))
+            return out
+
+        return run
+
+    for name, norm in (
+        ("rms_norm_forward", rms_norm_forward),
+        ("rms_norm_backward", rms_norm_backward),
+    ):
+        monkeypatch.setattr(layer, name, watched(norm))
+    _, _, model = wrapped("qwen3", dict(tile_tokens=50))
+    gradients(model, batch(PACKED))
+    assert sorted(set(rows)) == [44, 50]
+
+
+def test_frozen_norms_get_no_gradient() -> None:
+    models = wrapped("qwen3")
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_norm" not in name)
+    assert_trains_exactly(models, *batches(PACKED))
+    assert all(p.grad is None for n, p in models[2].named_parameters() if "q_norm" in n)

@@ -1,0 +1,374 @@
+"""Calls and models that are almost like the others: Hugging Face's numbers, or its error, or one
+clear line. What would be passed by in silence is found."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_families import family_config
+from small_model import ROPE, packed_batch, tiny_config
+from test_door import assert_same, pair, row
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import longctx
+from longctx.errors import UserError
+from longctx.model import layer
+from longctx.model.families import why_not_scheduled
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+IDS = packed_batch()["input_ids"]
+
+
+def patched_pair(make: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    vanilla = make().train()
+    with torch.no_grad():
+        for parameter in vanilla.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return vanilla, longctx.patch(copy.deepcopy(vanilla))
+
+
+# --- models ----------------------------------------------------------------------------------
+
+
+class TwiceTheLoss(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = 2 * output.loss
+        return output
+
+
+def test_a_forward_of_a_subclass_is_not_lost(scheduled, capsys) -> None:
+    vanilla, ours = patched_pair(lambda: TwiceTheLoss(tiny_config()))
+    assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
+    assert scheduled == [96, 96]
+    assert "TwiceTheLoss, a model with a forward of its own" in capsys.readouterr().out
+
+
+def test_strict_refuses_all_logits() -> None:
+    _, ours = pair()
+    ours.longctx.strict = True
+    ours.lm_head.register_forward_hook(lambda *args: None)
+    with pytest.raises(UserError, match=r"all logits .* hooks on lm_head \(strict=True\)"):
+        ours(**packed_batch())
+    with torch.no_grad():
+        ours(**packed_batch())
+
+
+@pytest.mark.parametrize("where", ["a module", "the configuration"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_attention_to_later_tokens(scheduled, capsys, family, where) -> None:
+    """As text encoders made of decoders have it."""
+    vanilla, ours = patched_pair(lambda: AutoModelForCausalLM.from_config(family_config(family)))
+    for model in (vanilla, ours):
+        for part in model.model.layers if where == "a module" else ():
+            part.self_attn.is_causal = False
+        if where != "a module":
+            model.config.is_causal = False
+    ids = IDS % 211
+    assert_same(vanilla, ours, lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss)
+    assert scheduled == [] and "attention to later tokens" in capsys.readouterr().out
+
+
+def wide_norms(model: Any) -> None:
+    for name, module in model.named_modules():
+        if "norm" in name:
+            module.float()
+
+
+def wide_final_norm(model: Any) -> None:
+    model.model.norm.float()
+
+
+def wide_layer(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.float()
+
+
+@pytest.mark.parametrize("widen", [wide_norms, wide_final_norm, wide_layer])
+def test_weights_of_two_dtypes_in_autocast(scheduled, capsys, widen) -> None:
+    """Norms in fp32 over a model in bf16, as adapters' preparations leave them."""
+    losses = []
+    for model in pair():
+        widen(model.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(**packed_batch()).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=2**-9, atol=0)
+    assert scheduled == [] and "weights in torch.float32 in model." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_of_another_dtype_in_autocast(scheduled, capsys, dtype) -> None:
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    embeds, losses = torch.randn(2, 48, 64).to(other), []
+    for model in pair():
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model.to(dtype)(inputs_embeds=embeds, labels=IDS, use_cache=False)
+        losses.append(output.loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=2**-9, atol=0)
+    assert scheduled == [] and f"inputs_embeds in {other} over" in capsys.readouterr().out
+
+
+def test_a_loss_type_of_another_kind(scheduled, capsys) -> None:
+    vanilla, ours = pair()
+    for model in (vanilla, ours):
+        model.loss_type = "ForMaskedLM"  # labels are not shifted
+    assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
+    assert scheduled == [96, 96] and "a loss of its own" in capsys.readouterr().out
+
+
+def test_a_head_without_a_weight(scheduled, capsys) -> None:
+    vanilla, ours = pair()
+    for model in (vanilla, ours):
+        model.lm_head = nn.Sequential(model.lm_head)
+    assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
+    assert scheduled == [96, 96] and "lm_head, a torch.nn" in capsys.readouterr().out
+
+
+def test_parametrized_weights_are_trained_by_the_schedule(scheduled) -> None:
+    class Longer(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 1.5 * weight
+
+    vanilla, ours = pair()
+    for model in (vanilla, ours):
+        for module in (model.model.layers[0].mlp.gate_proj, model.lm_head):
+            nn.utils.parametrize.register_parametrization(module, "weight", Longer())
+    assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
+    assert scheduled == [96, 96]
+
+
+def test_hooks_of_trls_offloading_on_lm_head_are_no_strangers(scheduled, capsys) -> None:
+    """They keep what lm_head saves on the GPU."""
+    _, ours = pair()
+
+    def leave(*args: Any) -> None:
+        return None
+
+    leave.__module__ = "trl.models.activation_offloading"
+    ours.lm_head.register_forward_pre_hook(leave)
+    ours.lm_head.register_forward_hook(leave, always_call=True)
+    ours(**packed_batch()).loss.backward()
+    assert scheduled == [96, 96] and capsys.readouterr().out == ""
+
+
+def test_an_engines_hooks_on_the_base_model_cost_no_unit(monkeypatch) -> None:
+    """The loss's gradient is overwritten, unless somebody may look at the hidden states."""
+    owned: list[bool] = []
+    norm = layer._FinalNorm.apply
+    monkeypatch.setattr(layer._FinalNorm, "apply", lambda *a: owned.append(a[3]) or norm(*a))
+    _, ours = pair()
+
+    def gather(*args: Any) -> None:
+        return None
+
+    handle = ours.model.register_forward_hook(gather)
+    for home in ("deepspeed.runtime.zero.parameter_offload", "users"):
+        gather.__module__ = home
+        ours(**packed_batch())
+    handle.remove()
+    assert owned == [True]  # with a user's hook, Hugging Face's layers ran
+
+
+# --- calls -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 53])
+def test_a_mask_of_another_length(scheduled, capsys, width) -> None:
+    """Hugging Face's takes what is missing or too much as padding."""
+    vanilla, ours = pair()
+    mask = torch.ones(2, 48).long()
+    mask = mask[:, :width] if width < 48 else nn.functional.pad(mask, (0, width - 48))
+    batch = dict(input_ids=IDS, labels=IDS, attention_mask=mask, use_cache=False)
+    assert_same(vanilla, ours, lambda m: m(**batch).loss)
+    assert scheduled == [] and "another shape" in capsys.readouterr().out
+
+
+def test_a_dense_mask(scheduled, capsys) -> None:
+    vanilla, ours = pair()
+    mask = torch.ones(48, 48, dtype=torch.bool).tril()[None, None].expand(2, 1, -1, -1)
+    batch = dict(input_ids=IDS, labels=IDS, attention_mask=mask, use_cache=False)
+    assert_same(vanilla, ours, lambda m: m(**batch).loss)
+    assert scheduled == [] and "another shape" in capsys.readouterr().out
+
+
+def test_an_argument_that_the_schedule_does_not_know(scheduled, capsys) -> None:
+    vanilla, ours = pair()
+    assert_same(vanilla, ours, lambda m: m(**packed_batch(), token_type_ids=IDS).loss)
+    assert scheduled == [] and "calls with token_type_ids" in capsys.readouterr().out
+
+
+def test_autocast_to_the_other_16_bits(scheduled, capsys) -> None:
+    losses = []
+    for model in pair():
+        with torch.autocast("cpu", torch.float16):
+            losses.append(model.bfloat16()(**packed_batch()).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=2**-9, atol=0)
+    assert scheduled == [] and "in autocast to torch.float16" in capsys.readouterr().out
+
+
+def test_the_base_model_in_evaluation(scheduled, capsys) -> None:
+    """With gradients. Hugging Face makes a cache, which is said."""
+    vanilla, ours = (model.eval() for model in pair())
+
+    def loss(model: Any, **more: Any) -> Tensor:
+        return model.model(input_ids=IDS, **more).last_hidden_state.square().mean()
+
+    assert_same(vanilla, ours, loss)
+    assert scheduled == [] and "a key/value cache" in capsys.readouterr().out
+    assert_same(vanilla, ours, lambda m: loss(m, use_cache=False))
+    assert scheduled == [96, 96]
+
+
+def test_labels_make_no_cache() -> None:
+    _, ours = pair()
+    assert ours.eval()(input_ids=IDS, labels=IDS).past_key_values is None
+
+
+def test_logits_to_keep_with_labels(scheduled) -> None:
+    vanilla, ours = pair()
+    batch = dict(input_ids=IDS, labels=IDS[:, -5:], use_cache=False, logits_to_keep=5)
+    assert_same(vanilla, ours, lambda m: m(**batch).loss)
+    assert scheduled == [96, 96] and ours(**batch).logits.shape == (2, 5, 331)
+
+
+def test_a_label_outside_the_vocabulary() -> None:
+    _, ours = pair()
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 331\)"):
+        ours(input_ids=IDS, labels=IDS.masked_fill(IDS == IDS[0, 5], 331))
+
+
+def test_masks_by_kind_of_layer(scheduled, capsys) -> None:
+    """As generation prepares them."""
+    vanilla, ours = patched_pair(lambda: AutoModelForCausalLM.from_config(family_config("qwen2")))
+    ids = IDS % 211
+    batch = dict(input_ids=ids, labels=ids, attention_mask={"full_attention": None})
+    assert_same(vanilla, ours, lambda m: m(**batch, use_cache=False).loss)
+    assert scheduled == [] and "another shape" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bounds", [[0, 20, 40], [5, 53], [0, 30, 20, 48], [0], []])
+def test_bounds_that_are_not_the_batchs(bounds) -> None:
+    _, ours = pair()
+    with pytest.raises(ValueError, match="must rise from 0 to the 48 tokens of the batch, got"):
+        ours(**row(cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
+def test_padding_counts_for_rope_that_follows_the_length(scheduled, family) -> None:
+    """Padded from 60 to 72 tokens; frequencies change at 64."""
+    config = tiny_config(rope_parameters=ROPE["dynamic"], max_position_embeddings=64)
+    if family != "llama-dynamic":
+        config = family_config(family)
+    vanilla, ours = patched_pair(lambda: AutoModelForCausalLM.from_config(config))
+    ids = torch.randint(211, (2, 72), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[:, 60:] = 0
+    batch = dict(input_ids=ids, labels=ids.masked_fill(mask == 0, -100), attention_mask=mask)
+    assert_same(vanilla, ours, lambda m: m(**batch, use_cache=False).loss)
+    assert scheduled and set(scheduled) == {120}
+    before = ours.model.rotary_emb.inv_freq.clone()
+    ours(input_ids=ids[:, :60], labels=ids[:, :60])
+    assert not torch.equal(ours.model.rotary_emb.inv_freq, before)  # the test tests something
+
+
+def test_a_second_backward_is_an_error() -> None:
+    _, ours = pair()
+    batch = {k: v for k, v in packed_batch().items() if k != "labels"}
+    for loss in (ours(**packed_batch()).loss, ours.model(**batch).last_hidden_state.mean()):
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"runs once|ran twice"):
+            loss.backward()
+
+
+def test_second_derivatives_are_an_error() -> None:
+    _, ours = pair()
+    batch = {k: v for k, v in packed_batch().items() if k != "labels"}
+    for loss in (ours(**packed_batch()).loss, ours.model(**batch).last_hidden_state.mean()):
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad(loss, ours.model.norm.weight, create_graph=True)
+
+
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_embeddings_that_are_modified_before_backward(offload) -> None:
+    """autograd's own check does not know of what the store keeps. A copy on the host is safe."""
+    vanilla, _ = pair()
+    ours = longctx.patch(copy.deepcopy(vanilla), offload_activations=offload)
+    found = []
+    for model in (vanilla, ours):
+        embeds = model.model.embed_tokens(IDS).detach().requires_grad_()
+        given = embeds * 1
+        loss = model(inputs_embeds=given, labels=IDS, use_cache=False).loss
+        if model is ours:
+            with torch.no_grad():
+                given.zero_()
+        if model is ours and offload == "none":
+            with pytest.raises(RuntimeError, match="modified in place"):
+                loss.backward()
+            return
+        loss.backward()
+        found.append(embeds.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-8)
+
+
+def test_without_a_label_the_loss_is_zero() -> None:
+    """Hugging Face's is NaN, which would end in every weight."""
+    _, ours = pair()
+    loss = ours(**{**packed_batch(), "labels": torch.full((2, 48), -100)}).loss
+    loss.backward()
+    assert loss == 0 and not any(p.grad.any() for p in ours.parameters())
+
+
+def test_checkpointing_around_the_model(scheduled) -> None:
+    vanilla, ours = pair()
+
+    def loss(model: Any) -> Tensor:
+        def run(ids: Tensor) -> Tensor:
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+        return torch.utils.checkpoint.checkpoint(run, IDS, use_reentrant=False)
+
+    assert_same(vanilla, ours, loss)
+    assert scheduled == 4 * [96]
+
+
+@pytest.mark.parametrize("how", ["whole", "in place", "layers"])
+def test_under_torch_compile_the_schedule_runs(scheduled, capsys, how) -> None:
+    vanilla, ours = pair()
+    model = ours
+    if how == "whole":
+        model = torch.compile(ours, backend="eager")
+    else:
+        for module in [ours] if how == "in place" else ours.model.layers:
+            module.compile(backend="eager")
+    assert_same(vanilla, ours, lambda m: (model if m is ours else m)(**packed_batch()).loss)
+    assert scheduled == [96, 96] and capsys.readouterr().out == ""
+
+
+def test_data_parallel_is_one_line() -> None:
+    """Trainer takes it where it sees several GPUs and was not launched."""
+    _, ours = pair()
+    with pytest.raises(UserError, match="accelerate launch"):
+        ours.model._replicate_for_data_parallel()
+    assert longctx.unpatch(ours).model._replicate_for_data_parallel() is not ours.model
+
+
+# --- the door --------------------------------------------------------------------------------
+
+
+def test_unpatching_the_base_model_unpatches_the_whole(scheduled) -> None:
+    vanilla, ours = pair()
+    longctx.unpatch(ours.model)
+    assert torch.equal(ours(**packed_batch()).loss, vanilla(**packed_batch()).loss)
+    assert scheduled == []
+
+
+def test_from_pretrained_takes_strict(tmp_path) -> None:
+    pair()[0].save_pretrained(tmp_path)
+    model = longctx.AutoLongctxModelForCausalLM.from_pretrained(tmp_path, strict=True, keep="o")
+    assert model.longctx.strict and model.longctx.args.keep == "o"
+    assert why_not_scheduled(model.model) is None
