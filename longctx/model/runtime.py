@@ -27,10 +27,10 @@ from longctx.memory.ladder import (
     uniform,
 )
 from longctx.memory.plan import (
-    TILE_TOKENS,
     Pending,
     Sizes,
     default_head_groups,
+    default_tile_tokens,
     pending_bytes,
 )
 from longctx.memory.rates import gpu_rates
@@ -233,7 +233,7 @@ def make_schedule(
         eps=config.rms_norm_eps,
         attention=runtime.attention,
         store=runtime.store,
-        tile_tokens=args.tile_tokens or TILE_TOKENS,
+        tile_tokens=args.tile_tokens or default_tile_tokens(config.intermediate_size),
         head_groups=head_groups,
         dtype=runtime.dtype,
     )

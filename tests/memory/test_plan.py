@@ -20,6 +20,7 @@ from longctx.memory.plan import (
     Sizes,
     buffer_bytes,
     default_head_groups,
+    default_tile_tokens,
     pending_bytes,
     place_blocks,
     ring_bytes,
@@ -56,6 +57,8 @@ def test_what_a_step_works_with() -> None:
 
 
 def test_short_batches_run_whole_long_ones_in_parts() -> None:
+    tiles = {1536: 65536, 8192: 16384, 14336: 8192, 28672: 4096}
+    assert {F: default_tile_tokens(F) for F in tiles} == tiles
     assert [default_head_groups(tokens, 8) for tokens in (65535, 65536)] == [1, 8]
 
 
