@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import Attention
+from longctx.attention.sharded import Sharded
+from longctx.attention.shards import Shards
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.memory.ladder import (
@@ -79,6 +82,8 @@ class Runtime:
     """This forward's output goes to our loss, which alone holds its gradient."""
     trains_padding: bool = False
     """Labels of this forward are predicted from padding."""
+    shards: Shards | None = None
+    """The ranks that share each row with this one."""
 
     @classmethod
     def make(
@@ -209,9 +214,10 @@ def make_schedule(
     position_ids: Tensor,  # (T,)
     documents: Documents,
     longest: Tensor,  # (): the largest position of the batch
+    rows: int,
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
-    the key/value heads."""
+    the key/value heads, and heads that the ranks of a row cannot share."""
     config, args, tokens = base.config, runtime.args, position_ids.numel()
     rotary = base.rotary_emb
     # Called for its side effect: dynamic RoPE sets inv_freq by the largest position.
@@ -222,6 +228,12 @@ def make_schedule(
         raise UserError(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
+    attention = runtime.attention
+    if runtime.shards is not None:
+        if not args.head_groups:  # none whose key/value heads several ranks read, if it can be
+            head_groups = gcd(head_groups, max(1, heads // runtime.shards.ranks))
+        _check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
+        attention = Sharded(attention, runtime.shards, rows)
     return Schedule(
         traits=model_traits(base),
         documents=documents,
@@ -231,9 +243,18 @@ def make_schedule(
         attention_scaling=rotary.attention_scaling,
         head_dim=base.layers[0].self_attn.head_dim,
         eps=config.rms_norm_eps,
-        attention=runtime.attention,
+        attention=attention,
         store=runtime.store,
         tile_tokens=args.tile_tokens or default_tile_tokens(config.intermediate_size),
         head_groups=head_groups,
         dtype=runtime.dtype,
     )
+
+
+def _check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:
+    kv_share = kv_heads // groups
+    if heads // groups % ranks or kv_share % ranks and ranks % kv_share:
+        raise UserError(
+            f"{ranks} ranks cannot share a head group of {heads // groups} query and {kv_share} "
+            f"key/value heads: the model has {heads} and {kv_heads} in {groups} groups"
+        )
