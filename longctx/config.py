@@ -115,7 +115,7 @@ class ModelArguments:
         None, "custom: parts in which attention runs. More need less memory. Default: by length."
     )
     tile_tokens: int | None = _option(
-        None, "custom: tokens the token-wise work takes at a time. Default: by length."
+        None, "custom: tokens the token-wise work takes at a time. Default: by the model."
     )
     host_memory_gib: float | None = _option(
         None, "Host memory that states and activations may use. Default: what is available."
