@@ -212,6 +212,27 @@ def choose(
     return min(ladders(sizes.layers, keep, offload), key=cost)
 
 
+def choose_beside(
+    sizes: Sizes,
+    batch: Batch,
+    gpu: int,
+    host: int,
+    rates: Rates | None,
+    *,
+    keep: Keeping = "auto",
+    offload: Offload = "auto",
+    states: States | None = None,
+) -> Ladder:
+    """The same where `gpu` bytes are for what a step works with, too. Without `rates` there is
+    nothing to weigh: it is all one memory."""
+    if rates is None:
+        return uniform(sizes.layers, keep, offload)
+    layer_bytes = sizes.layer_bytes(batch.tokens)
+    early_bytes = max(0, sizes.loss_bytes(batch.tokens) - layer_bytes)
+    room = Room(gpu - layer_bytes, host, early_bytes)
+    return choose(sizes, batch, room, rates, keep=keep, offload=offload, states=states)
+
+
 def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:
     """All that are looked at: the first layers wait on the host, the last keep all."""
     counts = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
