@@ -5,7 +5,6 @@ What goes where is decided in plan/decide.py; here it is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,14 +16,14 @@ from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
-from longctx.memory.plan import GIB, BlockSizes, Place, Placement
-from longctx.memory.settle import HostRoom
+from longctx.memory.plan import GIB, Placement
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import decoder_layers, state_blocks
 from longctx.model.runtime import patched_part
 from longctx.plan.decide import (
     Budget,
+    Decision,
     Work,
     decide,
     estimated_work,
@@ -97,7 +96,7 @@ def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
         raise UserError(problem)
-    print_rank0(_line(decided.blocks, decided.places, decided.host, model.dtype))
+    print_rank0(describe_states(decided, model.dtype))
     ladder = decided.kept.ladder
     if ladder:
         print_rank0(describe(ladder))
@@ -151,12 +150,9 @@ def _host_budget(patched: Any | None) -> int:
     return host_budget(host_share_bytes(), limit_gib)
 
 
-def _line(
-    sizes: Sequence[BlockSizes],
-    places: Sequence[Place],
-    host: HostRoom,
-    dtype: torch.dtype,
-) -> str:
+def describe_states(decided: Decision, dtype: torch.dtype) -> str:
+    """In one line: what a run without an engine trains with, and where it lives."""
+    host = decided.host
     parts = "fp32 weights"
     if dtype == torch.bfloat16:
         parts = "bfloat16 weights with the rest of their fp32 masters"
@@ -165,7 +161,7 @@ def _line(
         found = {
             name: sum(
                 getattr(size, kind)
-                for size, place in zip(sizes, places, strict=True)
+                for size, place in zip(decided.blocks, decided.places, strict=True)
                 if getattr(place, kind) == on_gpu
             )
             for kind, name in (("weight", "weights"), ("states", "states"), ("grad", "gradients"))
