@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 from longctx.memory.gradients import IN_FLIGHT_BYTES
-from longctx.memory.ladder import Keep, Rung, rung_bytes
+from longctx.memory.ladder import Keep, Rung, lasting_bytes, on_gpu, rung_bytes
 from longctx.memory.plan import (
     TILE_TOKENS,
     Sizes,
@@ -137,8 +138,7 @@ def scheduled_phases(
     """Of a patched model."""
     states, ladder = States(decision, accumulates), decision.kept.ladder
     last = len(ladder) - 1
-    on_gpu = [_on_gpu(sizes, tokens, keep) for keep in ladder]
-    kept_below = [sum(on_gpu[:i]) for i in range(len(ladder) + 1)]
+    kept_below = [0, *accumulate(on_gpu(sizes, tokens, keep) for keep in ladder)]
 
     def forward(i: int) -> Phase:
         buffers = {
@@ -153,7 +153,7 @@ def scheduled_phases(
         buffers = {
             **states.base(layers_only=True),
             "gradients": states.new_gradients(i),
-            "kept activations": kept_below[i + 1] + _back(sizes, tokens, ladder[i]),
+            "kept activations": kept_below[i] + lasting_bytes(sizes, tokens, ladder[i:]),
             **sizes.layer_parts(tokens),
         }
         return Phase("backward", buffers)
@@ -176,19 +176,6 @@ def scheduled_phases(
         Phase("embedding", embedding),
         Phase("update", {**states.base(), "gradients": states.all_gradients()}),
     ]
-
-
-def _on_gpu(sizes: Sizes, tokens: int, keep: Keep) -> int:
-    hosted = 0 if keep.host is None else rung_bytes(sizes, tokens, keep.host)
-    return rung_bytes(sizes, tokens, keep.rung) - hosted
-
-
-def _back(sizes: Sizes, tokens: int, keep: Keep) -> int:
-    """What comes back from the host, or is computed once more, for a layer's backward."""
-    back = 0 if keep.host is None else rung_bytes(sizes, tokens, keep.host)
-    if keep.rung == Rung.X:
-        back += rung_bytes(sizes, tokens, Rung.O) - rung_bytes(sizes, tokens, Rung.X)
-    return back
 
 
 def _forward_work(sizes: Sizes, tokens: int, keep: Keep) -> Buffers:

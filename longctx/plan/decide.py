@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longctx.memory.ladder import Ladder, States, gpu_bytes, host_bytes
+from longctx.memory.ladder import Ladder, States, gpu_bytes, host_bytes, lasting_bytes
 from longctx.memory.plan import (
     GIB,
     BlockSizes,
@@ -93,6 +93,8 @@ class Kept(NamedTuple):
 
     ladder: Ladder = ()
     gpu_bytes: int = 0
+    lasting_bytes: int = 0
+    """Of them what is there until all gradients are."""
     host_bytes: int = 0
     layer_bytes: int = 0
     """Of one layer's on the host."""
@@ -108,11 +110,16 @@ class Decision:
     kept: Kept
     host: HostRoom
     budget: Budget
-    placement: Placement
     needed_bytes: int
     """Of the GPU, at least."""
     scheduled: bool
     """The model is patched, so that what it needs is known."""
+
+    @property
+    def over(self) -> Budget:
+        """What is needed beyond the budgets; negative: what is left."""
+        gpu, host = self.budget
+        return Budget(self.needed_bytes - gpu, self.host.nbytes - host)
 
     def gpu_problem(self) -> str | None:
         """Why the GPU is too small, and what to do, in one line."""
@@ -137,6 +144,11 @@ class Decision:
         )
 
 
+ATTEMPTS, STEP = 8, 2**26
+"""States live in whole blocks, so that a ladder chosen by bytes may need some more than it counted:
+another is chosen in as much less, and a step."""
+
+
 def decide(
     specs: Sequence[BlockSpec],
     budget: Budget,
@@ -152,56 +164,69 @@ def decide(
     """For exact states, of batches of at most `tokens`. `accumulates`: a step has several of them;
     `several`: so many processes average gradients. `sizes` and `choose` are a patched model's."""
     blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
-    kept = Kept()
-    if sizes is not None and choose is not None:
-        states = States(
-            weights=sum(block.weight for block in blocks),
-            gradients=sum(block.grad for block in blocks),
-            moments=sum(block.states for block in blocks),
-            placement=placement,
-            weights_move=not several,
-            gradients_move=not several,
-            ring=ring_bytes(),
-            window=window_bytes(blocks),
+
+    def arranged(kept: Kept) -> Decision:
+        # Gradients come as activations go, unless they outlive a forward.
+        early_bytes = work.early_bytes + kept.gpu_bytes - kept.lasting_bytes
+        early_bytes = 0 if accumulates else early_bytes
+        places = place_blocks(
+            blocks,
+            budget.gpu - work.nbytes - kept.gpu_bytes,
+            placement,
+            keeps_gradients=several,
+            before_gradients=early_bytes,
         )
-        kept = keeping(sizes, tokens, choose(budget.gpu, budget.host, states))
-    # Gradients come as activations go, unless they outlive a forward.
-    early_bytes = 0 if accumulates else work.early_bytes + kept.gpu_bytes
-    places = place_blocks(
-        blocks,
-        budget.gpu - work.nbytes - kept.gpu_bytes,
-        placement,
-        keeps_gradients=several,
-        before_gradients=early_bytes,
-    )
-    gradients = sum(b.grad for b, place in zip(blocks, places, strict=True) if place.grad)
-    needed = buffer_bytes(blocks, places) - gradients
-    needed += sum(block.on_gpu(place) for block, place in zip(blocks, places, strict=True))
-    needed += max(0, gradients - early_bytes)
-    if sizes is not None:
-        needed += work.nbytes + kept.gpu_bytes
-    host = HostRoom(
-        specs,
-        places,
-        accumulates=accumulates,
-        activation_bytes=kept.host_bytes,
-        layer_bytes=kept.layer_bytes,
-    )
-    return Decision(
-        specs=specs,
-        blocks=blocks,
-        places=places,
-        kept=kept,
-        host=host,
-        budget=budget,
+        gradients = sum(b.grad for b, place in zip(blocks, places, strict=True) if place.grad)
+        needed = buffer_bytes(blocks, places) - gradients
+        needed += sum(block.on_gpu(place) for block, place in zip(blocks, places, strict=True))
+        needed += max(0, gradients - early_bytes)
+        if sizes is not None:
+            needed += work.nbytes + kept.gpu_bytes
+        host = HostRoom(
+            specs,
+            places,
+            accumulates=accumulates,
+            activation_bytes=kept.host_bytes,
+            layer_bytes=kept.layer_bytes,
+        )
+        return Decision(
+            specs=specs,
+            blocks=blocks,
+            places=places,
+            kept=kept,
+            host=host,
+            budget=budget,
+            needed_bytes=needed,
+            scheduled=sizes is not None,
+        )
+
+    if sizes is None or choose is None:
+        return arranged(Kept())
+    states = States(
+        weights=sum(block.weight for block in blocks),
+        gradients=sum(block.grad for block in blocks),
+        moments=sum(block.states for block in blocks),
         placement=placement,
-        needed_bytes=needed,
-        scheduled=sizes is not None,
+        weights_move=not several,
+        gradients_move=not several,
+        ring=ring_bytes(),
+        window=window_bytes(blocks),
     )
+    asked, tried = budget, []
+    for _ in range(ATTEMPTS):
+        ladder = choose(asked.gpu, asked.host, states)
+        tried.append(arranged(keeping(sizes, tokens, ladder)))
+        over = tried[-1].over
+        if max(over) <= 0:
+            return tried[-1]
+        less = [nbytes + STEP if nbytes > 0 else 0 for nbytes in over]
+        asked = Budget(asked.gpu - less[0], asked.host - less[1])
+    return min(tried, key=lambda decision: max(decision.over))
 
 
 def keeping(sizes: Sizes, tokens: int, ladder: Ladder) -> Kept:
     """The bytes of a ladder."""
     hosted = host_bytes(sizes, tokens, ladder)
     layers = sum(keep.host is not None for keep in ladder)
-    return Kept(ladder, gpu_bytes(sizes, tokens, ladder), hosted, hosted // max(1, layers))
+    lasting = lasting_bytes(sizes, tokens, ladder)
+    return Kept(ladder, gpu_bytes(sizes, tokens, ladder), lasting, hosted, hosted // max(1, layers))

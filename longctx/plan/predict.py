@@ -26,6 +26,7 @@ from longctx.plan.buffers import Phase, other_phases, peak, scheduled_phases
 from longctx.plan.decide import (
     Budget,
     Decision,
+    Kept,
     decide,
     estimated_work,
     gpu_budget,
@@ -269,7 +270,7 @@ def _as_weights(specs: Any, sizes: Sizes, run: Run, budget: Budget, choose: Any 
     weights = sum(block.weight for block in blocks)
     states = States(gradients=weights, moments=2 * weights)
     ladder = choose(budget.gpu - weights, budget.host, states) if choose else ()
-    kept = keeping(sizes, run.tokens, ladder)
+    kept = keeping(sizes, run.tokens, ladder) if ladder else Kept()
     places = [Place() for _ in specs]
     host = HostRoom(specs, places, accumulates=False, activation_bytes=kept.host_bytes)
     return Decision(
@@ -279,7 +280,6 @@ def _as_weights(specs: Any, sizes: Sizes, run: Run, budget: Budget, choose: Any 
         kept=kept,
         host=host,
         budget=budget,
-        placement="gpu",
         needed_bytes=0,  # the phases' peak tells
         scheduled=choose is not None,
     )
