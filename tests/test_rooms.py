@@ -10,8 +10,9 @@ from paths import ROOT
 from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
-    "report": {"run", "output", "data"},
-    "run": {"output", "engines", "model", "attention", "memory", "kernels"},
+    "report": {"plan", "run", "output", "data"},
+    "run": {"plan", "output", "engines", "model", "attention", "memory", "kernels"},
+    "plan": {"model", "memory"},
     "output": {"memory"},
     "engines": {"memory"},
     "model": {"attention", "memory", "kernels"},

@@ -141,12 +141,26 @@ def gpu_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
     """What kept activations take on the GPU at most: when forward ends, or when those of the first
     layers come back from the host, one layer's at a time."""
     runs = _runs(ladder)
-    kept = {keep: n * _on_gpu(sizes, tokens, keep) for keep, n in runs}
+    kept = {keep: n * on_gpu(sizes, tokens, keep) for keep, n in runs}
     back = [rung_bytes(sizes, tokens, keep.host) for keep in kept if keep.host is not None]
     hosted = sum(nbytes for keep, nbytes in kept.items() if keep.host is not None)
-    again = any(keep.rung == Rung.X for keep in kept)  # attention's output, of one layer
-    o_bytes = rung_bytes(sizes, tokens, Rung.O) - rung_bytes(sizes, tokens, Rung.X)
-    return max(sum(kept.values()), hosted + max(back, default=0)) + (o_bytes if again else 0)
+    again = max(again_bytes(sizes, tokens, keep) for keep in kept)
+    return max(sum(kept.values()), hosted + max(back, default=0)) + again
+
+
+def lasting_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
+    """Of them what is there until backward ends, when nearly all gradients are: the first layer's,
+    wherever it waited."""
+    first = ladder[0]
+    back = 0 if first.host is None else rung_bytes(sizes, tokens, first.host)
+    return on_gpu(sizes, tokens, first) + back + again_bytes(sizes, tokens, first)
+
+
+def again_bytes(sizes: Sizes, tokens: int, keep: Keep) -> int:
+    """Attention's output, of one layer, where it is not kept."""
+    if keep.rung > Rung.X:
+        return 0
+    return rung_bytes(sizes, tokens, Rung.O) - rung_bytes(sizes, tokens, Rung.X)
 
 
 def host_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
@@ -172,7 +186,7 @@ def describe(ladder: Ladder) -> str:
 _NAMES = ("x", "o", "h", "q k v", "gate up")
 
 
-def _on_gpu(sizes: Sizes, tokens: int, keep: Keep) -> int:
+def on_gpu(sizes: Sizes, tokens: int, keep: Keep) -> int:
     below = 0 if keep.host is None else rung_bytes(sizes, tokens, keep.host)
     return rung_bytes(sizes, tokens, keep.rung) - below
 
@@ -210,6 +224,27 @@ def choose(
         return _cost(sizes, batch, room, rates, states, ladder)
 
     return min(ladders(sizes.layers, keep, offload), key=cost)
+
+
+def choose_beside(
+    sizes: Sizes,
+    batch: Batch,
+    gpu: int,
+    host: int,
+    rates: Rates | None,
+    *,
+    keep: Keeping = "auto",
+    offload: Offload = "auto",
+    states: States | None = None,
+) -> Ladder:
+    """The same where `gpu` bytes are for what a step works with, too. Without `rates` there is
+    nothing to weigh: it is all one memory."""
+    if rates is None:
+        return uniform(sizes.layers, keep, offload)
+    layer_bytes = sizes.layer_bytes(batch.tokens)
+    early_bytes = max(0, sizes.loss_bytes(batch.tokens) - layer_bytes)
+    room = Room(gpu - layer_bytes, host, early_bytes)
+    return choose(sizes, batch, room, rates, keep=keep, offload=offload, states=states)
 
 
 def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:
@@ -254,8 +289,9 @@ def _cost(
 ) -> Cost:
     kept = gpu_bytes(sizes, batch.tokens, ladder)
     hosted = host_bytes(sizes, batch.tokens, ladder)
-    at_once = batch.passes == 1  # gradients come as activations go
-    away, missing = _make_room(states, room.gpu, kept + room.early, at_once)
+    at_once = batch.passes == 1  # gradients come as activations go, but the first layer's
+    lasting = lasting_bytes(sizes, batch.tokens, ladder)
+    away, missing = _make_room(states, room.gpu - lasting, kept - lasting + room.early, at_once)
     gradients = max(hosted, away.gradients) if at_once else hosted + away.gradients
     on_host = away.weights + away.moments + gradients
     missing += max(0, on_host - room.host)

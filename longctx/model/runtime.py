@@ -23,11 +23,9 @@ from longctx.errors import UserError
 from longctx.memory.ladder import (
     Batch,
     Ladder,
-    Room,
     States,
-    choose,
+    choose_beside,
     host_bytes,
-    uniform,
 )
 from longctx.memory.plan import (
     Pending,
@@ -140,40 +138,47 @@ class Runtime:
     ) -> Ladder:
         """The ladder for batches of `tokens` tokens, where `free_bytes` of the GPU are for states,
         activations and what a step works with."""
-        keep, offload, device = self.args.keep, self.args.offload_activations, self.store.device
-        if device.type != "cuda":  # nothing to weigh: it is all one memory
-            return uniform(sizes.layers, keep, offload)
-        layer_bytes = sizes.layer_bytes(tokens)
-        early_bytes = max(0, sizes.loss_bytes(tokens) - layer_bytes)
-        return choose(
+        device = self.store.device
+        return choose_beside(
             sizes,
             Batch(tokens, min(tokens, self.args.seq_len), self.passes),
-            Room(free_bytes - layer_bytes, host_bytes, early_bytes),
-            gpu_rates(device, self.dtype),
-            keep=keep,
-            offload=offload,
+            free_bytes,
+            host_bytes,
+            gpu_rates(device, self.dtype) if device.type == "cuda" else None,
+            keep=self.args.keep,
+            offload=self.args.offload_activations,
             states=states,
         )
 
     def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
-        config, base = model.config, base_of(model)
-        assert base is not None
-        return Sizes(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=kv_heads(config),
-            head_dim=base.layers[0].self_attn.head_dim,
-            vocab=config.vocab_size,
-            itemsize=self.dtype.itemsize,
-            stream_itemsize=(self.stream_dtype or self.dtype).itemsize,
-            windows=tuple(windows(config)),
-            qk_norms=layer_weights(base.layers[0]).q_norm is not None,
-            tile_tokens=self.args.tile_tokens,
-            head_groups=self.args.head_groups,
-        )
+        return model_sizes(model, self.args, self.dtype, self.stream_dtype)
+
+
+def model_sizes(
+    model: Any,
+    args: ModelArguments,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype | None = None,
+) -> Sizes:
+    """The dimensions of a model that the schedule knows, patched or not."""
+    config, base = model.config, base_of(model)
+    assert base is not None
+    return Sizes(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=kv_heads(config),
+        head_dim=base.layers[0].self_attn.head_dim,
+        vocab=config.vocab_size,
+        itemsize=dtype.itemsize,
+        stream_itemsize=(stream_dtype or dtype).itemsize,
+        windows=tuple(windows(config)),
+        qk_norms=layer_weights(base.layers[0]).q_norm is not None,
+        tile_tokens=args.tile_tokens,
+        head_groups=args.head_groups,
+    )
 
 
 def _remake(args: ModelArguments, settings: dict[str, Any]) -> Runtime:
