@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "patch": "longctx.model.patch",
     "unpatch": "longctx.model.patch",
-    "AutoLongctxModelForCausalLM": "longctx.model.auto",
+    "AutoLongctxModelForCausalLM": "longctx.model.patch",
     "exact_adamw": "longctx.run.loop",
     "LongTrainer": "longctx.run.trainer",
     "linear_cross_entropy": "longctx.model.loss",

@@ -4,9 +4,10 @@
       forwards.py     its forwards, in the places of Hugging Face's         input_ids -> loss
       logits.py       logits that are computed when they are read
       families.py     what a family's layers do, where weights are, and that nothing else is there
+      adapters.py     what PEFT's LoRA layers hold
       runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
       layer.py        one decoder layer, forward and backward by hand       x -> y, dy -> dx
-        projection.py   products, weight gradients summed in fp32
+        projection.py   products, adapters, weight gradients summed in fp32
       loss.py         lm_head and cross-entropy in chunks                   x -> loss, dx
 
     embed   layer 0            layer 1                        norm    lm_head + cross-entropy

@@ -10,11 +10,12 @@ A `Family` says so for the models of one kind; docs/add_a_family.md shows how to
     seed_oss                               a head size of its own, dropout
     phi3                                   q, k, v in one parameter, gate and up in one
 
-The schedule reads weights and stands in for the forward of every module of the base model but the
-embedding. So a module there with a forward of its own (a LoRA adapter, a quantised weight, another
-activation), with hooks, of another dtype, or with another epsilon or scale than the configuration
-says, would be passed by without a word: `why_not_scheduled` finds it, and Hugging Face's layers run
-instead. `why_not_chunked` does the same for lm_head and the loss.
+The schedule reads weights, and PEFT's LoRA adapters (adapters.py), and stands in for the forward of
+every module of the base model but the embedding. So a module there with a forward of its own
+(another kind of adapter, a quantised weight, another activation), with hooks, of another dtype, or
+with another epsilon or scale than the configuration says, would be passed by without a word:
+`why_not_scheduled` finds it, and Hugging Face's layers run instead. `why_not_chunked` does the same
+for lm_head and the loss.
 """
 
 from __future__ import annotations
@@ -30,7 +31,16 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longctx.model.layer import Traits, Weights
+from longctx.model.adapters import (
+    ADAPTED,
+    Applied,
+    applied,
+    inner_linears,
+    is_adapted,
+    unwrapped,
+    why_not_applied,
+)
+from longctx.model.layer import PROJECTIONS, Traits, Weights
 
 Names = tuple[str, ...]
 _LINEAR: Names = ("torch.nn.modules.linear.Linear",)
@@ -130,6 +140,12 @@ class Family:
         return (f"transformers.models.{self.kind}.modeling_{self.kind}.{self.prefix}{suffix}",)
 
     @cached_property
+    def projections(self) -> dict[str, str]:
+        """Names in Weights -> linear maps."""
+        names = ("q", "o", "gate", "down") if self.fused else PROJECTIONS
+        return dict(zip(names, self.linears, strict=True))
+
+    @cached_property
     def in_layer(self) -> dict[str, Names]:
         """Module -> whose forward it may have. By name, so that a class whose forward was exchanged
         for the whole process (as Liger-Kernel does) is another one."""
@@ -137,7 +153,7 @@ class Family:
             "self_attn": self.known("Attention"),
             "mlp": self.known("MLP"),
             self.activation: _ACTIVATION,
-            **dict.fromkeys(self.linears, _LINEAR),
+            **dict.fromkeys(self.linears, _LINEAR + ADAPTED),
             **dict.fromkeys(self.norms, self.known("RMSNorm")),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
         }
@@ -207,8 +223,15 @@ def _family_of(kind: Any) -> Family | None:
 
 
 def layer_weights(layer: Any) -> Weights:
-    """The parameters of a decoder layer, as the schedule takes them."""
+    """The parameters of a decoder layer, as the schedule takes them, without its adapters."""
     return _known_family(layer).weights(layer)
+
+
+def layer_adapters(layer: Any) -> dict[str, Applied]:
+    """Those that a forward of the layer applies, by the names that `Weights` has for what they
+    adapt."""
+    family = _known_family(layer)
+    return applied({n: _part(layer, path) for n, path in family.projections.items()})
 
 
 def model_traits(model: PreTrainedModel) -> tuple[Traits, ...]:
@@ -263,9 +286,9 @@ def base_of(model: Any) -> Any | None:
     return next((part for part in parts if _is_a(part, "Model")), None)
 
 
-def head_of(model: Any) -> Any | None:
-    """lm_head of a causal model."""
-    return model.lm_head if _is_a(model, "ForCausalLM") else None
+def head_of(model: Any) -> Any:
+    """lm_head of a causal model, also where `modules_to_save` trains a copy of it; else None."""
+    return unwrapped(model.lm_head) if _is_a(model, "ForCausalLM") else None
 
 
 def _is_a(model: Any, suffix: str) -> bool:
@@ -300,13 +323,14 @@ def why_not_scheduled(base: PreTrainedModel) -> str | None:
 
 def why_not_chunked(model: PreTrainedModel) -> str | None:
     """The same for lm_head and the loss, which need all logits then."""
-    head: Any = model.lm_head
-    found = _problems(head, _LINEAR, "lm_head", patched=True, hooks=_AFTER)
+    found = _problems(head_of(model), _LINEAR, "lm_head", patched=True, hooks=_AFTER)
     kind = type(model)
     if _forward_name(kind.forward) not in _known_family(model).known("ForCausalLM"):
         return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "a loss of its own"
+    if any(changing_hooks(model.lm_head)):
+        return "hooks on lm_head"
     return next(found, None)
 
 
@@ -332,6 +356,12 @@ def _strangers(base: Any) -> Iterator[str]:
         parts = {name: _part(layer, name) for name in family.in_layer}
         for name, known in family.in_layer.items():
             yield from _problems(parts[name], known, f"{where}.{name}")
+        adapted = {name: parts[name] for name in family.linears if is_adapted(parts[name])}
+        for name, module in adapted.items():
+            for inner in inner_linears(module):
+                yield from _problems(inner, _LINEAR, f"{where}.{name}, inside its adapter")
+            yield from why_not_applied(module, dtype, f"{where}.{name}")
+            parts[name] = module.base_layer
         yield from _other_dtypes(parts.values(), dtype, where)
         yield from _other_settings(family, layer, parts, config, traits[i], where)
 

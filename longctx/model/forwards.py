@@ -27,11 +27,13 @@ from transformers.utils import can_return_tuple
 
 from longctx.attention.documents import Documents
 from longctx.errors import UserError, print_rank0
+from longctx.model.adapters import with_adapters
 from longctx.model.families import (
     base_of,
     changing_hooks,
     embedding_multiplier,
     head_of,
+    layer_adapters,
     layer_weights,
     logits_scaling,
     replaceable,
@@ -171,8 +173,8 @@ def causal_forward(
         # The mean over the ranks is the loss, and so it is of their gradients.
         count = (shift_labels != IGNORED).sum().to(hidden.device)
         num_items_in_batch = shards.total(count).clamp(min=1) / shards.ranks
-    scaling = logits_scaling(self)
-    loss = self.lm_head(
+    head, scaling = head_of(self), logits_scaling(self)
+    loss = head(
         hidden,
         labels=shift_labels.to(hidden.device),
         num_items=num_items_in_batch,
@@ -181,9 +183,7 @@ def causal_forward(
     )
     return CausalLMOutputWithPast(
         loss=loss,
-        logits=lazy_logits(
-            hidden, partial(_logits, self.lm_head, scaling), self.lm_head.weight.shape[0], loss
-        ),
+        logits=lazy_logits(hidden, partial(_logits, head, scaling), len(head.weight), loss),
         past_key_values=base.past_key_values,
         hidden_states=base.hidden_states,
         attentions=base.attentions,
@@ -197,7 +197,7 @@ def _logits(head: Any, scaling: float, hidden: Tensor) -> Tensor:
 
 def _why_all_logits(model: Any) -> str | None:
     reason = why_not_chunked(model)
-    return _DOUBLE if reason is None and model.lm_head.weight.dtype == torch.float64 else reason
+    return _DOUBLE if reason is None and head_of(model).weight.dtype == torch.float64 else reason
 
 
 def _any_on_padding(shift_labels: Tensor, mask: Any) -> bool:
@@ -359,7 +359,10 @@ def layer_forward(
 ) -> Tensor:
     if schedule is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    return scheduled_layer(hidden_states, schedule, layers_above, layer_weights(self))
+    weights, loras = with_adapters(
+        layer_weights(self), layer_adapters(self), layers_above, lambda: schedule.seed
+    )
+    return scheduled_layer(hidden_states, schedule, layers_above, weights, loras)
 
 
 def norm_forward(self: Any, x: Tensor, owned: bool | None = None) -> Tensor:

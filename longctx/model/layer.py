@@ -8,7 +8,9 @@ For the T tokens of a batch, x (T, D), weights as Hugging Face holds them (out, 
 
 That is Llama's. Of other families (families.py) come, as data (`Traits`, `Weights`): a window or
 another scale of attention, layers without rope, a factor r of both sums (h = x + r o Wo'), norms of
-q and k before rope, and parameters that hold several of these weights.
+q and k before rope, and parameters that hold several of these weights. Any of the seven may have an
+adapter of low rank (projection.py); for what is frozen nothing is computed, and dx only where
+something below is trained.
 
 Kept from forward to backward, as far up the ladder (memory/ladder.py) as there is memory for: x, o
 with lse, h, q k v, gate and up. x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one
@@ -35,8 +37,10 @@ one works with is gone when the next begins.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,16 +55,28 @@ from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.memory.ladder import Rung
 from longctx.memory.store import ActivationStore, Saved
-from longctx.model.projection import WeightGradient, linear, linear_add, scaled_mm
+from longctx.model.projection import (
+    ALL,
+    Adapter,
+    Lora,
+    Projection,
+    ProjectionGradient,
+    WeightGradient,
+    added_up,
+    linear,
+    scaled_mm,
+)
 
-ALL = slice(None)
+NORMS = ("norm1", "norm2", "q_norm", "k_norm")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 class Weights(NamedTuple):
     """A layer's parameters, in the order in which the Function takes and returns them.
 
     One parameter may hold several: q those of q, k, v, one below the other, if k and v are None;
-    gate those of gate and up, if up is. `apart` has views of each.
+    gate those of gate and up, if up is. `apart` has views of each. An adapter of one that holds
+    several has one A (r, I) for them.
     """
 
     norm1: Tensor  # (D,)
@@ -81,6 +97,20 @@ class Weights(NamedTuple):
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None  # (d,)
     k_norm: Tensor | None = None  # (d,)
+    q_a: Tensor | None = None  # (r, D), as of all adapters that are there
+    q_b: Tensor | None = None  # (H d, r)
+    k_a: Tensor | None = None
+    k_b: Tensor | None = None
+    v_a: Tensor | None = None
+    v_b: Tensor | None = None
+    o_a: Tensor | None = None
+    o_b: Tensor | None = None
+    gate_a: Tensor | None = None
+    gate_b: Tensor | None = None
+    up_a: Tensor | None = None
+    up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
 
     @property
     def qkv_in_one(self) -> bool:
@@ -90,23 +120,67 @@ class Weights(NamedTuple):
     def gate_up_in_one(self) -> bool:
         return self.up is None
 
+    @property
+    def in_one(self) -> dict[str, str]:
+        """Weights that another one's parameter holds -> that one."""
+        found = {"k": "q", "v": "q"} if self.qkv_in_one else {}
+        return found | ({"up": "gate"} if self.gate_up_in_one else {})
+
     def apart(self) -> Weights:
         w = self
         if self.qkv_in_one:
             Hd = self.o.shape[1]
             Kd = (self.q.shape[0] - Hd) // 2
-            q, k, v = self.q.split([Hd, Kd, Kd])
-            w = w._replace(q=q, k=k, v=v)
+            w = w._divided("qkv", [Hd, Kd, Kd])
         if self.gate_up_in_one:
-            gate, up = self.gate.chunk(2)
-            w = w._replace(gate=gate, up=up)
+            w = w._divided(("gate", "up"), [len(self.gate) // 2] * 2)
         return w
 
-    def cast(self, dtype: torch.dtype) -> Weights:
-        """Matrices and biases in `dtype`; norms stay, as in autocast."""
-        norms = ("norm1", "norm2", "q_norm", "k_norm")
-        named = self._asdict().items()
-        return Weights(**{n: x if n in norms or x is None else x.to(dtype) for n, x in named})
+    def _divided(self, names: Any, sizes: list[int]) -> Weights:
+        """The first one's rows are those of all."""
+        of = f"{names[0]}%s"
+        parts = dict(zip(names, getattr(self, of % "").split(sizes), strict=True))
+        if (b := getattr(self, of % "_b")) is not None:
+            parts |= {f"{n}_b": x for n, x in zip(names, b.split(sizes), strict=True)}
+            parts |= {f"{n}_a": getattr(self, of % "_a") for n in names}
+        return self._replace(**parts)
+
+    def layer(self, loras: Mapping[str, Lora], dtype: torch.dtype) -> Layer:
+        """For products in `dtype`, to which norms stay as they are, as in autocast. `loras` are
+        what adapters have besides their tensors, by the names of projections."""
+        w, held = self.apart(), self.in_one
+
+        def cast(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(dtype)
+
+        def projection(name: str) -> Projection:
+            a, b = (getattr(w, f"{name}_{factor}") for factor in "ab")
+            lora = loras[held.get(name, name)] if a is not None else None
+            adapter = None if lora is None else Adapter.of(a, b, lora, dtype)
+            return Projection(getattr(w, name).to(dtype), cast(getattr(w, f"{name}_bias")), adapter)
+
+        parts: dict[str, Any] = {name: projection(name) for name in PROJECTIONS}
+        return Layer(**parts, **{name: getattr(w, name) for name in NORMS})
+
+
+class Layer(NamedTuple):
+    """What a pass through a layer computes with."""
+
+    norm1: Tensor  # (D,)
+    q: Projection  # (H d, D)
+    k: Projection  # (K d, D)
+    v: Projection  # (K d, D)
+    o: Projection  # (D, H d)
+    norm2: Tensor  # (D,)
+    gate: Projection  # (F, D)
+    up: Projection  # (F, D)
+    down: Projection  # (D, F)
+    q_norm: Tensor | None  # (d,)
+    k_norm: Tensor | None  # (d,)
+
+    @property
+    def qkv(self) -> tuple[Projection, Projection, Projection]:
+        return self.q, self.k, self.v
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +217,11 @@ class Schedule:
     dtype: torch.dtype
     """Of products and attention; x and h may be fp32 where it has 16 bits, as in autocast."""
 
+    @cached_property
+    def seed(self) -> int:
+        """Of masks of dropout: drawn from torch's CPU generator by the first who asks."""
+        return int(torch.randint(2**63 - 1, ()))
+
     def window(self, t: Traits) -> int | None:
         """None where no document is longer."""
         longer = t.window is not None and t.window < max(self.documents.lengths)
@@ -172,8 +251,8 @@ class Group(NamedTuple):
     lse: slice
 
 
-def split_heads(w: Weights, s: Schedule) -> Iterator[Group]:
-    H, K = w.q.shape[0] // s.head_dim, w.k.shape[0] // s.head_dim
+def split_heads(w: Layer, s: Schedule) -> Iterator[Group]:
+    H, K = len(w.q.weight) // s.head_dim, len(w.k.weight) // s.head_dim
     k = K // s.head_groups
     h = k * (H // K)
     for i in range(s.head_groups):
@@ -196,22 +275,30 @@ def normed(x: Tensor, weight: Tensor, s: Schedule) -> Tensor:  # (T, D), (D,) ->
 @annotated("projections")
 def project_qkv(
     x: Tensor,  # (T, D)
-    w: Weights,
+    w: Layer,
     t: Traits,
     s: Schedule,
     group: Group,
 ) -> Tensor:  # (T, (h + 2 k) d)
     """q, k, v of one head group, side by side: norm, one fused product, rotation. q and k that have
     a norm of their own stay as they are: its gradient needs them so."""
-    weight = torch.cat([w.q[group.q], w.k[group.kv], w.v[group.kv]])
-    biases = (w.q_bias, w.k_bias, w.v_bias)
+    parts = list(zip(w.qkv, (group.q, group.kv, group.kv), strict=True))
+    weight = torch.cat([p.weight[rows] for p, rows in parts])
     bias = None
-    if w.q_bias is not None:
-        columns = (group.q, group.kv, group.kv)
-        bias = torch.cat([b[c] for b, c in zip(biases, columns, strict=True) if b is not None])
+    if w.q.bias is not None:
+        bias = torch.cat([p.bias[rows] for p, rows in parts if p.bias is not None])
     qkv = weight.new_empty(x.shape[0], weight.shape[0])
+    outs = qkv.split([rows.stop - rows.start for _, rows in parts], dim=1)
+    adapters = [
+        (p.adapter.rows(rows), out)
+        for (p, rows), out in zip(parts, outs, strict=True)
+        if p.adapter is not None
+    ]
     for tile in each("tile", s.tiles(x.shape[0])):
-        linear(normed(x[tile], w.norm1, s), weight, bias, out=qkv[tile])
+        n1 = normed(x[tile], w.norm1, s)
+        linear(n1, weight, bias, out=qkv[tile])
+        for adapter, out in adapters:
+            adapter.add_(out[tile], n1, tile)
     if w.q_norm is None:
         q, k, _ = heads(qkv, group, s)
         s.rotate_(q, k, t)
@@ -220,7 +307,7 @@ def project_qkv(
 
 def attended(
     qkv: Tensor,  # (T, (h + 2 k) d), as projected
-    w: Weights,
+    w: Layer,
     t: Traits,
     s: Schedule,
     group: Group,
@@ -254,7 +341,7 @@ def unattended_(
     dq: Tensor,  # (T, h, d)
     dk: Tensor,  # (T, k, d)
     qkv: Tensor,  # (T, (h + 2 k) d), as projected
-    w: Weights,
+    w: Layer,
     t: Traits,
     s: Schedule,
     group: Group,
@@ -279,10 +366,10 @@ def unattended_(
         run(tile)
 
 
-def is_wide(w: Weights) -> bool:
+def is_wide(w: Layer) -> bool:
     """In autocast q is projected in 16 bits, and its norm returns the weight's fp32. So it stays, a
     tile at a time, until it is rotated."""
-    return w.q_norm is not None and w.q_norm.dtype != w.q.dtype
+    return w.q_norm is not None and w.q_norm.dtype != w.q.weight.dtype
 
 
 def heads(qkv: Tensor, group: Group, s: Schedule) -> QKV:  # (T, h, d), (T, k, d), (T, k, d): views
@@ -292,14 +379,14 @@ def heads(qkv: Tensor, group: Group, s: Schedule) -> QKV:  # (T, h, d), (T, k, d
 
 def attention_forward(
     x: Tensor,  # (T, D)
-    w: Weights,
+    w: Layer,
     t: Traits,
     s: Schedule,
     kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
     """Adds each group's q, k, v to `kept`."""
-    T, Hd = x.shape[0], w.q.shape[0]
-    o = w.q.new_empty(T, Hd)
+    T, Hd = x.shape[0], len(w.q.weight)
+    o = w.q.weight.new_empty(T, Hd)
     lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
 
     def attend(group: Group) -> None:
@@ -334,7 +421,7 @@ NOTHING = Residuals()
 def mlp_forward(
     x: Tensor,  # (T, D)
     o: Tensor,  # (T, H d)
-    w: Weights,
+    w: Layer,
     t: Traits,
     s: Schedule,
     kept: Residuals = NOTHING,
@@ -347,12 +434,11 @@ def mlp_forward(
     def run(tile: slice) -> None:
         out = kept.of(tile)
         with annotate("projections"):
-            h = linear_add(x[tile], o[tile], w.o, w.o_bias, scale=t.residual, out=out.h)
+            h = w.o.added(x[tile], o[tile], tile, scale=t.residual, out=out.h)
         n2 = normed(h, w.norm2, s)
-        gate = linear(n2, w.gate, w.gate_bias, out=out.gate)
-        up = linear(n2, w.up, w.up_bias, out=out.up)
+        gate, up = w.gate(n2, tile, out=out.gate), w.up(n2, tile, out=out.up)
         product = swiglu_forward(gate, up, out=gate if out.gate is None else None)
-        linear_add(h, product, w.down, w.down_bias, scale=t.residual, out=y[tile])
+        w.down.added(h, product, tile, scale=t.residual, out=y[tile])
         if saved is not None:
             s.store.send(saved, *Residuals._fields, tile=tile)
 
@@ -367,50 +453,78 @@ def mlp_forward(
 class Gradients:
     """What the layer's parameters get: `wants` says which, each is rounded when it is complete."""
 
-    def __init__(self, w: Weights, wants: Weights) -> None:
-        self.w, self.wants = w, wants
+    def __init__(self, given: Weights, w: Layer, wants: Weights) -> None:
+        self.given, self.w, self.wants = given, w, wants
         self.done: dict[str, Tensor | None] = {}
         self._gate_up: Tensor | None = None
 
-    def linear(self, name: str) -> WeightGradient:
-        return WeightGradient(getattr(self.wants, name), getattr(self.wants, f"{name}_bias"))
+    def wanted(self, *names: str) -> bool:
+        """Whether anything of these projections or norms is trained."""
+        suffixes = ("", "_bias", "_a", "_b")
+        return any(getattr(self.wants, n + s, False) for n in names for s in suffixes)
 
-    def gate_up(self) -> tuple[WeightGradient, WeightGradient]:
-        if not self.w.gate_up_in_one:
-            return self.linear("gate"), self.linear("up")
-        if not self.wants.gate:
-            return WeightGradient(False), WeightGradient(False)
-        self._gate_up = torch.empty_like(self.w.gate, dtype=torch.float32)
-        gate, up = (WeightGradient(True, into=half) for half in self._gate_up.chunk(2))
-        return gate, up
+    def projection(self, name: str, base: WeightGradient | None = None) -> ProjectionGradient:
+        wants, held = self.wants, self.given.in_one.get(name, name)
+        if base is None:
+            base = WeightGradient(getattr(wants, name), getattr(wants, f"{name}_bias"))
+        a, b = (getattr(wants, f"{held}_{factor}") for factor in "ab")
+        return ProjectionGradient(getattr(self.w, name), base, a=a, b=b)
+
+    def gate_up(self) -> tuple[ProjectionGradient, ProjectionGradient]:
+        if not self.given.gate_up_in_one:
+            return self.projection("gate"), self.projection("up")
+        halves = [WeightGradient(False), WeightGradient(False)]
+        if self.wants.gate:
+            self._gate_up = torch.empty_like(self.given.gate, dtype=torch.float32)
+            halves = [WeightGradient(True, into=half) for half in self._gate_up.chunk(2)]
+        return self.projection("gate", halves[0]), self.projection("up", halves[1])
 
     def norm(self, name: str) -> Tensor | None:
         weight = getattr(self.w, name)
         wanted = getattr(self.wants, name)
         return torch.zeros_like(weight, dtype=torch.float32) if wanted else None
 
-    def finish(self, name: str, grad: WeightGradient | Tensor | None, scale: float = 1.0) -> None:
-        """The gradient is `scale` times `grad`."""
-        dtype = self.w.q.dtype
-        if isinstance(grad, WeightGradient):
-            self.done[name], self.done[f"{name}_bias"] = grad.round(dtype, scale)
-        else:
-            self.done[name] = None if grad is None else grad.to(dtype)
+    def finish_norm(self, name: str, grad: Tensor | None) -> None:
+        self._put(name, grad)
 
-    def finish_gate_up(self, gate: WeightGradient, up: WeightGradient) -> None:
-        if self.w.gate_up_in_one:
-            self.finish("gate", self._gate_up)
+    def finish(self, name: str, grad: ProjectionGradient, scale: float = 1.0) -> None:
+        """The gradient is `scale` times `grad`."""
+        dtype = self.given.q.dtype
+        self.done[name], self.done[f"{name}_bias"] = grad.base.round(dtype, scale)
+        self._finish_adapters({name: grad}, scale)
+
+    def finish_gate_up(self, gate: ProjectionGradient, up: ProjectionGradient) -> None:
+        if self.given.gate_up_in_one:
+            self._put("gate", self._gate_up)
             self._gate_up = None
+            self._finish_adapters({"gate": gate, "up": up})
         else:
             self.finish("gate", gate)
             self.finish("up", up)
 
-    def finish_qkv(self, grad: WeightGradient) -> None:
-        for suffix, whole in zip(("", "_bias"), grad.round(self.w.q.dtype), strict=True):
+    def finish_qkv(self, base: WeightGradient, grads: list[ProjectionGradient]) -> None:
+        for suffix, whole in zip(("", "_bias"), base.round(self.given.q.dtype), strict=True):
             parts: list[Tensor | None] | Any = [whole, None, None]
-            if whole is not None and not self.w.qkv_in_one:
-                parts = whole.split([x.shape[0] for x in (self.w.q, self.w.k, self.w.v)])
+            if whole is not None and not self.given.qkv_in_one:
+                parts = whole.split([len(p.weight) for p in self.w.qkv])
             self.done |= {f"{n}{suffix}": part for n, part in zip("qkv", parts, strict=True)}
+        named = dict(zip("qkv", grads, strict=True))
+        for group in [named] if self.given.qkv_in_one else [{n: g} for n, g in named.items()]:
+            self._finish_adapters(group)
+
+    def _finish_adapters(self, grads: dict[str, ProjectionGradient], scale: float = 1.0) -> None:
+        """Of one parameter: what its parts did to their one A adds up, to B lies side by side."""
+        found = [grad.adapters(scale) for grad in grads.values()]
+        name = next(iter(grads))
+        self._put(f"{name}_a", added_up(a for a, _ in found))
+        parts = [b for _, b in found if b is not None]
+        self._put(f"{name}_b", torch.cat(parts) if parts else None)
+
+    def _put(self, name: str, grad: Tensor | None) -> None:
+        dtype = self.given.q.dtype
+        if name[-2:] in ("_a", "_b") and grad is not None:
+            dtype = getattr(self.given, name).dtype
+        self.done[name] = None if grad is None else grad.to(dtype)
 
 
 @annotated("mlp")
@@ -419,13 +533,13 @@ def mlp_backward_(
     x: Tensor,  # (T, D)
     o: Tensor,  # (T, H d)
     kept: Residuals,
-    w: Weights,
+    w: Layer,
     t: Traits,
     s: Schedule,
     grads: Gradients,
 ) -> None:
     """Step 1: from dy to dh = dy + rms_norm'(h, dn2), and the gradients of down, gate, up, o."""
-    d_o, d_down = grads.linear("o"), grads.linear("down")
+    d_o, d_down = grads.projection("o"), grads.projection("down")
     d_gate, d_up = grads.gate_up()
     d_norm2 = grads.norm("norm2")
 
@@ -434,21 +548,25 @@ def mlp_backward_(
         h, gate, up = kept.of(tile)
         if h is None:
             with annotate("projections"):
-                h = linear_add(x[tile], o_t, w.o, w.o_bias, scale=t.residual)
+                h = w.o.added(x[tile], o_t, tile, scale=t.residual)
         n2 = normed(h, w.norm2, s)
         if gate is None or up is None:
-            gate, up = linear(n2, w.gate, w.gate_bias), linear(n2, w.up, w.up_bias)
+            gate, up = w.gate(n2, tile), w.up(n2, tile)
         # d_product, until the next line writes the product over it.
         narrow = dy_t.to(s.dtype)
-        product = scaled_mm(narrow, w.down, t.residual)
+        v = w.down.inner_grad(narrow)
+        product = w.down.input_grad(narrow, v, tile, scale=t.residual)
         swiglu_backward_(product, gate, up, product=product)  # gate, up become their gradients
-        d_down.add(narrow, product)
-        d_gate.add(gate, n2)
-        d_up.add(up, n2)
-        dn2 = torch.addmm(gate @ w.gate, up, w.up).to(h.dtype)
+        d_down.add(narrow, product, v, tile)
+        v_gate, v_up = w.gate.inner_grad(gate), w.up.inner_grad(up)
+        d_gate.add(gate, n2, v_gate, tile)
+        d_up.add(up, n2, v_up, tile)
+        dn2 = w.gate.input_grad(gate, v_gate, tile)
+        dn2 = w.up.input_grad(up, v_up, tile, onto=dn2).to(h.dtype)
         rms_norm_backward(dn2, h, w.norm2, s.eps, d_residual=dy_t, dw=d_norm2, out=dy_t)
         with annotate("projections"):
-            d_o.add(dy_t.to(s.dtype), o_t)
+            narrow = dy_t.to(s.dtype)
+            d_o.add(narrow, o_t, w.o.inner_grad(narrow), tile)
 
     for tile in each("tile", s.tiles(x.shape[0])):
         s.store.wait(tile)
@@ -456,7 +574,7 @@ def mlp_backward_(
     grads.finish("o", d_o, t.residual)
     grads.finish("down", d_down, t.residual)
     grads.finish_gate_up(d_gate, d_up)
-    grads.finish("norm2", d_norm2)
+    grads.finish_norm("norm2", d_norm2)
 
 
 @annotated("projections")
@@ -466,22 +584,27 @@ def attention_backward_(
     o: Tensor,  # (T, H d), overwritten by dq
     lse: Tensor,  # (H, T)
     kept: list[Tensor],  # (T, (h + 2 k) d) of each group, or empty
-    w: Weights,
+    w: Layer,
     t: Traits,
     s: Schedule,
     grads: Gradients,
 ) -> Tensor:  # (T, 2 K d): dk | dv
     """Step 2: dq, dk, dv of the plain projections, one head group at a time, and the gradients of
     the norms of q and k."""
-    Kd = w.k.shape[0]
+    Kd = len(w.k.weight)
     d_norms = grads.norm("q_norm"), grads.norm("k_norm")
-    dkv = w.q.new_empty(x.shape[0], 2 * Kd)
+    dkv = w.q.weight.new_empty(x.shape[0], 2 * Kd)
     narrow = dh.to(s.dtype)
+    v = w.o.inner_grad(narrow)
 
     def run(i: int, group: Group) -> None:
         qkv = kept[i] if kept else project_qkv(x, w, t, s, group)
         ready = attended(qkv, w, t, s, group, in_place=False)
-        do = scaled_mm(narrow, w.o[:, group.q], t.residual).unflatten(1, (-1, s.head_dim))
+        do = scaled_mm(narrow, w.o.weight[:, group.q], t.residual)
+        if w.o.adapter is not None and v is not None:
+            for tile in s.tiles(len(do)):
+                w.o.adapter.add_input_grad_(do[tile], v[tile], tile, t.residual, group.q)
+        do = do.unflatten(1, (-1, s.head_dim))
         o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
         with annotate("attention"):
             dq, dk, dv = s.attention.backward(
@@ -495,7 +618,7 @@ def attention_backward_(
     for i, group in enumerate(each("head group", split_heads(w, s))):
         run(i, group)
     for name, d_norm in zip(("q_norm", "k_norm"), d_norms, strict=True):
-        grads.finish(name, d_norm)
+        grads.finish_norm(name, d_norm)
     return dkv
 
 
@@ -505,34 +628,43 @@ def input_backward_(
     x: Tensor,  # (T, D)
     dq: Tensor,  # (T, H d)
     dkv: Tensor,  # (T, 2 K d)
-    w: Weights,
+    w: Layer,
     s: Schedule,
     grads: Gradients,
+    wants_dx: bool,
     retire: Any,
 ) -> None:
-    """Step 3: from dh to dx = dh + rms_norm'(x, dn1), and the gradients of q, k, v."""
-    given, wants = grads.w, grads.wants
-    whole = given.q.to(s.dtype) if given.qkv_in_one else torch.cat([w.q, w.k, w.v])
+    """Step 3: from dh to dx = dh + rms_norm'(x, dn1), if it is wanted, and the gradients of q, k,
+    v."""
+    given, wants = grads.given, grads.wants
+    whole = given.q.to(s.dtype) if given.qkv_in_one else torch.cat([p.weight for p in w.qkv])
     d_qkv = WeightGradient(
         bool(wants.q or wants.k or wants.v),
         bool(wants.q_bias or wants.k_bias or wants.v_bias),
     )
+    d_adapters = [grads.projection(name, WeightGradient(False)) for name in "qkv"]
     d_norm1 = grads.norm("norm1")
+    rows = [len(p.weight) for p in w.qkv]
 
     def run(tile: slice) -> None:
         n1 = normed(x[tile], w.norm1, s)
         dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
         d_qkv.add(dqkv, n1)
-        dn1 = (dqkv @ whole).to(x.dtype)  # whole: (H d + 2 K d, D)
-        rms_norm_backward(
-            dn1, x[tile], w.norm1, s.eps, d_residual=dh[tile], dw=d_norm1, out=dh[tile]
-        )
+        dn1 = dqkv @ whole if wants_dx or d_norm1 is not None else None
+        for p, grad, dy in zip(w.qkv, d_adapters, dqkv.split(rows, dim=1), strict=True):
+            v = p.inner_grad(dy)
+            grad.add(dy, n1, v, tile)
+            if dn1 is not None and p.adapter is not None and v is not None:
+                p.adapter.add_input_grad_(dn1, v, tile)
+        if dn1 is not None:
+            dn1, dh_t = dn1.to(x.dtype), dh[tile]
+            rms_norm_backward(dn1, x[tile], w.norm1, s.eps, d_residual=dh_t, dw=d_norm1, out=dh_t)
 
     for tile in each("tile", s.tiles(x.shape[0])):
         run(tile)
         retire(tile)
-    grads.finish("norm1", d_norm1)
-    grads.finish_qkv(d_qkv)
+    grads.finish_norm("norm1", d_norm1)
+    grads.finish_qkv(d_qkv, d_adapters)
 
 
 # --- the layer -------------------------------------------------------------------------------
@@ -544,11 +676,11 @@ def keep(
     o: Tensor,  # (T, H d)
     lse: Tensor,  # (H, T)
     qkv: list[Tensor],  # (T, (h + 2 k) d) of each group
-    w: Weights,
+    w: Layer,
     s: Schedule,
 ) -> Residuals:
     """Keeps what is there already, and returns room for what the MLP will leave."""
-    T, F = x.shape[0], w.gate.shape[0]
+    T, F = x.shape[0], len(w.gate.weight)
     s.store.add(saved, Rung.X, x=x)
     if saved.keeps(Rung.O):
         s.store.add(saved, Rung.O, o=o, lse=lse)
@@ -579,9 +711,10 @@ class _ScheduledLayer(torch.autograd.Function):
         t: Traits,
         s: Schedule,
         layers_above: int | None,
+        loras: Mapping[str, Lora],
         *weights: Tensor | None,
     ) -> Tensor:  # (T, D)
-        w = Weights(*weights).apart().cast(s.dtype)  # type: ignore[arg-type]
+        w = Weights(*weights).layer(loras, s.dtype)  # type: ignore[arg-type]
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
@@ -592,7 +725,7 @@ class _ScheduledLayer(torch.autograd.Function):
         y = mlp_forward(x, o, w, t, s, kept, saved)
         if saved is not None:
             s.store.release(saved)
-        ctx.traits, ctx.schedule, ctx.saved = t, s, saved
+        ctx.traits, ctx.schedule, ctx.loras, ctx.saved = t, s, loras, saved
         ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
         ctx.save_for_backward(*weights)
         return y
@@ -604,8 +737,9 @@ class _ScheduledLayer(torch.autograd.Function):
         t: Traits = ctx.traits
         s: Schedule = ctx.schedule
         given = Weights(*ctx.saved_tensors)
-        w = given.apart().cast(s.dtype)
-        grads = Gradients(given, Weights(*ctx.needs_input_grad[4:]))
+        w = given.layer(ctx.loras, s.dtype)
+        wants_dx = ctx.needs_input_grad[0]
+        grads = Gradients(given, w, Weights(*ctx.needs_input_grad[5:]))
         tiles = s.tiles(dy.shape[0])
         kept = s.store.load(ctx.saved, tiles)
         x = kept["x"]
@@ -620,20 +754,32 @@ class _ScheduledLayer(torch.autograd.Function):
         dx = dy.contiguous()  # nobody else reads it: the layer above made it for this one
         residuals = Residuals(kept.get("h"), kept.get("gate"), kept.get("up"))
         mlp_backward_(dx, x, o, residuals, w, t, s, grads)
-        groups = [kept[_part(i)] for i in range(s.head_groups) if _part(i) in kept]
-        dkv = attention_backward_(dx, x, o, lse, groups, w, t, s, grads)
-        input_backward_(dx, x, o, dkv, w, s, grads, lambda tile: s.store.retire(ctx.saved, tile))
+        if wants_dx or grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm"):
+            groups = [kept[_part(i)] for i in range(s.head_groups) if _part(i) in kept]
+            dkv = attention_backward_(dx, x, o, lse, groups, w, t, s, grads)
+            input_backward_(
+                *(dx, x, o, dkv, w, s, grads, wants_dx),
+                retire=lambda tile: s.store.retire(ctx.saved, tile),
+            )
         s.store.finish(ctx.saved)
-        return dx, None, None, None, *(grads.done.get(name) for name in Weights._fields)
+        found = (grads.done.get(name) for name in Weights._fields)
+        return dx if wants_dx else None, None, None, None, None, *found
 
 
-def scheduled_layer(x: Tensor, s: Schedule, layers_above: int, w: Weights) -> Tensor:
-    """The decoder layer of the module's equations, differentiable in x (T, D) and every weight.
+def scheduled_layer(
+    x: Tensor,  # (T, D)
+    s: Schedule,
+    layers_above: int,
+    w: Weights,
+    loras: Mapping[str, Lora] = MappingProxyType({}),
+) -> Tensor:  # (T, D)
+    """The decoder layer of the module's equations, differentiable in x and every weight.
 
     `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
+    `loras` are of the projections that have an adapter in `w`.
     """
     above = layers_above if torch.is_grad_enabled() else None  # no backward: nothing is kept
-    return _ScheduledLayer.apply(x, s.traits[-1 - layers_above], s, above, *w)
+    return _ScheduledLayer.apply(x, s.traits[-1 - layers_above], s, above, loras, *w)
 
 
 class _FinalNorm(torch.autograd.Function):

@@ -23,12 +23,13 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model import forwards
+from longctx.model.adapters import inside_peft
 from longctx.model.families import FAMILIES, base_of, head_of, is_ours
 from longctx.model.runtime import Runtime, runtime_of
 
@@ -47,7 +48,7 @@ logger = logging.getLogger("longctx")
 
 
 def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
-    """Patches `model` in place, and returns it.
+    """Patches `model`, or the model in a PeftModel, in place, and returns it.
 
     Where the schedule does not cover a call of training, Hugging Face's layers run and that is said
     once; with `strict` it is a UserError.
@@ -63,15 +64,26 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
             close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)[0]
             raise UserError(f"patch has no option {name!r}; did you mean {close}?")
         _check_choice(name, options[name])
-    _refuse(model)
+    inner = inside_peft(model)
+    _refuse(inner)
     if any(p.is_meta for p in model.parameters()) and not is_fsdp_enabled():
         raise UserError(
             "this model has no weights yet (meta tensors): load them and patch then (after "
             "to_empty(), after fully_shard)"
         )
-    logger.info(patch_custom(model, ModelArguments(**options), model.device))
-    base_of(model).longctx.strict = strict  # type: ignore[union-attr]
+    logger.info(patch_custom(inner, ModelArguments(**options), inner.device))
+    base_of(inner).longctx.strict = strict  # type: ignore[union-attr]
     return model
+
+
+class AutoLongctxModelForCausalLM:
+    """AutoModelForCausalLM.from_pretrained whose model is patched: it takes what that takes, and
+    the options of `longctx.patch` by name, `strict` too."""
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
+        options = {name: kwargs.pop(name) for name in ("strict", *OPTIONS) if name in kwargs}
+        return patch(AutoModelForCausalLM.from_pretrained(name_or_path, *args, **kwargs), **options)
 
 
 def _check_choice(name: str, value: Any) -> None:
@@ -83,7 +95,7 @@ def _check_choice(name: str, value: Any) -> None:
 
 def unpatch(model: Model) -> Model:
     """Takes away what `patch` put on `model`, and returns it."""
-    base = base_of(model)
+    base = base_of(inside_peft(model))
     if base is None or runtime_of(base) is None:
         raise UserError(f"this {type(model).__name__} is not patched")
     whole = base.longctx.whole and base.longctx.whole()  # `model` may be its base model

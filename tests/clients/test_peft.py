@@ -1,4 +1,4 @@
-"""LoRA by PEFT around a patched model: Hugging Face's layers run, which is said once."""
+"""LoRA by PEFT around a patched model: the schedule runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from test_hf_trainer import make_trainer
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
-SAYS = "with a forward that the schedule does not know"
 
 
 def adapters() -> Any:
@@ -24,7 +23,7 @@ def test_trainer(scheduled, capsys, tmp_path) -> None:
         torch.manual_seed(3)
         return make_trainer(peft.get_peft_model(model, adapters()), tmp_path)
 
-    assert_same_run(trained(make), scheduled, capsys, passes=3, says=SAYS)
+    assert_same_run(trained(make), scheduled, capsys, passes=3)
 
 
 def test_sft(scheduled, capsys, tmp_path) -> None:
@@ -40,7 +39,7 @@ def test_sft(scheduled, capsys, tmp_path) -> None:
             peft_config=adapters(),
         )
 
-    assert_same_run(trained(make), scheduled, capsys, passes=3, says=SAYS)
+    assert_same_run(trained(make), scheduled, capsys, passes=3)
 
 
 def test_merged_adapters_train_with_the_schedule(scheduled, capsys, tmp_path) -> None:

@@ -217,7 +217,7 @@ def test_a_stranger_runs_and_is_said_once(change, says: str, capsys) -> None:
     assert out.count("for calls with") == 1 and says in out
 
 
-def test_peft_adapters_train_through_hugging_faces_layers(capsys) -> None:
+def test_peft_adapters_train_through_the_schedule(capsys) -> None:
     peft = pytest.importorskip("peft")
     losses, gradients = [], []
     for model in models():
@@ -233,7 +233,7 @@ def test_peft_adapters_train_through_hugging_faces_layers(capsys) -> None:
     assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) == 2 * 7 * 2
     for name, truth in gradients[0].items():
         assert (gradients[1][name] - truth).norm() <= 1e-5 * truth.norm(), name
-    assert "peft.tuners.lora" in capsys.readouterr().out
+    assert capsys.readouterr().out == ""
 
 
 def test_label_smoothing_is_not_dropped_with_an_adapted_head() -> None:
@@ -344,5 +344,5 @@ def test_long_trainer_takes_adapters(tmp_path, capsys) -> None:
         data_collator=default_collate,
     )
     trainer.train()
-    assert "q_proj" in capsys.readouterr().out
-    assert ours.longctx.reserved_tokens == 0  # no room for activations that nobody keeps
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+    assert ours.longctx.reserved_tokens == 48
