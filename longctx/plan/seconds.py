@@ -24,12 +24,12 @@ from typing import NamedTuple
 from longctx.memory.gradients import IN_FLIGHT_BYTES
 from longctx.memory.ladder import Batch, Ladder, Rung, again_flops, forward_flops
 from longctx.memory.plan import (
-    TILE_TOKENS,
     BlockSizes,
     Place,
     Sizes,
     default_head_groups,
     default_logits_bytes,
+    default_tile_tokens,
 )
 from longctx.memory.states import BlockSpec
 from longctx.plan.decide import Decision
@@ -163,7 +163,7 @@ def scheduled_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> tuple[float, f
     groups = s.head_groups or default_head_groups(tokens, s.kv_heads)
     norm, rope = 2 * unit, 2 * (q + kv)
     forward = groups * norm + rope + norm + 3 * gate + 2 * unit
-    tiles = -(-tokens // (s.tile_tokens or TILE_TOKENS))
+    tiles = -(-tokens // (s.tile_tokens or default_tile_tokens(s.intermediate)))
     weights = s.hidden * (2 * wide + 2 * narrow + 3 * s.intermediate)
     sums = 8 * weights * tiles
     shared = norm + rope + norm + 6 * gate + 8 * unit + 4 * q + 6 * kv + sums
