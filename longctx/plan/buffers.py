@@ -184,7 +184,7 @@ def _forward_work(sizes: Sizes, tokens: int, keep: Keep) -> Buffers:
     groups = sizes.head_groups or default_head_groups(tokens, sizes.kv_heads)
     heads = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     group = tokens * (heads // groups) * sizes.itemsize
-    rows = min(tokens, sizes.tile_tokens or default_tile_tokens(s.intermediate))
+    rows = min(tokens, sizes.tile_tokens or default_tile_tokens(sizes.intermediate))
     tile = rows * (2 * sizes.intermediate + 2 * sizes.hidden) * sizes.itemsize
     return {
         "this layer's": rung_bytes(sizes, tokens, max(keep.rung, Rung.O)),
