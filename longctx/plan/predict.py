@@ -38,7 +38,7 @@ from longctx.plan.machines import CONTEXT_BYTES, Machine
 from longctx.plan.seconds import Seconds, Task, seconds
 
 DTYPE = torch.bfloat16
-PROCESS_BYTES = int(2.2 * GIB)
+PROCESS_BYTES = int(2.5 * GIB)
 """Of the host: Python, torch and CUDA."""
 SHORTEST = 512
 """Tokens: rows that fit are found to a multiple of it."""
