@@ -10,7 +10,7 @@ from paths import ROOT
 from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
-    "report": {"plan", "run", "output", "data"},
+    "report": {"plan", "run", "output", "data", "memory"},
     "run": {"plan", "output", "engines", "model", "attention", "memory", "kernels"},
     "plan": {"model", "memory"},
     "output": {"memory"},

@@ -1,5 +1,5 @@
-"""Plans of Llama-3.1-8B's shapes and of a tiny model: budgets, more memory, longest rows, changes,
-and the counts of seconds.py."""
+"""Plans of eight layers of Llama-3.1-8B: budgets, more memory, longest rows, changes, and the
+counts of seconds.py. All states are 39 GiB."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_model import tiny_config
+from transformers import BloomConfig
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
@@ -25,8 +26,10 @@ from longctx.run.metrics import squared_lengths
 
 
 @cache
-def llama_8b() -> Subject:
-    return Subject(load_config(ModelArguments(preset="llama-3.1-8b", seq_len=8192), vocab_size=1))
+def eight_layers() -> Subject:
+    config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=8192), vocab_size=1)
+    config.num_hidden_layers = 8
+    return Subject(config)
 
 
 def run(tokens: int = 8192, *, class_type: str = "custom", **options) -> Run:
@@ -39,10 +42,10 @@ def card(gpu_gib: float, name: str = "rtx-4090") -> Machine:
 
 
 def planned(gpu_gib: float, host_gib: int, tokens: int, **options) -> Plan:
-    return plan(llama_8b(), run(tokens, **options), card(gpu_gib), host_gib * GIB)
+    return plan(eight_layers(), run(tokens, **options), card(gpu_gib), host_gib * GIB)
 
 
-GPUS, HOSTS = [6, 8, 12, 16, 24, 32, 48, 80, 141, 180], [32, 64, 96, 128, 192, 256, 512]
+GPUS, HOSTS = [5, 6, 8, 10, 12, 16, 24, 32, 48, 80], [16, 24, 32, 40, 48, 64, 96, 256]
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,7 +61,7 @@ GPUS, HOSTS = [6, 8, 12, 16, 24, 32, 48, 80, 141, 180], [32, 64, 96, 128, 192, 2
             "offload_activations": st.sampled_from(["none", "all"]),
             "gradient_accumulation_steps": st.just(4),
             "class_type": st.sampled_from(["vanilla", "liger"]),
-            "gpu_memory_gib": st.just(5.5),
+            "gpu_memory_gib": st.just(4.5),
             "exact": st.just(False),
         },
     ),
@@ -76,7 +79,6 @@ def test_what_fits_is_within_its_budgets(gpu, host, tokens, options) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@example(low=(24, 128), high=(24, 512), tokens=65536)
 @given(
     low=st.tuples(st.sampled_from(GPUS), st.sampled_from(HOSTS)),
     high=st.tuples(st.sampled_from(GPUS), st.sampled_from(HOSTS)),
@@ -92,27 +94,27 @@ def test_more_memory_makes_no_plan_slower(low, high, tokens) -> None:
 
 
 def test_with_everything_on_the_gpu_nothing_is_waited_for() -> None:
-    found = planned(180, 64, 8192)
+    found = planned(80, 64, 8192)
     assert found.seconds.waits == found.seconds.link == 0
     assert found.decision.host.nbytes == 0
     assert found.host_bytes < 3 * GIB
 
 
 def test_the_longest_row_that_fits() -> None:
-    subject, machine = llama_8b(), card(12)
+    subject, machine = eight_layers(), card(12)
     found = longest(subject, run(), machine, 256 * GIB)
     assert found is not None and found.fits
     tokens = found.run.model.seq_len
     assert tokens > 65536 and tokens % 512 == 0
     assert not planned(12, 256, tokens + 512).fits
-    assert longest(subject, run(), card(4), 256 * GIB) is None
+    assert longest(subject, run(), card(3), 256 * GIB) is None
 
 
 # --- changes ---------------------------------------------------------------------------------
 
 
 def found_changes(request: Run, machine: Machine, host_gib: int, grows: bool = True) -> dict:
-    found = changes(llama_8b(), request, machine, host_gib * GIB, host_grows=grows)
+    found = changes(eight_layers(), request, machine, host_gib * GIB, host_grows=grows)
     assert all(change.plan.fits for change in found)
     speeds = [change.plan.tokens_per_s for change in found if "--seq_len" not in change.flags]
     assert speeds == sorted(speeds, reverse=True)
@@ -121,31 +123,34 @@ def found_changes(request: Run, machine: Machine, host_gib: int, grows: bool = T
 
 def test_each_change_makes_it_fit() -> None:
     request = run(131072, place="gpu")
-    assert not plan(llama_8b(), request, card(24), 256 * GIB).fits
+    assert not plan(eight_layers(), request, card(24), 256 * GIB).fits
     found = found_changes(request, card(24), 256)
     assert {"--place auto", "--place host"} <= found.keys()
     assert list(found)[-1].startswith("--seq_len ") or len(found) == 2
 
 
 def test_two_changes_where_one_is_not_enough() -> None:
-    request = run(131072, place="gpu", offload_activations="none")
-    found = found_changes(request, card(24), 256, grows=False)
-    assert "--place auto --offload_activations auto" in found
+    request = run(262144, place="gpu", offload_activations="none")
+    found = found_changes(request, card(20), 256)
+    assert next(iter(found)) == "--place auto --offload_activations auto"
 
 
 def test_another_class_a_larger_host_fewer_rows() -> None:
     found = found_changes(run(65536, class_type="vanilla"), card(24), 256)
-    assert any("--class_type custom" in flags for flags in found)
-    found = found_changes(run(131072, keep="all"), card(24), 128)
-    assert any(flags.startswith("--host_memory_gib ") for flags in found)
+    assert [*found] == ["--class_type custom", "--seq_len 11264"]
+    found = found_changes(run(131072, keep="all", offload_activations="all"), card(24), 48)
+    assert [flags.split()[0] for flags in found] == [
+        "--host_memory_gib",
+        *3 * ["--keep"],
+        "--seq_len",
+    ]
     request = run(131072, per_device_train_batch_size=8)
-    found = found_changes(request, card(24), 200, grows=False)
-    both = "--per_device_train_batch_size 1 --gradient_accumulation_steps 8"
-    assert any(both in flags for flags in found)
+    found = found_changes(request, card(16), 96)
+    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 8" in found
 
 
 def test_nothing_helps_a_model_that_is_too_large() -> None:
-    assert found_changes(run(8192), card(24), 16, grows=False) == {}
+    assert found_changes(run(8192), card(8), 8, grows=False) == {}
 
 
 # --- what is asked for -----------------------------------------------------------------------
@@ -171,10 +176,8 @@ def test_what_no_machine_can_run(options, says) -> None:
 
 
 def test_a_config_without_the_numbers() -> None:
-    config = tiny_config()
-    config.intermediate_size = None
     with pytest.raises(UserError, match="config has no intermediate_size, which the plan needs"):
-        Subject(config)
+        Subject(BloomConfig())
 
 
 # --- counts ----------------------------------------------------------------------------------
@@ -189,23 +192,24 @@ def test_squared_lengths_are_those_of_the_metrics(window) -> None:
 
 
 def test_attention_by_documents() -> None:
-    sizes = llama_8b().sizes(run())
+    sizes = eight_layers().sizes(run())
     whole = attention_flops(sizes, 131072, 131072)
-    assert whole == 32 * 2 * 131072**2 * 4096
+    assert whole == 8 * 2 * 131072**2 * 4096
     assert attention_flops(sizes, 131072, 8192) == whole / 16
     ragged = attention_flops(sizes, 100, 64)
-    assert ragged == 32 * 2 * 4096 * (64**2 + 36**2)
-    short = plan(llama_8b(), run(131072, document_tokens=8192), MACHINES["h200"], 256 * GIB)
-    long = plan(llama_8b(), run(131072), MACHINES["h200"], 256 * GIB)
+    assert ragged == 8 * 2 * 4096 * (64**2 + 36**2)
+    short = plan(eight_layers(), run(131072, document_tokens=8192), MACHINES["h200"], 256 * GIB)
+    long = plan(eight_layers(), run(131072), MACHINES["h200"], 256 * GIB)
     assert short.seconds.attention == pytest.approx(long.seconds.attention / 16)
 
 
 def test_head_groups_norm_once_more_each() -> None:
     """Forward: 2 units a group; in backward too, unless q, k, v were kept."""
-    one, eight = (llama_8b().sizes(run(head_groups=groups)) for groups in (1, 8))
+    one, eight = (eight_layers().sizes(run(head_groups=groups)) for groups in (1, 8))
     unit = 131072 * 4096 * 2
-    ladder = 32 * (Keep(Rung.O),)
-    more = [b - a for a, b in zip(*(scheduled_bytes(s, 131072, ladder) for s in (one, eight)))]
-    assert more == [32 * 14 * unit, 32 * 14 * unit]
-    kept = 32 * (Keep(Rung.QKV),)
+    ladder = 8 * (Keep(Rung.O),)
+    fewer, most = (scheduled_bytes(sizes, 131072, ladder) for sizes in (one, eight))
+    more = [b - a for a, b in zip(fewer, most, strict=True)]
+    assert more == [8 * 14 * unit, 8 * 14 * unit]
+    kept = 8 * (Keep(Rung.QKV),)
     assert scheduled_bytes(one, 131072, kept)[1] == scheduled_bytes(eight, 131072, kept)[1]
