@@ -162,7 +162,7 @@ def scheduled_phases(
         **states.base(),
         "gradients": states.all_gradients() if accumulates else 0,
         "kept activations": kept_below[-1],
-        **sizes.loss_parts(tokens),
+        **sizes.loss_parts(tokens, _logits_bytes(sizes, tokens)),
         "rows of the loss": _loss_rows_bytes(sizes, tokens),
     }
     embedding = {
@@ -191,6 +191,11 @@ def _forward_work(sizes: Sizes, tokens: int, keep: Keep) -> Buffers:
         "its output": unit,
         "a head group or a tile": max(group - unit, tile),
     }
+
+
+def _logits_bytes(sizes: Sizes, tokens: int) -> int:
+    """Of the workspace, which a short batch does not fill."""
+    return min(default_logits_bytes(sizes.vocab, sizes.hidden), 4 * tokens * sizes.vocab)
 
 
 def _loss_rows_bytes(sizes: Sizes, tokens: int) -> int:

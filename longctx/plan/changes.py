@@ -36,7 +36,7 @@ def changes(
         host = max(host_bytes, int(options.get("host_memory_gib", 0) * GIB))
         return plan(subject, run.having(**options), machine, host)
 
-    single = [*_candidates(subject, run, machine)]
+    single = [*_candidates(subject, run)]
     if host_grows and (more := _more_host(subject, run, machine)):
         single.append(more)
     found: list[Change] = []
@@ -54,15 +54,15 @@ def changes(
     return found[:MOST] + last
 
 
-def _candidates(subject: Subject, run: Run, machine: Machine) -> Iterator[Options]:
+def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
     """Single changes that may need less, or allow more."""
-    for options in _known(subject, run, machine):
-        changed = run.having(**options)
-        if changed != run:
+    for known in _known(subject, run):
+        options = {name: value for name, value in known.items() if run.value(name) != value}
+        if options:
             yield options
 
 
-def _known(subject: Subject, run: Run, machine: Machine) -> Iterator[Options]:
+def _known(subject: Subject, run: Run) -> Iterator[Options]:
     if run.gpu_memory_gib:
         yield {"gpu_memory_gib": None}
     if not run.exact:

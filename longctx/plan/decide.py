@@ -212,9 +212,11 @@ def decide(
         ring=ring_bytes(),
         window=window_bytes(blocks),
     )
-    asked, tried = budget, []
+    asked, tried = budget, list[Decision]()
     for _ in range(ATTEMPTS):
         ladder = choose(asked.gpu, asked.host, states)
+        if tried and ladder == tried[-1].kept.ladder:
+            break
         tried.append(arranged(keeping(sizes, tokens, ladder)))
         over = tried[-1].over
         if max(over) <= 0:

@@ -38,7 +38,7 @@ from longctx.plan.machines import CONTEXT_BYTES, Machine
 from longctx.plan.seconds import Seconds, Task, seconds
 
 DTYPE = torch.bfloat16
-PROCESS_BYTES = int(2.2 * GIB)
+PROCESS_BYTES = int(2.5 * GIB)
 """Of the host: Python, torch and CUDA."""
 SHORTEST = 512
 """Tokens: rows that fit are found to a multiple of it."""
@@ -64,12 +64,18 @@ class Run:
         """Of a batch."""
         return self.per_device_train_batch_size * self.model.seq_len
 
+    def value(self, option: str) -> Any:
+        return getattr(self if option in _OF_RUN else self.model, option)
+
     def having(self, **options: Any) -> Run:
         """With other options."""
-        mine = {field.name for field in fields(Run)}
-        model = {name: value for name, value in options.items() if name not in mine}
-        rest = {name: value for name, value in options.items() if name in mine}
+        model = {name: value for name, value in options.items() if name not in _OF_RUN}
+        rest = {name: value for name, value in options.items() if name in _OF_RUN}
         return replace(self, model=replace(self.model, **model), **rest)
+
+
+_OF_RUN = {field.name for field in fields(Run)}
+"""All other options are the model's."""
 
 
 class Subject:

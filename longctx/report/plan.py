@@ -36,7 +36,7 @@ from longctx.plan.predict import DTYPE, Plan, Run, Subject, longest, plan
 from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
 from longctx.run.loading import load_config
-from longctx.run.options import parse_args
+from longctx.run.options import engine_asked_for, parse_args
 from longctx.run.states import describe_states, uses_exact_states
 
 SWEEP_FROM = 4096
@@ -45,9 +45,11 @@ DAY = 24 * 60 * 60
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, flags = _parse(argv)
+    if engine_asked_for(flags).shards_states:
+        raise UserError("longctx plan knows runs without an engine: leave out --deepspeed, --fsdp")
     with redirect_stdout(io.StringIO()):  # what options do without a GPU
-        model_args, _, train_args, engine = parse_args(flags)
-    _check(model_args, train_args, engine.shards_states)
+        model_args, _, train_args, _ = parse_args(flags)
+    _check(model_args, train_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
         subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE))
     machine = machine_named(args.gpu) if args.gpu else this_machine()
@@ -85,10 +87,10 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     )
     parser.add_argument("--gpu", help=f"{', '.join(MACHINES)}; default: the one that is here")
     parser.add_argument(
-        "--document_tokens", type=_count, help="of a document; default: one document a row"
+        "--document_tokens", type=number, help="of a document; default: one document a row"
     )
     parser.add_argument(
-        "--data_tokens", type=_count, help="of all data, for the days it takes (2.5e9)"
+        "--data_tokens", type=number, help="of all data, for the days it takes (2.5e9)"
     )
     parser.add_argument("--sweep", action="store_true", help="lengths, up to the longest that fits")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -99,17 +101,16 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     return args, flags
 
 
-def _count(text: str) -> int:
-    number = float(text)
-    if not 1 <= number < 1e18:
+def number(text: str) -> int:
+    """A whole one, also as 2.5e9. Raises ValueError."""
+    found = float(text)
+    if not 1 <= found < 1e18:
         raise ValueError
-    return int(number)
+    return int(found)
 
 
-def _check(model_args: ModelArguments, args: TrainArguments, sharded: bool) -> None:
+def _check(model_args: ModelArguments, args: TrainArguments) -> None:
     """Raises UserError for runs that the plan does not know."""
-    if sharded:
-        raise UserError("longctx plan knows runs without an engine: leave out --deepspeed, --fsdp")
     if not (model_args.model_name_or_path or model_args.preset):
         raise UserError("name the model to plan for: --model_name_or_path, --preset or --config")
     if model_args.dtype not in ("auto", "bfloat16"):

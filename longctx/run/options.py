@@ -51,6 +51,11 @@ def parse_args(
     return model_args, data_args, args, engine
 
 
+def engine_asked_for(argv: Sequence[str]) -> Engine:
+    """Nothing of it is started."""
+    return choose_engine(parse_flags(argv))
+
+
 def check_rows(args: TrainArguments, train_rows: Any, eval_rows: Any) -> None:
     """Raises UserError for rows that give no batch, and where the run's number of steps gives no
     learning rate."""
