@@ -1,6 +1,7 @@
 """What lives where, and when it moves. Knows tensors, sizes and rates, not models.
 
 plan.py       arithmetic: how a batch is cut, what a layer keeps, what fits on the GPU
+ladder.py     what each layer keeps for backward, and where
 machine.py    what this machine may give
 slab.py       page-locked host memory of an exact size
 store.py      what layers keep from forward to backward, in the slab or on the GPU

@@ -144,9 +144,9 @@ class Decision:
         )
 
 
-ATTEMPTS, STEP = 8, 2**26
+ATTEMPTS, STEP = 6, 2**26
 """States live in whole blocks, so that a ladder chosen by bytes may need some more than it counted:
-another is chosen in as much less, and a step."""
+another is chosen in as much less, and a step, of 64 MiB to 64 GiB."""
 
 
 def decide(
@@ -213,15 +213,13 @@ def decide(
         window=window_bytes(blocks),
     )
     asked, tried = budget, list[Decision]()
-    for _ in range(ATTEMPTS):
+    for i in range(ATTEMPTS):
         ladder = choose(asked.gpu, asked.host, states)
-        if tried and ladder == tried[-1].kept.ladder:
-            break
         tried.append(arranged(keeping(sizes, tokens, ladder)))
         over = tried[-1].over
         if max(over) <= 0:
             return tried[-1]
-        less = [nbytes + STEP if nbytes > 0 else 0 for nbytes in over]
+        less = [nbytes + (STEP << 2 * i) if nbytes > 0 else 0 for nbytes in over]
         asked = Budget(asked.gpu - less[0], asked.host - less[1])
     return min(tried, key=lambda decision: max(decision.over))
 

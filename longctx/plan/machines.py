@@ -83,7 +83,7 @@ MACHINES = {
             flops=665e12,
             attention=_HOPPER,
             memory_bytes=2.95e12,
-            link_bytes=49e9,
+            link_bytes=50e9,
             measured=True,
         ),
         Machine(

@@ -5,11 +5,10 @@
                 without a window (fewer with one)
     memory      bytes that norms, rope, swiglu, the loss, sums of weight gradients and the update
                 read and write
-    waits       what the link takes longer than the computation beside it, and where one waits for
-                the other: for the first block of a step, for gradients that hold back memory
+    waits       for the link: for blocks that come later than the computation could use them, for
+                gradients that hold back memory, for what takes longer than the computation beside
 
-each over the machine's rate for it (machines.py). Forward and backward each last as long as the
-slowest of computation, link up and link down. Kernel launches are not counted: below about 4096
+each over the machine's rate for it (machines.py). Kernel launches are not counted: below about 4096
 tokens a step takes longer than this.
 
 Bytes are counted by tensor for the schedule (model/layer.py); for `vanilla` and `liger` they are
@@ -18,6 +17,7 @@ a D + b F numbers a token, fitted to h200_layer.json.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,36 +85,48 @@ class Task:
 
 def seconds(task: Task, decision: Decision, machine: Machine, backend: str, passes: int) -> Seconds:
     """Of a step of so many batches, on the attention backend of that name."""
-    fwd, bwd, update = _loads(task)
-    rates = machine.attention[backend]
-    link = machine.link_bytes
+    rates, link = machine.attention[backend], machine.link_bytes
+    moved = list(zip(decision.specs, decision.blocks, decision.places, strict=True))
+    hosted = decision.kept.host_bytes
 
-    def timed(load: Load, copies: Copies) -> Seconds:
+    def computed(load: Load) -> Seconds:
         attention = load.attention_flops / rates.forward
         attention += load.attention_backward_flops / rates.backward
         attention /= 1.0 if task.sizes.head_dim >= 128 else SMALL_HEADS
-        products = load.product_flops / machine.flops
-        parts = (products, attention, load.memory_bytes / machine.memory_bytes)
-        slowest = max(sum(parts) + copies.alone / link, max(copies.up, copies.down) / link)
-        return Seconds(*parts, slowest - sum(parts), max(copies.up, copies.down) / link)
+        memory = load.memory_bytes / machine.memory_bytes
+        return Seconds(load.product_flops / machine.flops, attention, memory, 0.0, 0.0)
 
-    moved = list(zip(decision.specs, decision.blocks, decision.places, strict=True))
-    hosted = decision.kept.host_bytes
-    accumulates = passes > 1
-    phases = [timed(update, Copies())]
+    def beside(compute: Seconds, slowest: float, *copies: int) -> Seconds:
+        slowest = max(compute.step, slowest, *(nbytes / link for nbytes in copies))
+        return compute._replace(waits=slowest - compute.step, link=max(copies) / link)
+
+    layers, loss, backward, update = map(computed, _loads(task))
+    forward = _sum(layers, loss)
+    # What is on the GPU is updated while the first of the rest comes.
+    resident = sum(block.states for _, block, place in moved if place.states)
+    early_s = update.step * resident / max(1, sum(block.states for _, block, _ in moved))
+    phases = [update]
     for i in range(passes):
-        phases += [
-            timed(fwd, _forward_copies(moved, hosted, first=i == 0)),
-            timed(bwd, _backward_copies(moved, hosted, accumulates)),
-        ]
-    return Seconds(*map(sum, zip(*phases, strict=True)))
+        first = i == 0
+        rising = [(spec.layer, _rises(block, place, first=first)) for spec, block, place in moved]
+        up = sum(nbytes for _, nbytes in rising)
+        down = hosted + sum(_falls(block, place, first=first) for _, block, place in moved)
+        arrived = _arrives(rising, layers.step, loss.step, link, early_s if first else 0.0)
+        phases.append(beside(forward, arrived, up - int(early_s * link) * first, down))
+        back = _backward_copies(moved, hosted, passes > 1)
+        phases.append(beside(backward, backward.step + back.alone / link, back.up, back.down))
+    return _sum(*phases)
+
+
+def _sum(*parts: Seconds) -> Seconds:
+    return Seconds(*map(sum, zip(*parts, strict=True)))
 
 
 # --- computation -----------------------------------------------------------------------------
 
 
-def _loads(task: Task) -> tuple[Load, Load, Load]:
-    """Forward with the loss, backward, update."""
+def _loads(task: Task) -> tuple[Load, Load, Load, Load]:
+    """Forward of the layers, the loss, backward, update."""
     s, tokens = task.sizes, task.tokens
     batch = Batch(tokens, row=0)  # attention is counted apart
     products = s.layers * forward_flops(s, batch)
@@ -133,7 +145,8 @@ def _loads(task: Task) -> tuple[Load, Load, Load]:
     # bf16: 8 and 6, and clipping reads and writes each gradient once more.
     update_bytes = (28 if task.exact else 20) * task.parameters
     return (
-        Load(products + loss, attention, 0.0, forward_bytes + loss_bytes_moved(s, tokens)),
+        Load(products, attention, 0.0, forward_bytes),
+        Load(loss, memory_bytes=loss_bytes_moved(s, tokens)),
         Load(2 * products + again, share * attention, 2.5 * attention, backward_bytes),
         Load(memory_bytes=update_bytes),
     )
@@ -196,20 +209,37 @@ def loss_bytes_moved(sizes: Sizes, tokens: int) -> float:
 Moved = list[tuple[BlockSpec, BlockSizes, Place]]
 
 
-def _forward_copies(moved: Moved, hosted: int, *, first: bool) -> Copies:
-    """Weights come, with the update in a step's first batch; activations go. The first block is
-    waited for."""
-    up = down = alone = 0
-    for _, block, place in moved:
-        rises = 0 if place.weight else block.weight
-        falls = 0
-        if first and not place.all_on_gpu:
-            states = 0 if place.states else block.states
-            rises += states + (0 if place.grad else block.grad)
-            falls += states + (0 if place.weight else block.weight)
-        alone = alone or rises
-        up, down = up + rises, down + falls
-    return Copies(up, down + hosted, alone)
+def _rises(block: BlockSizes, place: Place, *, first: bool) -> int:
+    """What comes up for a block's forward: its weights, and in a step's first batch its update."""
+    weight = 0 if place.weight else block.weight
+    if not first:
+        return weight
+    return weight + (0 if place.states else block.states) + (0 if place.grad else block.grad)
+
+
+def _falls(block: BlockSizes, place: Place, *, first: bool) -> int:
+    if not first:
+        return 0
+    return (0 if place.weight else block.weight) + (0 if place.states else block.states)
+
+
+def _arrives(
+    rising: Sequence[tuple[int | None, int]],
+    layers_s: float,
+    loss_s: float,
+    link: float,
+    early_s: float,
+) -> float:
+    """How long forward lasts if no block is computed before all that comes for it is there:
+    computation from any block on begins when the link has brought it and those before. The link
+    began `early_s` before."""
+    layer_s = layers_s / max(1, sum(layer is not None for layer, _ in rising))
+    left, slowest, come = layers_s + loss_s, 0.0, 0
+    for layer, nbytes in rising:
+        come += nbytes
+        slowest = max(slowest, come / link - early_s + left) if nbytes else slowest
+        left -= layer_s if layer is not None else 0.0
+    return slowest
 
 
 def _backward_copies(moved: Moved, hosted: int, accumulates: bool) -> Copies:

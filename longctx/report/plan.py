@@ -1,7 +1,7 @@
 """Whether a run fits, how fast it is and why, before it starts and on any machine.
 
-    longctx plan --config recipes/llama-3.1-8b_128k_1x80gb.yaml --gpu h100 --host_memory_gib 256
     longctx plan --preset llama-3.1-8b --seq_len 65536 --gpu rtx-4090 --host_memory_gib 128 --sweep
+    longctx plan --config recipes/llama-3.2-1b_32k.yaml
 
 takes train.py's flags and recipes. Arithmetic alone (longctx/plan): no GPU is needed, no weight and
 no text is read. Runs without an engine, in bfloat16, on one GPU. Without --gpu the machine is this
@@ -78,11 +78,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
-    first, _, rest = (__doc__ or "").partition("\n")
     parser = Parser(
         prog="longctx plan",
         usage="longctx plan [--gpu NAME] [--sweep] [--json] [--html FILE] [train.py's flags]",
-        description=first + rest,
+        description=__doc__,
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpu", help=f"{', '.join(MACHINES)}; default: the one that is here")

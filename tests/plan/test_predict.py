@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def planned(gpu_gib: float, host_gib: int, tokens: int, **options) -> Plan:
 GPUS, HOSTS = [5, 6, 8, 10, 12, 16, 24, 32, 48, 80], [16, 24, 32, 40, 48, 64, 96, 256]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     gpu=st.sampled_from(GPUS),
     host=st.sampled_from(HOSTS),
@@ -70,6 +71,8 @@ def test_what_fits_is_within_its_budgets(gpu, host, tokens, options) -> None:
     found = planned(gpu, host, tokens, **options)
     assert found.fits == (found.problem is None)
     assert found.problem is None or "\n" not in found.problem
+    if found.decision.scheduled and max(found.decision.over) <= 0 and options.get("exact", True):
+        assert found.fits, "what a run would start with is more than was decided on"
     if found.fits:
         assert max(phase.nbytes for phase in found.phases) <= found.gpu_limit
         assert found.gpu_limit <= found.machine.gpu_bytes
@@ -78,19 +81,23 @@ def test_what_fits_is_within_its_budgets(gpu, host, tokens, options) -> None:
     assert all(nbytes >= 0 for phase in found.phases for nbytes in phase.buffers.values())
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    low=st.tuples(st.sampled_from(GPUS), st.sampled_from(HOSTS)),
-    high=st.tuples(st.sampled_from(GPUS), st.sampled_from(HOSTS)),
-    tokens=st.sampled_from([8192, 32768, 131072, 524288]),
-)
-def test_more_memory_makes_no_plan_slower(low, high, tokens) -> None:
-    """By more than HOST_PRICE, for which little memory is not locked for little time."""
-    most = (max(low[0], high[0]), max(low[1], high[1]))
-    less, more = (planned(gpu, host, tokens) for gpu, host in (low, most))
-    if less.fits:
-        assert more.fits
-        assert more.seconds.step <= 1.02 * less.seconds.step
+@pytest.mark.parametrize("tokens", [8192, 131072])
+def test_more_memory_makes_no_plan_slower(tokens) -> None:
+    """By more than 0.5%: HOST_PRICE keeps a run from locking memory for less."""
+    plans = {(gpu, host): planned(gpu, host, tokens) for gpu in GPUS for host in HOSTS}
+    for less, more in product(plans, repeat=2):
+        if plans[less].fits and less[0] <= more[0] and less[1] <= more[1]:
+            assert plans[more].fits, (less, more)
+            slower = plans[more].seconds.step / plans[less].seconds.step
+            assert slower <= 1.005, (less, more)
+
+
+def test_gradients_have_no_room_in_the_first_layers_activations() -> None:
+    """Those are back on the GPU, x o h q k v of 4.5 GiB, when all other gradients are there."""
+    found = planned(18, 256, 131072, keep="qkv", offload_activations="all")
+    backward = next(phase for phase in found.phases if phase.name == "backward")
+    assert found.fits and backward.buffers["kept activations"] > 4.5 * GIB
+    assert backward.nbytes <= found.decision.budget.gpu + 2**26  # cuBLAS's are spare
 
 
 def test_with_everything_on_the_gpu_nothing_is_waited_for() -> None:
