@@ -48,6 +48,8 @@ RANGES: dict[str, Range] = {
         (
             "seq_len",
             "head_groups",
+            "lora_r",
+            "lora_alpha",
             "tile_tokens",
             "per_device_train_batch_size",
             "per_device_eval_batch_size",
@@ -74,7 +76,7 @@ RANGES: dict[str, Range] = {
         ),
         _POSITIVE,
     ),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor", "lora_dropout"), _SHARE),
     **dict.fromkeys(("seed", "data_seed"), _SEED),
     "learning_rate": Range(1e-12, 1e6),  # below, no weight of any dtype changes
     "weight_decay": Range(0, 100),
@@ -166,6 +168,11 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
             m.class_type != "custom" or m.offload_activations != "none" or t.place != "gpu"
         ),
     ),
+    (
+        "lora_alpha lora_dropout lora_targets lora_modules_to_save",
+        "--lora_r",
+        lambda m, d, t: m.lora_r is not None,
+    ),
     ("dataset_config dataset_split", "--dataset_name", lambda m, d, t: d.dataset_name),
     ("eval_steps", "--eval_strategy steps", lambda m, d, t: t.eval_strategy == "steps"),
     ("eval_delay", "--eval_strategy steps or epoch", lambda m, d, t: t.eval_strategy != "no"),
@@ -210,6 +217,10 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
 """Options, what they do nothing without, and whether that is there."""
 
 CONFLICTS: tuple[tuple[Rule, str], ...] = (
+    (
+        lambda m, d, t: m.lora_r is not None and t.save_fp32,
+        "--save_fp32 is of whole models: adapters are trained and saved in fp32 anyway",
+    ),
     (
         lambda m, d, t: t.max_steps == 0 or t.max_steps < -1,
         "--max_steps must be at least 1, or -1 to train by --num_train_epochs",

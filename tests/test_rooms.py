@@ -11,7 +11,8 @@ from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
     "report": {"run", "output", "data"},
-    "run": {"output", "engines", "model", "attention", "memory", "kernels"},
+    "run": {"lora", "output", "engines", "model", "attention", "memory", "kernels"},
+    "lora": {"output", "model"},
     "output": {"memory"},
     "engines": {"memory"},
     "model": {"attention", "memory", "kernels"},

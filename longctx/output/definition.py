@@ -31,6 +31,11 @@ OPTIONS = (
     "even_batches",
     # which numbers
     "rope_scaling",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
+    "lora_modules_to_save",
     "dtype",
     "bf16",
     "fp16",
