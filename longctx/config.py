@@ -135,6 +135,9 @@ class ModelArguments:
     lora_modules_to_save: list[str] | None = _option(
         None, "Trained as a whole beside adapters and saved with them: embed_tokens, lm_head."
     )
+    quantize: Literal["none", "nf4"] = _option(
+        "none", "Read the weights under adapters in 4 bits, by bitsandbytes (QLoRA)."
+    )
     tokenizer_name: str | None = _option(
         None, "Tokenizer folder or hub id, when it is not the model's own."
     )

@@ -218,6 +218,11 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
 
 CONFLICTS: tuple[tuple[Rule, str], ...] = (
     (
+        lambda m, d, t: m.quantize != "none" and m.lora_r is None,
+        "--quantize rounds weights, which cannot be trained then: give --lora_r, whose adapters "
+        "can, or leave it out",
+    ),
+    (
         lambda m, d, t: m.lora_r is not None and t.save_fp32,
         "--save_fp32 is of whole models: adapters are trained and saved in fp32 anyway",
     ),

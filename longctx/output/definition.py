@@ -36,6 +36,7 @@ OPTIONS = (
     "lora_dropout",
     "lora_targets",
     "lora_modules_to_save",
+    "quantize",
     "dtype",
     "bf16",
     "fp16",

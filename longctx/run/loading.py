@@ -30,6 +30,7 @@ from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
+from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
 from longctx.model.families import FAMILIES, has_windows, head_dim
 from longctx.model.patch import patch_as
 from longctx.presets import PRESETS
@@ -75,6 +76,7 @@ def load_config(
         )
     _check_context(config, args)
     check_lora(args, config)
+    check_quantize(args)
     return config
 
 
@@ -181,6 +183,8 @@ def load_model(
                 attn_implementation=attention,
                 trust_remote_code=args.trust_remote_code,
             )
+        if args.quantize != "none":
+            quantise_(model, device)
     else:
         name, where = _pretrained(args)
         try:
@@ -194,6 +198,7 @@ def load_model(
                 output_loading_info=True,
                 generation_config=_generation(args, config),
                 **where,
+                **quantised_loading(args, dtype, device),
             )
         except torch.OutOfMemoryError:
             raise
@@ -215,7 +220,7 @@ def load_model(
     )
     if args.lora_r is not None:
         model, adapters = add_adapters(model, args)
-        line += f"; {adapters}"
+        line += f"; {adapters}{'' if args.quantize == 'none' else ' over NF4'}"
     print_rank0(line)
     return model
 

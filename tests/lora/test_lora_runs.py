@@ -158,6 +158,40 @@ def test_modules_to_save(flags, tmp_path) -> None:
     assert torch.equal(merged.lm_head.weight.to(head.dtype), head)
 
 
+def test_qlora(flags, tmp_path, capsys) -> None:
+    """Both class types train the same adapters over the same 4 bits; a preset has them too."""
+    pytest.importorskip("bitsandbytes")
+    found = []
+    for kind in ("custom", "vanilla"):
+        folder = tmp_path / kind
+        more = ["--class_type", kind, "--quantize", "nf4", "--dtype", "bfloat16"]
+        run(flags, folder, *more)
+        truth = adapter(folder / "final")
+        resume = ["--resume_from_checkpoint", str(folder / "checkpoint-2")]
+        run(flags, folder, *more, *resume)
+        assert all(torch.equal(adapter(folder / "final")[n], x) for n, x in truth.items())
+        found.append([line["loss"] for line in logged(folder)])
+    out = capsys.readouterr().out
+    assert "over NF4" in out and "Hugging Face's layers" not in out
+    assert found[0] == pytest.approx(found[1], rel=0.02) and found[0][-1] < found[0][0] - 0.1
+    cli.run(["merge", str(tmp_path / "custom" / "final"), "--output", str(tmp_path / "merged")])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
+    at = flags.index("--model_name_or_path")
+    flags = [*flags[:at], *flags[at + 2 :], "--preset", "tiny", "--quantize", "nf4"]
+    losses = [line["loss"] for line in run(flags, tmp_path / "preset", "--max_steps", "2")]
+    assert losses[1] < losses[0]
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+
+
+def test_quantising_needs_adapters_and_bitsandbytes(flags, tmp_path, monkeypatch) -> None:
+    at = flags.index("--lora_r")
+    with pytest.raises(UserError, match="--quantize rounds weights.*--lora_r"):
+        run([*flags[:at], *flags[at + 2 :]], tmp_path / "run", "--quantize", "nf4")
+    monkeypatch.setattr("longctx.lora.quantise.installed", lambda name: False)
+    with pytest.raises(UserError, match="needs bitsandbytes: pip install"):
+        run(flags, tmp_path / "run", "--quantize", "nf4")
+
+
 REFUSED: dict[str, tuple[list[str], str]] = {
     "rank": (["--lora_r", "0"], "--lora_r must be at least 1"),
     "dropout": (["--lora_dropout", "1"], "--lora_dropout must be below 1"),

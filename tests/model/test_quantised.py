@@ -27,8 +27,10 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import DEVICE
+from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.families import why_not_scheduled
+from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")
 bnb = pytest.importorskip("bitsandbytes")
@@ -143,3 +145,54 @@ def test_products_in_another_dtype_are_left_to_hugging_face() -> None:
     assert "products in torch.float16" in str(why_not_scheduled(base))
     with pytest.raises(UserError, match="Hugging Face's layers run"):
         ours(**batch(PACKED))
+
+
+@pytest.mark.gpu
+def test_llama_8b_dimensions_in_bf16() -> None:
+    """Two layers of Llama-3.1-8B, 8192 tokens, r = 16 on all seven projections over NF4: every
+    gradient at most 1.1 times PEFT's error."""
+    big = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=8192), vocab_size=1)
+    big.num_hidden_layers = 2
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        truth = AutoModelForCausalLM.from_config(big, dtype=torch.bfloat16).train()
+    naive = copy.deepcopy(truth)
+    for path, weight in quantised(naive).items():
+        truth.model.layers.get_submodule(path).weight.data = weight
+    models = []
+    for base in (truth, naive):
+        torch.manual_seed(1)
+        models.append(peft.get_peft_model(base, lora(r=16, lora_alpha=32)))
+        with torch.no_grad():
+            for name, parameter in models[-1].named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(0.2)
+    truth, naive = models
+    ours = longctx.patch(copy.deepcopy(naive), strict=True, offload_activations="all")
+    inputs = batch([[5000, 3192]])
+    found = [run(m, inputs) for m in (ours, naive, cast(truth, torch.float32))]
+    assert_exact_run(*found, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_the_peak_of_llama_8b_layers_on_a_gpu() -> None:
+    """Two layers at 32768 tokens: that of adapters over bf16, and one layer's dense weights, 0.41
+    GiB, in the place of the fp32 sums of weight gradients."""
+    tokens, device = 32768, torch.device("cuda")
+    config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=tokens), vocab_size=1)
+    config.num_hidden_layers, config.vocab_size = 2, 1024
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    quantised(model)
+    model = peft.get_peft_model(model, lora(r=16))
+    settings = dict(offload_activations="all", head_groups=8, tile_tokens=4096)
+    longctx.patch(model, strict=True, **settings)
+    ids = torch.randint(1024, (1, tokens), device=device)
+    inputs = dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens, device=device)[None])
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before_bytes = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(**inputs).loss.backward()
+    peak_gib = (torch.cuda.max_memory_allocated() - before_bytes) / 2**30
+    assert peak_gib < 2.2, f"{peak_gib:.2f} GiB"
