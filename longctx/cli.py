@@ -21,6 +21,7 @@ COMMANDS = {
     "cache": "longctx.data.prune",
     "eval": "longctx.report.evaluate",
     "merge": "longctx.lora.merge",
+    "plan": "longctx.report.plan",
     "report": "longctx.report.report",
     "verify": "longctx.output.verify",
 }

@@ -115,7 +115,7 @@ class ModelArguments:
         None, "custom: parts in which attention runs. More need less memory. Default: by length."
     )
     tile_tokens: int | None = _option(
-        None, "custom: tokens the token-wise work takes at a time. Default: by length."
+        None, "custom: tokens the token-wise work takes at a time. Default: by the model."
     )
     host_memory_gib: float | None = _option(
         None, "Host memory that states and activations may use. Default: what is available."
@@ -204,6 +204,9 @@ class TrainArguments(TrainingArguments):
     per_device_train_batch_size: int = _option(1, "Packed rows a device takes at a time.")
     per_device_eval_batch_size: int = _option(1, "Packed rows a device evaluates at a time.")
     num_train_epochs: float = _option(1.0, "Passes over the data, unless --max_steps is given.")
+    sequence_parallel_size: int = _option(
+        1, "Processes that share each row, with FSDP: consecutive tokens each (custom)."
+    )
     gradient_checkpointing: bool | None = _option(
         True, "Recompute a layer's activations in backward instead of keeping them."
     )

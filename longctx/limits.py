@@ -51,6 +51,7 @@ RANGES: dict[str, Range] = {
             "lora_r",
             "lora_alpha",
             "tile_tokens",
+            "sequence_parallel_size",
             "per_device_train_batch_size",
             "per_device_eval_batch_size",
             "gradient_accumulation_steps",
@@ -277,6 +278,14 @@ CONFLICTS: tuple[tuple[Rule, str], ...] = (
     (
         lambda m, d, t: not {*(t.gradient_checkpointing_kwargs or {})} <= _CHECKPOINT_KEYS,
         f"--gradient_checkpointing_kwargs takes {', '.join(sorted(_CHECKPOINT_KEYS))}",
+    ),
+    (
+        lambda m, d, t: t.sequence_parallel_size > 1 and m.class_type != "custom",
+        "--sequence_parallel_size is for --class_type custom: leave it out",
+    ),
+    (
+        lambda m, d, t: m.seq_len % t.sequence_parallel_size,
+        "--seq_len must be a multiple of --sequence_parallel_size",
     ),
     (
         lambda m, d, t: t.world_size > 1 and t.accelerator_config.even_batches is False,

@@ -6,11 +6,14 @@ import json
 import os
 import signal
 import socket
+import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -39,6 +42,29 @@ def fork_ranks(processes: int, end: Callable[[int], NoReturn]) -> list[int]:
             end(rank)
         children.append(pid)
     return children
+
+
+def on_ranks(processes: int, check: Callable[[int, int], None], folder: Path) -> None:
+    """Calls check(rank, processes) in processes that gloo connects. What it raises is shown."""
+    log = folder / "ranks.log"
+    log.touch()
+
+    def run_and_end(rank: int) -> NoReturn:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            check(rank, processes)
+            dist.barrier()
+            status = 0
+        except BaseException:
+            with log.open("a") as file:
+                traceback.print_exc(file=file)
+        finally:
+            os._exit(status)
+
+    statuses = [os.waitpid(child, 0)[1] for child in fork_ranks(processes, run_and_end)]
+    assert not any(statuses), log.read_text()
 
 
 def prepare(folder: Path) -> list[str]:

@@ -10,8 +10,9 @@ from paths import ROOT
 from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
-    "report": {"run", "output", "data"},
-    "run": {"lora", "output", "engines", "model", "attention", "memory", "kernels"},
+    "report": {"plan", "run", "output", "data", "memory"},
+    "run": {"plan", "lora", "output", "engines", "model", "attention", "memory", "kernels"},
+    "plan": {"model", "memory"},
     "lora": {"output", "model"},
     "output": {"memory"},
     "engines": {"memory"},

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, init_empty_weights
+from accelerate import Accelerator, ParallelismConfig, init_empty_weights
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
@@ -31,6 +31,7 @@ class FSDP2(Engine):
     """torch's `fully_shard` through accelerate, with or without everything in host memory."""
 
     name = "fsdp"
+    shares_rows = True
 
     @classmethod
     def requested(cls, options: Any) -> bool:
@@ -49,11 +50,8 @@ class FSDP2(Engine):
 
     def start(self, args: TrainArguments) -> None:
         super().start(args)
-        if args.device.type == "cpu":
-            raise UserError(
-                "FSDP needs GPUs (on CPUs accelerate silently runs DDP instead): "
-                "use DeepSpeed there, or no engine"
-            )
+        _refuse_cpus(args)
+        share_rows(args)
         if args.save_only_model:
             raise UserError(
                 "--save_only_model is impossible with FSDP, whose checkpoints are shards: leave it "
@@ -89,10 +87,18 @@ class FSDP2(Engine):
             plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
+        # The schedule exchanges tokens itself: accelerate would patch attention for a ring.
+        trainer.accelerator._prepare_cp = lambda *prepared: prepared
         # Or each process would hold whole gradients until the last of a step's batches.
         trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         if args.process_index > 0:
             keep_shapes_only(trainer.model, mixed=args.bf16 or args.fp16)
+
+    def row_group(self, accelerator: Accelerator) -> Any | None:
+        """accelerate's group for context parallelism, whose mesh shards states over it too."""
+        mesh = accelerator.torch_device_mesh
+        shared = accelerator.parallelism_config and accelerator.parallelism_config.cp_enabled
+        return mesh["cp"].get_group() if shared else None
 
     def clip_grad_norm(
         self, accelerator: Accelerator, parameters: Iterable[Any], max_norm: float
@@ -156,3 +162,24 @@ def keep_shapes_only(model: Any, mixed: bool) -> None:
                 element = torch.empty(1, dtype=dtype)
                 shapes[weight] = nn.Parameter(element.expand(weight.shape), weight.requires_grad)
             setattr(module, name, shapes[weight])
+
+
+def _refuse_cpus(args: TrainArguments) -> None:
+    if args.device.type == "cpu":
+        raise UserError(
+            "FSDP needs GPUs (on CPUs accelerate silently runs DDP instead): "
+            "use DeepSpeed there, or no engine"
+        )
+
+
+def share_rows(args: TrainArguments) -> None:
+    """Tells accelerate which processes share rows: neighbours. Raises UserError where they do not
+    come out even."""
+    size = args.sequence_parallel_size
+    if size == 1:
+        return
+    if args.world_size % size:
+        raise UserError(
+            f"--sequence_parallel_size {size} does not divide the {args.world_size} processes"
+        )
+    args.parallelism_config = ParallelismConfig(cp_size=size, dp_shard_size=args.world_size // size)

@@ -43,6 +43,8 @@ class Engine(ABC):
     """Options that a resumed run has from its checkpoint, whatever is asked for."""
     exact_states: ClassVar[bool] = False
     """longctx's own optimizer places and updates the states."""
+    shares_rows: ClassVar[bool] = False
+    """Several processes may share each row."""
     maps_optimizer: ClassVar[bool] = False
     """A checkpoint's optimizer is read by `torch.load`, which may map the file."""
 
@@ -66,11 +68,16 @@ class Engine(ABC):
 
         Raises UserError where it would fail later, or would silently be another one.
         """
+        if not self.shares_rows and args.sequence_parallel_size > 1:
+            raise UserError(
+                "--sequence_parallel_size needs FSDP, which shards weights and states beside the "
+                "rows: add --fsdp true --fsdp_config fsdp_configs/fsdp2.json"
+            )
         if args.parallelism_config or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
             raise UserError(
                 "a parallelism_config is not supported (tensor, context, sequence or replicated "
-                "data parallelism): each process trains whole rows, and engines shard over all "
-                "processes"
+                "data parallelism): engines shard over all processes, and with FSDP "
+                "--sequence_parallel_size N lets N of them share each row"
             )
         ours = ("optimizer_states", "place", "gpu_memory_gib", "save_fp32")
         if not self.exact_states and (asked := [f"--{n}" for n in ours if n in given(args)]):
@@ -98,6 +105,10 @@ class Engine(ABC):
 
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
         """Completes the engine's settings where its file leaves them open ("auto" or absent)."""
+        return None
+
+    def row_group(self, accelerator: Accelerator) -> Any | None:
+        """The process group of those that share each row with this one."""
         return None
 
     def clip_grad_norm(

@@ -20,7 +20,7 @@ them last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
@@ -140,21 +140,62 @@ def _qkv_flops(sizes: Sizes, batch: Batch) -> int:
 def gpu_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
     """What kept activations take on the GPU at most: when forward ends, or when those of the first
     layers come back from the host, one layer's at a time."""
-    runs = _runs(ladder)
-    kept = {keep: n * _on_gpu(sizes, tokens, keep) for keep, n in runs}
-    back = [rung_bytes(sizes, tokens, keep.host) for keep in kept if keep.host is not None]
-    hosted = sum(nbytes for keep, nbytes in kept.items() if keep.host is not None)
-    again = any(keep.rung == Rung.X for keep in kept)  # attention's output, of one layer
-    o_bytes = rung_bytes(sizes, tokens, Rung.O) - rung_bytes(sizes, tokens, Rung.X)
-    return max(sum(kept.values()), hosted + max(back, default=0)) + (o_bytes if again else 0)
+    return _gpu_bytes(_table(sizes, tokens), _runs(ladder))
+
+
+def lasting_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
+    """Of them what is there until backward ends, when nearly all gradients are: the first layer's,
+    wherever it waited."""
+    return _lasting_bytes(_table(sizes, tokens), ladder[0])
+
+
+def on_gpu(sizes: Sizes, tokens: int, keep: Keep) -> int:
+    """What a layer keeps there when its forward is over."""
+    return _on_gpu(_table(sizes, tokens), keep)
 
 
 def host_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
-    return sum(
-        n * rung_bytes(sizes, tokens, keep.host)
-        for keep, n in _runs(ladder)
-        if keep.host is not None
-    )
+    return _host_bytes(_table(sizes, tokens), _runs(ladder))
+
+
+Table = Sequence[int]
+"""`rung_bytes` by rung; the last, of no rung at all, is 0."""
+Runs = list[tuple[Keep, int]]
+"""Layers that keep the same, and how many follow each other."""
+NONE = len(Rung)
+
+
+def _table(sizes: Sizes, tokens: int) -> Table:
+    return [*(rung_bytes(sizes, tokens, rung) for rung in Rung), 0]
+
+
+def _gpu_bytes(table: Table, runs: Runs) -> int:
+    kept = hosted = back = again = 0
+    for keep, n in runs:
+        nbytes = n * _on_gpu(table, keep)
+        kept += nbytes
+        again = max(again, _again_bytes(table, keep))
+        if keep.host is not None:
+            hosted += nbytes
+            back = max(back, table[keep.host])
+    return max(kept, hosted + back) + again
+
+
+def _lasting_bytes(table: Table, first: Keep) -> int:
+    return table[first.rung] + _again_bytes(table, first)
+
+
+def _again_bytes(table: Table, keep: Keep) -> int:
+    """Attention's output, of one layer, where it is not kept."""
+    return table[Rung.O] - table[Rung.X] if keep.rung == Rung.X else 0
+
+
+def _on_gpu(table: Table, keep: Keep) -> int:
+    return table[keep.rung] - table[NONE if keep.host is None else keep.host]
+
+
+def _host_bytes(table: Table, runs: Runs) -> int:
+    return sum(n * table[keep.host] for keep, n in runs if keep.host is not None)
 
 
 def describe(ladder: Ladder) -> str:
@@ -172,12 +213,7 @@ def describe(ladder: Ladder) -> str:
 _NAMES = ("x", "o", "h", "q k v", "gate up")
 
 
-def _on_gpu(sizes: Sizes, tokens: int, keep: Keep) -> int:
-    below = 0 if keep.host is None else rung_bytes(sizes, tokens, keep.host)
-    return rung_bytes(sizes, tokens, keep.rung) - below
-
-
-def _runs(ladder: Ladder) -> list[tuple[Keep, int]]:
+def _runs(ladder: Ladder) -> Runs:
     return [(keep, len(list(layers))) for keep, layers in groupby(ladder)]
 
 
@@ -206,10 +242,38 @@ def choose(
     states = States() if states is None else states
     batch = batch._replace(row=_attended(sizes, batch.row))
 
+    count = _Count(
+        _table(sizes, batch.tokens),
+        forward_flops(sizes, batch),
+        [again_flops(sizes, batch, rung) for rung in Rung],
+        batch.passes,
+    )
+
     def cost(ladder: Ladder) -> Cost:
-        return _cost(sizes, batch, room, rates, states, ladder)
+        return _cost(count, room, rates, states, ladder)
 
     return min(ladders(sizes.layers, keep, offload), key=cost)
+
+
+def choose_beside(
+    sizes: Sizes,
+    batch: Batch,
+    gpu: int,
+    host: int,
+    rates: Rates | None,
+    *,
+    keep: Keeping = "auto",
+    offload: Offload = "auto",
+    states: States | None = None,
+) -> Ladder:
+    """The same where `gpu` bytes are for what a step works with, too. Without `rates` there is
+    nothing to weigh: it is all one memory."""
+    if rates is None:
+        return uniform(sizes.layers, keep, offload)
+    layer_bytes = sizes.layer_bytes(batch.tokens)
+    early_bytes = max(0, sizes.loss_bytes(batch.tokens) - layer_bytes)
+    room = Room(gpu - layer_bytes, host, early_bytes)
+    return choose(sizes, batch, room, rates, keep=keep, offload=offload, states=states)
 
 
 def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:
@@ -249,19 +313,28 @@ def _ladder(layers: int, hosted: int, host: Rung | None, top: int, base: Rung) -
     return below * (first,) + (above - below) * (between,) + (layers - above) * (Keep(Rung.ALL),)
 
 
-def _cost(
-    sizes: Sizes, batch: Batch, room: Room, rates: Rates, states: States, ladder: Ladder
-) -> Cost:
-    kept = gpu_bytes(sizes, batch.tokens, ladder)
-    hosted = host_bytes(sizes, batch.tokens, ladder)
-    at_once = batch.passes == 1  # gradients come as activations go
-    away, missing = _make_room(states, room.gpu, kept + room.early, at_once)
+class _Count(NamedTuple):
+    """What does not depend on the ladder."""
+
+    table: Table
+    forward_flops: int
+    again_flops: Sequence[int]
+    """By rung."""
+    passes: int
+
+
+def _cost(count: _Count, room: Room, rates: Rates, states: States, ladder: Ladder) -> Cost:
+    runs, passes = _runs(ladder), count.passes
+    kept, hosted = _gpu_bytes(count.table, runs), _host_bytes(count.table, runs)
+    at_once = passes == 1  # gradients come as activations go, but the first layer's
+    lasting = _lasting_bytes(count.table, ladder[0])
+    away, missing = _make_room(states, room.gpu - lasting, kept - lasting + room.early, at_once)
     gradients = max(hosted, away.gradients) if at_once else hosted + away.gradients
     on_host = away.weights + away.moments + gradients
     missing += max(0, on_host - room.host)
 
-    forward = len(ladder) * forward_flops(sizes, batch) / rates.flops
-    again = sum(n * again_flops(sizes, batch, keep.rung) for keep, n in _runs(ladder))
+    forward = len(ladder) * count.forward_flops / rates.flops
+    again = sum(n * count.again_flops[keep.rung] for keep, n in runs)
     backward = 2 * forward + again / rates.flops
 
     def phase(compute: float, *copies: int) -> float:
@@ -271,7 +344,7 @@ def _cost(
     first = phase(forward, up + away.moments + away.gradients, down + away.weights + away.moments)
     added_up = 0 if at_once else away.gradients
     last = phase(backward, hosted + away.weights + added_up, away.gradients)
-    seconds = first + (batch.passes - 1) * phase(forward, up, down) + batch.passes * last
+    seconds = first + (passes - 1) * phase(forward, up, down) + passes * last
     return Cost(missing, seconds * (1 + HOST_PRICE * on_host / max(1, room.host)))
 
 

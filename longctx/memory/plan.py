@@ -69,34 +69,54 @@ class Sizes:
         return max(self.layer_bytes(tokens), self.loss_bytes(tokens, logits_bytes))
 
     def loss_bytes(self, tokens: int, logits_bytes: int | None = None) -> int:
-        """While the loss is computed: the last layer's output, normed, and its gradient; lm_head's
-        gradient in fp32, and its workspace or that gradient rounded."""
-        head = self.hidden * self.vocab
-        logits_bytes = logits_bytes or default_logits_bytes(self.vocab, self.hidden)
-        return self._unit(tokens) * 3 + 4 * head + max(logits_bytes, self.itemsize * head)
+        return sum(self.loss_parts(tokens, logits_bytes).values())
+
+    def loss_parts(self, tokens: int, logits_bytes: int | None = None) -> dict[str, int]:
+        """While the loss is computed; the workspace of logits goes before the gradient is
+        rounded."""
+        unit, head = self._unit(tokens), self.hidden * self.vocab
+        logits = logits_bytes or default_logits_bytes(self.vocab, self.hidden)
+        rounded = self.itemsize * head
+        return {
+            "last layer's output": unit,
+            "the same, normed": unit,
+            "its gradient": unit,
+            "lm_head's gradient, fp32": 4 * head,
+            "logits" if logits >= rounded else "the same, rounded": max(logits, rounded),
+        }
 
     def layer_bytes(self, tokens: int) -> int:
-        """While a layer's backward runs: dy, and the MLP's step or attention's."""
-        return self._unit(tokens) + max(self._mlp_bytes(tokens), self._attention_bytes(tokens))
+        return sum(self.layer_parts(tokens).values())
 
-    def _mlp_bytes(self, tokens: int) -> int:
+    def layer_parts(self, tokens: int) -> dict[str, int]:
+        """While a layer's backward runs: dy, and the MLP's step or attention's."""
+        mlp, attention = self._mlp_parts(tokens), self._attention_parts(tokens)
+        larger = mlp if sum(mlp.values()) >= sum(attention.values()) else attention
+        return {"dy": self._unit(tokens), **larger}
+
+    def _mlp_parts(self, tokens: int) -> dict[str, int]:
         """Gradients of gate, up, down and o in fp32, one of them rounded; a tile's gate, up, their
         product, and h, n2 and their gradients."""
         rows = min(tokens, self.tile_tokens or default_tile_tokens(self.intermediate))
         gradients = (12 + self.itemsize) * self.intermediate + 4 * self.heads * self.head_dim
-        tile = rows * (3 * self.intermediate + 4 * self.hidden) * self.itemsize
-        return gradients * self.hidden + tile
+        return {
+            "the MLP's gradients, fp32": gradients * self.hidden,
+            "a tile of the MLP": rows * (3 * self.intermediate + 4 * self.hidden) * self.itemsize,
+        }
 
-    def _attention_bytes(self, tokens: int) -> int:
+    def _attention_parts(self, tokens: int) -> dict[str, int]:
         """The MLP's gradients, rounded; dk and dv; a group's q, k, v and do, and their gradients,
         which flash-attention sums in fp32; q and k once more, if they are normed."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        gradients = (3 * self.intermediate + wide) * self.hidden * self.itemsize
         groups = self.head_groups or default_head_groups(tokens, self.kv_heads)
         group = (3 * wide + 4 * narrow) * self.itemsize
         group += 4 * (wide + 2 * narrow) if self.itemsize < 4 else 0
         group += (wide + narrow) * self.itemsize if self.qk_norms else 0
-        return gradients + tokens * (2 * narrow * self.itemsize + group // groups)
+        return {
+            "the MLP's gradients": (3 * self.intermediate + wide) * self.hidden * self.itemsize,
+            "dk, dv": tokens * 2 * narrow * self.itemsize,
+            "a head group": tokens * (group // groups),
+        }
 
     def _unit(self, tokens: int) -> int:
         return tokens * self.hidden * self.stream_bytes

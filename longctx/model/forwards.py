@@ -153,7 +153,10 @@ def causal_forward(
         return type(self).forward(self, **inputs, **given)
     if use_cache is None:
         inputs["use_cache"] = False  # with a cache Hugging Face does not look for documents
-    if shift_labels is None:
+    shards = runtime.shards
+    if shift_labels is None and shards is not None:
+        shift_labels = shards.shifted(labels, ignore_index)
+    elif shift_labels is None:
         shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     if ignore_index != IGNORED:
         shift_labels = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED)
@@ -166,6 +169,10 @@ def causal_forward(
     finally:
         runtime.loss_follows = runtime.trains_padding = False
     hidden = base.last_hidden_state
+    if shards is not None and num_items_in_batch is None:
+        # The mean over the ranks is the loss, and so it is of their gradients.
+        count = (shift_labels != IGNORED).sum().to(hidden.device)
+        num_items_in_batch = shards.total(count).clamp(min=1) / shards.ranks
     head, scaling = head_of(self), logits_scaling(self)
     loss = head(
         hidden,
@@ -232,6 +239,8 @@ def base_forward(
     if use_cache is None and self.training and torch.is_grad_enabled():
         inputs["use_cache"] = False
     reason = _not_covered(self, inputs)
+    if runtime.shards is not None:
+        _check_shared(inputs, reason)
     if reason is None:
         bounds = kwargs.get("cu_seq_lens_q")
         return BaseModelOutputWithPast(
@@ -246,6 +255,15 @@ def base_forward(
 
 _CACHE = "a key/value cache"
 _DOUBLE = "weights in float64"
+
+
+def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
+    """Raises UserError where Hugging Face's layers would take a rank's tokens for the whole row."""
+    for name in ("attention_mask", *_BOUNDS):
+        if inputs.get(name) is not None:
+            reason = reason or f"{name} (position_ids say where documents begin)"
+    if reason:
+        raise UserError(f"ranks that share rows need the schedule, and this call has {reason}")
 
 
 def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
@@ -295,18 +313,21 @@ def _scheduled_forward(
     runtime.follow(x, _compute_dtype(x), base.config)
     if (multiplier := embedding_multiplier(base)) != 1.0:
         x = x * multiplier
+    shards = runtime.shards
     if position_ids is None:
-        position_ids = torch.arange(S, device=x.device)[None]
+        positions = torch.arange(S * (shards.ranks if shards else 1), device=x.device)[None]
+        position_ids = shards.own(positions) if shards else positions
     position_ids = position_ids.expand(B, S)
     if torch.is_grad_enabled():
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
-    documents, real = Documents.of_batch(position_ids, attention_mask, bounds)
-    longest = position_ids.max()  # padding's too, as in Hugging Face's models
+    whole = shards.whole(position_ids) if shards else position_ids
+    documents, real = Documents.of_batch(whole, attention_mask, bounds)
+    longest = whole.max()  # padding's too, as in Hugging Face's models
     x, positions = x.reshape(B * S, D), position_ids.flatten()
     if real is not None:
         x, positions = x[real], positions[real]
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
-        schedule = make_schedule(base, runtime, x, positions, documents, longest)
+        schedule = make_schedule(base, runtime, x, positions, documents, longest, B)
         for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
             # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
             # that Hugging Face's layer class would put around the schedule.

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ from transformers import PreTrainedModel
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import Attention
+from longctx.attention.sharded import Sharded
+from longctx.attention.shards import Shards
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.memory.ladder import (
     Batch,
     Ladder,
-    Room,
     States,
-    choose,
+    choose_beside,
     host_bytes,
-    uniform,
 )
 from longctx.memory.plan import (
     Pending,
@@ -79,6 +80,8 @@ class Runtime:
     """This forward's output goes to our loss, which alone holds its gradient."""
     trains_padding: bool = False
     """Labels of this forward are predicted from padding."""
+    shards: Shards | None = None
+    """The ranks that share each row with this one."""
 
     @classmethod
     def make(
@@ -135,40 +138,47 @@ class Runtime:
     ) -> Ladder:
         """The ladder for batches of `tokens` tokens, where `free_bytes` of the GPU are for states,
         activations and what a step works with."""
-        keep, offload, device = self.args.keep, self.args.offload_activations, self.store.device
-        if device.type != "cuda":  # nothing to weigh: it is all one memory
-            return uniform(sizes.layers, keep, offload)
-        layer_bytes = sizes.layer_bytes(tokens)
-        early_bytes = max(0, sizes.loss_bytes(tokens) - layer_bytes)
-        return choose(
+        device = self.store.device
+        return choose_beside(
             sizes,
             Batch(tokens, min(tokens, self.args.seq_len), self.passes),
-            Room(free_bytes - layer_bytes, host_bytes, early_bytes),
-            gpu_rates(device, self.dtype),
-            keep=keep,
-            offload=offload,
+            free_bytes,
+            host_bytes,
+            gpu_rates(device, self.dtype) if device.type == "cuda" else None,
+            keep=self.args.keep,
+            offload=self.args.offload_activations,
             states=states,
         )
 
     def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
-        config, base = model.config, base_of(model)
-        assert base is not None
-        return Sizes(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=kv_heads(config),
-            head_dim=base.layers[0].self_attn.head_dim,
-            vocab=config.vocab_size,
-            itemsize=self.dtype.itemsize,
-            stream_itemsize=(self.stream_dtype or self.dtype).itemsize,
-            windows=tuple(windows(config)),
-            qk_norms=layer_weights(base.layers[0]).q_norm is not None,
-            tile_tokens=self.args.tile_tokens,
-            head_groups=self.args.head_groups,
-        )
+        return model_sizes(model, self.args, self.dtype, self.stream_dtype)
+
+
+def model_sizes(
+    model: Any,
+    args: ModelArguments,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype | None = None,
+) -> Sizes:
+    """The dimensions of a model that the schedule knows, patched or not."""
+    config, base = model.config, base_of(model)
+    assert base is not None
+    return Sizes(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=kv_heads(config),
+        head_dim=base.layers[0].self_attn.head_dim,
+        vocab=config.vocab_size,
+        itemsize=dtype.itemsize,
+        stream_itemsize=(stream_dtype or dtype).itemsize,
+        windows=tuple(windows(config)),
+        qk_norms=layer_weights(base.layers[0]).q_norm is not None,
+        tile_tokens=args.tile_tokens,
+        head_groups=args.head_groups,
+    )
 
 
 def _remake(args: ModelArguments, settings: dict[str, Any]) -> Runtime:
@@ -209,9 +219,10 @@ def make_schedule(
     position_ids: Tensor,  # (T,)
     documents: Documents,
     longest: Tensor,  # (): the largest position of the batch
+    rows: int,
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
-    the key/value heads."""
+    the key/value heads, and heads that the ranks of a row cannot share."""
     config, args, tokens = base.config, runtime.args, position_ids.numel()
     rotary = base.rotary_emb
     # Called for its side effect: dynamic RoPE sets inv_freq by the largest position.
@@ -222,6 +233,12 @@ def make_schedule(
         raise UserError(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
+    attention = runtime.attention
+    if runtime.shards is not None:
+        if not args.head_groups:  # none whose key/value heads several ranks read, if it can be
+            head_groups = gcd(head_groups, max(1, heads // runtime.shards.ranks))
+        _check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
+        attention = Sharded(attention, runtime.shards, rows)
     return Schedule(
         traits=model_traits(base),
         documents=documents,
@@ -231,9 +248,18 @@ def make_schedule(
         attention_scaling=rotary.attention_scaling,
         head_dim=base.layers[0].self_attn.head_dim,
         eps=config.rms_norm_eps,
-        attention=runtime.attention,
+        attention=attention,
         store=runtime.store,
         tile_tokens=args.tile_tokens or default_tile_tokens(config.intermediate_size),
         head_groups=head_groups,
         dtype=runtime.dtype,
     )
+
+
+def _check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:
+    kv_share = kv_heads // groups
+    if heads // groups % ranks or kv_share % ranks and ranks % kv_share:
+        raise UserError(
+            f"{ranks} ranks cannot share a head group of {heads // groups} query and {kv_share} "
+            f"key/value heads: the model has {heads} and {kv_heads} in {groups} groups"
+        )

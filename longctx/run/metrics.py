@@ -99,6 +99,8 @@ class Throughput:
     parameters: int
     world_size: int = 1
     peak_tflops: float | None = None
+    ranks_a_row: int = 1
+    """Processes that count the same rows."""
     _tokens: int = 0
     _squared_lengths: Tensor | int = 0
     _steps: int = 0
@@ -123,8 +125,9 @@ class Throughput:
         """The figures since the last call; empty before the first step."""
         if not self._steps:
             return {}
-        tokens = self._tokens * self.world_size
-        squared = int(self._squared_lengths) * self.world_size
+        batches = self.world_size // self.ranks_a_row
+        tokens = self._tokens * batches
+        squared = int(self._squared_lengths) * batches
         figures = {
             "step_s": self._seconds / self._steps,
             "tokens_per_s": tokens / self._seconds,

@@ -56,6 +56,11 @@ def parse_args(
     return model_args, data_args, args, engine
 
 
+def engine_asked_for(argv: Sequence[str]) -> Engine:
+    """Nothing of it is started."""
+    return choose_engine(parse_flags(argv))
+
+
 def check_rows(args: TrainArguments, train_rows: Any, eval_rows: Any) -> None:
     """Raises UserError for rows that give no batch, and where the run's number of steps gives no
     learning rate."""
@@ -72,7 +77,7 @@ def check_rows(args: TrainArguments, train_rows: Any, eval_rows: Any) -> None:
 def _batches(args: TrainArguments, kind: str, rows: Sized) -> int:
     """Batches of a pass over the rows."""
     option = f"per_device_{kind}_batch_size"
-    together = getattr(args, option) * args.world_size
+    together = getattr(args, option) * args.world_size // args.sequence_parallel_size
     whole, rest = divmod(len(rows), together)
     if not len(rows) or (not whole and args.dataloader_drop_last):
         raise UserError(

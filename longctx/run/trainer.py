@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 
+from longctx.attention.shards import Shards
 from longctx.config import TrainArguments, with_our_options
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
@@ -99,21 +100,25 @@ class LongTrainer(ExactTrainer):
         self.interrupts = Interrupts()
         self._checkpoint_bytes = 0
         self._skipped_steps = 0
+        group = self.engine.row_group(self.accelerator)
+        self.shards = None if group is None else Shards(group)
+        ranks_a_row = self.shards.ranks if self.shards else 1
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),
             self.args.world_size,
             self.args.peak_tflops or device_peak_tflops(self.args.device),
+            ranks_a_row,
         )
         announce_compiling()
         if patched := patched_part(model):
             runtime = patched.longctx
             self.engine.gather_whole(patched, patched.model.layers)
             runtime.pending_bytes = self.engine.pending_bytes
-            runtime.passes = args.gradient_accumulation_steps
+            runtime.passes, runtime.shards = args.gradient_accumulation_steps, self.shards
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
-            self.add_callback(Reserve(patched, self.row_tokens))
+            self.add_callback(Reserve(patched, -(-self.row_tokens // ranks_a_row)))
         if inside_peft(model) is not model:
             self.add_callback(Reached(model))
         for default in (PrinterCallback, ProgressCallback):
@@ -170,6 +175,15 @@ class LongTrainer(ExactTrainer):
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.nonfinite.record(inputs, loss)
         return loss
+
+    @overrides
+    def _prepare_context_parallel_inputs(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """This process' part of the rows, which come whole."""
+        if self.shards is None:
+            return nullcontext, inputs
+        return nullcontext, self.shards.cut(inputs)
 
     @overrides
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

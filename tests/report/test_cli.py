@@ -30,6 +30,7 @@ def test_the_module_is_the_command(module: str) -> None:
         "cache",
         "eval",
         "merge",
+        "plan",
         "report",
         "verify",
     ]

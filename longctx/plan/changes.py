@@ -1,0 +1,104 @@
+"""What would make a run fit: other values of its flags, each tried by planning again.
+
+One flag at a time; if none does, two, then three. The fastest come first. A shorter row comes last
+of all, for it changes the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from longctx.memory.plan import GIB
+from longctx.plan.machines import Machine
+from longctx.plan.predict import Plan, Run, Subject, longest, plan
+
+MOST = 5
+"""Changes that are shown."""
+HOST_STEP_GIB, MOST_HOST_GIB = 8, 4096
+Options = dict[str, Any]
+
+
+class Change(NamedTuple):
+    """Flags as they are typed, and the plan with them."""
+
+    flags: str
+    plan: Plan
+
+
+def changes(
+    subject: Subject, run: Run, machine: Machine, host_bytes: int, *, host_grows: bool
+) -> list[Change]:
+    """`host_grows`: the host is not there yet, and may be a larger one."""
+
+    def tried(options: Options) -> Plan:
+        host = max(host_bytes, int(options.get("host_memory_gib", 0) * GIB))
+        return plan(subject, run.having(**options), machine, host)
+
+    single = [*_candidates(subject, run)]
+    if host_grows and (more := _more_host(subject, run, machine)):
+        single.append(more)
+    found: list[Change] = []
+    for together in (1, 2, 3):
+        for chosen in combinations(single, together):
+            options = {name: value for part in chosen for name, value in part.items()}
+            distinct = len(options) == sum(map(len, chosen))
+            if distinct and (planned := tried(options)).fits:
+                found.append(Change(_words(options), planned))
+        if found:
+            break
+    found.sort(key=lambda change: -change.plan.tokens_per_s)
+    shorter = longest(subject, run, machine, host_bytes)
+    last = [Change(f"--seq_len {shorter.run.model.seq_len}", shorter)] if shorter else []
+    return found[:MOST] + last
+
+
+def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
+    """Single changes that may need less, or allow more."""
+    for known in _known(subject, run):
+        options = {name: value for name, value in known.items() if run.value(name) != value}
+        if options:
+            yield options
+
+
+def _known(subject: Subject, run: Run) -> Iterator[Options]:
+    if run.gpu_memory_gib:
+        yield {"gpu_memory_gib": None}
+    if not run.exact:
+        yield {"exact": True}
+    if run.per_device_train_batch_size > 1:
+        passes = run.per_device_train_batch_size * run.gradient_accumulation_steps
+        yield {"per_device_train_batch_size": 1, "gradient_accumulation_steps": passes}
+    yield {"place": "auto"}
+    yield {"place": "host"}
+    if run.model.class_type != "custom":
+        yield {"class_type": "custom", "attn_backend": "auto"}
+        return
+    yield {"offload_activations": "auto"}
+    yield {"offload_activations": "all"}
+    for keep in ("auto", "o", "x"):
+        yield {"keep": keep}
+    yield {"head_groups": subject.sizes(run).kv_heads}
+    if run.model.tile_tokens is None or run.model.tile_tokens > 2048:
+        yield {"tile_tokens": 2048}
+
+
+def _more_host(subject: Subject, run: Run, machine: Machine) -> Options | None:
+    """The smallest host with which the run fits as it is."""
+
+    def fits(gib: int) -> bool:
+        return plan(subject, run.having(host_memory_gib=gib), machine, gib * GIB).fits
+
+    if not fits(MOST_HOST_GIB):
+        return None
+    low, high = 0, MOST_HOST_GIB // HOST_STEP_GIB
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle * HOST_STEP_GIB) else (middle, high)
+    return {"host_memory_gib": high * HOST_STEP_GIB}
+
+
+def _words(options: Options) -> str:
+    said = {"exact": "--optimizer_states fp32", "gpu_memory_gib": "without --gpu_memory_gib"}
+    return " ".join(said.get(name, f"--{name} {value}") for name, value in options.items())

@@ -1,0 +1,234 @@
+"""Where a run puts its bytes: budgets in, places out. No tensor is made and no device asked.
+
+GPU memory is given, in this order, to what a step works with, to weights, gradients and states
+(memory/plan.py) and to kept activations (memory/ladder.py); the host holds the rest in one slab. A
+run without an engine does what `decide` says (run/states.py), and its prediction asks the same
+function, with the parameters of a model that has no storage (`meta`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longctx.memory.ladder import Ladder, States, gpu_bytes, host_bytes, lasting_bytes
+from longctx.memory.plan import (
+    GIB,
+    BlockSizes,
+    Place,
+    Placement,
+    Sizes,
+    buffer_bytes,
+    place_blocks,
+    ring_bytes,
+    window_bytes,
+)
+from longctx.memory.settle import HostRoom
+from longctx.memory.states import BlockSpec
+
+SPARE = 0.015
+"""Of GPU memory: the allocator's rounding and gaps."""
+HOST_SPARE, HOST_SPARE_GIB = 0.1, 4
+"""Of what the host has free, and at most: for the process itself, compilers, and the block that is
+copied when states are saved."""
+Choose = Callable[[int, int, States], Ladder]
+"""The ladder of a model that keeps activations, beside states, in bytes of GPU and host."""
+
+
+class Budget(NamedTuple):
+    """Bytes that a run may take."""
+
+    gpu: int
+    host: int
+
+
+def gpu_budget(free: int, total: int, limit_gib: float | None) -> int:
+    """What weights, states, gradients and activations may take together."""
+    if limit_gib:
+        free = min(free, int(limit_gib * GIB))
+        total = min(total, free)
+    return free - int(SPARE * total)
+
+
+def host_budget(available: int, limit_gib: float | None) -> int:
+    available -= int(min(HOST_SPARE * available, HOST_SPARE_GIB * GIB))
+    return available if limit_gib is None else min(available, int(limit_gib * GIB))
+
+
+class Work(NamedTuple):
+    """What a step needs on the GPU besides states and the activations of other layers."""
+
+    nbytes: int
+    early_bytes: int
+    """Of them what is needed only until the first layers' gradients are there."""
+
+
+def scheduled_work(sizes: Sizes, tokens: int) -> Work:
+    """By count, for a patched model."""
+    nbytes = sizes.working_bytes(tokens)
+    return Work(nbytes, nbytes - sizes.layer_bytes(tokens))
+
+
+def estimated_work(
+    tokens: int,
+    *,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    vocab: int,
+    itemsize: int,
+    liger: bool,
+) -> Work:
+    """For any other: checkpoints of all layers, one layer's activations and gradients, and, but for
+    Liger-Kernel, logits in bf16 and fp32 with their gradient."""
+    layer = 2 * (12 * hidden + 6 * intermediate) * itemsize
+    kept = layers * hidden * itemsize
+    return Work(tokens * (layer + kept + (0 if liger else 10 * vocab)), 0)
+
+
+class Kept(NamedTuple):
+    """What layers keep from forward to backward, and the bytes of it; nothing by a model that is
+    not patched."""
+
+    ladder: Ladder = ()
+    gpu_bytes: int = 0
+    lasting_bytes: int = 0
+    """Of them what is there until all gradients are."""
+    host_bytes: int = 0
+    layer_bytes: int = 0
+    """Of one layer's on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Where everything lives."""
+
+    specs: Sequence[BlockSpec]
+    blocks: Sequence[BlockSizes]
+    places: Sequence[Place]
+    kept: Kept
+    host: HostRoom
+    budget: Budget
+    needed_bytes: int
+    """Of the GPU, at least."""
+    scheduled: bool
+    """The model is patched, so that what it needs is known."""
+
+    @property
+    def over(self) -> Budget:
+        """What is needed beyond the budgets; negative: what is left."""
+        gpu, host = self.budget
+        return Budget(self.needed_bytes - gpu, self.host.nbytes - host)
+
+    def gpu_problem(self) -> str | None:
+        """Why the GPU is too small, and what to do, in one line."""
+        if self.needed_bytes <= self.budget.gpu:
+            return None
+        fix = "a shorter --seq_len or smaller --per_device_train_batch_size"
+        if not self.scheduled:
+            fix = f"--class_type custom, whose weights can wait on the host, or {fix}"
+        return (
+            f"{self.needed_bytes / GIB:.1f} GiB of GPU memory are needed at least and "
+            f"{self.budget.gpu / GIB:.1f} GiB may be used: raise --gpu_memory_gib, or use {fix}"
+        )
+
+    def host_problem(self) -> str | None:
+        if self.host.nbytes <= self.budget.host:
+            return None
+        return (
+            f"{self.host.nbytes / GIB:.1f} GiB of host memory are needed for states and "
+            f"activations and {self.budget.host / GIB:.1f} GiB may be used: set --keep x or auto, "
+            "--offload_activations auto (GPU memory first), a higher --gpu_memory_gib, or a "
+            "shorter --seq_len"
+        )
+
+
+ATTEMPTS, STEP = 8, 2**26
+"""States live in whole blocks, so that a ladder chosen by bytes may need some more than it counted:
+another is chosen in as much less, and a step."""
+
+
+def decide(
+    specs: Sequence[BlockSpec],
+    budget: Budget,
+    work: Work,
+    *,
+    tokens: int,
+    placement: Placement,
+    accumulates: bool,
+    several: bool = False,
+    sizes: Sizes | None = None,
+    choose: Choose | None = None,
+) -> Decision:
+    """For exact states, of batches of at most `tokens`. `accumulates`: a step has several of them;
+    `several`: so many processes average gradients. `sizes` and `choose` are a patched model's."""
+    blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
+
+    def arranged(kept: Kept) -> Decision:
+        # Gradients come as activations go, unless they outlive a forward.
+        early_bytes = work.early_bytes + kept.gpu_bytes - kept.lasting_bytes
+        early_bytes = 0 if accumulates else early_bytes
+        places = place_blocks(
+            blocks,
+            budget.gpu - work.nbytes - kept.gpu_bytes,
+            placement,
+            keeps_gradients=several,
+            before_gradients=early_bytes,
+        )
+        gradients = sum(b.grad for b, place in zip(blocks, places, strict=True) if place.grad)
+        needed = buffer_bytes(blocks, places) - gradients
+        needed += sum(block.on_gpu(place) for block, place in zip(blocks, places, strict=True))
+        needed += max(0, gradients - early_bytes)
+        if sizes is not None:
+            needed += work.nbytes + kept.gpu_bytes
+        host = HostRoom(
+            specs,
+            places,
+            accumulates=accumulates,
+            activation_bytes=kept.host_bytes,
+            layer_bytes=kept.layer_bytes,
+        )
+        return Decision(
+            specs=specs,
+            blocks=blocks,
+            places=places,
+            kept=kept,
+            host=host,
+            budget=budget,
+            needed_bytes=needed,
+            scheduled=sizes is not None,
+        )
+
+    if sizes is None or choose is None:
+        return arranged(Kept())
+    states = States(
+        weights=sum(block.weight for block in blocks),
+        gradients=sum(block.grad for block in blocks),
+        moments=sum(block.states for block in blocks),
+        placement=placement,
+        weights_move=not several,
+        gradients_move=not several,
+        ring=ring_bytes(),
+        window=window_bytes(blocks),
+    )
+    asked, tried = budget, list[Decision]()
+    for _ in range(ATTEMPTS):
+        ladder = choose(asked.gpu, asked.host, states)
+        if tried and ladder == tried[-1].kept.ladder:
+            break
+        tried.append(arranged(keeping(sizes, tokens, ladder)))
+        over = tried[-1].over
+        if max(over) <= 0:
+            return tried[-1]
+        less = [nbytes + STEP if nbytes > 0 else 0 for nbytes in over]
+        asked = Budget(asked.gpu - less[0], asked.host - less[1])
+    return min(tried, key=lambda decision: max(decision.over))
+
+
+def keeping(sizes: Sizes, tokens: int, ladder: Ladder) -> Kept:
+    """The bytes of a ladder."""
+    hosted = host_bytes(sizes, tokens, ladder)
+    layers = sum(keep.host is not None for keep in ladder)
+    lasting = lasting_bytes(sizes, tokens, ladder)
+    return Kept(ladder, gpu_bytes(sizes, tokens, ladder), lasting, hosted, hosted // max(1, layers))

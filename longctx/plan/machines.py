@@ -1,0 +1,179 @@
+"""GPUs by name: bytes, and the rates that steps really reach.
+
+`h100` and `h200` hold what profiling/results measured (h200_layer.json, h200_kernels.json,
+h200_adamw.json, *_states_step.json), the others what their datasheets let expect: of dense bf16
+FLOP/s with fp32 sums 65 to 90% in large products, less in attention, of the memory's rate 88%, of
+the link's 80%. They are estimates, and said to be.
+
+Attention is timed by backend, the one that `--attn_backend auto` takes first.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from longctx.errors import UserError
+from longctx.memory.ladder import Rates
+from longctx.memory.plan import GIB
+
+CONTEXT_BYTES = int(0.55 * GIB)
+"""What CUDA and the kernels' code take of a GPU before anything else."""
+
+
+SMALL_HEADS = 0.85
+"""Of attention's rates is what heads below 128 reach."""
+
+
+class AttentionRates(NamedTuple):
+    """FLOP/s of causal attention with heads of 128."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A GPU on its link to a host."""
+
+    name: str
+    device: str
+    """What CUDA's name of it holds."""
+    gpu_gib: float
+    """As CUDA counts it."""
+    flops: float
+    """Of large products in bf16, in a second."""
+    attention: Mapping[str, AttentionRates]
+    """By --attn_backend; the first is what `auto` takes."""
+    memory_bytes: float
+    """Read or written in a second."""
+    link_bytes: float
+    """Copied to the host in a second while as much comes from it."""
+    measured: bool = False
+
+    @property
+    def gpu_bytes(self) -> int:
+        return int(self.gpu_gib * GIB)
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self.flops, self.link_bytes)
+
+
+def _flash(forward: float, backward: float) -> dict[str, AttentionRates]:
+    return {"flash": AttentionRates(forward, backward), "cudnn": AttentionRates(forward, backward)}
+
+
+_HOPPER = {
+    "fa4": AttentionRates(665e12, 610e12),
+    "cudnn": AttentionRates(575e12, 550e12),
+    "flash": AttentionRates(400e12, 330e12),
+}
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            name="h100",
+            device="H100",
+            gpu_gib=79.18,
+            flops=665e12,
+            attention=_HOPPER,
+            memory_bytes=2.95e12,
+            link_bytes=49e9,
+            measured=True,
+        ),
+        Machine(
+            name="h200",
+            device="H200",
+            gpu_gib=139.80,
+            flops=665e12,
+            attention=_HOPPER,
+            memory_bytes=4.25e12,
+            link_bytes=52e9,
+            measured=True,
+        ),
+        Machine(
+            name="a100",
+            device="A100",
+            gpu_gib=79.25,
+            flops=255e12,
+            attention=_flash(190e12, 165e12),
+            memory_bytes=1.75e12,
+            link_bytes=21e9,
+        ),
+        Machine(
+            name="l40s",
+            device="L40S",
+            gpu_gib=44.4,
+            flops=235e12,
+            attention=_flash(160e12, 140e12),
+            memory_bytes=0.76e12,
+            link_bytes=21e9,
+        ),
+        Machine(
+            name="rtx-3090",
+            device="RTX 3090",
+            gpu_gib=23.6,
+            flops=63e12,
+            attention=_flash(58e12, 52e12),
+            memory_bytes=0.82e12,
+            link_bytes=21e9,
+        ),
+        Machine(
+            name="rtx-4090",
+            device="RTX 4090",
+            gpu_gib=23.5,
+            flops=148e12,
+            attention=_flash(135e12, 120e12),
+            memory_bytes=0.89e12,
+            link_bytes=21e9,
+        ),
+        Machine(
+            name="rtx-5090",
+            device="RTX 5090",
+            gpu_gib=31.3,
+            flops=190e12,
+            attention=_flash(170e12, 150e12),
+            memory_bytes=1.58e12,
+            link_bytes=45e9,
+        ),
+        Machine(
+            name="b200",
+            device="B200",
+            gpu_gib=178.3,
+            flops=1500e12,
+            attention={
+                "fa4": AttentionRates(1300e12, 950e12),
+                "cudnn": AttentionRates(1250e12, 900e12),
+                "flash": AttentionRates(400e12, 330e12),
+            },
+            memory_bytes=7.0e12,
+            link_bytes=50e9,
+        ),
+    )
+}
+
+
+def machine_named(name: str) -> Machine:
+    """Raises UserError for one that nobody knows."""
+    known = name.lower().replace("_", "-").replace(" ", "-")
+    if known in MACHINES:
+        return MACHINES[known]
+    close = difflib.get_close_matches(known, MACHINES, n=1, cutoff=0.0)[0]
+    raise UserError(f"--gpu {name}: no such machine is known; did you mean {close}?")
+
+
+def this_machine() -> Machine:
+    """Of the GPU that is here. Raises UserError where none is, or none that has a name here."""
+    names = ", ".join(MACHINES)
+    if not torch.cuda.is_available():
+        raise UserError(f"this machine has no GPU: name the one to plan for with --gpu ({names})")
+    here = torch.cuda.get_device_name()
+    for machine in MACHINES.values():
+        if machine.device in here:
+            return machine
+    raise UserError(f"the rates of this GPU ({here}) are not known: name one like it with --gpu")

@@ -1,0 +1,303 @@
+"""The plan of a run without an engine: a model, a run and a machine in; fits or not, bytes and
+seconds out. Where everything lives is asked of the function that decides in the run (decide.py).
+
+The model has its parameters' shapes and no storage (`meta`), which takes 10 ms a layer; a plan
+takes about 20 ms then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError, one_line
+from longctx.memory.ladder import Batch, Ladder, States, choose_beside
+from longctx.memory.plan import GIB, Place, Placement, Sizes
+from longctx.memory.settle import HostRoom
+from longctx.model.blocks import state_blocks
+from longctx.model.families import head_dim
+from longctx.model.runtime import kv_heads, model_sizes
+from longctx.plan.buffers import Phase, other_phases, peak, scheduled_phases
+from longctx.plan.decide import (
+    Budget,
+    Decision,
+    Kept,
+    decide,
+    estimated_work,
+    gpu_budget,
+    host_budget,
+    keeping,
+    scheduled_work,
+)
+from longctx.plan.machines import CONTEXT_BYTES, Machine
+from longctx.plan.seconds import Seconds, Task, seconds
+
+DTYPE = torch.bfloat16
+PROCESS_BYTES = int(2.5 * GIB)
+"""Of the host: Python, torch and CUDA."""
+SHORTEST = 512
+"""Tokens: rows that fit are found to a multiple of it."""
+LONGEST = 2**24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What of a run's options decides about memory and time, by their names."""
+
+    model: ModelArguments
+    place: Placement = "auto"
+    gpu_memory_gib: float | None = None
+    per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    exact: bool = True
+    """fp32 states and masters; else torch's AdamW, with states in the weights' dtype."""
+    document_tokens: int | None = None
+    """Of a document; None: as long as a row."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a batch."""
+        return self.per_device_train_batch_size * self.model.seq_len
+
+    def value(self, option: str) -> Any:
+        return getattr(self if option in _OF_RUN else self.model, option)
+
+    def having(self, **options: Any) -> Run:
+        """With other options."""
+        model = {name: value for name, value in options.items() if name not in _OF_RUN}
+        rest = {name: value for name, value in options.items() if name in _OF_RUN}
+        return replace(self, model=replace(self.model, **model), **rest)
+
+
+_OF_RUN = {field.name for field in fields(Run)}
+"""All other options are the model's."""
+
+
+class Subject:
+    """A model without storage."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        """Raises UserError for a configuration of which no model can be made, or that the plan
+        cannot read."""
+        text = config.get_text_config()
+        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for name in (*needed, "vocab_size"):
+            if not isinstance(getattr(text, name, None), int):
+                raise UserError(f"the model's config has no {name}, which the plan needs")
+        if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
+            raise UserError("the model has experts, whose plan is not known")
+        self.config = text
+        try:
+            with torch.device("meta"):
+                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+        except Exception as error:  # a file's values raise as many types as there are checks
+            raise UserError(f"no model can be made of this config: {one_line(error)}") from error
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def sizes(self, run: Run) -> Sizes:
+        if run.model.class_type == "custom":
+            return model_sizes(self.model, run.model, DTYPE)
+        config = self.config
+        return Sizes(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=kv_heads(config),
+            head_dim=head_dim(config),
+            vocab=config.vocab_size,
+            itemsize=DTYPE.itemsize,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run will do and take."""
+
+    run: Run
+    machine: Machine
+    backend: str
+    decision: Decision
+    phases: list[Phase]
+    seconds: Seconds
+    gpu_limit: int
+    """Bytes that torch's allocator may take."""
+    problem: str | None
+    """Why it does not fit, in one line."""
+
+    @property
+    def fits(self) -> bool:
+        return self.problem is None
+
+    @property
+    def gpu_bytes(self) -> int:
+        return peak(self.phases).nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.decision.host.nbytes + PROCESS_BYTES
+
+    @property
+    def step_tokens(self) -> int:
+        return self.run.tokens * self.run.gradient_accumulation_steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.step_tokens / self.seconds.step
+
+
+def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
+    """`host_bytes` are what the host has free. Raises UserError for what no machine can run."""
+    backend = _backend(run, machine)
+    sizes, passes = subject.sizes(run), run.gradient_accumulation_steps
+    budget, limit = _budget(run, machine, host_bytes)
+    decision = _decide(subject, sizes, run, machine, budget)
+    if run.model.class_type == "custom":
+        phases = scheduled_phases(decision, sizes, run.tokens, passes > 1)
+    else:
+        phases = other_phases(decision, sizes, run.tokens, passes > 1, run.model.class_type)
+    task = Task(
+        sizes=sizes,
+        tokens=run.tokens,
+        document=min(run.document_tokens or run.model.seq_len, run.model.seq_len),
+        class_type=run.model.class_type,
+        ladder=decision.kept.ladder,
+        parameters=subject.parameters,
+        exact=run.exact,
+    )
+    return Plan(
+        run=run,
+        machine=machine,
+        backend=backend,
+        decision=decision,
+        phases=phases,
+        seconds=seconds(task, decision, machine, backend, passes),
+        gpu_limit=limit,
+        problem=_problem(decision, phases, limit),
+    )
+
+
+def longest(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan | None:
+    """The plan of the longest row that fits, up to LONGEST; None if none does."""
+    found, step = None, LONGEST
+    while step >= SHORTEST:
+        length = step + (found.run.model.seq_len if found else 0)
+        if length <= LONGEST:
+            tried = plan(subject, run.having(seq_len=length), machine, host_bytes)
+            found = tried if tried.fits else found
+        step //= 2
+    return found
+
+
+def _backend(run: Run, machine: Machine) -> str:
+    asked = run.model.attn_backend
+    if asked == "auto" and run.model.class_type == "custom":
+        return next(iter(machine.attention))
+    known = {"auto": "cudnn", "sdpa": "cudnn", "fa2": "flash"}.get(asked, asked)
+    if known not in machine.attention:
+        names = ", ".join(machine.attention)
+        raise UserError(
+            f"--attn_backend {asked} is not known on {machine.name}: plan with auto or {names}"
+        )
+    return known
+
+
+def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
+    """And what the GPU's allocator may take."""
+    limit = machine.gpu_bytes - CONTEXT_BYTES
+    if run.gpu_memory_gib:
+        if run.gpu_memory_gib > machine.gpu_gib:
+            raise UserError(
+                f"--gpu_memory_gib {run.gpu_memory_gib:g} is more than the {machine.gpu_gib:.1f} "
+                f"GiB of {machine.name}"
+            )
+        limit = min(limit, int(run.gpu_memory_gib * GIB))
+    gpu = gpu_budget(machine.gpu_bytes - CONTEXT_BYTES, machine.gpu_bytes, run.gpu_memory_gib)
+    return Budget(gpu, host_budget(host_bytes, run.model.host_memory_gib)), limit
+
+
+def _decide(subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: Budget) -> Decision:
+    tokens, passes = run.tokens, run.gradient_accumulation_steps
+    custom = run.model.class_type == "custom"
+    specs = state_blocks(subject.model, movable=custom)
+    choose = partial(_choose, sizes, run, machine)
+    if not run.exact:
+        return _as_weights(specs, sizes, run, budget, choose if custom else None)
+    if custom:
+        work = scheduled_work(sizes, tokens)
+    else:
+        work = estimated_work(
+            tokens,
+            layers=sizes.layers,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate,
+            vocab=sizes.vocab,
+            itemsize=sizes.itemsize,
+            liger=run.model.class_type == "liger",
+        )
+    return decide(
+        specs,
+        budget,
+        work,
+        tokens=tokens,
+        placement=run.place,
+        accumulates=passes > 1,
+        sizes=sizes if custom else None,
+        choose=choose if custom else None,
+    )
+
+
+def _choose(
+    sizes: Sizes, run: Run, machine: Machine, gpu: int, host: int, states: States
+) -> Ladder:
+    """As the runtime of a patched model does (model/runtime.py)."""
+    passes = run.gradient_accumulation_steps
+    return choose_beside(
+        sizes,
+        Batch(run.tokens, min(run.tokens, run.model.seq_len), passes),
+        gpu,
+        host,
+        machine.rates,
+        keep=run.model.keep,
+        offload=run.model.offload_activations,
+        states=states,
+    )
+
+
+def _as_weights(specs: Any, sizes: Sizes, run: Run, budget: Budget, choose: Any | None) -> Decision:
+    """With torch's AdamW everything is on the GPU, and activations have what is left."""
+    blocks = [spec.sizes(accumulates=False) for spec in specs]
+    blocks = [replace(block, states=2 * block.weight) for block in blocks]
+    weights = sum(block.weight for block in blocks)
+    states = States(gradients=weights, moments=2 * weights)
+    ladder = choose(budget.gpu - weights, budget.host, states) if choose else ()
+    kept = keeping(sizes, run.tokens, ladder) if ladder else Kept()
+    places = [Place() for _ in specs]
+    host = HostRoom(specs, places, accumulates=False, activation_bytes=kept.host_bytes)
+    return Decision(
+        specs=specs,
+        blocks=blocks,
+        places=places,
+        kept=kept,
+        host=host,
+        budget=budget,
+        needed_bytes=0,  # the phases' peak tells
+        scheduled=choose is not None,
+    )
+
+
+def _problem(decision: Decision, phases: list[Phase], limit: int) -> str | None:
+    if problem := decision.gpu_problem() or decision.host_problem():
+        return problem
+    most = peak(phases)
+    if most.nbytes <= limit:
+        return None
+    return (
+        f"{most.nbytes / GIB:.1f} GiB of GPU memory are needed in {most.name} and "
+        f"{limit / GIB:.1f} GiB may be used"
+    )

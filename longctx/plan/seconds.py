@@ -1,0 +1,227 @@
+"""How long a step takes, by part:
+
+    products    FLOPs of the linear maps and lm_head, what backward computes again included
+    attention   2 H d L^2 FLOPs forward and 5 H d L^2 backward for a document of L tokens in a layer
+                without a window (fewer with one)
+    memory      bytes that norms, rope, swiglu, the loss, sums of weight gradients and the update
+                read and write
+    waits       what the link takes longer than the computation beside it, and where one waits for
+                the other: for the first block of a step, for gradients that hold back memory
+
+each over the machine's rate for it (machines.py). Forward and backward each last as long as the
+slowest of computation, link up and link down. Kernel launches are not counted: below about 4096
+tokens a step takes longer than this.
+
+Bytes are counted by tensor for the schedule (model/layer.py); for `vanilla` and `liger` they are
+a D + b F numbers a token, fitted to h200_layer.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longctx.memory.gradients import IN_FLIGHT_BYTES
+from longctx.memory.ladder import Batch, Ladder, Rung, again_flops, forward_flops
+from longctx.memory.plan import (
+    BlockSizes,
+    Place,
+    Sizes,
+    default_head_groups,
+    default_logits_bytes,
+    default_tile_tokens,
+)
+from longctx.memory.states import BlockSpec
+from longctx.plan.decide import Decision
+from longctx.plan.machines import SMALL_HEADS, Machine
+
+
+class Seconds(NamedTuple):
+    """Of a step."""
+
+    products: float
+    attention: float
+    memory: float
+    waits: float
+    link: float
+    """How long the link is busy, most of it beside the computation: no part of the sum."""
+
+    @property
+    def step(self) -> float:
+        return self.products + self.attention + self.memory + self.waits
+
+
+class Load(NamedTuple):
+    """The computation of a phase."""
+
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    attention_backward_flops: float = 0.0
+    memory_bytes: float = 0.0
+
+
+class Copies(NamedTuple):
+    """Bytes over the link in a phase."""
+
+    up: int = 0
+    down: int = 0
+    alone: int = 0
+    """Of them what nothing is computed beside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A batch's computation."""
+
+    sizes: Sizes
+    tokens: int
+    document: int
+    """Tokens of one."""
+    class_type: str
+    ladder: Ladder
+    parameters: int
+    exact: bool
+
+
+def seconds(task: Task, decision: Decision, machine: Machine, backend: str, passes: int) -> Seconds:
+    """Of a step of so many batches, on the attention backend of that name."""
+    fwd, bwd, update = _loads(task)
+    rates = machine.attention[backend]
+    link = machine.link_bytes
+
+    def timed(load: Load, copies: Copies) -> Seconds:
+        attention = load.attention_flops / rates.forward
+        attention += load.attention_backward_flops / rates.backward
+        attention /= 1.0 if task.sizes.head_dim >= 128 else SMALL_HEADS
+        products = load.product_flops / machine.flops
+        parts = (products, attention, load.memory_bytes / machine.memory_bytes)
+        slowest = max(sum(parts) + copies.alone / link, max(copies.up, copies.down) / link)
+        return Seconds(*parts, slowest - sum(parts), max(copies.up, copies.down) / link)
+
+    moved = list(zip(decision.specs, decision.blocks, decision.places, strict=True))
+    hosted = decision.kept.host_bytes
+    accumulates = passes > 1
+    phases = [timed(update, Copies())]
+    for i in range(passes):
+        phases += [
+            timed(fwd, _forward_copies(moved, hosted, first=i == 0)),
+            timed(bwd, _backward_copies(moved, hosted, accumulates)),
+        ]
+    return Seconds(*map(sum, zip(*phases, strict=True)))
+
+
+# --- computation -----------------------------------------------------------------------------
+
+
+def _loads(task: Task) -> tuple[Load, Load, Load]:
+    """Forward with the loss, backward, update."""
+    s, tokens = task.sizes, task.tokens
+    batch = Batch(tokens, row=0)  # attention is counted apart
+    products = s.layers * forward_flops(s, batch)
+    attention = attention_flops(s, tokens, task.document)
+    loss = 6 * tokens * s.vocab * s.hidden
+    if task.class_type == "custom":
+        runs = [max(keep.rung, Rung.O) for keep in task.ladder]
+        again = sum(again_flops(s, batch, rung) for rung in runs)
+        share = sum(keep.rung == Rung.X for keep in task.ladder) / s.layers
+        again += int(share * (again_flops(s, batch, Rung.X) - again_flops(s, batch, Rung.O)))
+        forward_bytes, backward_bytes = scheduled_bytes(s, tokens, task.ladder)
+    else:
+        again, share = products, 1.0
+        forward_bytes, backward_bytes = other_bytes(s, tokens, task.class_type)
+    # AdamW reads 14 and writes 12 bytes a parameter, the norm reads 2. torch's, whose states are
+    # bf16: 8 and 6, and clipping reads and writes each gradient once more.
+    update_bytes = (28 if task.exact else 20) * task.parameters
+    return (
+        Load(products + loss, attention, 0.0, forward_bytes + loss_bytes_moved(s, tokens)),
+        Load(2 * products + again, share * attention, 2.5 * attention, backward_bytes),
+        Load(memory_bytes=update_bytes),
+    )
+
+
+def attention_flops(sizes: Sizes, tokens: int, document: int) -> float:
+    """Forward, of all layers, where documents have so many tokens."""
+    windows = sizes.windows or (None,) * sizes.layers
+    squared = sum(squared_length(document, window) for window in windows)
+    rest = sum(squared_length(tokens % document, window) for window in windows)
+    return 2.0 * sizes.heads * sizes.head_dim * (tokens // document * squared + rest)
+
+
+def squared_length(document: int, window: int | None) -> int:
+    """Twice the pairs of tokens that attend to each other: the sum of metrics.squared_lengths."""
+    if window is None or document <= window:
+        return document**2
+    return window**2 + (document - window) * (2 * window - 1)
+
+
+def scheduled_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> tuple[float, float]:
+    """What forward and backward of all layers read and write outside of products and attention, of
+    the weight gradients' sums what each tile reads and writes again."""
+    s, n = sizes, tokens * sizes.itemsize
+    wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    unit, q, kv, gate = tokens * s.hidden * s.stream_bytes, n * wide, n * narrow, n * s.intermediate
+    groups = s.head_groups or default_head_groups(tokens, s.kv_heads)
+    norm, rope = 2 * unit, 2 * (q + kv)
+    forward = groups * norm + rope + norm + 3 * gate + 2 * unit
+    tiles = -(-tokens // (s.tile_tokens or default_tile_tokens(s.intermediate)))
+    weights = s.hidden * (2 * wide + 2 * narrow + 3 * s.intermediate)
+    sums = 8 * weights * tiles
+    shared = norm + rope + norm + 6 * gate + 8 * unit + 4 * q + 6 * kv + sums
+    again = [groups * norm + rope if keep.rung < Rung.QKV else 0 for keep in ladder]
+    return s.layers * forward, s.layers * shared + sum(again)
+
+
+_OTHERS = {"vanilla": (116, 5, 1.6), "liger": (36, 3, 0.4)}
+"""Numbers of D and F a token in forward, and how often as much backward moves besides."""
+
+
+def other_bytes(sizes: Sizes, tokens: int, class_type: str) -> tuple[float, float]:
+    """The same of Hugging Face's layers, which backward runs forward once more."""
+    hidden, intermediate, times = _OTHERS[class_type]
+    numbers = hidden * sizes.hidden + intermediate * sizes.intermediate
+    forward = sizes.layers * tokens * sizes.itemsize * numbers
+    return forward, (1 + times) * forward
+
+
+def loss_bytes_moved(sizes: Sizes, tokens: int) -> float:
+    """Logits written and read twice in fp32, their gradient written and read twice in 16 bits; the
+    fp32 sum of lm_head's gradient for each group of rows."""
+    lines = default_logits_bytes(sizes.vocab, sizes.hidden) // (2 * sizes.vocab)
+    groups = -(-tokens // max(1, lines * 7 // 8))
+    return 18.0 * tokens * sizes.vocab + 8.0 * groups * sizes.vocab * sizes.hidden
+
+
+# --- the link --------------------------------------------------------------------------------
+
+Moved = list[tuple[BlockSpec, BlockSizes, Place]]
+
+
+def _forward_copies(moved: Moved, hosted: int, *, first: bool) -> Copies:
+    """Weights come, with the update in a step's first batch; activations go. The first block is
+    waited for."""
+    up = down = alone = 0
+    for _, block, place in moved:
+        rises = 0 if place.weight else block.weight
+        falls = 0
+        if first and not place.all_on_gpu:
+            states = 0 if place.states else block.states
+            rises += states + (0 if place.grad else block.grad)
+            falls += states + (0 if place.weight else block.weight)
+        alone = alone or rises
+        up, down = up + rises, down + falls
+    return Copies(up, down + hosted, alone)
+
+
+def _backward_copies(moved: Moved, hosted: int, accumulates: bool) -> Copies:
+    """Layers' weights and activations come, gradients go; where several batches add up they come
+    first. A layer's gradients may be on their way up to IN_FLIGHT_BYTES, the next layer waits for
+    the rest; all that lm_head and the embedding have is waited for."""
+    up, down, alone = hosted, 0, 0
+    for spec, block, place in moved:
+        is_layer = spec.layer is not None
+        up += block.weight if is_layer and not place.weight else 0
+        if not place.grad:
+            down += block.grad
+            up += block.grad if accumulates else 0
+            alone += max(0, block.grad - IN_FLIGHT_BYTES) if is_layer else block.grad
+    return Copies(up, down, alone)

@@ -1,0 +1,337 @@
+"""Whether a run fits, how fast it is and why, before it starts and on any machine.
+
+    longctx plan --config recipes/llama-3.1-8b_128k_1x80gb.yaml --gpu h100 --host_memory_gib 256
+    longctx plan --preset llama-3.1-8b --seq_len 65536 --gpu rtx-4090 --host_memory_gib 128 --sweep
+
+takes train.py's flags and recipes. Arithmetic alone (longctx/plan): no GPU is needed, no weight and
+no text is read. Runs without an engine, in bfloat16, on one GPU. Without --gpu the machine is this
+one; with it `--host_memory_gib` is the memory that machine's host has free (default: what is free
+here). Ends with status 1 where the run does not fit.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from longctx.config import ModelArguments, TrainArguments
+from longctx.data.tokenizer import VOCAB_SIZE
+from longctx.errors import UserError, check_writable, printable
+from longctx.memory.ladder import describe
+from longctx.memory.machine import host_share_bytes
+from longctx.memory.plan import GIB
+from longctx.plan.changes import Change, changes
+from longctx.plan.machines import MACHINES, Machine, machine_named, this_machine
+from longctx.plan.predict import DTYPE, Plan, Run, Subject, longest, plan
+from longctx.program import Parser
+from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
+from longctx.run.loading import load_config
+from longctx.run.options import engine_asked_for, parse_args
+from longctx.run.states import describe_states, uses_exact_states
+
+SWEEP_FROM = 4096
+DAY = 24 * 60 * 60
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, flags = _parse(argv)
+    if engine_asked_for(flags).shards_states:
+        raise UserError("longctx plan knows runs without an engine: leave out --deepspeed, --fsdp")
+    with redirect_stdout(io.StringIO()):  # what options do without a GPU
+        model_args, _, train_args, _ = parse_args(flags)
+    _check(model_args, train_args)
+    with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
+        subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE))
+    machine = machine_named(args.gpu) if args.gpu else this_machine()
+    run = _run(model_args, train_args, args.document_tokens)
+    host = host_share_bytes()
+    if args.gpu and model_args.host_memory_gib is not None:
+        host = int(model_args.host_memory_gib * GIB)
+    planned = plan(subject, run, machine, host)
+    found = []
+    if not planned.fits:
+        found = changes(subject, run, machine, host, host_grows=bool(args.gpu))
+    swept = sweep(subject, run, machine, host) if args.sweep else []
+    data_tokens = args.data_tokens
+    if data_tokens is None and train_args.max_steps > 0:
+        data_tokens = train_args.max_steps * planned.step_tokens
+    result = as_json(planned, found, swept, data_tokens)
+    if args.json:
+        print(json.dumps(result, indent=1))
+    else:
+        show(result)
+    if args.html:
+        write_html(args.html, result)
+        print(printable(f"wrote {args.html}"), file=sys.stderr)
+    if not planned.fits:
+        sys.exit(1)
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
+    first, _, rest = (__doc__ or "").partition("\n")
+    parser = Parser(
+        prog="longctx plan",
+        usage="longctx plan [--gpu NAME] [--sweep] [--json] [--html FILE] [train.py's flags]",
+        description=first + rest,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpu", help=f"{', '.join(MACHINES)}; default: the one that is here")
+    parser.add_argument(
+        "--document_tokens", type=number, help="of a document; default: one document a row"
+    )
+    parser.add_argument(
+        "--data_tokens", type=number, help="of all data, for the days it takes (2.5e9)"
+    )
+    parser.add_argument("--sweep", action="store_true", help="lengths, up to the longest that fits")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--html", type=Path, help="a page with every buffer, as bars and tables")
+    args, flags = parser.parse_known_args(argv)
+    if args.html:
+        check_writable(args.html)
+    return args, flags
+
+
+def number(text: str) -> int:
+    """A whole one, also as 2.5e9. Raises ValueError."""
+    found = float(text)
+    if not 1 <= found < 1e18:
+        raise ValueError
+    return int(found)
+
+
+def _check(model_args: ModelArguments, args: TrainArguments) -> None:
+    """Raises UserError for runs that the plan does not know."""
+    if not (model_args.model_name_or_path or model_args.preset):
+        raise UserError("name the model to plan for: --model_name_or_path, --preset or --config")
+    if model_args.dtype not in ("auto", "bfloat16"):
+        raise UserError(
+            f"longctx plan knows runs in bfloat16, and this one is in {model_args.dtype}: leave "
+            "out --dtype, --bf16 and --fp16"
+        )
+    if model_args.class_type != "custom" and not args.gradient_checkpointing:
+        raise UserError(
+            f"longctx plan knows --class_type {model_args.class_type} with checkpointing by layer: "
+            "leave out --gradient_checkpointing false"
+        )
+
+
+def _run(model_args: ModelArguments, args: TrainArguments, document_tokens: int | None) -> Run:
+    return Run(
+        model=model_args,
+        place=args.place,
+        gpu_memory_gib=args.gpu_memory_gib,
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        exact=uses_exact_states(args, DTYPE),
+        document_tokens=document_tokens,
+    )
+
+
+def sweep(subject: Subject, run: Run, machine: Machine, host: int) -> list[Plan]:
+    """Lengths that fit, each twice the one before, and the longest."""
+    last = longest(subject, run, machine, host)
+    if last is None:
+        return []
+    end, lengths = last.run.model.seq_len, list[int]()
+    while (length := SWEEP_FROM * 2 ** len(lengths)) < end:
+        lengths.append(length)
+    tried = (plan(subject, run.having(seq_len=length), machine, host) for length in lengths)
+    return [*(planned for planned in tried if planned.fits), last]
+
+
+# --- as numbers ------------------------------------------------------------------------------
+
+
+def as_json(
+    planned: Plan, found: Sequence[Change], swept: Sequence[Plan], data_tokens: int | None
+) -> dict[str, Any]:
+    model, decision = planned.run.model, planned.decision
+    result = {
+        "model": model.preset or model.model_name_or_path,
+        "class_type": model.class_type,
+        "gpu": planned.machine.name,
+        "rates": "measured" if planned.machine.measured else "estimated",
+        "attn_backend": planned.backend,
+        "rows": planned.run.per_device_train_batch_size,
+        "passes": planned.run.gradient_accumulation_steps,
+        **_short(planned),
+        "fits": planned.fits,
+        "problem": planned.problem,
+        "gpu_limit_gib": _gib(planned.gpu_limit),
+        "host_locked_gib": _gib(decision.host.nbytes),
+        "host_limit_gib": _gib(decision.budget.host),
+        "states": describe_states(decision, DTYPE)
+        if planned.run.exact
+        else "states: torch's AdamW, in bfloat16, on the GPU",
+        "kept": describe(decision.kept.ladder) if decision.kept.ladder else "kept: layers' inputs",
+        "parts_s": {
+            name: round(value, 4)
+            for name, value in planned.seconds._asdict().items()
+            if name != "link"
+        },
+        "link_s": round(planned.seconds.link, 4),
+        "phases": [
+            {"phase": phase.name, "gib": _gib(phase.nbytes), "buffers": _gibs(phase.buffers)}
+            for phase in planned.phases
+        ],
+    }
+    if data_tokens:
+        result |= {"data_tokens": data_tokens, "days": data_tokens / planned.tokens_per_s / DAY}
+    if found:
+        result["changes"] = [{"flags": flags, **_short(change)} for flags, change in found]
+    if swept:
+        result["sweep"] = [
+            {**_short(other), "kept": describe(other.decision.kept.ladder)} for other in swept
+        ]
+    return result
+
+
+def _short(planned: Plan) -> dict[str, Any]:
+    return {
+        "seq_len": planned.run.model.seq_len,
+        "gpu_gib": _gib(planned.gpu_bytes),
+        "host_gib": _gib(planned.host_bytes),
+        "step_s": round(planned.seconds.step, 4),
+        "tokens_per_s": round(planned.tokens_per_s, 1),
+    }
+
+
+def _gib(nbytes: int) -> float:
+    return round(nbytes / GIB, 3)
+
+
+def _gibs(buffers: dict[str, int]) -> dict[str, float]:
+    return {name: _gib(nbytes) for name, nbytes in buffers.items() if nbytes}
+
+
+# --- to look at ------------------------------------------------------------------------------
+
+
+def lines_of(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the table says."""
+    most = max(result["phases"], key=lambda phase: phase["gib"])
+    buffers = sorted(most["buffers"].items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {gib:.1f}" for name, gib in buffers if gib >= 0.05)
+    parts = ", ".join(f"{name} {s:.2f}" for name, s in result["parts_s"].items())
+    lines = [
+        ("fits", "yes" if result["fits"] else f"no: {result['problem']}"),
+        (
+            "GPU",
+            f"{result['gpu_gib']:.1f} of {result['gpu_limit_gib']:.1f} GiB, in {most['phase']}: "
+            + shown,
+        ),
+        (
+            "host",
+            f"{result['host_locked_gib']:.1f} GiB locked of {result['host_limit_gib']:.1f} that "
+            f"may be; {result['host_gib']:.1f} with the process",
+        ),
+        ("", result["states"]),
+        ("", result["kept"]),
+        (
+            "seconds a step",
+            f"{result['step_s']:.3g}: {parts}; the link is busy for {result['link_s']:.2f}",
+        ),
+        ("tokens/s", f"{result['tokens_per_s']:,.0f}"),
+    ]
+    if "days" in result:
+        lines.append(("days", f"{result['days']:.3g} for {result['data_tokens']:.3g} tokens"))
+    return lines
+
+
+def title_of(result: dict[str, Any]) -> str:
+    rows = f"{result['rows'] * result['passes']} rows" if result["rows"] > 1 else "rows"
+    return (
+        f"{result['model']}, {result['class_type']}, {rows} of {result['seq_len']} tokens on "
+        f"{result['gpu']} ({result['rates']} rates, {result['attn_backend']} attention)"
+    )
+
+
+COLUMNS = ("seq_len", "gpu_gib", "host_gib", "step_s", "tokens_per_s")
+
+
+def show(result: dict[str, Any]) -> None:
+    console = Console()
+    main_table = Table(title=escape(printable(title_of(result))), show_header=False)
+    for name, text in lines_of(result):
+        main_table.add_row(name, escape(printable(text)))
+    console.print(main_table)
+    for key, title, first in (
+        ("changes", "It would fit with", ("flags",)),
+        ("sweep", "Lengths that fit", ()),
+    ):
+        rows = result.get(key, [])
+        if not rows:
+            continue
+        lines = Table(*first, *COLUMNS, title=title)
+        for row in rows:
+            lines.add_row(*(_cell(row[name]) for name in (*first, *COLUMNS)))
+        console.print(lines)
+    if not result["fits"] and not result.get("changes"):
+        print("no flag makes it fit: a smaller model, or a larger machine")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) and value < 1e4 else f"{value}"
+
+
+def write_html(path: Path, result: dict[str, Any]) -> None:
+    said = [{"what": name, "value": text} for name, text in lines_of(result)]
+    parts = [table(said, ["what", "value"])]
+    parts += [heading("A step's GPU memory by phase"), figure(_phases(result), "GiB by phase")]
+    parts += [heading("A step's time"), figure(_seconds(result), "Seconds of a step by part")]
+    if "changes" in result:
+        parts += [heading("It would fit with"), table(result["changes"])]
+    if "sweep" in result:
+        parts += [heading("Lengths that fit"), table(result["sweep"])]
+    parts.append(heading("Every large buffer"))
+    parts.append(
+        table(
+            {"phase": phase["phase"], "buffer": name, "GiB": gib}
+            for phase in result["phases"]
+            for name, gib in phase["buffers"].items()
+        )
+    )
+    parts.append(paragraph("Predicted by `longctx plan`, by arithmetic; nothing was run."))
+    write_page(path, title_of(result), parts)
+
+
+def _phases(result: dict[str, Any]) -> Any:
+    """A stacked bar a phase, and the limit."""
+    plt = pyplot()
+    phases = result["phases"]
+    drawn, axes = plt.subplots(figsize=(9, 4))
+    names = list(dict.fromkeys(name for phase in phases for name in phase["buffers"]))
+    left = [0.0] * len(phases)
+    colours = plt.get_cmap("tab20")
+    for i, name in enumerate(names):
+        widths = [phase["buffers"].get(name, 0.0) for phase in phases]
+        labels = [phase["phase"] for phase in phases]
+        axes.barh(labels, widths, left=left, label=name, color=colours(i % 20))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.axvline(result["gpu_limit_gib"], color="black", linestyle="--")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB; dashed: what may be used")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    plt.close(drawn)
+    return drawn
+
+
+def _seconds(result: dict[str, Any]) -> Any:
+    plt = pyplot()
+    drawn, axes = plt.subplots(figsize=(9, 2.2))
+    parts = {**result["parts_s"], "link, beside": result["link_s"]}
+    axes.barh(list(parts), list(parts.values()), color="tab:blue")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"seconds; a step takes {result['step_s']:.3g}")
+    plt.close(drawn)
+    return drawn

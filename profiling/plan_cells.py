@@ -1,0 +1,156 @@
+"""Predicted beside measured, for every whole step and layer in profiling/results that a plan knows.
+
+    python profiling/plan_cells.py
+
+A row that was measured before the ladder and the larger pieces (rows without `keep`) is predicted
+with what was then: x and o kept, tiles of 4096 tokens, 1 GiB of logits; where states live is always
+decided as today. Host memory is compared where a row is of a process of its own, on a machine that
+nothing else used.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from longctx.config import ModelArguments
+from longctx.memory import plan as memory_plan
+from longctx.memory.plan import GIB
+from longctx.plan import buffers, seconds
+from longctx.plan.machines import MACHINES
+from longctx.plan.predict import Plan, Run, Subject, plan
+from longctx.run.loading import load_config
+
+RESULTS = Path(__file__).parent / "results"
+PRESET = "llama-3.1-8b"
+STATES_MD = {131072: 11.65, 8192: 6.94}
+"""docs/states.md: peaks with everything on the host, in GiB, by tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    name: str
+    plan: Plan
+    measured: dict[str, float]
+
+    def errors(self) -> dict[str, float]:
+        """Relative; of what was measured."""
+        predicted = {
+            "gpu_gib": self.plan.gpu_bytes / GIB,
+            "host_gib": self.plan.host_bytes / GIB,
+            "step_s": self.plan.seconds.step,
+        }
+        return {key: predicted[key] / value - 1 for key, value in self.measured.items()}
+
+
+@contextmanager
+def logits_of_1_gib() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (memory_plan, buffers, seconds):
+            stack.enter_context(patch.object(module, "default_logits_bytes", lambda *_: GIB))
+        yield
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return [row for row in rows if row["status"] == "ok"]
+
+
+def subject(layers: int = 32, vocab: int | None = None) -> Subject:
+    config = load_config(ModelArguments(preset=PRESET, seq_len=8192), vocab_size=1)
+    config.num_hidden_layers = layers
+    config.vocab_size = vocab or config.vocab_size
+    return Subject(config)
+
+
+def run_of(row: dict[str, Any], exact: bool) -> Run:
+    settings: dict[str, Any] = {}
+    if row["class_type"] == "custom":
+        settings = dict(
+            keep="o" if row.get("keep_attention", True) else "x",
+            tile_tokens=4096,
+            head_groups=row.get("head_groups"),
+            offload_activations=row["offload"],
+        )
+    model = ModelArguments(
+        preset=PRESET,
+        class_type=row["class_type"],
+        seq_len=row["tokens"],
+        attn_backend=row["backend"],
+        **settings,
+    )
+    return Run(
+        model=model,
+        place=row.get("place", "auto"),
+        gpu_memory_gib=row.get("gpu_gib") or None,
+        per_device_train_batch_size=row.get("rows", 1),
+        exact=exact,
+    )
+
+
+def step_cells() -> Iterator[Cell]:
+    """Whole steps, of all 32 layers and of 4."""
+    whole, four = subject(), subject(layers=4)
+    for name in ("h100_states_step", "h200_states_step", "h200_step", "h200_compare"):
+        for row in rows_of(name):
+            if row["engine"] != "plain" or row["tokens"] == 196608:
+                continue  # another engine; a row whose ladder left 20 GiB of the GPU free
+            host_gib = 125 if "16 CPU" in row.get("hardware", "") else 252
+            exact = name.endswith("states_step")
+            with logits_of_1_gib():
+                planned = plan(
+                    whole if row["layers"] == 32 else four,
+                    run_of(row, exact),
+                    MACHINES[name[:4]],
+                    host_gib * GIB,
+                )
+            measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
+            if exact and row["place"] != "host":  # those two shared a process, and its slab
+                measured["host_gib"] = row["host_gib"]
+            place = f" of {row['gpu_gib']} GiB" if row.get("gpu_gib") else ""
+            place += " on the host" if row.get("place") == "host" else ""
+            what = f"{row['class_type']} {row['layers']} layers"
+            cell = f"{name[:4]}{place}: {what}, {row.get('rows', 1)} x {row['tokens']}"
+            yield Cell(name=cell, plan=planned, measured=measured)
+    for tokens, peak_gib in STATES_MD.items():
+        model = ModelArguments(preset=PRESET, seq_len=tokens, offload_activations="all")
+        planned = plan(whole, Run(model=model, place="host"), MACHINES["h200"], 252 * GIB)
+        cell = f"h200 on the host: custom 32 layers, 1 x {tokens}, today"
+        yield Cell(name=cell, plan=planned, measured={"gpu_gib": peak_gib})
+
+
+def layer_cells() -> Iterator[Cell]:
+    """Layers alone: seconds."""
+    for name in ("h200_layer", "h200_layer_long"):
+        for row in rows_of(name):
+            few = subject(layers=row["layers"], vocab=128)
+            with logits_of_1_gib():
+                planned = plan(few, run_of(row, exact=False), MACHINES["h200"], 512 * GIB)
+            groups = row["head_groups"] or "default"
+            what = f"{row['class_type']} {row['backend']}, {groups} head groups, {row['tokens']}"
+            measured = {"step_s": row["layer_s"] * row["layers"]}
+            yield Cell(name=f"h200 layers: {what}", plan=planned, measured=measured)
+
+
+def main() -> None:
+    cells = [*step_cells(), *layer_cells()]
+    for cell in cells:
+        errors = ", ".join(f"{key} {error:+.1%}" for key, error in cell.errors().items())
+        print(f"{cell.name:62} {errors}")
+    for key in ("gpu_gib", "host_gib", "step_s"):
+        errors = [abs(e[key]) for cell in cells if key in (e := cell.errors())]
+        mean, worst = statistics.mean(errors), max(errors)
+        print(f"{key}: {len(errors)} cells, mean {mean:.1%}, worst {worst:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Rows over two and four ranks (gloo): o and the gradients of attention are those of one process,
+bit by bit; but for those of a key/value head that several ranks read, which are rounded for each of
+them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_run import on_ranks
+from torch import Tensor
+
+from exactness import relative_error
+from longctx.attention.backends import Math
+from longctx.attention.documents import Documents
+from longctx.attention.protocol import QKV, Attention
+from longctx.attention.sharded import Sharded
+from longctx.attention.shards import Shards
+
+S = 48
+ROWS = {
+    "borders within shards": [[5, 19, 24]],
+    "a document a shard": [[12, 12, 12, 12]],
+    "one document": [[48]],
+    "documents of one token": [[1, 46, 1]],
+    "two rows": [[5, 43], [30, 18]],
+    "three rows": [[48], [1, 47], [24, 24]],
+}
+
+
+def run(
+    attention: Attention, tensors: list[Tensor], documents: Documents, window: int | None
+) -> dict[str, Tensor]:
+    q, k, v, do = tensors
+    o = torch.empty_like(q)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.empty(q.shape[1], len(q), dtype=wide)
+    qkv = QKV(q, k, v)
+    attention.forward(qkv, documents, 0.3, o, lse, window)
+    grads = attention.backward(do, qkv, documents, 0.3, o, lse, window)
+    return dict(zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True))
+
+
+def draw(rows: list[list[int]], heads: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [heads, kv_heads, kv_heads, heads]
+    return [torch.randn(len(rows) * S, n, 16, dtype=torch.float64).to(dtype) for n in shapes]
+
+
+def own(x: Tensor, rows: int, rank: int, ranks: int) -> Tensor:
+    """This rank's tokens of every row."""
+    return x.unflatten(0, (rows, ranks, -1))[:, rank].flatten(0, 1)
+
+
+def compare(rank: int, ranks: int) -> None:
+    for rows in ROWS.values():
+        documents = Documents.of([n for row in rows for n in row], torch.device("cpu"))
+        for kv_heads in (1, 2, 4):
+            for window in (None, 7):
+                for dtype in (torch.float32, torch.bfloat16):
+                    tensors = draw(rows, 8, kv_heads, dtype)
+                    whole = run(Math(), tensors, documents, window)
+                    truth = run(Math(), [x.double() for x in tensors], documents, window)
+                    mine = [own(x, len(rows), rank, ranks) for x in tensors]
+                    sharded = Sharded(Math(), Shards(dist.group.WORLD), rows=len(rows))
+                    found = run(sharded, mine, documents, window)
+                    for name, x in found.items():
+                        naive, true = (own(y[name], len(rows), rank, ranks) for y in (whole, truth))
+                        assert x.dtype == naive.dtype
+                        if kv_heads >= ranks or name in ("o", "dq"):
+                            assert torch.equal(x, naive), name
+                        else:
+                            assert relative_error(x, true) <= 2 * relative_error(naive, true)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_attend_as_one(ranks, tmp_path) -> None:
+    on_ranks(ranks, compare, tmp_path)

@@ -1,0 +1,99 @@
+"""Rows that two and four ranks share (gloo): the mean over the ranks of loss and gradients is as
+exact as one process is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import test_every_family
+import test_layer
+import torch
+import torch.distributed as dist
+from small_run import on_ranks
+from test_layer import assert_exact_run, batch, run
+
+from longctx.attention.shards import Shards
+from longctx.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+ROWS = [[[60, 83, 1]], [[144]], [[10, 134], [36, 108]], [[1, 2, 3, 4, 135]]]
+"""The third is a batch of two rows, the last is filled up."""
+SETTINGS = [
+    dict(offload_activations="all"),
+    dict(offload_activations="all", keep="all", tile_tokens=7, head_groups=2),
+]
+
+
+def share(model):
+    model.longctx.shards = Shards(dist.group.WORLD)
+    return model
+
+
+def own_part(inputs):
+    """This rank's tokens of every row."""
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    return inputs | Shards(dist.group.WORLD).cut(tensors)
+
+
+def mean_over_ranks(found):
+    """In fp32, as gradients are averaged."""
+    ranks = dist.get_world_size()
+
+    def mean(x):
+        wide = x.float() if x.dtype == torch.bfloat16 else x.clone()
+        dist.all_reduce(wide)
+        return (wide / ranks).to(x.dtype)
+
+    losses, grads = found
+    return mean(losses), {name: mean(grad) for name, grad in grads.items()}
+
+
+def check_exact(models, *batches) -> None:
+    truth, naive, ours = models
+    expected = [run(model, *batches) for model in (truth, naive)]
+    found = mean_over_ranks(run(share(ours), *map(own_part, batches)))
+    assert_exact_run(found, expected[1], expected[0], naive.dtype)
+
+
+def check_llama(rank: int, ranks: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16)[: 4 // ranks]:  # two ranks round as four do
+        for settings in SETTINGS:
+            models = test_layer.trio(dtype, settings, num_key_value_heads=4)
+            check_exact(models, *(batch(rows, seed) for seed in (1, 2) for rows in ROWS))
+
+
+def check_families(rank: int, ranks: int) -> None:
+    for family in ("mistral", "qwen3", "phi3-longrope", "smollm3"):
+        models = test_every_family.trio(family, torch.float32, num_key_value_heads=4)
+        check_exact(models, *(batch(rows) for rows in ROWS))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("check", [check_llama, check_families])
+def test_shared_rows_train_as_whole_ones(check, ranks, tmp_path) -> None:
+    on_ranks(ranks, check, tmp_path)
+
+
+def check_others(rank: int, ranks: int) -> None:
+    *_, model = test_layer.trio(torch.float32)
+    inputs = own_part(batch([[144]]))
+    whole = model(**batch([[144]])).loss
+    del inputs["position_ids"]  # each rank counts on from the ones before it
+    share(model)
+    loss = model(**inputs).loss.detach()
+    dist.all_reduce(loss)
+    torch.testing.assert_close(loss / ranks, whole, rtol=1e-5, atol=0)
+    with pytest.raises(UserError, match="share rows need the schedule, .* has attention_mask"):
+        model(**inputs, attention_mask=torch.ones(1, 72))
+    with pytest.raises(UserError, match="share rows need .* has output_attentions"):
+        model(**inputs, output_attentions=True)
+    model.longctx.args = replace(model.longctx.args, head_groups=1)
+    model.config.num_attention_heads = 9
+    with pytest.raises(UserError, match="2 ranks cannot share a head group of 9 query and 2 key"):
+        model(**inputs)
+
+
+def test_positions_and_what_is_refused(tmp_path) -> None:
+    on_ranks(2, check_others, tmp_path)

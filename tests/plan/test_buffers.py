@@ -1,0 +1,105 @@
+"""Buffers by name, against what torch allocates in a step of a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_model import tiny_config
+from small_states import HOST, everything_on_gpu, llama
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM
+
+from longctx.config import ModelArguments
+from longctx.memory.ladder import Keep, Rung
+from longctx.memory.plan import GIB
+from longctx.model.blocks import state_blocks
+from longctx.model.patch import patch_as
+from longctx.model.runtime import model_sizes
+from longctx.plan.buffers import Phase, scheduled_phases
+from longctx.plan.decide import Budget, Decision, decide, scheduled_work
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+T, LAYERS = 512, 3
+CPU = torch.device("cpu")
+OF_THE_MODEL = ("weights", "AdamW's states", "gradients", "libraries", "the embedding's gradient")
+
+
+def decided(model, keep: Keep, placement: str = "gpu", accumulates: bool = False) -> Decision:
+    sizes = model_sizes(model, model.longctx.args, model.dtype)
+    return decide(
+        state_blocks(model, movable=True),
+        Budget(GIB, GIB),
+        scheduled_work(sizes, T),
+        tokens=T,
+        placement=placement,
+        accumulates=accumulates,
+        sizes=sizes,
+        choose=lambda *_: LAYERS * (keep,),
+    )
+
+
+def phases_of(model, keep: Keep, placement: str = "gpu", accumulates: bool = False) -> list[Phase]:
+    decision = decided(model, keep, placement, accumulates)
+    return scheduled_phases(
+        decision, model_sizes(model, model.longctx.args, model.dtype), T, accumulates
+    )
+
+
+def activations(phase: Phase) -> int:
+    return sum(nbytes for name, nbytes in phase.buffers.items() if name not in OF_THE_MODEL)
+
+
+@pytest.mark.parametrize("keep", ["o", "h", "qkv", "all"])
+def test_the_peak_of_a_step(keep) -> None:
+    """Within a tenth. Heads in groups and few words, or the plain references would have the peak:
+    torch's attention for CPUs copies keys and values for every head, its softmax the logits."""
+    config = tiny_config(
+        vocab_size=32, num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=4
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    settings = dict(keep=keep, offload_activations="none", head_groups=4, tile_tokens=64)
+    patch_as(model, ModelArguments(**settings), CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    ids = torch.randint(32, (1, T))
+    batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(T)[None])
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        model(**batch).loss.backward()
+    found = {str(kind): n for kind, n in tracker.get_tracker_snapshot("peak")[CPU].items()}
+    kinds = ("PARAM", "BUFFER", "GRAD")
+    peak = found["Total"] - sum(found[f"_MemRefType.{kind}"] for kind in kinds)
+    phases = phases_of(model, Keep(Rung[keep.upper()]))
+    by_phase = {phase.name: activations(phase) for phase in phases}
+    planned = max(by_phase[name] for name in ("forward", "loss", "backward"))
+    assert planned == pytest.approx(peak, rel=0.1)
+
+
+def test_weights_states_and_gradients_of_each_phase() -> None:
+    """Gradients come while activations go, and are gone in the next forward."""
+    model = llama(torch.bfloat16, layers=LAYERS)
+    parameters = sum(p.numel() for p in model.parameters())
+    phases = {phase.name: phase.buffers for phase in phases_of(model, Keep())}
+    assert all(b["weights"] == 2 * parameters for b in phases.values())
+    assert all(b["AdamW's states"] == 10 * parameters for b in phases.values())
+    assert [phases[name]["gradients"] for name in ("forward", "loss")] == [0, 0]
+    assert phases["update"]["gradients"] == 2 * parameters
+    embedding = phases["embedding"]
+    assert embedding["gradients"] + embedding["the embedding's gradient"] == 2 * parameters
+    added = {phase.name: phase.buffers for phase in phases_of(model, Keep(), accumulates=True)}
+    assert {b["gradients"] for name, b in added.items() if name != "embedding"} == {4 * parameters}
+
+
+def test_on_the_host_three_blocks_weights_are_on_their_way() -> None:
+    model = llama(torch.bfloat16, layers=LAYERS)
+    decision = decided(model, Keep(Rung.O, Rung.O), "host")
+    assert [place for place in decision.places if place == HOST] == (LAYERS + 2) * [HOST]
+    assert everything_on_gpu(decision.specs[-1]) == decision.places[-1]  # norms stay
+    loss = next(p for p in phases_of(model, Keep(Rung.O, Rung.O), "host") if p.name == "loss")
+    sizes = [block.weight for block in decision.blocks]
+    assert loss.buffers["weights"] == sizes[-1]
+    assert loss.buffers["weights on their way"] == sum(sizes[1:4])  # here layers are the largest
+    assert loss.buffers["AdamW's states"] == decision.blocks[-1].states
+    assert loss.buffers["gradients"] == 0

@@ -1,0 +1,215 @@
+"""Plans of eight layers of Llama-3.1-8B: budgets, more memory, longest rows, changes, and the
+counts of seconds.py. All states are 39 GiB."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_model import tiny_config
+from transformers import BloomConfig
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.memory.ladder import Keep, Rung
+from longctx.memory.plan import GIB
+from longctx.plan.changes import changes
+from longctx.plan.machines import MACHINES, Machine, machine_named
+from longctx.plan.predict import Plan, Run, Subject, longest, plan
+from longctx.plan.seconds import attention_flops, scheduled_bytes, squared_length
+from longctx.run.loading import load_config
+from longctx.run.metrics import squared_lengths
+
+
+@cache
+def eight_layers() -> Subject:
+    config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=8192), vocab_size=1)
+    config.num_hidden_layers = 8
+    return Subject(config)
+
+
+def run(tokens: int = 8192, *, class_type: str = "custom", **options) -> Run:
+    model = ModelArguments(preset="llama-3.1-8b", class_type=class_type, seq_len=tokens)
+    return Run(model=model).having(**options)
+
+
+def card(gpu_gib: float, name: str = "rtx-4090") -> Machine:
+    return replace(MACHINES[name], gpu_gib=gpu_gib)
+
+
+def planned(gpu_gib: float, host_gib: int, tokens: int, **options) -> Plan:
+    return plan(eight_layers(), run(tokens, **options), card(gpu_gib), host_gib * GIB)
+
+
+GPUS, HOSTS = [5, 6, 8, 10, 12, 16, 24, 32, 48, 80], [16, 24, 32, 40, 48, 64, 96, 256]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    gpu=st.sampled_from(GPUS),
+    host=st.sampled_from(HOSTS),
+    tokens=st.sampled_from([512, 8192, 65536, 131072, 524288]),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "keep": st.sampled_from(["x", "o", "all"]),
+            "place": st.sampled_from(["gpu", "host"]),
+            "offload_activations": st.sampled_from(["none", "all"]),
+            "gradient_accumulation_steps": st.just(4),
+            "class_type": st.sampled_from(["vanilla", "liger"]),
+            "gpu_memory_gib": st.just(4.5),
+            "exact": st.just(False),
+        },
+    ),
+)
+def test_what_fits_is_within_its_budgets(gpu, host, tokens, options) -> None:
+    found = planned(gpu, host, tokens, **options)
+    assert found.fits == (found.problem is None)
+    assert found.problem is None or "\n" not in found.problem
+    if found.fits:
+        assert max(phase.nbytes for phase in found.phases) <= found.gpu_limit
+        assert found.gpu_limit <= found.machine.gpu_bytes
+        assert found.decision.host.nbytes <= found.decision.budget.host
+    assert min(found.seconds) >= 0
+    assert all(nbytes >= 0 for phase in found.phases for nbytes in phase.buffers.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    low=st.tuples(st.sampled_from(GPUS), st.sampled_from(HOSTS)),
+    high=st.tuples(st.sampled_from(GPUS), st.sampled_from(HOSTS)),
+    tokens=st.sampled_from([8192, 32768, 131072, 524288]),
+)
+def test_more_memory_makes_no_plan_slower(low, high, tokens) -> None:
+    """By more than HOST_PRICE, for which little memory is not locked for little time."""
+    most = (max(low[0], high[0]), max(low[1], high[1]))
+    less, more = (planned(gpu, host, tokens) for gpu, host in (low, most))
+    if less.fits:
+        assert more.fits
+        assert more.seconds.step <= 1.02 * less.seconds.step
+
+
+def test_with_everything_on_the_gpu_nothing_is_waited_for() -> None:
+    found = planned(80, 64, 8192)
+    assert found.seconds.waits == found.seconds.link == 0
+    assert found.decision.host.nbytes == 0
+    assert found.host_bytes < 3 * GIB
+
+
+def test_the_longest_row_that_fits() -> None:
+    subject, machine = eight_layers(), card(12)
+    found = longest(subject, run(), machine, 256 * GIB)
+    assert found is not None and found.fits
+    tokens = found.run.model.seq_len
+    assert tokens > 65536 and tokens % 512 == 0
+    assert not planned(12, 256, tokens + 512).fits
+    assert longest(subject, run(), card(3), 256 * GIB) is None
+
+
+# --- changes ---------------------------------------------------------------------------------
+
+
+def found_changes(request: Run, machine: Machine, host_gib: int, grows: bool = True) -> dict:
+    found = changes(eight_layers(), request, machine, host_gib * GIB, host_grows=grows)
+    assert all(change.plan.fits for change in found)
+    speeds = [change.plan.tokens_per_s for change in found if "--seq_len" not in change.flags]
+    assert speeds == sorted(speeds, reverse=True)
+    return {change.flags: change.plan for change in found}
+
+
+def test_each_change_makes_it_fit() -> None:
+    request = run(131072, place="gpu")
+    assert not plan(eight_layers(), request, card(24), 256 * GIB).fits
+    found = found_changes(request, card(24), 256)
+    assert {"--place auto", "--place host"} <= found.keys()
+    assert list(found)[-1].startswith("--seq_len ") or len(found) == 2
+
+
+def test_two_changes_where_one_is_not_enough() -> None:
+    request = run(262144, place="gpu", offload_activations="none")
+    found = found_changes(request, card(20), 256)
+    assert next(iter(found)) == "--place auto --offload_activations auto"
+
+
+def test_another_class_a_larger_host_fewer_rows() -> None:
+    found = found_changes(run(65536, class_type="vanilla"), card(24), 256)
+    assert [*found] == ["--class_type custom", "--seq_len 11264"]
+    found = found_changes(run(131072, keep="all", offload_activations="all"), card(24), 48)
+    assert [flags.split()[0] for flags in found] == [
+        "--host_memory_gib",
+        *3 * ["--keep"],
+        "--seq_len",
+    ]
+    request = run(131072, per_device_train_batch_size=8)
+    found = found_changes(request, card(16), 96)
+    assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 8" in found
+
+
+def test_nothing_helps_a_model_that_is_too_large() -> None:
+    assert found_changes(run(8192), card(8), 8, grows=False) == {}
+
+
+# --- what is asked for -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("H100", "h100"), ("RTX 4090", "rtx-4090"), ("b200", "b200")]
+)
+def test_machines_by_name(name, known) -> None:
+    assert machine_named(name) is MACHINES[known]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gpu_memory_gib": 30.0}, "--gpu_memory_gib 30 is more than the 24.0 GiB of rtx-4090"),
+        ({"attn_backend": "fa4"}, "--attn_backend fa4 is not known on rtx-4090: plan with auto or"),
+    ],
+)
+def test_what_no_machine_can_run(options, says) -> None:
+    with pytest.raises(UserError, match=says):
+        planned(24, 128, 8192, **options)
+
+
+def test_a_config_without_the_numbers() -> None:
+    with pytest.raises(UserError, match="config has no intermediate_size, which the plan needs"):
+        Subject(BloomConfig())
+
+
+# --- counts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 20, 100])
+def test_squared_lengths_are_those_of_the_metrics(window) -> None:
+    config = tiny_config("mistral", num_hidden_layers=1, sliding_window=window)
+    for tokens in (1, 7, 20, 64):
+        counted = int(squared_lengths(config, torch.arange(tokens)[None]))
+        assert squared_length(tokens, window) == counted
+
+
+def test_attention_by_documents() -> None:
+    sizes = eight_layers().sizes(run())
+    whole = attention_flops(sizes, 131072, 131072)
+    assert whole == 8 * 2 * 131072**2 * 4096
+    assert attention_flops(sizes, 131072, 8192) == whole / 16
+    ragged = attention_flops(sizes, 100, 64)
+    assert ragged == 8 * 2 * 4096 * (64**2 + 36**2)
+    short = plan(eight_layers(), run(131072, document_tokens=8192), MACHINES["h200"], 256 * GIB)
+    long = plan(eight_layers(), run(131072), MACHINES["h200"], 256 * GIB)
+    assert short.seconds.attention == pytest.approx(long.seconds.attention / 16)
+
+
+def test_head_groups_norm_once_more_each() -> None:
+    """Forward: 2 units a group; in backward too, unless q, k, v were kept."""
+    one, eight = (eight_layers().sizes(run(head_groups=groups)) for groups in (1, 8))
+    unit = 131072 * 4096 * 2
+    ladder = 8 * (Keep(Rung.O),)
+    fewer, most = (scheduled_bytes(sizes, 131072, ladder) for sizes in (one, eight))
+    more = [b - a for a, b in zip(fewer, most, strict=True)]
+    assert more == [8 * 14 * unit, 8 * 14 * unit]
+    kept = 8 * (Keep(Rung.QKV),)
+    assert scheduled_bytes(one, 131072, kept)[1] == scheduled_bytes(eight, 131072, kept)[1]

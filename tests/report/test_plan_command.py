@@ -1,0 +1,85 @@
+"""`longctx plan`: what it prints, its page and numbers, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from longctx.errors import UserError
+from longctx.report.plan import main
+
+MODEL = ["--preset", "llama-3.2-1b", "--gpu", "rtx-4090", "--host_memory_gib", "64"]
+
+
+def result(capsys, *words: str) -> dict:
+    main([*MODEL, "--json", *words])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_that_fits(capsys) -> None:
+    found = result(capsys, "--seq_len", "32768", "--data_tokens", "1e9")
+    assert found["fits"] and found["problem"] is None and "changes" not in found
+    assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()), abs=1e-3)
+    assert found["tokens_per_s"] == pytest.approx(32768 / found["step_s"], rel=1e-3)
+    assert found["days"] == pytest.approx(1e9 / found["tokens_per_s"] / 86400, rel=1e-3)
+    phases = found["phases"]
+    assert [p["phase"] for p in phases] == ["forward", "loss", "backward", "embedding", "update"]
+    assert max(p["gib"] for p in phases) == found["gpu_gib"] <= found["gpu_limit_gib"]
+    for phase in phases:
+        assert sum(phase["buffers"].values()) == pytest.approx(phase["gib"], abs=0.02)
+    assert result(capsys, "--seq_len", "32768", "--max_steps", "10")["data_tokens"] == 327680
+
+
+def test_a_recipe_and_the_lengths_that_fit(capsys, tmp_path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("preset: llama-3.2-1b\nseq_len: 8192\nplace: host\n")
+    main(["--config", str(recipe), "--gpu", "h100", "--host_memory_gib", "64", "--sweep", "--json"])
+    swept = json.loads(capsys.readouterr().out)["sweep"]
+    lengths = [row["seq_len"] for row in swept]
+    assert lengths[:3] == [4096, 8192, 16384] and lengths == sorted(lengths)
+    assert [row["step_s"] for row in swept] == sorted(row["step_s"] for row in swept)
+
+
+def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_path) -> None:
+    page = tmp_path / "plan.html"
+    words = ["--seq_len", "131072", "--offload_activations", "none", "--keep", "all"]
+    with pytest.raises(SystemExit) as ended:
+        main([*MODEL, *words, "--html", str(page)])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "no: " in said and "It would fit with" in said and "--keep auto" in said
+    text = page.read_text()
+    assert text.count("<svg") == 2 and "Every large buffer" in text and "--keep auto" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpu", "h10"], "--gpu h10: no such machine is known; did you mean h100"),
+        (["--gpu_memory_gib", "32"], "--gpu_memory_gib 32 is more than the 23.5 GiB of rtx-4090"),
+        (["--dtype", "float32"], "knows runs in bfloat16, and this one is in float32"),
+        (["--deepspeed", "ds_configs/zero3.json"], "knows runs without an engine"),
+        (
+            ["--class_type", "vanilla", "--gradient_checkpointing", "false"],
+            "--class_type vanilla with checkpointing by layer",
+        ),
+        (["--place", "host", "--optimizer_states", "as_weights"], "--place host and --save_fp32"),
+        (["--data_tokens", "many"], "--data_tokens: invalid number value: 'many'"),
+        (["--seqlen", "8192"], "unknown option --seqlen; did you mean --seq_len"),
+        (["--attn_backend", "fa4"], "--attn_backend fa4 is not known on rtx-4090"),
+        (["--seq_len", "262144"], "--seq_len 262144 is above the model's"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words, says) -> None:
+    with pytest.raises(UserError) as error:
+        main([*MODEL, *words])
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_and_a_machine_have_names(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="name the model to plan for"):
+        main(["--gpu", "h100"])
+    with pytest.raises(UserError, match=r"no GPU: name the one to plan for with --gpu \(h100"):
+        main(["--preset", "llama-3.2-1b"])
