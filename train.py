@@ -46,7 +46,7 @@ from longctx.run.loading import (
     load_config,
     load_model,
     read_config,
-    weights_bytes,
+    saved_bytes,
 )
 from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
         lock = lock_folder(output_dir) if args.process_index == 0 else None
         check_output_dir(output_dir, args, resume)
         dtype = compute_dtype(model_args, args.device)
-        size_bytes = weights_bytes(model_args, config, args.device)
+        size_bytes = saved_bytes(model_args, config, args.device)
         check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args, dtype), args)
 
     # 3. Data: documents -> tokens -> packed rows of seq_len.

@@ -20,6 +20,7 @@ from longctx.program import program
 COMMANDS = {
     "cache": "longctx.data.prune",
     "eval": "longctx.report.evaluate",
+    "merge": "longctx.lora.merge",
     "plan": "longctx.report.plan",
     "report": "longctx.report.report",
     "verify": "longctx.output.verify",

@@ -120,6 +120,24 @@ class ModelArguments:
     host_memory_gib: float | None = _option(
         None, "Host memory that states and activations may use. Default: what is available."
     )
+    lora_r: int | None = _option(
+        None, "Train LoRA adapters of this rank, by PEFT; the model itself is frozen."
+    )
+    lora_alpha: int | None = _option(
+        None, "Adapters count alpha / r times. Default: twice --lora_r."
+    )
+    lora_dropout: float = _option(0.0, "Share of an adapter's input that is dropped in training.")
+    lora_targets: list[str] | None = _option(
+        None,
+        "Linear maps that get an adapter, as q_proj v_proj. Default: all-linear, those of all "
+        "decoder layers.",
+    )
+    lora_modules_to_save: list[str] | None = _option(
+        None, "Trained as a whole beside adapters and saved with them: embed_tokens, lm_head."
+    )
+    quantize: Literal["none", "nf4"] = _option(
+        "none", "Read the weights under adapters in 4 bits, by bitsandbytes (QLoRA)."
+    )
     tokenizer_name: str | None = _option(
         None, "Tokenizer folder or hub id, when it is not the model's own."
     )

@@ -48,6 +48,8 @@ RANGES: dict[str, Range] = {
         (
             "seq_len",
             "head_groups",
+            "lora_r",
+            "lora_alpha",
             "tile_tokens",
             "sequence_parallel_size",
             "per_device_train_batch_size",
@@ -75,7 +77,7 @@ RANGES: dict[str, Range] = {
         ),
         _POSITIVE,
     ),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), _SHARE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor", "lora_dropout"), _SHARE),
     **dict.fromkeys(("seed", "data_seed"), _SEED),
     "learning_rate": Range(1e-12, 1e6),  # below, no weight of any dtype changes
     "weight_decay": Range(0, 100),
@@ -167,6 +169,11 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
             m.class_type != "custom" or m.offload_activations != "none" or t.place != "gpu"
         ),
     ),
+    (
+        "lora_alpha lora_dropout lora_targets lora_modules_to_save",
+        "--lora_r",
+        lambda m, d, t: m.lora_r is not None,
+    ),
     ("dataset_config dataset_split", "--dataset_name", lambda m, d, t: d.dataset_name),
     ("eval_steps", "--eval_strategy steps", lambda m, d, t: t.eval_strategy == "steps"),
     ("eval_delay", "--eval_strategy steps or epoch", lambda m, d, t: t.eval_strategy != "no"),
@@ -211,6 +218,15 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
 """Options, what they do nothing without, and whether that is there."""
 
 CONFLICTS: tuple[tuple[Rule, str], ...] = (
+    (
+        lambda m, d, t: m.quantize != "none" and m.lora_r is None,
+        "--quantize rounds weights, which cannot be trained then: give --lora_r, whose adapters "
+        "can, or leave it out",
+    ),
+    (
+        lambda m, d, t: m.lora_r is not None and t.save_fp32,
+        "--save_fp32 is of whole models: adapters are trained and saved in fp32 anyway",
+    ),
     (
         lambda m, d, t: t.max_steps == 0 or t.max_steps < -1,
         "--max_steps must be at least 1, or -1 to train by --num_train_epochs",

@@ -11,8 +11,9 @@ from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
     "report": {"plan", "run", "output", "data", "memory"},
-    "run": {"plan", "output", "engines", "model", "attention", "memory", "kernels"},
+    "run": {"plan", "lora", "output", "engines", "model", "attention", "memory", "kernels"},
     "plan": {"model", "memory"},
+    "lora": {"output", "model"},
     "output": {"memory"},
     "engines": {"memory"},
     "model": {"attention", "memory", "kernels"},

@@ -7,6 +7,7 @@ nobody; several exchange 8 bytes a question.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from typing import Any
@@ -59,7 +60,10 @@ def local_shard(tensor: Any) -> Any:
 
 
 def whole_numel(parameter: Any) -> int:
-    """Elements of the whole parameter, also where ZeRO-3 has put it away."""
+    """Elements of the whole parameter, also where ZeRO-3 has put it away or bitsandbytes has packed
+    it."""
+    if (state := getattr(parameter, "quant_state", None)) is not None:
+        return math.prod(state.shape)
     return getattr(parameter, "ds_numel", None) or parameter.numel()
 
 

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from longctx.model.layer import Weights
 from longctx.model.projection import Lora
 
-ADAPTED = ("peft.tuners.lora.layer.Linear",)
+ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
+QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
 """Whose forward the schedule can stand in for."""
 
 
@@ -116,6 +117,16 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         for factor in (module.lora_A[adapter].weight, module.lora_B[adapter].weight):
             if factor.dtype not in (torch.float32, dtype):
                 yield f"an adapter in {factor.dtype} over weights in {dtype} in {where}"
+
+
+def why_not_dense(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
+    """The same of a map that bitsandbytes has quantised, and of any other nothing."""
+    if not hasattr(module, "quant_state") or not hasattr(module, "compute_dtype"):
+        return
+    if getattr(module.weight, "quant_state", None) is None:
+        yield f"a weight that is still to be quantised in {where}"
+    if module.compute_dtype not in (None, dtype):
+        yield f"products in {module.compute_dtype} over weights in {dtype} in {where}"
 
 
 def _active(module: Any) -> str | None:

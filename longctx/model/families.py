@@ -33,12 +33,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longctx.model.adapters import (
     ADAPTED,
+    QUANTISED,
     Applied,
     applied,
     inner_linears,
     is_adapted,
     unwrapped,
     why_not_applied,
+    why_not_dense,
 )
 from longctx.model.layer import PROJECTIONS, Traits, Weights
 
@@ -153,7 +155,7 @@ class Family:
             "self_attn": self.known("Attention"),
             "mlp": self.known("MLP"),
             self.activation: _ACTIVATION,
-            **dict.fromkeys(self.linears, _LINEAR + ADAPTED),
+            **dict.fromkeys(self.linears, _LINEAR + QUANTISED + ADAPTED),
             **dict.fromkeys(self.norms, self.known("RMSNorm")),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
         }
@@ -359,9 +361,12 @@ def _strangers(base: Any) -> Iterator[str]:
         adapted = {name: parts[name] for name in family.linears if is_adapted(parts[name])}
         for name, module in adapted.items():
             for inner in inner_linears(module):
-                yield from _problems(inner, _LINEAR, f"{where}.{name}, inside its adapter")
+                known = _LINEAR + QUANTISED
+                yield from _problems(inner, known, f"{where}.{name}, inside its adapter")
             yield from why_not_applied(module, dtype, f"{where}.{name}")
             parts[name] = module.base_layer
+        for name in family.linears:
+            yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
         yield from _other_dtypes(parts.values(), dtype, where)
         yield from _other_settings(family, layer, parts, config, traits[i], where)
 

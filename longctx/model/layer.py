@@ -63,6 +63,7 @@ from longctx.model.projection import (
     ProjectionGradient,
     WeightGradient,
     added_up,
+    dense,
     linear,
     scaled_mm,
 )
@@ -125,6 +126,10 @@ class Weights(NamedTuple):
         """Weights that another one's parameter holds -> that one."""
         found = {"k": "q", "v": "q"} if self.qkv_in_one else {}
         return found | ({"up": "gate"} if self.gate_up_in_one else {})
+
+    def dense(self) -> Weights:
+        """Without quantised weights, for a pass."""
+        return Weights(*map(dense, self))
 
     def apart(self) -> Weights:
         w = self
@@ -714,7 +719,7 @@ class _ScheduledLayer(torch.autograd.Function):
         loras: Mapping[str, Lora],
         *weights: Tensor | None,
     ) -> Tensor:  # (T, D)
-        w = Weights(*weights).layer(loras, s.dtype)  # type: ignore[arg-type]
+        w = Weights(*weights).dense().layer(loras, s.dtype)  # type: ignore[arg-type]
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
@@ -736,7 +741,7 @@ class _ScheduledLayer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         t: Traits = ctx.traits
         s: Schedule = ctx.schedule
-        given = Weights(*ctx.saved_tensors)
+        given = Weights(*ctx.saved_tensors).dense()
         w = given.layer(ctx.loras, s.dtype)
         wants_dx = ctx.needs_input_grad[0]
         grads = Gradients(given, w, Weights(*ctx.needs_input_grad[5:]))

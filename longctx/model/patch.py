@@ -145,7 +145,7 @@ def _refuse(model: PreTrainedModel) -> None:
             "custom patches a model whose forward was exchanged already, which would be lost: "
             "patch it first"
         )
-    if getattr(model, "is_quantized", False):
+    if getattr(model, "is_quantized", False) and not getattr(model, "is_loaded_in_4bit", False):
         method = getattr(model, "quantization_method", "unknown")
         raise UserError(f"this model is quantised ({method}), which the schedule cannot run")
 

@@ -19,6 +19,9 @@ more than the product. So a factor of rank r is *spread*: high = bf16(A) and low
 hold 16 of its bits, x A' = x [high; low]' folded, and u B' takes three products in one,
 [u_high u_low u_high] [B_high B_high B_low]'. What is left out, u_low B_low', is 2^-16 of it.
 
+A quantised weight (NF4) is made dense once a pass, forward and backward: 0.4 ms a layer of 8B,
+which is then 0.41 GiB of 16-bit weights while it computes.
+
 T tokens, I features in, O features out, r ranks; weights as Hugging Face holds them, (O, I).
 """
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +97,17 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
     else:
         torch.addmm(acc, a.to(acc.dtype), b.to(acc.dtype), out=acc)
+
+
+def dense(weight: Any) -> Any:
+    """A weight (O, I) that bitsandbytes has quantised to 4 bits, as its own layers compute with it;
+    any other as it is."""
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.detach(), state)
 
 
 class WeightGradient:

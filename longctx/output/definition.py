@@ -31,6 +31,12 @@ OPTIONS = (
     "even_batches",
     # which numbers
     "rope_scaling",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
+    "lora_modules_to_save",
+    "quantize",
     "dtype",
     "bf16",
     "fp16",

@@ -29,6 +29,8 @@ from longctx.config import ModelArguments, expanded, installed
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, one_line, print_rank0
+from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
+from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
 from longctx.model.families import FAMILIES, has_windows, head_dim
 from longctx.model.patch import patch_as
 from longctx.presets import PRESETS
@@ -73,6 +75,8 @@ def load_config(
             f"--head_groups {args.head_groups} must divide the model's {kv_heads} key/value heads"
         )
     _check_context(config, args)
+    check_lora(args, config)
+    check_quantize(args)
     return config
 
 
@@ -88,7 +92,7 @@ def read_config(args: ModelArguments) -> PretrainedConfig:
     if adapter:  # transformers would put it into the model, whoever's that is
         raise UserError(
             f"{args.model_name_or_path} holds an adapter ({Path(adapter).name}) and a run trains "
-            "whole models: merge it into its model first (PEFT's merge_and_unload)"
+            "whole models, or new adapters: merge it into its model first (longctx merge)"
         )
     layers = getattr(config, "num_hidden_layers", 1)
     if not 1 <= layers <= MOST_LAYERS:
@@ -146,6 +150,13 @@ def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.
     return sum(p.numel() for p in model.parameters()) * _dtype(args.dtype, device).itemsize
 
 
+def saved_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
+    """The size of the weights in a checkpoint: the model's, or its adapters'."""
+    if args.lora_r is not None:
+        return adapter_bytes(args, config)
+    return weights_bytes(args, config, device)
+
+
 def load_model(
     args: ModelArguments,
     config: PretrainedConfig,
@@ -153,7 +164,8 @@ def load_model(
     device: torch.device,
     engine: Engine | None = None,
 ) -> PreTrainedModel:
-    """The model in `args.dtype`, patched as `args.class_type` says; prints what was patched.
+    """The model in `args.dtype`, patched as `args.class_type` says, in a PeftModel if it gets
+    adapters; prints what was patched.
 
     Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
     parts); a preset's are random (seed them with `transformers.set_seed`).
@@ -171,6 +183,8 @@ def load_model(
                 attn_implementation=attention,
                 trust_remote_code=args.trust_remote_code,
             )
+        if args.quantize != "none":
+            quantise_(model, device)
     else:
         name, where = _pretrained(args)
         try:
@@ -184,6 +198,7 @@ def load_model(
                 output_loading_info=True,
                 generation_config=_generation(args, config),
                 **where,
+                **quantised_loading(args, dtype, device),
             )
         except torch.OutOfMemoryError:
             raise
@@ -199,10 +214,14 @@ def load_model(
         if "gguf_file" in where:
             forget_gguf(model)
     patched = patch_as(model, args, device)
-    print_rank0(
+    line = (
         f"{args.class_type}: {type(model).__name__}, "
         f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
     )
+    if args.lora_r is not None:
+        model, adapters = add_adapters(model, args)
+        line += f"; {adapters}{'' if args.quantize == 'none' else ' over NF4'}"
+    print_rank0(line)
     return model
 
 

@@ -52,10 +52,13 @@ def device_peak_tflops(device: torch.device) -> float | None:
 
 
 def matmul_parameters(model: PreTrainedModel) -> int:
-    """Parameters that multiply every token: all but the input embedding (tied lm_head counts)."""
+    """Parameters that multiply every token: all but the input embedding (tied lm_head counts). Two
+    thirds of what is frozen: its products give no gradient of the weight."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = lm_head.weight is embedding.weight
-    return sum(whole_numel(p) for p in model.parameters() if tied or p is not embedding.weight)
+    counted = [p for p in model.parameters() if tied or p is not embedding.weight]
+    frozen = sum(whole_numel(p) for p in counted if not p.requires_grad)
+    return sum(map(whole_numel, counted)) - frozen // 3
 
 
 def squared_lengths(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  # (B, S)

@@ -46,6 +46,11 @@ def parse_args(
         print_rank0(line)
     rehearse(args, args.max_steps)
     model_args = _with_dtype(model_args, args, engine)
+    if model_args.lora_r is not None and engine.shards_states:
+        raise UserError(
+            "--lora_r is for runs without an engine, which hold an adapter's states on one GPU: "
+            "leave out --deepspeed and --fsdp"
+        )
     if engine.exact_states:
         uses_exact_states(args, compute_dtype(model_args, args.device))
     return model_args, data_args, args, engine

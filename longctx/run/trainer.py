@@ -18,6 +18,8 @@ from longctx.config import TrainArguments, with_our_options
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
+from longctx.lora.adapters import Reached
+from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
 from longctx.output.definition import Run
@@ -117,6 +119,8 @@ class LongTrainer(ExactTrainer):
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
             self.add_callback(Reserve(patched, -(-self.row_tokens // ranks_a_row)))
+        if inside_peft(model) is not model:
+            self.add_callback(Reached(model))
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
         spare_reporters(self.callback_handler)

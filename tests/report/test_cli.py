@@ -29,6 +29,7 @@ def test_the_module_is_the_command(module: str) -> None:
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [
         "cache",
         "eval",
+        "merge",
         "plan",
         "report",
         "verify",

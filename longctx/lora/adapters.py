@@ -1,0 +1,174 @@
+"""Adapters on a model that train.py loads: r (I + O) numbers in fp32 for each map (O, I).
+
+check_lora       what the options name is in the model, before its weights are read
+adapter_bytes    what a checkpoint of it holds
+add_adapters     PEFT's LoraConfig on the model; the rest is frozen
+Reached          after the first step: training got to every adapter
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, TrainerCallback
+
+from longctx.config import ModelArguments, expanded, installed
+from longctx.errors import UserError
+from longctx.model.adapters import inside_peft
+from longctx.model.families import base_of, why_not_scheduled
+
+ALL_LINEAR = "all-linear"
+_ENDS = ("embed_tokens", "lm_head")
+"""What `--lora_modules_to_save` may name."""
+
+
+def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
+    """Raises UserError for an option that names nothing in the model, or what cannot train."""
+    if args.lora_r is None:
+        return
+    if not installed("peft"):
+        raise UserError("--lora_r needs PEFT: pip install 'longctx[lora]'")
+    saved = args.lora_modules_to_save or []
+    for name in saved:
+        if name not in _ENDS:
+            raise UserError(f"--lora_modules_to_save {name}: {_nearest(name, _ENDS)}")
+    if saved and getattr(config, "tie_word_embeddings", False):
+        raise UserError(
+            "--lora_modules_to_save: this model's lm_head is its embedding, and copies of them "
+            "would be trained apart: leave it out, or train the whole model"
+        )
+    skeleton = _skeleton(config)
+    if skeleton is not None and args.lora_targets:
+        linears = _linears(skeleton)
+        for target in args.lora_targets:
+            _check_target(target, linears, args)
+
+
+def _check_target(target: str, linears: dict[str, nn.Linear], args: ModelArguments) -> None:
+    if target == ALL_LINEAR:
+        if len(args.lora_targets or ()) > 1:
+            raise UserError(f"--lora_targets {ALL_LINEAR} names all there are: leave out the rest")
+        return
+    if target in _ENDS:
+        raise UserError(
+            f"--lora_targets {target}: it is trained as a whole, with --lora_modules_to_save "
+            f"{target}; an adapter on it would need all logits at once"
+        )
+    if not any(_names(target, path) for path in linears):
+        endings = {path.rpartition(".")[2] for path in linears if path not in _ENDS}
+        raise UserError(f"--lora_targets {target}: {_nearest(target, endings)}")
+
+
+def _names(target: str, path: str) -> bool:
+    """As PEFT matches a list of targets."""
+    return path == target or path.endswith(f".{target}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=2, cutoff=0.3) or names[:2]
+    return f"the model has no such part; did you mean {' or '.join(close)}? All: {', '.join(names)}"
+
+
+def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
+    """Of a saved adapter, without making it; 0 for a class that is not transformers' own."""
+    skeleton = _skeleton(config)
+    if skeleton is None or args.lora_r is None:
+        return 0
+    total = 0
+    for path, linear in _linears(skeleton).items():
+        targets = args.lora_targets or [ALL_LINEAR]
+        if path not in _ENDS and any(t == ALL_LINEAR or _names(t, path) for t in targets):
+            total += args.lora_r * (linear.in_features + linear.out_features)
+    saved = len(args.lora_modules_to_save or ())
+    return 4 * (total + saved * config.vocab_size * config.hidden_size)
+
+
+def _skeleton(config: PretrainedConfig) -> nn.Module | None:
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        return None
+    with torch.device("meta"):
+        model: nn.Module = kind(config)
+    return model
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
+    """The PeftModel around `model`, of which adapters alone are trained, and a few words on them.
+    Raises UserError where the schedule would leave it to Hugging Face's layers."""
+    import peft
+
+    assert args.lora_r is not None
+    targets = args.lora_targets or [ALL_LINEAR]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha or 2 * args.lora_r,
+        lora_dropout=args.lora_dropout,
+        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        modules_to_save=args.lora_modules_to_save,
+        base_model_name_or_path=_base_name(args),
+    )
+    adapted = peft.get_peft_model(model, config)
+    config.base_model_name_or_path = _base_name(args)  # where to find it from any folder
+    if args.class_type == "custom":
+        base = base_of(inside_peft(adapted))
+        if base is not None and (reason := why_not_scheduled(base)):
+            raise UserError(f"--lora_r: the schedule would not run, for {reason}")
+    else:
+        # Reentrant checkpoints of frozen inputs have no gradient at all.
+        adapted.enable_input_require_grads()
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    count = sum("lora_A" in name for name, _ in adapted.named_parameters())
+    said = f"LoRA of rank {args.lora_r} on {count} maps, {trained / 1e6:.2f}M parameters trained"
+    return adapted, said
+
+
+def _base_name(args: ModelArguments) -> str | None:
+    name = args.model_name_or_path
+    folder = None if name is None else expanded(name)
+    return name if folder is None or not folder.exists() else os.path.abspath(folder)
+
+
+class Reached(TrainerCallback):
+    """An adapter that gets no gradient is an error, not a run that trains less than it says."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.missing = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._reached(name))
+            for name, parameter in self.missing.items()
+        ]
+
+    def _reached(self, name: str) -> Any:
+        def reached(parameter: Any) -> None:
+            self.missing.pop(name, None)
+
+        return reached
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.missing:
+            raise UserError(
+                f"training does not reach {len(self.missing)} of the weights it should train: "
+                f"{', '.join(_first(self.missing))}"
+            )
+
+
+def _first(names: Iterable[str]) -> Iterator[str]:
+    for i, name in enumerate(names):
+        if i == 3:
+            yield "..."
+            return
+        yield name

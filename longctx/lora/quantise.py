@@ -1,0 +1,65 @@
+"""`--quantize nf4`: the decoder layers' linear maps in 4 bits, by bitsandbytes, under adapters.
+
+Each weight is the nearest of 16 values of a normal distribution, times a scale of its block of 64,
+which has 8 bits itself (double quantisation): 4.13 bits a weight. QLoRA: Dettmers et al. 2023,
+arXiv 2305.14314. Pretrained weights are quantised as they are read, one after the other; a preset's
+once the model is made. Embedding, norms and lm_head stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from longctx.config import ModelArguments, installed
+from longctx.errors import UserError
+
+
+def check_quantize(args: ModelArguments) -> None:
+    """Raises UserError where weights cannot be quantised."""
+    if args.quantize == "none":
+        return
+    if not installed("bitsandbytes"):
+        raise UserError("--quantize nf4 needs bitsandbytes: pip install 'longctx[lora]'")
+    if str(args.model_name_or_path).endswith(".gguf"):
+        raise UserError(
+            "--quantize nf4 and a GGUF file: give the model that the file was made from"
+        )
+
+
+def quantised_loading(
+    args: ModelArguments, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """What `from_pretrained` takes besides."""
+    if args.quantize == "none":
+        return {}
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def quantise_(model: Any, device: torch.device) -> None:
+    """The same of a model in memory: its layers, in place, on `device`."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for path, linear in list(model.model.layers.named_modules()):
+        if not isinstance(linear, nn.Linear):
+            continue
+        made = Linear4bit(
+            *(linear.in_features, linear.out_features, linear.bias is not None),
+            compute_dtype=linear.weight.dtype,
+            quant_type="nf4",
+            device="meta",
+        )
+        made.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+        made.bias = linear.bias
+        parent, _, name = path.rpartition(".")
+        setattr(model.model.layers.get_submodule(parent), name, made.to(device))
+    model.is_loaded_in_4bit = True  # PEFT looks for it

@@ -1,0 +1,283 @@
+"""LoRA in runs of train.py: what is trained, saved, resumed, merged, and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import logged, prepare, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+from longctx import cli
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.lora.adapters import Reached, adapter_bytes, check_lora
+from longctx.run.loading import load_config
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("plain_kernels")
+LORA = ["--lora_r", "4", "--max_steps", "4", "--learning_rate", "0.02"]
+KINDS = {
+    "fp32": [],
+    "vanilla": ["--class_type", "vanilla"],
+    "bf16": ["--dtype", "bfloat16"],
+    "bf16, on the host": ["--dtype", "bfloat16", "--place", "host"],
+    "dropout": ["--dtype", "bfloat16", "--lora_dropout", "0.3"],
+    "some": ["--lora_targets", "v_proj", "o_proj", "down_proj", "--lora_alpha", "16"],
+    "vanilla dropout": ["--class_type", "vanilla", "--lora_dropout", "0.3"],
+}
+
+
+@pytest.fixture(scope="module")
+def flags(plain_kernels, tmp_path_factory) -> list[str]:
+    return [*prepare(tmp_path_factory.mktemp("small")), *LORA]
+
+
+@pytest.fixture(scope="module")
+def finished(flags, tmp_path_factory):
+    """The folder of a run of that kind, made when it is first asked for; read only."""
+
+    @cache
+    def finished(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("finished") / "run"
+        run(flags, folder, *KINDS[kind])
+        return folder
+
+    return finished
+
+
+def base_of(flags: list[str]) -> str:
+    return flags[flags.index("--model_name_or_path") + 1]
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls_and_adapters_alone_are_saved(finished, kind) -> None:
+    losses = [line["loss"] for line in logged(finished(kind))]
+    assert losses[-1] < losses[0] - 0.1
+    for folder in ("checkpoint-4", "final"):
+        weights = adapter(finished(kind) / folder)
+        assert all("lora_" in name for name in weights)
+        assert {x.dtype for x in weights.values()} == {torch.float32}
+        assert any(x.any() for name, x in weights.items() if "lora_B" in name)
+        assert not list((finished(kind) / folder).glob("model*.safetensors"))
+
+
+def test_the_class_types_train_the_same(finished) -> None:
+    ours, theirs = (adapter(finished(kind) / "final") for kind in ("fp32", "vanilla"))
+    assert ours.keys() == theirs.keys() and len(ours) == 2 * 7 * 2
+    for name, x in theirs.items():
+        assert (ours[name] - x).norm() <= 1e-4 * x.norm(), name
+    losses = [[line["loss"] for line in logged(finished(kind))] for kind in ("fp32", "vanilla")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_schedule_ran(flags, tmp_path, capsys) -> None:
+    run(flags, tmp_path / "run", "--max_steps", "1")
+    out = capsys.readouterr().out
+    assert "LoRA of rank 4 on 14 maps" in out and "Hugging Face's layers" not in out
+
+
+def test_places_change_no_bit(finished) -> None:
+    for folder in ("checkpoint-2", "final"):
+        ours, other = (adapter(finished(k) / folder) for k in ("bf16", "bf16, on the host"))
+        assert all(torch.equal(ours[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_bit_by_bit(flags, finished, tmp_path, kind) -> None:
+    begun = Path(shutil.copytree(finished(kind), tmp_path / "run"))
+    resume = ["--resume_from_checkpoint", str(begun / "checkpoint-2")]
+    run(flags, begun, *KINDS[kind], *resume)
+    for name in ("checkpoint-4", "final"):
+        ours, truth = adapter(begun / name), adapter(finished(kind) / name)
+        assert all(torch.equal(ours[n], x) for n, x in truth.items()), name
+    states = sorted((finished(kind) / "checkpoint-4").glob("optimizer.*.safetensors"))
+    assert bool(states) == ("bf16" in " ".join(KINDS[kind]) or "bfloat16" in KINDS[kind])
+    for path in states:
+        assert path.read_bytes() == (begun / "checkpoint-4" / path.name).read_bytes()
+    losses = [[line["loss"] for line in logged(f)] for f in (begun, finished(kind))]
+    assert losses[0] == losses[1]
+
+
+def test_another_rank_is_another_run(flags, finished, tmp_path) -> None:
+    begun = shutil.copytree(finished("fp32"), tmp_path / "run")
+    with pytest.raises(UserError, match="lora_r 4 -> 8"):
+        run(flags, begun, "--lora_r", "8", "--resume_from_checkpoint", "last")
+
+
+def test_peft_loads_it_and_merging_gives_the_same_model(flags, finished, tmp_path) -> None:
+    final = finished("fp32") / "final"
+    config = json.loads((final / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == base_of(flags) and config["lora_alpha"] == 8
+    plain = AutoModelForCausalLM.from_pretrained(base_of(flags)).eval()
+    ids = torch.arange(5, 25)[None]
+    before = plain(ids).logits
+    adapted = peft.PeftModel.from_pretrained(plain, str(final)).eval()
+    logits = adapted(ids).logits
+    assert (logits - before).abs().max() > 0.1
+    assert adapted.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 23)
+    cli.run(["merge", str(final), "--output", str(tmp_path / "new" / "merged")])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "merged").eval()
+    torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-4)
+    assert not list((tmp_path / "new").glob(".incomplete*"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "merged")
+    assert len(tokenizer) == merged.config.vocab_size
+    assert cli.run(["verify", str(tmp_path / "new" / "merged")]) is None
+
+
+def test_modules_to_save(flags, tmp_path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base_of(flags))
+    model.config.tie_word_embeddings = False
+    untied = type(model)(model.config)
+    untied.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(base_of(flags)).save_pretrained(tmp_path / "model")
+    flags = [*flags, "--model_name_or_path", str(tmp_path / "model"), "--dtype", "bfloat16"]
+    more = ["--lora_modules_to_save", "lm_head", "embed_tokens"]
+    run(flags, tmp_path / "run", *more)
+    truth = adapter(tmp_path / "run" / "final")
+    whole = [x for name, x in truth.items() if "lora_" not in name]
+    assert [x.dtype for x in whole] == [torch.bfloat16] * 2
+    more += ["--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2")]
+    run(flags, tmp_path / "run", *more)
+    again = adapter(tmp_path / "run" / "final")
+    assert all(torch.equal(again[name], x) for name, x in truth.items())
+    cli.run(["merge", str(tmp_path / "run" / "final"), "--output", str(tmp_path / "merged")])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    head = next(x for name, x in truth.items() if "lm_head" in name)
+    assert torch.equal(merged.lm_head.weight.to(head.dtype), head)
+
+
+def test_qlora(flags, tmp_path, capsys) -> None:
+    """Both class types train the same adapters over the same 4 bits; a preset has them too."""
+    pytest.importorskip("bitsandbytes")
+    found = []
+    for kind in ("custom", "vanilla"):
+        folder = tmp_path / kind
+        more = ["--class_type", kind, "--quantize", "nf4", "--dtype", "bfloat16"]
+        run(flags, folder, *more)
+        truth = adapter(folder / "final")
+        resume = ["--resume_from_checkpoint", str(folder / "checkpoint-2")]
+        run(flags, folder, *more, *resume)
+        assert all(torch.equal(adapter(folder / "final")[n], x) for n, x in truth.items())
+        found.append([line["loss"] for line in logged(folder)])
+    out = capsys.readouterr().out
+    assert "over NF4" in out and "Hugging Face's layers" not in out
+    assert found[0] == pytest.approx(found[1], rel=0.02) and found[0][-1] < found[0][0] - 0.1
+    cli.run(["merge", str(tmp_path / "custom" / "final"), "--output", str(tmp_path / "merged")])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.float32
+    at = flags.index("--model_name_or_path")
+    flags = [*flags[:at], *flags[at + 2 :], "--preset", "tiny", "--quantize", "nf4"]
+    losses = [line["loss"] for line in run(flags, tmp_path / "preset", "--max_steps", "2")]
+    assert losses[1] < losses[0]
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+
+
+def test_quantising_needs_adapters_and_bitsandbytes(flags, tmp_path, monkeypatch) -> None:
+    at = flags.index("--lora_r")
+    with pytest.raises(UserError, match="--quantize rounds weights.*--lora_r"):
+        run([*flags[:at], *flags[at + 2 :]], tmp_path / "run", "--quantize", "nf4")
+    monkeypatch.setattr("longctx.lora.quantise.installed", lambda name: False)
+    with pytest.raises(UserError, match="needs bitsandbytes: pip install"):
+        run(flags, tmp_path / "run", "--quantize", "nf4")
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "rank": (["--lora_r", "0"], "--lora_r must be at least 1"),
+    "dropout": (["--lora_dropout", "1"], "--lora_dropout must be below 1"),
+    "target": (["--lora_targets", "q_pro"], "q_pro: .*did you mean q_proj or .*All: "),
+    "one of targets": (["--lora_targets", "q_proj", "w1"], "--lora_targets w1: the model has no"),
+    "all and one": (["--lora_targets", "all-linear", "q_proj"], "leave out the rest"),
+    "head": (["--lora_targets", "lm_head"], "--lora_modules_to_save lm_head"),
+    "embedding": (["--lora_targets", "embed_tokens"], "--lora_modules_to_save embed_tokens"),
+    "module": (["--lora_modules_to_save", "head"], "did you mean lm_head"),
+    "tied": (["--lora_modules_to_save", "lm_head"], "lm_head is its embedding"),
+    "fp32": (["--save_fp32"], "--save_fp32 is of whole models"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_is_read(flags, tmp_path, case) -> None:
+    more, says = REFUSED[case]
+    with pytest.raises(UserError, match=says) as error:
+        train.main([*flags, "--output_dir", str(tmp_path / "run"), *more])
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "checkpoint-2").exists()
+
+
+def test_options_without_a_rank_are_said(flags, tmp_path, capsys) -> None:
+    at = flags.index("--lora_r")
+    run([*flags[:at], *flags[at + 2 :]], tmp_path / "run", "--lora_alpha", "3", "--max_steps", "1")
+    assert "--lora_alpha needs --lora_r" in capsys.readouterr().out
+
+
+def test_without_peft(flags, monkeypatch) -> None:
+    monkeypatch.setattr("longctx.lora.adapters.installed", lambda name: False)
+    args = ModelArguments(lora_r=2)
+    with pytest.raises(UserError, match=r"pip install 'longctx\[lora\]'"):
+        check_lora(args, load_config(ModelArguments(), vocab_size=64))
+
+
+def test_the_size_of_an_adapter(finished, flags) -> None:
+    args = ModelArguments(lora_r=4, model_name_or_path=base_of(flags), seq_len=64)
+    config = load_config(args, vocab_size=1)
+    held = sum(x.nbytes for x in adapter(finished("fp32") / "final").values())
+    assert adapter_bytes(args, config) == held
+
+
+def test_an_adapter_that_is_not_reached_is_an_error() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    reached = Reached(model)
+    model[0](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(UserError, match=r"does not reach 2 of .*: 1.weight, 1.bias$"):
+        reached.on_pre_optimizer_step()
+
+
+MERGES: dict[str, tuple[Any, str]] = {
+    "no adapter": (lambda f: (f / "adapter_config.json").unlink(), "holds no adapter"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "cannot merge"),
+    "no json": (lambda f: (f / "adapter_config.json").write_text("{"), "cannot merge"),
+    "no model": (lambda f: _change(f, base_model_name_or_path=None), "give --model"),
+    "gone": (lambda f: _change(f, base_model_name_or_path="/no/such"), "cannot merge"),
+    "not finite": (lambda f: _poison(f), "cannot merge"),
+    "nothing": (lambda f: None, ""),
+}
+
+
+def _change(folder: Path, **values: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _poison(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = adapter(folder)
+    next(iter(weights.values())).fill_(float("nan"))
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("case", MERGES)
+def test_what_cannot_be_merged(finished, tmp_path, case) -> None:
+    change, says = MERGES[case]
+    final = Path(shutil.copytree(finished("fp32") / "final", tmp_path / "final"))
+    change(final)
+    command = ["merge", str(final), "--output", str(tmp_path / "merged")]
+    if not says:
+        cli.run([*command, "--dtype", "bfloat16"])
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
+        says = "exists"
+    with pytest.raises(UserError, match=says) as error:
+        cli.run(command)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.glob(".incomplete*"))
