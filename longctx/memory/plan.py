@@ -55,6 +55,14 @@ class Sizes:
     """Of each layer's attention; empty: none has any."""
     qk_norms: bool = False
     """q and k have norms, which take copies of them."""
+    trains_weights: bool = True
+    """Some layer's; else they have no gradients."""
+    dense_bytes: int = 0
+    """Of a layer's weights while it computes, where they are quantised."""
+    rank: int = 0
+    """Of adapters, at most,"""
+    drops: bool = False
+    """whose input has dropout."""
     tile_tokens: int | None = None
     """None: by size."""
     head_groups: int | None = None
@@ -99,23 +107,35 @@ class Sizes:
         product, and h, n2 and their gradients."""
         rows = min(tokens, self.tile_tokens or default_tile_tokens(self.intermediate))
         gradients = (12 + self.itemsize) * self.intermediate + 4 * self.heads * self.head_dim
+        tile = (3 * self.intermediate + 4 * self.hidden) * self.itemsize
+        tile += 2 * self.intermediate * self.itemsize if self.drops else 0  # masked, and the mask
         return {
-            "the MLP's gradients, fp32": gradients * self.hidden,
-            "a tile of the MLP": rows * (3 * self.intermediate + 4 * self.hidden) * self.itemsize,
+            "the MLP's gradients, fp32": gradients * self.hidden * self.trains_weights,
+            "a tile of the MLP": rows * (tile + self._rank_bytes()),
+            **self._dense_parts(),
         }
+
+    def _rank_bytes(self) -> int:
+        """A token's numbers inside an adapter: in fp32 twice and once, and spread."""
+        return self.rank * (12 + 3 * self.itemsize)
+
+    def _dense_parts(self) -> dict[str, int]:
+        return {"a layer's dense weights": self.dense_bytes} if self.dense_bytes else {}
 
     def _attention_parts(self, tokens: int) -> dict[str, int]:
         """The MLP's gradients, rounded; dk and dv; a group's q, k, v and do, and their gradients,
         which flash-attention sums in fp32; q and k once more, if they are normed."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = 3 * self.intermediate + wide
         groups = self.head_groups or default_head_groups(tokens, self.kv_heads)
         group = (3 * wide + 4 * narrow) * self.itemsize
         group += 4 * (wide + 2 * narrow) if self.itemsize < 4 else 0
         group += (wide + narrow) * self.itemsize if self.qk_norms else 0
         return {
-            "the MLP's gradients": (3 * self.intermediate + wide) * self.hidden * self.itemsize,
+            "the MLP's gradients": weights * self.hidden * self.itemsize * self.trains_weights,
             "dk, dv": tokens * 2 * narrow * self.itemsize,
-            "a head group": tokens * (group // groups),
+            "a head group": tokens * (group // groups + self._rank_bytes()),
+            **self._dense_parts(),
         }
 
     def _unit(self, tokens: int) -> int:

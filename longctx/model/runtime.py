@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from longctx.model.families import (
     base_of,
     has_windows,
     head_dim,
+    layer_adapters,
     layer_weights,
     model_traits,
     windows,
@@ -164,6 +166,10 @@ def model_sizes(
     """The dimensions of a model that the schedule knows, patched or not."""
     config, base = model.config, base_of(model)
     assert base is not None
+    weights = [layer_weights(layer) for layer in base.layers]
+    matrices = [x for w in weights for x in w if x is not None]
+    adapters = [x for layer in base.layers for x in layer_adapters(layer).values()]
+    packed = [state for w in weights[0] if (state := getattr(w, "quant_state", None)) is not None]
     return Sizes(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -175,7 +181,11 @@ def model_sizes(
         itemsize=dtype.itemsize,
         stream_itemsize=(stream_dtype or dtype).itemsize,
         windows=tuple(windows(config)),
-        qk_norms=layer_weights(base.layers[0]).q_norm is not None,
+        qk_norms=weights[0].q_norm is not None,
+        trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),
+        dense_bytes=sum(math.prod(state.shape) * dtype.itemsize for state in packed),
+        rank=max((len(x.a) for x in adapters), default=0),
+        drops=any(x.dropout for x in adapters),
         tile_tokens=args.tile_tokens,
         head_groups=args.head_groups,
     )

@@ -117,6 +117,8 @@ def _check(model_args: ModelArguments, args: TrainArguments) -> None:
             f"longctx plan knows runs in bfloat16, and this one is in {model_args.dtype}: leave "
             "out --dtype, --bf16 and --fp16"
         )
+    if model_args.lora_r is not None:
+        raise UserError("longctx plan knows runs that train all weights: leave out --lora_r")
     if model_args.class_type != "custom" and not args.gradient_checkpointing:
         raise UserError(
             f"longctx plan knows --class_type {model_args.class_type} with checkpointing by layer: "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from small_families import FAMILIES, family_config
-from test_cost import CPU, MemTracker, activations
+from test_cost import CPU, MemTracker, activations, llamas_over_plan, make_step
 from test_layer import (
     LADDER,
     PACKED,
@@ -31,6 +31,7 @@ import longctx
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.memory.ladder import gpu_bytes
 from longctx.model.families import FAMILIES as FAMILY_OF
 from longctx.model.families import layer_adapters, why_not_scheduled
 from longctx.model.layer import PROJECTIONS
@@ -501,6 +502,38 @@ def test_nothing_is_allocated_for_frozen_weights(monkeypatch) -> None:
     plain = AutoModelForCausalLM.from_config(family_config("llama")).train()
     longctx.patch(plain, **settings)
     assert peak(ours) <= peak(plain) - 3 * 4 * D * F
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(head_groups=1), dict(head_groups=4), dict(head_groups=4, keep="all")],
+    ids=["one group", "groups", "all kept"],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_peak_is_what_the_plan_leaves_room_for(settings, dropout, monkeypatch) -> None:
+    """As far from the plan as full fine-tuning's."""
+    T, V = 512, 32
+    step = make_step(offload_activations="none", **settings)
+    model = peft.get_peft_model(step.model, lora(r=4, lora_dropout=dropout))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    llamas = llamas_over_plan(offload_activations="none", **settings)
+    track = MemTracker._track_module_params_and_buffers
+    monkeypatch.setattr(  # its hooks want gradients everywhere
+        *(MemTracker, "_track_module_params_and_buffers"),
+        lambda self, module, install_grad_hooks=False: track(self, module, False),
+    )
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        model(**step.batch).loss.backward()
+    peak = activations(tracker.get_tracker_snapshot("peak")[CPU])
+    sizes = step.model.longctx.sizes(step.model)
+    assert not sizes.trains_weights and sizes.rank == 4 and sizes.drops == bool(dropout)
+    planned = gpu_bytes(sizes, T, step.model.longctx.store.ladder)
+    planned += sizes.working_bytes(T, logits_bytes=T * V * 4)
+    copied = 64 * 4 * (8 + 2 * 4) * 8  # q, k and v in one, hidden in full fine-tuning
+    assert abs(peak - planned - llamas) <= copied
 
 
 @pytest.mark.gpu
