@@ -10,6 +10,7 @@ nothing else used.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -142,6 +143,7 @@ def layer_cells() -> Iterator[Cell]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     cells = [*step_cells(), *layer_cells()]
     for cell in cells:
         errors = ", ".join(f"{key} {error:+.1%}" for key, error in cell.errors().items())
