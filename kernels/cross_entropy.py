@@ -187,7 +187,10 @@ def _cross_entropy_kernel(
     # -inf it is -1e30 and the sum is 0; for any other slice the sum is at least 1. So a pair is
     # never two zeros. z_y is one of z and changes nothing, but makes the pair depend on its load.
     top = tl.maximum(tl.maximum(tl.max(z, axis=0), z_y), -1e30)
-    total = tl.sum(tl.exp(z - top), axis=0)
+    weights, own_top = tl.exp(z - top), top
+    total = tl.sum(weights, axis=0)
+    if HAS_SMOOTHING:
+        z_sum = tl.sum(tl.where(mask, z, 0.0), axis=0)
     if PARTS > 1 or OVERLAPS:
         words_ptr += row * WORDS
         tops, totals = _exchange(words_ptr, part, top, total, PARTS, LANES)
@@ -198,7 +201,6 @@ def _cross_entropy_kernel(
     z_y = tl.where(label >= 0, z_y, float("nan"))
     loss = lse - (1 - label_smoothing) * z_y + z_loss * lse * lse
     if HAS_SMOOTHING:
-        z_sum = tl.sum(tl.where(mask, z, 0.0), axis=0)
         if PARTS > 1:
             one = tl.full((), 1.0, tl.float32)  # marks the pair: z_sum may be 0
             _, z_sums = _exchange(words_ptr + PARTS, part, one, z_sum, PARTS, LANES)
@@ -213,7 +215,11 @@ def _cross_entropy_kernel(
         scale = tl.where(label == -100, 0.0, scale)
         p_scale = scale * (1 + 2 * z_loss * lse)
         y_scale = scale * (1 - label_smoothing)
-        grad = p_scale * tl.exp(z - lse) - tl.where(offs == label, y_scale, 0.0)
+        if HAS_SOFTCAP:  # z stays in registers for its derivative: so not its exponential
+            grad = p_scale * tl.exp(z - lse)
+        else:
+            grad = weights * (p_scale * tl.exp(own_top - lse))
+        grad -= tl.where(offs == label, y_scale, 0.0)
         if HAS_SMOOTHING:
             grad -= scale * label_smoothing / V
         if HAS_SOFTCAP:

@@ -9,20 +9,30 @@ budget of `--budgets`, enforced in torch's allocator, and keeps what is fastest 
 weights and gradients are part, an optimizer is not.
 
 writes OUTPUT.json, a row a measurement, and OUTPUT.png. In a row `budget_gib` is what custom might
-use, `peak_gib` what was in use at most, `s` the median of `--repeats` after one more. `behind` in
-the file lists custom's rows beside a peer that is faster in no more memory than custom's budget.
+use, `peak_gib` what was in use at most, `s` the median of `--repeats` (of fewer where they take
+more than ENOUGH_S) after one more. `behind` in the file lists custom's rows beside a peer that is
+faster in no more memory than custom's budget.
+
+custom and its peers have processes of their own for each model (Liger-Kernel patches transformers
+for a whole process); on a machine of several GPUs that many run side by side, one a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
+import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import torch
@@ -42,6 +52,8 @@ from profiling.build import VOCABULARY
 from profiling.results import write_results
 
 GIB = 2**30
+ENOUGH_S = 5.0
+SIDES = ("peers", "custom")
 Row = dict[str, Any]
 Batch = dict[str, Tensor]
 MODELS: dict[str, tuple[str, int | None]] = {
@@ -58,20 +70,20 @@ PEERS = [
 COLOURS = {"none": "#c44e52", "layers": "#dd8452", "selective": "#937860", "custom": "#4c72b0"}
 
 
+PACKED = "32768 tokens, packed documents"
+KINDS = ("8192 tokens", PACKED, "32768 tokens", "131072 tokens")
+
+
 def batches() -> dict[str, Batch]:
-    """Name of a kind of row -> the row, on the CPU."""
+    """Of each kind a row, on the CPU."""
 
     def one(tokens: int) -> Batch:
         ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
         return dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens)[None])
 
     packed = PackedRows(1, 32768, VOCABULARY)[0]
-    return {
-        "8192 tokens": one(8192),
-        "32768 tokens, packed documents": {name: x[None] for name, x in packed.items()},
-        "32768 tokens": one(32768),
-        "131072 tokens": one(131072),
-    }
+    whole = {kind: one(int(kind.split()[0])) for kind in KINDS}
+    return whole | {PACKED: {name: x[None] for name, x in packed.items()}}
 
 
 # --- measuring -------------------------------------------------------------------------------
@@ -97,7 +109,9 @@ def build(preset: str, layers: int | None, peer: Row | None, tokens: int) -> Any
             config, dtype=torch.bfloat16, attn_implementation=attention
         )
     patch_as(model.train(), args, device)
-    if peer is not None:
+    if peer is None:
+        model.longctx.strict = True
+    else:
         prepare_peer(model, peer)
     return model
 
@@ -117,6 +131,8 @@ def measure(model: Any, batch: Batch, repeats: int) -> Row:
                 seconds.append(start.elapsed_time(stop) / 1e3)
             else:
                 torch.cuda.reset_peak_memory_stats()
+            if sum(seconds) > ENOUGH_S:
+                break
     except torch.OutOfMemoryError:
         return {"status": "oom"}
     finally:
@@ -176,23 +192,53 @@ def alone() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def run(args: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
-
-    def add(**row: Any) -> None:
-        print(row, flush=True)
-        rows.append(row)
-        write_results(with_ending(args.output, ".json"), rows, extra={"behind": behind(rows)})
-
-    for name in args.models:
-        for kind, batch in batches().items():
-            batch = {name: x.cuda() for name, x in batch.items()}
-            for peer in PEERS:
-                with alone():
-                    add(model=name, rows=kind, **peer_row(peer, MODELS[name], batch, args.repeats))
-            with alone():
+def measure_side(name: str, side: str, args: argparse.Namespace) -> Iterator[Row]:
+    """What one process measures."""
+    for kind, batch in batches().items():
+        if kind not in args.rows:
+            continue
+        batch = {name: x.cuda() for name, x in batch.items()}
+        rows = {"model": name, "rows": kind}
+        with alone():
+            if side == "custom":
                 for row in custom_rows(args.budgets, MODELS[name], batch, args.repeats):
-                    add(model=name, rows=kind, **row)
+                    yield {**rows, **row}
+                continue
+        for peer in PEERS:
+            with alone():
+                yield {**rows, **peer_row(peer, MODELS[name], batch, args.repeats)}
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """All rows, written as they come; each child prints its own as lines of JSON."""
+    rows: list[Row] = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else map(str, range(torch.cuda.device_count()))
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in names:
+        free.put(gpu)
+    one_at_a_time = Lock()
+
+    def child(name: str, side: str) -> int:
+        gpu = free.get()
+        command = [sys.executable, *sys.argv, "--child", name, side]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                if not line.startswith("{"):
+                    continue
+                with one_at_a_time:
+                    rows.append(json.loads(line))
+                    found = {"behind": behind(rows)}
+                    write_results(with_ending(args.output, ".json"), rows, extra=found)
+        free.put(gpu)
+        return process.returncode
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        jobs = [pool.submit(child, name, side) for name in args.models for side in SIDES]
+    if any(job.result() for job in jobs):
+        sys.exit("error: a part of the front failed (above); what is there is written")
     return rows
 
 
@@ -270,10 +316,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="files are OUTPUT.json, .png")
     parser.add_argument("--budgets", type=float, nargs="+", default=[12, 24, 40, 80, 138])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: the front is of GPU memory: this machine has no GPU")
+    if args.child:
+        for row in measure_side(*args.child, args):
+            print(json.dumps(row), flush=True)
+        return
     rows = run(args)
     draw(rows).savefig(with_ending(args.output, ".png"), dpi=110, bbox_inches="tight")
     for text in behind(rows) or ["nowhere is a peer faster in the same memory"]:

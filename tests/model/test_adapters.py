@@ -562,8 +562,8 @@ def test_llama_8b_dimensions_in_bf16(dropout) -> None:
 
 @pytest.mark.gpu
 def test_the_peak_of_llama_8b_layers_on_a_gpu() -> None:
-    """Two layers of Llama-3.1-8B at 32768 tokens with r = 16, the fp32 adapters spread: no more
-    than full fine-tuning's activations, and none of its 0.72 GiB of weight gradients."""
+    """Two layers of Llama-3.1-8B at 32768 tokens with r = 16, the fp32 adapters spread: x and o of
+    both, 1 GiB, and 0.89 to work with; none of full fine-tuning's 0.72 of weight gradients."""
     tokens, device = 32768, torch.device("cuda")
     config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=tokens), vocab_size=1)
     config.num_hidden_layers, config.vocab_size = 2, 1024
@@ -580,4 +580,4 @@ def test_the_peak_of_llama_8b_layers_on_a_gpu() -> None:
         torch.cuda.reset_peak_memory_stats()
         model(**inputs).loss.backward()
     peak_gib = (torch.cuda.max_memory_allocated() - before_bytes) / 2**30
-    assert peak_gib < 1.7, f"{peak_gib:.2f} GiB"
+    assert peak_gib < 1.9, f"{peak_gib:.2f} GiB"
