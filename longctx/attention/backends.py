@@ -131,6 +131,7 @@ class FlashAttention4(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        out: QKV | None = None,
     ) -> QKV:
         # dq is summed with atomics otherwise, in an order that changes from run to run.
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -139,13 +140,17 @@ class FlashAttention4(Attention):
                 f"flash-attn-4 has no deterministic backward for this GPU ({_sm(do.device)}): "
                 "use --attn_backend flash"
             )
-        grads = self._backward(
+        dq, dk, dv = out or (None, None, None)
+        grads = self._backward(  # dq is written after o was read
             *(*qkv, o, do, lse),
             softmax_scale=scale,
             deterministic=deterministic,
+            dq=dq,
+            dk=dk,
+            dv=dv,
             **self._options(documents, window),
         )
-        return QKV(*grads)
+        return out or QKV(*grads)
 
     @staticmethod
     def _options(documents: Documents, window: int | None) -> dict[str, Any]:
@@ -190,6 +195,7 @@ class Flash(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        out: QKV | None = None,
     ) -> QKV:
         bounds, longest = documents.cu_seqlens, max(documents.lengths)
         no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
@@ -199,7 +205,7 @@ class Flash(Attention):
             scale=scale,
             **self._sides(window),
         )
-        return QKV(*grads)
+        return QKV(*grads).copied(out)
 
     @staticmethod
     def _sides(window: int | None) -> dict[str, int]:
@@ -230,12 +236,12 @@ class PerDocument(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        out: QKV | None = None,
     ) -> QKV:
-        whole = QKV(*map(torch.empty_like, qkv))
+        whole = QKV(*map(torch.empty_like, qkv)) if out is None else out
         for doc in documents.slices():
             grads = self.document_backward(do[doc], qkv.of(doc), scale, o[doc], lse[:, doc], window)
-            for out, grad in zip(whole, grads, strict=True):
-                out[doc] = grad
+            QKV(*grads).copied(whole.of(doc))
         return whole
 
     @abstractmethod

@@ -33,6 +33,14 @@ class QKV(NamedTuple):
     def of(self, tokens: slice) -> QKV:
         return QKV(self.q[tokens], self.k[tokens], self.v[tokens])
 
+    def copied(self, out: QKV | None) -> QKV:
+        """In `out`, if it is given."""
+        if out is None:
+            return self
+        for there, here in zip(out, self, strict=True):
+            there.copy_(here)
+        return out
+
 
 class Attention(ABC):
     """A backend. Tensors may be strided views; o and lse are written where they lie."""
@@ -58,4 +66,5 @@ class Attention(ABC):
         o: Tensor,  # (T, H, d)
         lse: Tensor,  # (H, T)
         window: int | None = None,
+        out: QKV | None = None,  # written, and returned; its q may be o
     ) -> QKV: ...  # dq, dk, dv

@@ -66,13 +66,15 @@ class Sharded(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
+        out: QKV | None = None,
     ) -> QKV:
         *whole, do, o = self._to_heads([*self._for_all(qkv), do, o])
         grads = self.attention.backward(
             do, QKV(*whole), documents, scale, o, self._of_heads(lse), window
         )
         dq, dk, dv = self._to_tokens(grads)
-        return QKV(dq, *(_sum_repeated(grad, qkv.k.shape[1]) for grad in (dk, dv)))
+        dk, dv = (_sum_repeated(grad, qkv.k.shape[1]) for grad in (dk, dv))
+        return QKV(dq, dk, dv).copied(out)
 
     def _for_all(self, qkv: QKV) -> QKV:
         """Key/value heads as often as there are ranks that read them."""

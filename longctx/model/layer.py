@@ -66,6 +66,7 @@ from longctx.model.projection import (
     dense,
     linear,
     scaled_mm,
+    sum_dtype,
 )
 
 NORMS = ("norm1", "norm2", "q_norm", "k_norm")
@@ -458,8 +459,9 @@ def mlp_forward(
 class Gradients:
     """What the layer's parameters get: `wants` says which, each is rounded when it is complete."""
 
-    def __init__(self, given: Weights, w: Layer, wants: Weights) -> None:
-        self.given, self.w, self.wants = given, w, wants
+    def __init__(self, given: Weights, w: Layer, wants: Weights, sums: int) -> None:
+        """Each is a sum over so many tiles; what is multiplied in the end counts as one more."""
+        self.given, self.w, self.wants, self.sums = given, w, wants, sums
         self.done: dict[str, Tensor | None] = {}
         self._gate_up: Tensor | None = None
 
@@ -471,7 +473,8 @@ class Gradients:
     def projection(self, name: str, base: WeightGradient | None = None) -> ProjectionGradient:
         wants, held = self.wants, self.given.in_one.get(name, name)
         if base is None:
-            base = WeightGradient(getattr(wants, name), getattr(wants, f"{name}_bias"))
+            dtype = sum_dtype(getattr(self.given, name), self.sums)
+            base = WeightGradient(getattr(wants, name), getattr(wants, f"{name}_bias"), dtype=dtype)
         a, b = (getattr(wants, f"{held}_{factor}") for factor in "ab")
         return ProjectionGradient(getattr(self.w, name), base, a=a, b=b)
 
@@ -480,7 +483,8 @@ class Gradients:
             return self.projection("gate"), self.projection("up")
         halves = [WeightGradient(False), WeightGradient(False)]
         if self.wants.gate:
-            self._gate_up = torch.empty_like(self.given.gate, dtype=torch.float32)
+            dtype = sum_dtype(self.given.gate, self.sums)
+            self._gate_up = torch.empty_like(self.given.gate, dtype=dtype)
             halves = [WeightGradient(True, into=half) for half in self._gate_up.chunk(2)]
         return self.projection("gate", halves[0]), self.projection("up", halves[1])
 
@@ -609,16 +613,14 @@ def attention_backward_(
         if w.o.adapter is not None and v is not None:
             for tile in s.tiles(len(do)):
                 w.o.adapter.add_input_grad_(do[tile], v[tile], tile, t.residual, group.q)
-        do = do.unflatten(1, (-1, s.head_dim))
-        o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
+        dk, dv = dkv[:, group.kv], dkv[:, Kd:][:, group.kv]
+        do, dq, dk, dv = (x.unflatten(1, (-1, s.head_dim)) for x in (do, o[:, group.q], dk, dv))
         with annotate("attention"):
-            dq, dk, dv = s.attention.backward(
-                *(do, ready, s.documents, t.scale, o_group, lse[group.lse], s.window(t))
+            s.attention.backward(
+                *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
+                out=QKV(dq, dk, dv),
             )
         unattended_(dq, dk, qkv, w, t, s, group, d_norms)
-        o[:, group.q] = dq.flatten(1)
-        dkv[:, group.kv] = dk.flatten(1)
-        dkv[:, Kd:][:, group.kv] = dv.flatten(1)
 
     for i, group in enumerate(each("head group", split_heads(w, s))):
         run(i, group)
@@ -646,6 +648,7 @@ def input_backward_(
     d_qkv = WeightGradient(
         bool(wants.q or wants.k or wants.v),
         bool(wants.q_bias or wants.k_bias or wants.v_bias),
+        dtype=sum_dtype(whole, grads.sums) if given.q.dtype == s.dtype else torch.float32,
     )
     d_adapters = [grads.projection(name, WeightGradient(False)) for name in "qkv"]
     d_norm1 = grads.norm("norm1")
@@ -744,8 +747,9 @@ class _ScheduledLayer(torch.autograd.Function):
         given = Weights(*ctx.saved_tensors).dense()
         w = given.layer(ctx.loras, s.dtype)
         wants_dx = ctx.needs_input_grad[0]
-        grads = Gradients(given, w, Weights(*ctx.needs_input_grad[5:]))
         tiles = s.tiles(dy.shape[0])
+        sums = len(tiles) + (t.residual != 1.0)
+        grads = Gradients(given, w, Weights(*ctx.needs_input_grad[5:]), sums)
         kept = s.store.load(ctx.saved, tiles)
         x = kept["x"]
         if x is ctx.x() and x._version != ctx.version:  # a user's own, as inputs_embeds

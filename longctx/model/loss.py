@@ -10,9 +10,9 @@ The gradients are computed in forward, chunk by chunk, and backward only scales 
     d_hidden = d_logits @ weight
     d_weight = sum over chunks of d_logits.T @ hidden, accumulated in fp32
 
-Rows whose label is ignored are dropped before the first product. FLOPs per remaining token: 6 V D
-(2 V D without gradients). Saved for backward: d_hidden (T, D) and the fp32 d_weight (V, D), which
-is rounded once, in backward, together with the scale.
+Rows whose label is ignored are dropped before the first product, where they are more than a few
+(DROPPED). FLOPs per remaining token: 6 V D (2 V D without gradients). Saved for backward: d_hidden
+(T, D) and the fp32 d_weight (V, D), which is rounded once, in backward, together with the scale.
 
 Precision. The logits are fp32 even for 16-bit operands, because rounding a logit of 10 to bf16
 moves its probability by 2%; the softmax gradient is rounded once, to the operands' dtype, for the
@@ -138,10 +138,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = (grad and n for n in ctx.needs_input_grad[:3])
         grad = needs_hidden or needs_weight or needs_bias
         (T, D), V, device = hidden.shape, weight.shape[0], hidden.device
-        kept = _kept_rows(labels, V)  # None if every row counts
-        n = T if kept is None else len(kept)
+        kept, counted = _kept_rows(labels, V)
+        n = T if kept is None else counted
 
-        count = max(1, n) if count is None else count
+        count = max(1, counted) if count is None else count
         scale = torch.as_tensor(count, dtype=torch.float32, device=device).reciprocal()
         # fp16 gradients get 8 more bits above the smallest number: |d_logits| <= 256, far from
         # 65504.
@@ -220,21 +220,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None, None, None, None
 
 
-def _kept_rows(labels: Tensor, vocab: int) -> Tensor | None:
-    """Indices of the rows that count, or None if all do. Raises ValueError for a label outside [0,
-    vocab).
+DROPPED = 0.01
+"""Of all rows: so many are dropped if they do not count. Gathering the others costs as much as the
+loss of 375 / V of them; where documents are packed only the first token of each does not count."""
+
+
+def _kept_rows(labels: Tensor, vocab: int) -> tuple[Tensor | None, int]:
+    """Indices of the rows to compute, or None for all; how many count. Raises ValueError for a
+    label outside [0, vocab).
     """
     if labels.numel() == 0:
-        return None
-    kept = labels != IGNORE_INDEX
-    inside = labels.masked_fill(~kept, 0)
-    # One read-back for the three numbers; the second only if something is ignored.
-    n, low, high = torch.stack([kept.sum(), inside.amin(), inside.amax()]).tolist()
+        return None, 0
+    counts = labels != IGNORE_INDEX
+    inside = labels.masked_fill(~counts, 0)
+    # One read-back for the three numbers; the second only if rows are dropped.
+    n, low, high = torch.stack([counts.sum(), inside.amin(), inside.amax()]).tolist()
     if low < 0 or high >= vocab:
         raise ValueError(
             f"labels must be in [0, {vocab}) or {IGNORE_INDEX}, got values in [{low}, {high}]"
         )
-    return None if n == len(labels) else kept.nonzero().squeeze(1)
+    few = len(labels) - n <= DROPPED * len(labels)
+    return (None if few else counts.nonzero().squeeze(1)), n
 
 
 def linear_cross_entropy(

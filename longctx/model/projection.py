@@ -12,7 +12,9 @@ above and 2 r I for u, which is computed again. u and v are (T, r).
 
 A weight's gradient is a sum over tiles of tokens, dW = sum_t dy_t' x_t. Adding bf16 tiles loses a
 bit with every doubling of their number; here the sum stays in an fp32 buffer that the matrix unit
-adds into (`addmm` with an fp32 output), and is rounded to the weight's dtype at the end.
+adds into (`addmm` with an fp32 output), and is rounded to the weight's dtype at the end. A sum of
+one tile is rounded by the matrix unit: 4 bytes a weight written and read less (3% of a step of
+Llama-3.1-8B at 8192 tokens).
 
 Adapters are fp32 where the rest has 16 bits (PEFT's default), and converting x to fp32 would cost
 more than the product. So a factor of rank r is *spread*: high = bf16(A) and low = bf16(A - high)
@@ -110,6 +112,16 @@ def dense(weight: Any) -> Any:
     return dequantize_4bit(weight.detach(), state)
 
 
+LARGE = 2**23
+"""Elements of a product whose sum cuBLAS does not split, to add the parts in 16 bits."""
+
+
+def sum_dtype(weight: Tensor, tiles: int) -> torch.dtype:
+    """Of the sum that becomes a weight's gradient."""
+    rounds_once = tiles == 1 and weight.is_cuda and weight.numel() >= LARGE
+    return weight.dtype if rounds_once else torch.float32
+
+
 class WeightGradient:
     """The gradient of a linear map's weight and bias over tiles of tokens; nothing if frozen."""
 
@@ -117,10 +129,11 @@ class WeightGradient:
         self,
         weight: bool,
         bias: bool = False,
-        into: Tensor | None = None,  # (O, I) fp32: where the weight's adds up
+        into: Tensor | None = None,  # (O, I): where the weight's adds up
+        dtype: torch.dtype = torch.float32,  # of this sum, without `into`
     ) -> None:
         self._wants_weight, self._wants_bias = weight, bias
-        self._into = into
+        self._into, self._dtype = into, dtype
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
 
@@ -129,7 +142,7 @@ class WeightGradient:
             if self._weight is None:
                 shape = (dy.shape[1], x.shape[1])
                 if self._into is None:
-                    self._into = torch.empty(shape, dtype=torch.float32, device=x.device)
+                    self._into = torch.empty(shape, dtype=self._dtype, device=x.device)
                 self._weight, self._into = self._into, None
                 mm(dy.t(), x, out=self._weight)
             else:
@@ -139,7 +152,7 @@ class WeightGradient:
             self._bias = total if self._bias is None else self._bias.add_(total)
 
     def round(self, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor | None, Tensor | None]:
-        """`scale` times the weight's (O, I) and the bias's (O,) gradient; frees the fp32 sums."""
+        """`scale` times the weight's (O, I) and the bias's (O,) gradient; frees the sums."""
         sums = (self._weight, self._bias)
         self._weight = self._bias = None
         if scale != 1.0:

@@ -78,10 +78,14 @@ def test_against_truth(name, dtype, H, K, d, lengths) -> None:
     o = wide[:, :H]  # a slice of a wider buffer, as a head group writes it
     lse = torch.full((H, T), torch.nan, device=DEVICE)
     attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse)
-    grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse)
+    given = o.clone()
+    dkv = torch.full((T, 2 * K, d), torch.nan, device=DEVICE, dtype=dtype)
+    out = QKV(o, *dkv.split(K, dim=1))  # as the layer has them: dq in o's place
+    grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, out=out)
+    assert all(x is y for x, y in zip(grads, out, strict=True))
     assert wide[:, H:].isnan().all()
     for label, ours, plainly, true in zip(
-        "o dq dk dv".split(), (o, *grads), naive, truth, strict=True
+        "o dq dk dv".split(), (given, *grads), naive, truth, strict=True
     ):
         assert_exact(label, ours, plainly, true)
 
