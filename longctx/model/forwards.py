@@ -43,7 +43,7 @@ from longctx.model.families import (
 from longctx.model.layer import Schedule, final_norm, scheduled_layer
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import linear_cross_entropy
-from longctx.model.runtime import Runtime, make_schedule, runtime_of
+from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
 
 IGNORED = -100
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -322,12 +322,13 @@ def _scheduled_forward(
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
     whole = shards.whole(position_ids) if shards else position_ids
     documents, real = Documents.of_batch(whole, attention_mask, bounds)
-    longest = whole.max()  # padding's too, as in Hugging Face's models
+    if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
+        base.rotary_emb(x[:1, :1], whole.max().view(1, 1))
     x, positions = x.reshape(B * S, D), position_ids.flatten()
     if real is not None:
         x, positions = x[real], positions[real]
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
-        schedule = make_schedule(base, runtime, x, positions, documents, longest, B)
+        schedule = make_schedule(base, runtime, positions, documents, B)
         for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
             # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
             # that Hugging Face's layer class would put around the schedule.

@@ -225,18 +225,13 @@ def patched_part(model: nn.Module) -> Any | None:
 def make_schedule(
     base: Any,
     runtime: Runtime,
-    x: Tensor,  # (T, D)
     position_ids: Tensor,  # (T,)
     documents: Documents,
-    longest: Tensor,  # (): the largest position of the batch
     rows: int,
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
     the key/value heads, and heads that the ranks of a row cannot share."""
     config, args, tokens = base.config, runtime.args, position_ids.numel()
-    rotary = base.rotary_emb
-    # Called for its side effect: dynamic RoPE sets inv_freq by the largest position.
-    rotary(x[None, :1], longest.view(1, 1))
     heads = kv_heads(config)
     head_groups = args.head_groups or default_head_groups(tokens, heads)
     if heads % head_groups:
@@ -253,9 +248,8 @@ def make_schedule(
         traits=model_traits(base),
         documents=documents,
         position_ids=position_ids,
-        # A copy: LongRoPE overwrites it in the next forward, which may come before this backward.
-        inv_freq=rotary.inv_freq.to(torch.float32, copy=True),
-        attention_scaling=rotary.attention_scaling,
+        inv_freq=base.rotary_emb.inv_freq.to(torch.float32, copy=follows_positions(base)),
+        attention_scaling=base.rotary_emb.attention_scaling,
         head_dim=base.layers[0].self_attn.head_dim,
         eps=config.rms_norm_eps,
         attention=attention,
@@ -264,6 +258,13 @@ def make_schedule(
         head_groups=head_groups,
         dtype=runtime.dtype,
     )
+
+
+def follows_positions(base: Any) -> bool:
+    """Whether RoPE's frequencies depend on the batch, and are overwritten by the next forward,
+    which may come before this backward (transformers' dynamic_rope_update)."""
+    kind = getattr(base.rotary_emb, "rope_type", "default")
+    return "dynamic" in kind or kind == "longrope"
 
 
 def _check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:

@@ -89,6 +89,8 @@ class LongTrainer(ExactTrainer):
             row_tokens=args.per_device_train_batch_size * seq_len,
             **kwargs,
         )
+        # Batches lie in pinned memory: nobody has to wait for their copies.
+        self.accelerator.dataloader_config.non_blocking = True
         self._dtype = model.dtype  # FSDP2 makes fp32 of it
         self._staging: Path | None = None
         self._run = run

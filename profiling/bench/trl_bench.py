@@ -6,14 +6,18 @@
 A step is all that its trainer does from one step's end to the next: loader, forward, backward,
 clipping, optimizer and the logged line. Each row is `tokens` long and packed from documents of 500
 to 9000 random tokens; all trainers get the same rows in the same order, and the first token of a
-document is no label. `step_s` is the median after two steps, `peak_gib` and `reserved_gib` are the
-peaks of these steps; `loss` and `grad_norm`, the last step's, must agree between trainers.
+document is no label. `step_s` is the mean of `--repeats` steps after two more, `peak_gib` and
+`reserved_gib` are their peaks; `loss` and `grad_norm`, the last one's, must agree between trainers.
+`idle` is the share of IDLE_STEPS further ones in which the GPU neither computes nor copies, as
+torch's profiler saw it, which recorded nothing of the host.
 
 class_type `trl` is SFTTrainer with packing (attention by documents over bounds that its collator
 makes, with an int as the longest), flash-attn-4, Liger's kernels, and its own lm_head with loss in
 chunks. checkpointing `selective` is its `gradient_checkpointing_kwargs={"selective": True}`, which
 needs attention to be an operator of torch (peers.py); offload=all its `activation_offloading`.
 `liger`, `vanilla` and `custom` are train.py's trainer, as in step_bench.py.
+
+`gpu_gib` is custom's budget of GPU memory (0: all).
 
 states `as_weights`: weights and AdamW in bf16. `fp32`: custom, liger and vanilla have exact AdamW
 over bf16 weights, TRL fp32 weights under bf16 autocast.
@@ -24,14 +28,16 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
@@ -42,7 +48,7 @@ from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_ca
 
 SHORTEST, LONGEST = 500, 9000
 """Tokens of a document."""
-WARM_UP_STEPS = 2
+WARM_UP_STEPS, IDLE_STEPS = 2, 4
 GIB = 2**30
 DEFAULTS: Case = {
     "class_type": "trl",
@@ -53,6 +59,7 @@ DEFAULTS: Case = {
     "offload": None,
     "backend": "fa4",
     "states": "as_weights",
+    "gpu_gib": 0,
 }
 PUBLISHED = [
     dict(class_type=class_type, checkpointing=checkpointing)
@@ -190,23 +197,48 @@ def long_trainer(case: Case, rows: PackedRows, folder: Path) -> Any:
 
 
 class StepClock(TrainerCallback):
-    """When each step ended, with what the GPU still does for it."""
+    """Seconds and memory of `repeats` steps, and the GPU's idle time in the steps after them. No
+    step of these waits for the GPU but where its trainer does."""
 
     reads_weights = False
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    def __init__(self, repeats: int) -> None:
+        self.last = WARM_UP_STEPS + repeats
+        self.repeats, self.row = repeats, {}
+        self.profiler = profile(activities=[ProfilerActivity.CUDA])
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-            if len(self.ends) < WARM_UP_STEPS:
+    def on_step_end(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+        on_gpu, step = torch.cuda.is_available(), state.global_step
+        if on_gpu and step in (WARM_UP_STEPS, self.last, self.last + IDLE_STEPS):
+            torch.cuda.synchronize()
+        if step == WARM_UP_STEPS:
+            self.begin = time.perf_counter()
+            if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-        self.ends.append(time.perf_counter())
+        elif step == self.last:
+            self.row["step_s"] = (time.perf_counter() - self.begin) / self.repeats
+            if on_gpu:
+                self.row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+                self.row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+                self.profiler.start()
+        elif on_gpu and step == self.last + IDLE_STEPS:
+            self.profiler.stop()
+            self.row["idle"] = idle_share(
+                (event.start_ns(), event.start_ns() + event.duration_ns())
+                for event in self.profiler.profiler.kineto_results.events()
+                if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+            )
 
-    def step_s(self) -> float:
-        ends = self.ends[WARM_UP_STEPS - 1 :]
-        return statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+def idle_share(busy: Iterable[tuple[int, int]]) -> float:
+    """Of the time from the first to the last of these intervals, what none of them covers."""
+    intervals = sorted(busy)
+    first = end = intervals[0][0]
+    idle = 0
+    for start, stop in intervals:
+        idle += max(0, start - end)
+        end = max(end, stop)
+    return idle / (end - first)
 
 
 def run_case(case: Case, repeats: int) -> dict[str, Any]:
@@ -219,8 +251,9 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     args = ModelArguments(preset=case["preset"], seq_len=case["tokens"], extend_context=True)
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = case["layers"] or config.num_hidden_layers
-    rows = PackedRows(WARM_UP_STEPS + repeats, case["tokens"], config.vocab_size)
-    clock = StepClock()
+    steps = WARM_UP_STEPS + repeats + (IDLE_STEPS if torch.cuda.is_available() else 0)
+    rows = PackedRows(steps, case["tokens"], config.vocab_size)
+    clock = StepClock(repeats)
     try:
         with tempfile.TemporaryDirectory() as folder:
             if case["class_type"] == "trl":
@@ -232,13 +265,9 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     except (OutOfMemory, torch.OutOfMemoryError) as error:
         print(error, file=sys.stderr)
         return {**case, "status": "oom"}
-    step_s = clock.step_s()
-    row = {**case, "step_s": step_s, "tokens_per_s": case["tokens"] / step_s}
-    last = [line for line in trainer.state.log_history if "loss" in line][-1]
-    row |= {"loss": last["loss"], "grad_norm": last["grad_norm"]}
-    if torch.cuda.is_available():
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-        row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    row = {**case, **clock.row, "tokens_per_s": case["tokens"] / clock.row["step_s"]}
+    logged = [line for line in trainer.state.log_history if line.get("step") == clock.last]
+    row |= {name: logged[0][name] for name in ("loss", "grad_norm")}
     row["status"] = "ok"
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 
