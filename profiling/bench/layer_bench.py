@@ -78,7 +78,10 @@ def h200_cases() -> list[Case]:
     families = [
         dict(preset=preset, layers=1, backend="fa4", **settings)
         for preset in ("qwen3-8b", "qwen2.5-7b", "mistral-7b", "phi-4")
-        for settings in (dict(class_type="custom"), dict(class_type="liger"))
+        for settings in (
+            dict(class_type="custom"),
+            dict(class_type="liger", checkpointing="selective", offload="none"),
+        )
     ]
     return [*long, *peers, *extreme, *families]
 
