@@ -112,10 +112,11 @@ class ModelArguments:
         "auto", "custom: what is kept lives on the GPU, in host memory, or fills the GPU first."
     )
     head_groups: int | None = _option(
-        None, "custom: parts in which attention runs. More need less memory. Default: by length."
+        None,
+        "custom: parts in which attention runs; more need less memory. Default: by what is free.",
     )
     tile_tokens: int | None = _option(
-        None, "custom: tokens the token-wise work takes at a time. Default: by the model."
+        None, "custom: tokens the token-wise work takes at a time. Default: by what is free."
     )
     host_memory_gib: float | None = _option(
         None, "Host memory that states and activations may use. Default: what is available."

@@ -41,8 +41,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
-from longctx.memory.ladder import States, describe, host_bytes
-from longctx.memory.store import free_gpu_bytes
+from longctx.memory.plan import Pending
 from longctx.model.patch import patch_as
 from longctx.report.page import pyplot, with_ending
 from longctx.run.loading import _hf_attention, load_config
@@ -151,14 +150,16 @@ def spend(model: Any, tokens: int, budget_bytes: int) -> str:
     device, runtime = model.device, model.longctx
     capacity = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / capacity), device)
-    left = budget_bytes - torch.cuda.memory_allocated(device)
-    sizes, gradients = runtime.sizes(model), sum(p.nbytes for p in model.parameters())
-    free = min(left, free_gpu_bytes(device)) - int(0.015 * budget_bytes)
-    room = runtime.store.host_bytes()
-    ladder = runtime.choose(sizes, tokens, free, room, States(gradients=gradients))
-    runtime.reserved_tokens = tokens
-    runtime.store.reserve(ladder, host_bytes(sizes, tokens, ladder))
-    return describe(ladder)
+    runtime.pending_bytes = lambda model: Pending(
+        gradients=sum(p.nbytes for p in model.parameters())
+    )
+    runtime.reserved_tokens = 0
+    runtime.reserve(model, tokens)
+    return runtime.describe()
+
+
+def _gradients(model: Any) -> Pending:
+    return Pending(gradients=sum(p.nbytes for p in model.parameters()))
 
 
 def peer_row(peer: Row, source: tuple[str, int | None], batch: Batch, repeats: int) -> Row:

@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
 from longctx.memory import plan as memory_plan
-from longctx.memory.plan import GIB
+from longctx.memory.plan import GIB, default_head_groups
 from longctx.plan import buffers, seconds
 from longctx.plan.machines import MACHINES
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.run.loading import load_config
 
 RESULTS = Path(__file__).parent / "results"
-PRESET = "llama-3.1-8b"
+PRESET, KV_HEADS = "llama-3.1-8b", 8
 STATES_MD = {131072: 11.65, 8192: 6.94}
 """docs/states.md: peaks with everything on the host, in GiB, by tokens."""
 
@@ -75,11 +75,12 @@ def subject(layers: int = 32, vocab: int | None = None) -> Subject:
 
 def run_of(row: dict[str, Any], exact: bool) -> Run:
     settings: dict[str, Any] = {}
+    tokens = row.get("rows", 1) * row["tokens"]
     if row["class_type"] == "custom":
         settings = dict(
             keep="o" if row.get("keep_attention", True) else "x",
             tile_tokens=4096,
-            head_groups=row.get("head_groups"),
+            head_groups=row.get("head_groups") or default_head_groups(tokens, KV_HEADS),
             offload_activations=row["offload"],
         )
     model = ModelArguments(

@@ -15,7 +15,8 @@ depends on the rung: what is computed again comes from the same kernels and the 
 A ladder has a `Keep` for each layer. `choose` times all that fit, by count: products by FLOPs and
 copies by bytes, at the machine's own rates (rates.py), beside the model states that share
 GPU, host and link with them (plan.py). The first layers wait on the host: backward needs
-them last.
+them last. `choose_beside` weighs larger pieces of work (`Cut`) against them: what memory is left
+when everything is kept buys one head group and one tile.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Rates(NamedTuple):
     flops: float
     link_bytes: float
     """Copied to the host, or from it."""
+    memory_bytes: float
+    """Read and written on the GPU."""
 
 
 class Batch(NamedTuple):
@@ -88,7 +91,7 @@ class Room(NamedTuple):
     gpu: int
     host: int
     early: int = 0
-    """What the loss needs besides, before there are gradients."""
+    """What is needed besides, before there are layers' gradients."""
 
 
 # --- bytes and FLOPs -------------------------------------------------------------------------
@@ -228,6 +231,14 @@ class Cost(NamedTuple):
     seconds: float
 
 
+class Chosen(NamedTuple):
+    """What of a batch is kept, and how the work on it is cut."""
+
+    ladder: Ladder
+    sizes: Sizes
+    """With the cut."""
+
+
 def choose(
     sizes: Sizes,
     batch: Batch,
@@ -239,20 +250,35 @@ def choose(
     states: States | None = None,
 ) -> Ladder:
     """The fastest ladder that fits; where none does, the one that lacks least."""
-    states = States() if states is None else states
-    batch = batch._replace(row=_attended(sizes, batch.row))
+    return _choose(sizes, batch, room, rates, keep, offload, states or States())[0]
 
+
+def _choose(
+    sizes: Sizes,
+    batch: Batch,
+    room: Room,
+    rates: Rates,
+    keep: Keeping,
+    offload: Offload,
+    states: States,
+) -> tuple[Ladder, Cost]:
+    batch = batch._replace(row=_attended(sizes, batch.row))
     count = _Count(
         _table(sizes, batch.tokens),
         forward_flops(sizes, batch),
         [again_flops(sizes, batch, rung) for rung in Rung],
         batch.passes,
     )
-
-    def cost(ladder: Ladder) -> Cost:
-        return _cost(count, room, rates, states, ladder)
-
-    return min(ladders(sizes.layers, keep, offload), key=cost)
+    costs = (
+        (ladder, _cost(count, room, rates, states, ladder))
+        for ladder in ladders(sizes.layers, keep, offload)
+    )
+    if keep == "auto" and offload != "all":
+        everything = sizes.layers * (Keep(Rung.ALL),)
+        cost = _cost(count, room, rates, states, everything)
+        if cost <= Cost(0, 3 * sizes.layers * count.forward_flops * batch.passes / rates.flops):
+            return everything, cost  # nothing waits for the link: no other can be faster
+    return min(costs, key=lambda found: found[1])
 
 
 def choose_beside(
@@ -265,15 +291,37 @@ def choose_beside(
     keep: Keeping = "auto",
     offload: Offload = "auto",
     states: States | None = None,
-) -> Ladder:
-    """The same where `gpu` bytes are for what a step works with, too. Without `rates` there is
-    nothing to weigh: it is all one memory."""
+) -> Chosen:
+    """The same where `gpu` bytes are for what a step works with, too, and with the fastest cut.
+    Without `rates` there is nothing to weigh: it is all one memory."""
+    cuts = list(sizes.cuts(batch.tokens))
     if rates is None:
-        return uniform(sizes.layers, keep, offload)
-    layer_bytes = sizes.layer_bytes(batch.tokens)
-    early_bytes = max(0, sizes.loss_bytes(batch.tokens) - layer_bytes)
-    room = Room(gpu - layer_bytes, host, early_bytes)
-    return choose(sizes, batch, room, rates, keep=keep, offload=offload, states=states)
+        return Chosen(uniform(sizes.layers, keep, offload), cuts[0])
+    best: tuple[Cost, Chosen] | None = None
+    for cut in cuts[:1] if offload == "all" else cuts:
+        early_bytes = cut.early_bytes(batch.tokens, batch.passes > 1)
+        room = Room(gpu - cut.layer_bytes(batch.tokens), host, early_bytes)
+        ladder, cost = _choose(cut, batch, room, rates, keep, offload, states or States())
+        moved = batch.passes * sum(cut_bytes(cut, batch.tokens, ladder))
+        cost = cost._replace(seconds=cost.seconds + moved / rates.memory_bytes)
+        if best is not None and cost >= best[0]:
+            break
+        best = cost, Chosen(ladder, cut)
+    assert best is not None
+    return best[1]
+
+
+def cut_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> tuple[int, int]:
+    """What forward and backward of all layers read and write for their work to be in pieces: n1 for
+    each head group, the sums of weight gradients for each tile (model/layer.py)."""
+    tile_tokens, groups = sizes.cut(tokens)
+    n1 = 2 * tokens * sizes.hidden * sizes.stream_bytes
+    tiles = -(-tokens // tile_tokens)
+    wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    weights = sizes.hidden * (2 * wide + 2 * narrow + 3 * sizes.intermediate)
+    sums = weights * sizes.trains_weights * (8 * tiles + 2 if tiles > 1 else 2)
+    again = sum(keep.rung < Rung.QKV for keep in ladder)
+    return sizes.layers * groups * n1, again * groups * n1 + sizes.layers * sums
 
 
 def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:

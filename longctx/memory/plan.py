@@ -7,14 +7,22 @@ T tokens of a batch, D hidden size, F intermediate size, H query heads of size d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 GIB = 2**30
+SPARE, SPARE_BYTES, MOST_SPARED = 0.015, 3 * 2**27, 1 / 32
+"""Of GPU memory, for the allocator's rounding and gaps: this share, at least so many bytes, but not
+more than the other share."""
 Offload = Literal["none", "all", "auto"]
+
+
+def usable_bytes(free: int) -> int:
+    """Of free GPU memory, what a plan may fill."""
+    return free - int(max(SPARE * free, min(SPARE_BYTES, MOST_SPARED * free)))
 
 
 def default_head_groups(tokens: int, kv_heads: int) -> int:
@@ -34,6 +42,17 @@ def default_logits_bytes(vocab: int, hidden: int) -> int:
     """As much as lm_head's gradient has in fp32, which every product into it reads and writes, but
     1 GiB at least. For Llama-3.1-8B 2 GiB: 1.5% faster than 1 GiB at 131072 tokens, 4% at 4096."""
     return max(2**30, 4 * vocab * hidden)
+
+
+class Cut(NamedTuple):
+    """How a layer's work on a batch is cut: fewer and larger pieces are faster and need more."""
+
+    tile_tokens: int
+    head_groups: int
+
+    def __str__(self) -> str:
+        groups = "1 head group" if self.head_groups == 1 else f"{self.head_groups} head groups"
+        return f"{groups}, tiles of {self.tile_tokens} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +91,34 @@ class Sizes:
     def stream_bytes(self) -> int:
         return self.stream_itemsize or self.itemsize
 
+    def cut(self, tokens: int) -> Cut:
+        """Of batches of so many tokens: as asked for, else with little memory."""
+        return Cut(
+            self.tile_tokens or default_tile_tokens(self.intermediate),
+            self.head_groups or default_head_groups(tokens, self.kv_heads),
+        )
+
+    def cuts(self, tokens: int) -> Iterator[Sizes]:
+        """With every cut worth a look, from the least memory on: one head group, then tiles of
+        twice the size up to a single one. What was asked for stays."""
+        tile, groups = self.cut(tokens)
+        yield replace(self, tile_tokens=tile, head_groups=groups)
+        if groups > 1 and not self.head_groups:
+            groups = 1
+            yield replace(self, tile_tokens=tile, head_groups=groups)
+        while tile < tokens and not self.tile_tokens:
+            tile *= 2
+            yield replace(self, tile_tokens=tile, head_groups=groups)
+
     def working_bytes(self, tokens: int, logits_bytes: int | None = None) -> int:
         """What a step needs besides what layers keep, and weights and gradients of other layers."""
         return max(self.layer_bytes(tokens), self.loss_bytes(tokens, logits_bytes))
+
+    def early_bytes(self, tokens: int, accumulates: bool) -> int:
+        """What is needed besides a layer's work while there are no layers' gradients yet: by the
+        loss, or for lm_head's own, unless all gradients are there anyway."""
+        head = 0 if accumulates else self.itemsize * self.hidden * self.vocab * self.trains_weights
+        return max(head, self.loss_bytes(tokens) - self.layer_bytes(tokens), 0)
 
     def loss_bytes(self, tokens: int, logits_bytes: int | None = None) -> int:
         return sum(self.loss_parts(tokens, logits_bytes).values())
@@ -105,7 +149,7 @@ class Sizes:
     def _mlp_parts(self, tokens: int) -> dict[str, int]:
         """Gradients of gate, up, down and o in fp32, one of them rounded; a tile's gate, up, their
         product, and h, n2 and their gradients."""
-        rows = min(tokens, self.tile_tokens or default_tile_tokens(self.intermediate))
+        rows = min(tokens, self.cut(tokens).tile_tokens)
         gradients = (12 + self.itemsize) * self.intermediate + 4 * self.heads * self.head_dim
         tile = (3 * self.intermediate + 4 * self.hidden) * self.itemsize
         tile += 2 * self.intermediate * self.itemsize if self.drops else 0  # masked, and the mask
@@ -127,7 +171,7 @@ class Sizes:
         which flash-attention sums in fp32; q and k once more, if they are normed."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = 3 * self.intermediate + wide
-        groups = self.head_groups or default_head_groups(tokens, self.kv_heads)
+        groups = self.cut(tokens).head_groups
         group = (3 * wide + 4 * narrow) * self.itemsize
         group += 4 * (wide + 2 * narrow) if self.itemsize < 4 else 0
         group += (wide + narrow) * self.itemsize if self.qk_norms else 0

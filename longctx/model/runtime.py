@@ -23,17 +23,20 @@ from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.memory.ladder import (
     Batch,
-    Ladder,
+    Chosen,
     States,
     choose_beside,
+    describe,
     host_bytes,
 )
 from longctx.memory.plan import (
+    Cut,
     Pending,
     Sizes,
     default_head_groups,
     default_tile_tokens,
     pending_bytes,
+    usable_bytes,
 )
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
@@ -73,7 +76,9 @@ class Runtime:
     passes: int = 1
     """Batches of a step."""
     reserved_tokens: int = 0
-    """The longest batch for which the store has room."""
+    """The longest batch for which the store has room,"""
+    cut: Cut | None = None
+    """and how the work on it and on shorter ones is cut; None: by their lengths."""
     whole: weakref.ref[Any] | None = None
     """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
@@ -111,7 +116,8 @@ class Runtime:
             return
         made, backend = self.make(self.args, config, x.device, dtype)
         logger.info(f"the model is on {x.device} in {dtype} now: {backend} attention")
-        self.attention, self.dtype, self.reserved_tokens = made.attention, dtype, 0
+        self.attention, self.dtype = made.attention, dtype
+        self.reserved_tokens, self.cut = 0, None
         if not _is_on(x, self.store.device):
             self.store = made.store
 
@@ -129,17 +135,19 @@ class Runtime:
             return False
         self.reserved_tokens = tokens
         sizes, pending = self.sizes(model), self.pending_bytes(model)
-        free_bytes = free_gpu_bytes(self.store.device) if self.store.device.type == "cuda" else 0
+        on_gpu = self.store.device.type == "cuda"
+        free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
         states = States(gradients=pending.gradients, moments=pending.states)
-        ladder = self.choose(sizes, tokens, free_bytes, self.store.host_bytes(), states)
-        self.store.reserve(ladder, host_bytes(sizes, tokens, ladder))
+        chosen = self.choose(sizes, tokens, free_bytes, self.store.host_bytes(), states)
+        self.cut = chosen.sizes.cut(tokens)
+        self.store.reserve(chosen.ladder, host_bytes(sizes, tokens, chosen.ladder))
         return True
 
     def choose(
         self, sizes: Sizes, tokens: int, free_bytes: int, host_bytes: int, states: States
-    ) -> Ladder:
-        """The ladder for batches of `tokens` tokens, where `free_bytes` of the GPU are for states,
-        activations and what a step works with."""
+    ) -> Chosen:
+        """The ladder and cut for batches of `tokens` tokens, where `free_bytes` of the GPU are for
+        states, activations and what a step works with."""
         device = self.store.device
         return choose_beside(
             sizes,
@@ -151,6 +159,21 @@ class Runtime:
             offload=self.args.offload_activations,
             states=states,
         )
+
+    def cut_of(self, tokens: int, intermediate: int, kv_heads: int) -> Cut:
+        """Of one batch."""
+        cut = Cut(
+            self.args.tile_tokens or default_tile_tokens(intermediate),
+            self.args.head_groups or default_head_groups(tokens, kv_heads),
+        )
+        if self.cut is None or tokens > self.reserved_tokens:
+            return cut
+        return Cut(self.cut.tile_tokens, min(self.cut.head_groups, cut.head_groups))
+
+    def describe(self) -> str:
+        """In one line: what is kept for backward, and where; how the work is cut."""
+        said = describe(self.store.ladder)
+        return f"{said}; {self.cut}" if self.cut else said
 
     def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
@@ -233,7 +256,7 @@ def make_schedule(
     the key/value heads, and heads that the ranks of a row cannot share."""
     config, args, tokens = base.config, runtime.args, position_ids.numel()
     heads = kv_heads(config)
-    head_groups = args.head_groups or default_head_groups(tokens, heads)
+    tile_tokens, head_groups = runtime.cut_of(tokens, config.intermediate_size, heads)
     if heads % head_groups:
         raise UserError(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
@@ -254,7 +277,7 @@ def make_schedule(
         eps=config.rms_norm_eps,
         attention=attention,
         store=runtime.store,
-        tile_tokens=args.tile_tokens or default_tile_tokens(config.intermediate_size),
+        tile_tokens=tile_tokens,
         head_groups=head_groups,
         dtype=runtime.dtype,
     )

@@ -27,9 +27,7 @@ from longctx.memory.gradients import IN_FLIGHT_BYTES
 from longctx.memory.ladder import Keep, Rung, lasting_bytes, on_gpu, rung_bytes
 from longctx.memory.plan import (
     Sizes,
-    default_head_groups,
     default_logits_bytes,
-    default_tile_tokens,
     ring_bytes,
     window_bytes,
 )
@@ -181,10 +179,10 @@ def scheduled_phases(
 def _forward_work(sizes: Sizes, tokens: int, keep: Keep) -> Buffers:
     """x and o of this layer, and what it will keep; y; a group's q, k, v or a tile of the MLP."""
     unit = tokens * sizes.hidden * sizes.stream_bytes
-    groups = sizes.head_groups or default_head_groups(tokens, sizes.kv_heads)
+    cut = sizes.cut(tokens)
     heads = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
-    group = tokens * (heads // groups) * sizes.itemsize
-    rows = min(tokens, sizes.tile_tokens or default_tile_tokens(sizes.intermediate))
+    group = tokens * (heads // cut.head_groups) * sizes.itemsize
+    rows = min(tokens, cut.tile_tokens)
     tile = rows * (2 * sizes.intermediate + 2 * sizes.hidden) * sizes.itemsize
     return {
         "this layer's": rung_bytes(sizes, tokens, max(keep.rung, Rung.O)),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longctx.memory.ladder import Ladder, States, gpu_bytes, host_bytes, lasting_bytes
+from longctx.memory.ladder import Chosen, Ladder, States, gpu_bytes, host_bytes, lasting_bytes
 from longctx.memory.plan import (
     GIB,
     BlockSizes,
@@ -22,18 +22,17 @@ from longctx.memory.plan import (
     buffer_bytes,
     place_blocks,
     ring_bytes,
+    usable_bytes,
     window_bytes,
 )
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 
-SPARE = 0.015
-"""Of GPU memory: the allocator's rounding and gaps."""
 HOST_SPARE, HOST_SPARE_GIB = 0.1, 4
 """Of what the host has free, and at most: for the process itself, compilers, and the block that is
 copied when states are saved."""
-Choose = Callable[[int, int, States], Ladder]
-"""The ladder of a model that keeps activations, beside states, in bytes of GPU and host."""
+Choose = Callable[[int, int, States], Chosen]
+"""The ladder and cut of a model that keeps activations, beside states, in bytes of GPU and host."""
 
 
 class Budget(NamedTuple):
@@ -43,12 +42,9 @@ class Budget(NamedTuple):
     host: int
 
 
-def gpu_budget(free: int, total: int, limit_gib: float | None) -> int:
+def gpu_budget(free: int, limit_gib: float | None) -> int:
     """What weights, states, gradients and activations may take together."""
-    if limit_gib:
-        free = min(free, int(limit_gib * GIB))
-        total = min(total, free)
-    return free - int(SPARE * total)
+    return usable_bytes(min(free, int(limit_gib * GIB)) if limit_gib else free)
 
 
 def host_budget(available: int, limit_gib: float | None) -> int:
@@ -64,10 +60,10 @@ class Work(NamedTuple):
     """Of them what is needed only until the first layers' gradients are there."""
 
 
-def scheduled_work(sizes: Sizes, tokens: int) -> Work:
+def scheduled_work(sizes: Sizes, tokens: int, accumulates: bool) -> Work:
     """By count, for a patched model."""
-    nbytes = sizes.working_bytes(tokens)
-    return Work(nbytes, nbytes - sizes.layer_bytes(tokens))
+    early = sizes.early_bytes(tokens, accumulates)
+    return Work(sizes.layer_bytes(tokens) + early, early)
 
 
 def estimated_work(
@@ -112,8 +108,8 @@ class Decision:
     budget: Budget
     needed_bytes: int
     """Of the GPU, at least."""
-    scheduled: bool
-    """The model is patched, so that what it needs is known."""
+    sizes: Sizes | None
+    """Of a patched model, whose needs are known, with how its work is cut."""
 
     @property
     def over(self) -> Budget:
@@ -126,7 +122,7 @@ class Decision:
         if self.needed_bytes <= self.budget.gpu:
             return None
         fix = "a shorter --seq_len or smaller --per_device_train_batch_size"
-        if not self.scheduled:
+        if self.sizes is None:
             fix = f"--class_type custom, whose weights can wait on the host, or {fix}"
         return (
             f"{self.needed_bytes / GIB:.1f} GiB of GPU memory are needed at least and "
@@ -152,20 +148,19 @@ another is chosen in as much less, and a step, of 64 MiB to 64 GiB."""
 def decide(
     specs: Sequence[BlockSpec],
     budget: Budget,
-    work: Work,
     *,
     tokens: int,
     placement: Placement,
     accumulates: bool,
     several: bool = False,
-    sizes: Sizes | None = None,
-    choose: Choose | None = None,
+    needs: Choose | Work,
 ) -> Decision:
     """For exact states, of batches of at most `tokens`. `accumulates`: a step has several of them;
-    `several`: so many processes average gradients. `sizes` and `choose` are a patched model's."""
+    `several`: so many processes average gradients. `needs`: how a patched model chooses, or what
+    any other works with."""
     blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
 
-    def arranged(kept: Kept) -> Decision:
+    def arranged(kept: Kept, sizes: Sizes | None, work: Work) -> Decision:
         # Gradients come as activations go, unless they outlive a forward.
         early_bytes = work.early_bytes + kept.gpu_bytes - kept.lasting_bytes
         early_bytes = 0 if accumulates else early_bytes
@@ -197,11 +192,11 @@ def decide(
             host=host,
             budget=budget,
             needed_bytes=needed,
-            scheduled=sizes is not None,
+            sizes=sizes,
         )
 
-    if sizes is None or choose is None:
-        return arranged(Kept())
+    if isinstance(needs, Work):
+        return arranged(Kept(), None, needs)
     states = States(
         weights=sum(block.weight for block in blocks),
         gradients=sum(block.grad for block in blocks),
@@ -214,8 +209,9 @@ def decide(
     )
     asked, tried = budget, list[Decision]()
     for i in range(ATTEMPTS):
-        ladder = choose(asked.gpu, asked.host, states)
-        tried.append(arranged(keeping(sizes, tokens, ladder)))
+        ladder, sizes = needs(asked.gpu, asked.host, states)
+        work = scheduled_work(sizes, tokens, accumulates)
+        tried.append(arranged(keeping(sizes, tokens, ladder), sizes, work))
         over = tried[-1].over
         if max(over) <= 0:
             return tried[-1]

@@ -61,7 +61,7 @@ class Machine:
 
     @property
     def rates(self) -> Rates:
-        return Rates(self.flops, self.link_bytes)
+        return Rates(self.flops, self.link_bytes, self.memory_bytes)
 
 
 def _flash(forward: float, backward: float) -> dict[str, AttentionRates]:

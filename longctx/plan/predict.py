@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError, one_line
-from longctx.memory.ladder import Batch, Ladder, States, choose_beside
+from longctx.memory.ladder import Batch, Chosen, States, choose_beside
 from longctx.memory.plan import GIB, Place, Placement, Sizes
 from longctx.memory.settle import HostRoom
 from longctx.model.blocks import state_blocks
@@ -32,7 +32,6 @@ from longctx.plan.decide import (
     gpu_budget,
     host_budget,
     keeping,
-    scheduled_work,
 )
 from longctx.plan.machines import CONTEXT_BYTES, Machine
 from longctx.plan.seconds import Seconds, Task, seconds
@@ -157,6 +156,7 @@ def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
     sizes, passes = subject.sizes(run), run.gradient_accumulation_steps
     budget, limit = _budget(run, machine, host_bytes)
     decision = _decide(subject, sizes, run, machine, budget)
+    sizes = decision.sizes or sizes
     if run.model.class_type == "custom":
         phases = scheduled_phases(decision, sizes, run.tokens, passes > 1)
     else:
@@ -217,7 +217,7 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
                 f"GiB of {machine.name}"
             )
         limit = min(limit, int(run.gpu_memory_gib * GIB))
-    gpu = gpu_budget(machine.gpu_bytes - CONTEXT_BYTES, machine.gpu_bytes, run.gpu_memory_gib)
+    gpu = gpu_budget(machine.gpu_bytes - CONTEXT_BYTES, run.gpu_memory_gib)
     return Budget(gpu, host_budget(host_bytes, run.model.host_memory_gib)), limit
 
 
@@ -227,11 +227,11 @@ def _decide(subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: 
     specs = state_blocks(subject.model, movable=custom)
     choose = partial(_choose, sizes, run, machine)
     if not run.exact:
-        return _as_weights(specs, sizes, run, budget, choose if custom else None)
-    if custom:
-        work = scheduled_work(sizes, tokens)
-    else:
-        work = estimated_work(
+        return _as_weights(specs, run, budget, choose if custom else None)
+    needs = (
+        choose
+        if custom
+        else estimated_work(
             tokens,
             layers=sizes.layers,
             hidden=sizes.hidden,
@@ -240,21 +240,20 @@ def _decide(subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: 
             itemsize=sizes.itemsize,
             liger=run.model.class_type == "liger",
         )
+    )
     return decide(
         specs,
         budget,
-        work,
         tokens=tokens,
         placement=run.place,
         accumulates=passes > 1,
-        sizes=sizes if custom else None,
-        choose=choose if custom else None,
+        needs=needs,
     )
 
 
 def _choose(
     sizes: Sizes, run: Run, machine: Machine, gpu: int, host: int, states: States
-) -> Ladder:
+) -> Chosen:
     """As the runtime of a patched model does (model/runtime.py)."""
     passes = run.gradient_accumulation_steps
     return choose_beside(
@@ -269,14 +268,14 @@ def _choose(
     )
 
 
-def _as_weights(specs: Any, sizes: Sizes, run: Run, budget: Budget, choose: Any | None) -> Decision:
+def _as_weights(specs: Any, run: Run, budget: Budget, choose: Any | None) -> Decision:
     """With torch's AdamW everything is on the GPU, and activations have what is left."""
     blocks = [spec.sizes(accumulates=False) for spec in specs]
     blocks = [replace(block, states=2 * block.weight) for block in blocks]
     weights = sum(block.weight for block in blocks)
     states = States(gradients=weights, moments=2 * weights)
-    ladder = choose(budget.gpu - weights, budget.host, states) if choose else ()
-    kept = keeping(sizes, run.tokens, ladder) if ladder else Kept()
+    chosen = choose(budget.gpu - weights, budget.host, states) if choose else None
+    kept = keeping(chosen.sizes, run.tokens, chosen.ladder) if chosen else Kept()
     places = [Place() for _ in specs]
     host = HostRoom(specs, places, accumulates=False, activation_bytes=kept.host_bytes)
     return Decision(
@@ -287,7 +286,7 @@ def _as_weights(specs: Any, sizes: Sizes, run: Run, budget: Budget, choose: Any 
         host=host,
         budget=budget,
         needed_bytes=0,  # the phases' peak tells
-        scheduled=choose is not None,
+        sizes=chosen.sizes if chosen else None,
     )
 
 

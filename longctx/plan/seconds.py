@@ -22,14 +22,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from longctx.memory.gradients import IN_FLIGHT_BYTES
-from longctx.memory.ladder import Batch, Ladder, Rung, again_flops, forward_flops
+from longctx.memory.ladder import (
+    Batch,
+    Ladder,
+    Rung,
+    again_flops,
+    cut_bytes,
+    forward_flops,
+)
 from longctx.memory.plan import (
     BlockSizes,
     Place,
     Sizes,
-    default_head_groups,
     default_logits_bytes,
-    default_tile_tokens,
 )
 from longctx.memory.states import BlockSpec
 from longctx.plan.decide import Decision
@@ -173,15 +178,12 @@ def scheduled_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> tuple[float, f
     s, n = sizes, tokens * sizes.itemsize
     wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
     unit, q, kv, gate = tokens * s.hidden * s.stream_bytes, n * wide, n * narrow, n * s.intermediate
-    groups = s.head_groups or default_head_groups(tokens, s.kv_heads)
     norm, rope = 2 * unit, 2 * (q + kv)
-    forward = groups * norm + rope + norm + 3 * gate + 2 * unit
-    tiles = -(-tokens // (s.tile_tokens or default_tile_tokens(s.intermediate)))
-    weights = s.hidden * (2 * wide + 2 * narrow + 3 * s.intermediate)
-    sums = 8 * weights * tiles
-    shared = norm + rope + norm + 6 * gate + 8 * unit + 4 * q + 6 * kv + sums
-    again = [groups * norm + rope if keep.rung < Rung.QKV else 0 for keep in ladder]
-    return s.layers * forward, s.layers * shared + sum(again)
+    forward = rope + norm + 3 * gate + 2 * unit
+    shared = norm + rope + norm + 6 * gate + 8 * unit + 4 * q + 6 * kv
+    again = sum(rope for keep in ladder if keep.rung < Rung.QKV)
+    cut_forward, cut_backward = cut_bytes(s, tokens, ladder)
+    return s.layers * forward + cut_forward, s.layers * shared + again + cut_backward
 
 
 _OTHERS = {"vanilla": (116, 5, 1.6), "liger": (36, 3, 0.4)}

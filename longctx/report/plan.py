@@ -174,7 +174,7 @@ def as_json(
         "states": describe_states(decision, DTYPE)
         if planned.run.exact
         else "states: torch's AdamW, in bfloat16, on the GPU",
-        "kept": describe(decision.kept.ladder) if decision.kept.ladder else "kept: layers' inputs",
+        "kept": _kept(planned),
         "parts_s": {
             name: round(value, 4)
             for name, value in planned.seconds._asdict().items()
@@ -191,10 +191,15 @@ def as_json(
     if found:
         result["changes"] = [{"flags": flags, **_short(change)} for flags, change in found]
     if swept:
-        result["sweep"] = [
-            {**_short(other), "kept": describe(other.decision.kept.ladder)} for other in swept
-        ]
+        result["sweep"] = [{**_short(other), "kept": _kept(other)} for other in swept]
     return result
+
+
+def _kept(planned: Plan) -> str:
+    sizes, ladder = planned.decision.sizes, planned.decision.kept.ladder
+    if sizes is None:
+        return "kept: layers' inputs"
+    return f"{describe(ladder)}; {sizes.cut(planned.run.tokens)}"
 
 
 def _short(planned: Plan) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 from transformers import ProgressCallback, TrainerCallback
 
 from longctx.errors import print_rank0
-from longctx.memory.ladder import describe
 from longctx.model.families import base_of, why_not_scheduled
 from longctx.output import METRICS
 from longctx.output.save import disk_problem
@@ -34,7 +33,7 @@ class Reserve(TrainerCallback):
         if self._covered():
             runtime = self.model.longctx
             if runtime.reserve(self.model, self.tokens):
-                print_rank0(describe(runtime.store.ladder))
+                print_rank0(runtime.describe())
 
 
 class Clock(TrainerCallback):

@@ -24,7 +24,7 @@ from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.output.resume import apply_learning_rate, explained_damage
 from longctx.output.states import read_states, state_files, write_states
-from longctx.run.states import place_states, uses_exact_states
+from longctx.run.states import limit_gpu, place_states, uses_exact_states
 
 SHARD_BYTES = 4 * 10**9
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -84,6 +84,8 @@ class ExactTrainer(Trainer):
             )
             if self.args.world_size > 1 or any(block.streams for block in stream.blocks):
                 self._keep_from_accelerate()
+        elif self.optimizer is None:
+            limit_gpu(self.args)
         return super().create_optimizer(model)
 
     def place(self, resume: Path | None = None) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
-from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB, Placement
 from longctx.memory.store import free_gpu_bytes
@@ -23,13 +22,13 @@ from longctx.model.blocks import decoder_layers, state_blocks
 from longctx.model.runtime import patched_part
 from longctx.plan.decide import (
     Budget,
+    Choose,
     Decision,
     Work,
     decide,
     estimated_work,
     gpu_budget,
     host_budget,
-    scheduled_work,
 )
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -77,44 +76,40 @@ def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
     """Moves the model's weights and new AdamW states to where the options put them; the longest
     batch has `tokens`. Raises UserError where GPU or host have too little memory."""
     patched, several = patched_part(model), args.world_size > 1
-    sizes = choose = None
-    if patched is not None:
-        sizes = patched.longctx.sizes(patched)
-        choose = partial(patched.longctx.choose, sizes, tokens)
+    needs: Choose | Work
+    if patched is None:
+        needs = _estimated_work(model, tokens)
+    else:
+        needs = partial(patched.longctx.choose, patched.longctx.sizes(patched), tokens)
         patched.longctx.reserved_tokens = tokens
     decided = decide(
         state_blocks(model, movable=patched is not None and not several),
         Budget(_gpu_budget(model, args), _host_budget(patched)),
-        step_work(model, tokens),
         tokens=tokens,
         placement=args.place,
         accumulates=args.gradient_accumulation_steps > 1,
         several=several,
-        sizes=sizes,
-        choose=choose,
+        needs=needs,
     )
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
         raise UserError(problem)
     print_rank0(describe_states(decided, model.dtype))
-    ladder = decided.kept.ladder
-    if ladder:
-        print_rank0(describe(ladder))
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
-    decided.host.settle(args.device, patched.longctx.store if patched else None, ladder)
-    _limit_gpu(args)
+    store = patched.longctx.store if patched else None
+    decided.host.settle(args.device, store, decided.kept.ladder)
+    if patched is not None and decided.sizes is not None:
+        patched.longctx.cut = decided.sizes.cut(tokens)
+        print_rank0(patched.longctx.describe())
+    limit_gpu(args)
     stream = StateStream(decided.host.blocks, args.device)
     model.register_state_dict_pre_hook(lambda *_: stream.flush())
     return stream
 
 
-def step_work(model: Any, tokens: int) -> Work:
-    """By count for a patched model, an estimate for any other."""
-    patched = patched_part(model)
-    if patched is not None:
-        return scheduled_work(patched.longctx.sizes(patched), tokens)
+def _estimated_work(model: Any, tokens: int) -> Work:
     config = model.config.get_text_config()
     return estimated_work(
         tokens,
@@ -127,7 +122,8 @@ def step_work(model: Any, tokens: int) -> Work:
     )
 
 
-def _limit_gpu(args: Placing) -> None:
+def limit_gpu(args: Placing) -> None:
+    """To --gpu_memory_gib, in torch's allocator."""
     if args.device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -141,8 +137,7 @@ def _gpu_budget(model: nn.Module, args: Placing) -> int:
     if args.device.type != "cuda":
         return 2**62
     weights = sum(p.nbytes for p in model.parameters() if p.is_cuda)
-    total = torch.cuda.get_device_properties(args.device).total_memory
-    return gpu_budget(free_gpu_bytes(args.device) + weights, total, args.gpu_memory_gib)
+    return gpu_budget(free_gpu_bytes(args.device) + weights, args.gpu_memory_gib)
 
 
 def _host_budget(patched: Any | None) -> int:

@@ -224,7 +224,6 @@ def row_keys(case: Case) -> dict[str, Any]:
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
     import torch
 
-    from longctx.memory.ladder import describe
     from longctx.model.runtime import patched_part
     from longctx.run.metrics import device_peak_tflops, squared_lengths, step_flops
     from profiling.build import RandomRows
@@ -245,7 +244,7 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
     if patched := patched_part(trainer.model):
-        row["ladder"] = describe(patched.longctx.store.ladder)
+        row["ladder"] = patched.longctx.describe()
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 
 

@@ -21,6 +21,7 @@ from longctx.memory.ladder import (
     _attended,
     again_flops,
     choose,
+    choose_beside,
     describe,
     forward_flops,
     gpu_bytes,
@@ -29,11 +30,11 @@ from longctx.memory.ladder import (
     rung_bytes,
     uniform,
 )
-from longctx.memory.plan import GIB
+from longctx.memory.plan import GIB, Cut
 
 T = 131072
-H100 = Rates(flops=680e12, link_bytes=47e9)
-LOST = Rates(flops=680e12, link_bytes=1e6)
+H100 = Rates(flops=680e12, link_bytes=47e9, memory_bytes=3e12)
+LOST = Rates(flops=680e12, link_bytes=1e6, memory_bytes=3e12)
 """A link that is too slow for anything."""
 O_BYTES = rung_bytes(LLAMA_8B, T, Rung.O)
 ALL_BYTES = rung_bytes(LLAMA_8B, T, Rung.ALL)
@@ -84,6 +85,49 @@ def test_a_ladder_in_words() -> None:
 def test_without_a_look_at_memory(offload, hosts, keep, rung) -> None:
     expected = hosts * (Keep(rung, rung),) + (3 - hosts) * (Keep(rung),)
     assert uniform(3, keep, offload) == expected
+
+
+# --- how the work is cut ---------------------------------------------------------------------
+
+
+def cut(gpu_gib: float, tokens: int = T, rates: Rates | None = H100, **asked) -> Cut:
+    names = {"tile": "tile_tokens", "groups": "head_groups"}
+    sizes = replace(LLAMA_8B, **{names[k]: asked.pop(k) for k in names if k in asked})
+    budgets = int(gpu_gib * GIB), 500 * GIB
+    return choose_beside(sizes, Batch(tokens, tokens), *budgets, rates, **asked).sizes.cut(tokens)
+
+
+LITTLE = Cut(8192, 8)
+
+
+@pytest.mark.parametrize("asked", [{"offload": "all"}, {"rates": None}, {"offload": "none"}])
+def test_little_memory_is_cut_small(asked) -> None:
+    assert cut(20, **asked) == LITTLE
+    assert cut(2000, **asked) == (Cut(T, 1) if asked == {"offload": "none"} else LITTLE)
+
+
+def test_free_memory_makes_one_group_and_one_tile() -> None:
+    everything = 32 * ALL_BYTES / GIB
+    assert cut(everything + 20, offload="none") == Cut(T, 1)
+    assert cut(everything) == Cut(T, 1)  # some of it waits on the host, where it costs nothing
+    assert cut(200, tokens=8192) == Cut(8192, 1)  # a short batch is one tile anyway
+
+
+def test_pieces_are_worth_less_than_attention() -> None:
+    """What larger ones need is not taken from x and o."""
+    assert cut(32 * O_BYTES / GIB + 8, offload="none") == LITTLE
+
+
+def test_what_was_asked_for_stays() -> None:
+    assert cut(2000, groups=4) == Cut(T, 4)
+    assert cut(2000, tile=512) == Cut(512, 1)
+    assert cut(2000, tile=512, groups=2) == Cut(512, 2)
+
+
+def test_frozen_weights_have_no_sums_that_tiles_would_spare() -> None:
+    sizes = replace(LLAMA_8B, trains_weights=False)
+    found = choose_beside(sizes, Batch(T, T), 2000 * GIB, 0, H100)
+    assert found.sizes.cut(T) == Cut(8192, 1)
 
 
 # --- choices ---------------------------------------------------------------------------------
@@ -181,7 +225,9 @@ def test_a_choice_fits_if_any_ladder_does(
         on_gpu, on_host = (count(sizes, tokens, ladder) for count in (gpu_bytes, host_bytes))
         return on_gpu <= room.gpu and on_host <= room.host
 
-    ladder = choose(sizes, Batch(tokens, tokens, passes), room, Rates(1e14, link), offload=offload)
+    ladder = choose(
+        sizes, Batch(tokens, tokens, passes), room, Rates(1e14, link, 1e12), offload=offload
+    )
     assert len(ladder) == layers
     assert fits(ladder) or not any(fits(other) for other in ladders(layers, "auto", offload))
 

@@ -10,13 +10,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
 from longctx.config import ModelArguments
-from longctx.memory.ladder import Keep, Rung
+from longctx.memory.ladder import Chosen, Keep, Rung
 from longctx.memory.plan import GIB
 from longctx.model.blocks import state_blocks
 from longctx.model.patch import patch_as
 from longctx.model.runtime import model_sizes
 from longctx.plan.buffers import Phase, scheduled_phases
-from longctx.plan.decide import Budget, Decision, decide, scheduled_work
+from longctx.plan.decide import Budget, Decision, decide
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -30,12 +30,10 @@ def decided(model, keep: Keep, placement: str = "gpu", accumulates: bool = False
     return decide(
         state_blocks(model, movable=True),
         Budget(GIB, GIB),
-        scheduled_work(sizes, T),
         tokens=T,
         placement=placement,
         accumulates=accumulates,
-        sizes=sizes,
-        choose=lambda *_: LAYERS * (keep,),
+        needs=lambda *_: Chosen(LAYERS * (keep,), sizes),
     )
 
 
