@@ -53,10 +53,14 @@ class Documents:
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:  # (B, S)
         """A document starts with a row, and where positions do not go on."""
-        starts = torch.ones_like(position_ids, dtype=torch.bool)  # (B, S)
-        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-        bounds = [*starts.flatten().nonzero().squeeze(1).tolist(), starts.numel()]
-        return cls.of([b - a for a, b in zip(bounds, bounds[1:], strict=False)], starts.device)
+        if not position_ids.numel():
+            return cls.of([], position_ids.device)
+        steps = position_ids.flatten().diff() != 1
+        # Read back as it is: to find the starts on the GPU takes as long, and waits twice.
+        starts = steps.cpu().nonzero().squeeze(1) + 1
+        bounds = sorted({*starts.tolist(), *range(0, steps.numel() + 2, position_ids.shape[1])})
+        lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        return cls.of(lengths, position_ids.device)
 
     @classmethod
     def from_bounds(cls, bounds: list[int], tokens: int, device: torch.device) -> Documents:

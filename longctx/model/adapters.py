@@ -121,7 +121,7 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
 
 def why_not_dense(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
     """The same of a map that bitsandbytes has quantised, and of any other nothing."""
-    if not hasattr(module, "quant_state") or not hasattr(module, "compute_dtype"):
+    if not {"quant_state", "compute_dtype"} <= vars(module).keys():
         return
     if getattr(module.weight, "quant_state", None) is None:
         yield f"a weight that is still to be quantised in {where}"

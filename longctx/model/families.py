@@ -385,11 +385,12 @@ def _problems(
     patched: bool = False,  # it must have our forward
     hooks: tuple[str, ...] = _HOOKS,  # that matter
 ) -> Iterator[str]:
-    own = "forward" in vars(module)
+    state = vars(module)  # as nn.Module's own look-up of what is not there is slow
+    own = "forward" in state
     if _forward_name(type(module).forward) not in known or own != patched or own != is_ours(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         yield f"{where}, a {kind} with a forward that the schedule does not know"
-    if any(changing_hooks(module, hooks)):
+    if any(map(state.get, hooks)) and any(changing_hooks(module, hooks)):
         yield f"hooks on {where}"
 
 
@@ -406,6 +407,7 @@ def _other_settings(
     family: Family, layer: Any, parts: dict[str, Any], config: Any, traits: Traits, where: str
 ) -> Iterator[str]:
     attention = parts["self_attn"]
+    state = vars(attention)
     for name in family.norms:
         if parts[name].variance_epsilon != config.rms_norm_eps:
             yield f"another epsilon than the configuration's in {where}"
@@ -413,17 +415,17 @@ def _other_settings(
         yield f"attention to later tokens in {where}"
     if attention.scaling != traits.scale:
         yield f"an attention scale of its own in {where}"
-    if getattr(attention, "sliding_window", traits.window) != traits.window:
+    if state.get("sliding_window", traits.window) != traits.window:
         yield f"another window than the configuration's in {where}"
-    if bool(getattr(attention, "use_rope", True)) != traits.rope:
+    if bool(state.get("use_rope", True)) != traits.rope:
         yield f"RoPE where the configuration has none, or none where it has, in {where}"
-    if getattr(layer, "residual_multiplier", 1.0) != traits.residual:
+    if vars(layer).get("residual_multiplier", 1.0) != traits.residual:
         yield f"a residual multiplier of its own in {where}"
     if layer.training:
         if attention.attention_dropout:
             yield "attention dropout"
         dropouts = [parts[name].p for name in family.dropouts]
-        dropouts += [getattr(parts[n], "residual_dropout", 0.0) for n in ("self_attn", "mlp")]
+        dropouts += [vars(parts[n]).get("residual_dropout", 0.0) for n in ("self_attn", "mlp")]
         if any(dropouts):
             yield "residual dropout"
     biases = {parts[name].bias is None for name in family.fused or family.linears[:3]}

@@ -42,7 +42,7 @@ from longctx.model.families import (
 )
 from longctx.model.layer import Schedule, final_norm, scheduled_layer
 from longctx.model.logits import lazy_logits
-from longctx.model.loss import linear_cross_entropy
+from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
 
 IGNORED = -100
@@ -163,6 +163,7 @@ def causal_forward(
     runtime.trains_padding = attention_mask is not None and _any_on_padding(
         shift_labels, attention_mask
     )
+    counted = RowCount(shift_labels)
     runtime.loss_follows = not any(changing_hooks(self.model))
     try:
         base = self.model(**inputs)
@@ -177,6 +178,7 @@ def causal_forward(
     loss = head(
         hidden,
         labels=shift_labels.to(hidden.device),
+        counted=counted,
         num_items=num_items_in_batch,
         logits_scaling=scaling,
         label_smoothing=runtime.label_smoothing if self.training else 0.0,

@@ -129,6 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,  # (V, D)
         bias: Tensor | None,  # (V,)
         labels: Tensor,  # (T,)
+        counted: RowCount,
         count: int | Tensor | None,  # None: the number of rows that count
         grad: bool,
         logits_bytes: int,
@@ -138,10 +139,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = (grad and n for n in ctx.needs_input_grad[:3])
         grad = needs_hidden or needs_weight or needs_bias
         (T, D), V, device = hidden.shape, weight.shape[0], hidden.device
-        kept, counted = _kept_rows(labels, V)
-        n = T if kept is None else counted
-
-        count = max(1, counted) if count is None else count
+        kept, n = None, counted.read(V)
+        count = max(1, n) if count is None else count
+        if T - n > DROPPED * T:
+            kept = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        else:
+            n = T
         scale = torch.as_tensor(count, dtype=torch.float32, device=device).reciprocal()
         # fp16 gradients get 8 more bits above the smallest number: |d_logits| <= 256, far from
         # 65504.
@@ -217,7 +220,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for g, t in zip(ctx.grads, ctx.dtypes, strict=True)
         )
         ctx.grads = None
-        return *grads, None, None, None, None, None, None
+        return *grads, None, None, None, None, None, None, None
 
 
 DROPPED = 0.01
@@ -225,22 +228,33 @@ DROPPED = 0.01
 loss of 375 / V of them; where documents are packed only the first token of each does not count."""
 
 
-def _kept_rows(labels: Tensor, vocab: int) -> tuple[Tensor | None, int]:
-    """Indices of the rows to compute, or None for all; how many count. Raises ValueError for a
-    label outside [0, vocab).
-    """
-    if labels.numel() == 0:
-        return None, 0
-    counts = labels != IGNORE_INDEX
-    inside = labels.masked_fill(~counts, 0)
-    # One read-back for the three numbers; the second only if rows are dropped.
-    n, low, high = torch.stack([counts.sum(), inside.amin(), inside.amax()]).tolist()
-    if low < 0 or high >= vocab:
-        raise ValueError(
-            f"labels must be in [0, {vocab}) or {IGNORE_INDEX}, got values in [{low}, {high}]"
-        )
-    few = len(labels) - n <= DROPPED * len(labels)
-    return (None if few else counts.nonzero().squeeze(1)), n
+class RowCount:
+    """How many labels count, and whether they are words: asked of the GPU at once, and waited for
+    where it is read."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self._numbers, self._copied = torch.zeros(3, dtype=torch.int64), None
+        if not labels.numel():
+            return
+        counts = labels != IGNORE_INDEX
+        inside = labels.masked_fill(~counts, 0)
+        found = torch.stack([counts.sum(), inside.amin(), inside.amax()])
+        self._numbers = found
+        if labels.is_cuda:
+            self._numbers = torch.empty(3, dtype=torch.int64, pin_memory=True)
+            self._numbers.copy_(found, non_blocking=True)
+            self._copied = torch.cuda.current_stream(labels.device).record_event()
+
+    def read(self, vocab: int) -> int:
+        """Raises ValueError for a label outside [0, vocab)."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        n, low, high = self._numbers.tolist()
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"labels must be in [0, {vocab}) or {IGNORE_INDEX}, got values in [{low}, {high}]"
+            )
+        return int(n)
 
 
 def linear_cross_entropy(
@@ -256,6 +270,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logits_scaling: float = 1.0,
     logits_bytes: int | None = None,
+    counted: RowCount | None = None,
 ) -> Tensor:  # () fp32
     """Cross-entropy of hidden @ weight.T + bias, differentiable in hidden, weight and bias.
 
@@ -264,7 +279,8 @@ def linear_cross_entropy(
     (`reduction="mean"`), else by nothing. Without any label that counts the loss is 0. `z_loss`
     adds z_loss * lse^2, `softcap` bounds the logits by softcap * tanh(logits / softcap),
     `logits_scaling` divides them before all that, `logits_bytes` bounds the logits held at a time
-    (default: `default_logits_bytes`).
+    (default: `default_logits_bytes`). `counted` is of these labels, from whoever had them earlier: the
+    host does not wait for the GPU then.
 
     Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
     run once. Raises ValueError for a wrong shape, dtype or value.
@@ -309,6 +325,7 @@ def linear_cross_entropy(
             weight,
             bias,
             labels,
+            counted or RowCount(labels),
             count,
             torch.is_grad_enabled(),
             logits_bytes,
