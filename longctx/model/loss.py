@@ -145,7 +145,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             kept = (labels != IGNORE_INDEX).nonzero().squeeze(1)
         else:
             n = T
-        scale = torch.as_tensor(count, dtype=torch.float32, device=device).reciprocal()
+        if not isinstance(count, Tensor):
+            count = torch.full(
+                (), count, device=device
+            )  # written there: a copy would be waited for
+        scale = count.to(device, torch.float32).reciprocal()
         # fp16 gradients get 8 more bits above the smallest number: |d_logits| <= 256, far from
         # 65504.
         boost = 256.0 if hidden.dtype == torch.float16 else 1.0
@@ -279,8 +283,8 @@ def linear_cross_entropy(
     (`reduction="mean"`), else by nothing. Without any label that counts the loss is 0. `z_loss`
     adds z_loss * lse^2, `softcap` bounds the logits by softcap * tanh(logits / softcap),
     `logits_scaling` divides them before all that, `logits_bytes` bounds the logits held at a time
-    (default: `default_logits_bytes`). `counted` is of these labels, from whoever had them earlier: the
-    host does not wait for the GPU then.
+    (default: `default_logits_bytes`). `counted` is of these labels, from whoever had them earlier:
+    the host does not wait for the GPU then.
 
     Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
     run once. Raises ValueError for a wrong shape, dtype or value.
