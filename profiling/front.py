@@ -273,6 +273,14 @@ def label(row: Row) -> str:
     return ", ".join([*words, *(["offloaded"] if row["offload"] != "none" else [])])
 
 
+ALONE = "custom, in less than any of the others needs"
+
+
+def alone_in(ours: Row, rows: Sequence[Row]) -> bool:
+    """Whether no peer, of which `rows` are those that ran, fits into custom's budget."""
+    return all(row["peak_gib"] > ours["budget_gib"] for row in rows if "budget_gib" not in row)
+
+
 def draw(rows: Sequence[Row]) -> Any:
     """A panel for each model and kind of row: tokens/s against the GPU memory that is in use."""
     plt = pyplot()
@@ -294,12 +302,22 @@ def draw(rows: Sequence[Row]) -> Any:
                     face = colour if row["offload"] == "none" else "white"
                     at = (row["peak_gib"], row["tokens_per_s"])
                     axes.plot(*at, "s", color=colour, markerfacecolor=face, label=label(row))
-            ours = sorted((r["peak_gib"], r["tokens_per_s"]) for r in shown if "budget_gib" in r)
+            ours = sorted(
+                (row for row in shown if "budget_gib" in row), key=lambda row: row["budget_gib"]
+            )
             if ours:
-                axes.plot(*zip(*ours, strict=True), "o-", color=COLOURS["custom"], label="custom")
+                line = [(row["peak_gib"], row["tokens_per_s"]) for row in ours]
+                axes.plot(*zip(*line, strict=True), "o-", color=COLOURS["custom"], label="custom")
+            for row in ours:
+                if alone_in(row, shown):
+                    at = (row["peak_gib"], row["tokens_per_s"])
+                    style = dict(color=COLOURS["custom"], markersize=13, label=ALONE)
+                    axes.plot(*at, "*", **style)
             axes.set_xscale("log", base=2)
+            axes.set_xlim(4, 160)
+            axes.set_xticks([4, 8, 16, 32, 64, 128])
             axes.xaxis.set_major_formatter("{x:g}")
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.12 * max((row["tokens_per_s"] for row in shown), default=1.0))
             axes.set_title(f"{model}\n{kind}", fontsize=9)
             axes.set_xlabel("peak GPU memory (GiB)")
             axes.set_ylabel("tokens/s" if j == 0 else "")
@@ -315,7 +333,7 @@ def draw(rows: Sequence[Row]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="files are OUTPUT.json, .png")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[12, 24, 40, 80, 138])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[8, 12, 24, 40, 80, 138])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--repeats", type=int, default=3)
