@@ -5,6 +5,7 @@ What goes where is decided in plan/decide.py; here it is done.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from longctx.model.blocks import decoder_layers, state_blocks
 from longctx.model.runtime import patched_part
 from longctx.plan.decide import (
     Budget,
+    Choose,
     Decision,
     Work,
     decide,
@@ -31,6 +33,7 @@ from longctx.plan.decide import (
     host_budget,
     scheduled_work,
 )
+from longctx.plan.given import Given
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
@@ -73,18 +76,23 @@ class Placing(Protocol):
     def world_size(self) -> int: ...
 
 
-def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
-    """Moves the model's weights and new AdamW states to where the options put them; the longest
-    batch has `tokens`. Raises UserError where GPU or host have too little memory."""
+def place_states(model: Any, args: Placing, tokens: int, given: Given | None = None) -> StateStream:
+    """Moves the model's weights and new AdamW states to where the options put them, or a given
+    plan; the longest batch has `tokens`. Raises UserError where GPU or host have too little
+    memory."""
     patched, several = patched_part(model), args.world_size > 1
-    sizes = choose = None
+    sizes = None
+    choose: Choose | None = None
     if patched is not None:
         sizes = patched.longctx.sizes(patched)
         choose = partial(patched.longctx.choose, sizes, tokens)
         patched.longctx.reserved_tokens = tokens
+    budget = Budget(_gpu_budget(model, args), _host_budget(patched))
+    if given is not None and choose is not None:
+        choose = _given_ladder(given)
     decided = decide(
         state_blocks(model, movable=patched is not None and not several),
-        Budget(_gpu_budget(model, args), _host_budget(patched)),
+        budget if given is None else given.budget,
         step_work(model, tokens),
         tokens=tokens,
         placement=args.place,
@@ -93,9 +101,12 @@ def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
         sizes=sizes,
         choose=choose,
     )
+    if given is not None:
+        given.check_decided(decided)
+        decided = replace(decided, budget=budget)
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
-        raise UserError(problem)
+        raise UserError(problem if given is None else f"--plan {given.path}: {problem}")
     print_rank0(describe_states(decided, model.dtype))
     ladder = decided.kept.ladder
     if ladder:
@@ -108,6 +119,10 @@ def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
     stream = StateStream(decided.host.blocks, args.device)
     model.register_state_dict_pre_hook(lambda *_: stream.flush())
     return stream
+
+
+def _given_ladder(given: Given) -> Choose:
+    return lambda *_: given.ladder
 
 
 def step_work(model: Any, tokens: int) -> Work:
