@@ -40,6 +40,7 @@ from longctx.output.folder import (
 from longctx.output.resume import resolve_resume
 from longctx.program import program
 from longctx.report.example import show_example
+from longctx.report.predicted import foresee
 from longctx.run.loading import (
     check_request,
     compute_dtype,
@@ -80,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         dtype = compute_dtype(model_args, args.device)
         size_bytes = saved_bytes(model_args, config, args.device)
         check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args, dtype), args)
+        foreseen = foresee(model_args, args, config, sharded=engine.shards_states)
 
     # 3. Data: documents -> tokens -> packed rows of seq_len.
     def rows(files: list[str] | None):
@@ -112,6 +114,8 @@ def main(argv: list[str] | None = None) -> None:
         num_processes=args.world_size,
     )
     check_same_run(resume, run, args.allow_changed or [], engine.keeps_options)
+    if foreseen:
+        foreseen.show(train_rows)
 
     # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)
@@ -139,8 +143,11 @@ def main(argv: list[str] | None = None) -> None:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         if not trainer.state.global_step:
             raise UserError("no step was trained: the data gave no batch")
-        if resume and trainer.state.global_step == checkpoint_step(resume):
+        done = (checkpoint_step(resume) or 0) if resume else 0
+        if trainer.state.global_step == done:
             print_rank0(f"{resume} is where this run ends: nothing was left to train")
+        elif foreseen:
+            foreseen.compare(trainer, first_step=done)
         if eval_rows is not None:
             trainer.evaluate()
 

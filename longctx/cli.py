@@ -19,6 +19,7 @@ from longctx.program import program
 
 COMMANDS = {
     "cache": "longctx.data.prune",
+    "doctor": "longctx.report.doctor",
     "eval": "longctx.report.evaluate",
     "merge": "longctx.lora.merge",
     "plan": "longctx.report.plan",

@@ -265,6 +265,9 @@ class TrainArguments(TrainingArguments):
     gpu_memory_gib: float | None = _option(
         None, "GPU memory that the run may use. Default: what is free."
     )
+    plan: str | None = _option(
+        None, "Run the plan in this file, of `longctx plan --json`; one of another run is refused."
+    )
     save_fp32: bool = _option(False, "final/ holds the fp32 master weights, of twice the size.")
     peak_tflops: float | None = _option(
         None, "The device's dense peak in TFLOP/s, for MFU. Known for common GPUs."

@@ -79,7 +79,7 @@ class Engine(ABC):
                 "data parallelism): engines shard over all processes, and with FSDP "
                 "--sequence_parallel_size N lets N of them share each row"
             )
-        ours = ("optimizer_states", "place", "gpu_memory_gib", "save_fp32")
+        ours = ("optimizer_states", "place", "gpu_memory_gib", "plan", "save_fp32")
         if not self.exact_states and (asked := [f"--{n}" for n in ours if n in given(args)]):
             raise UserError(
                 f"{', '.join(asked)}: {self.name} keeps fp32 states itself and decides where: "

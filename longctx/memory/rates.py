@@ -1,40 +1,229 @@
-"""How fast this GPU multiplies and copies, and its link: measured once in a process, in 20 ms."""
+"""How fast this GPU multiplies and copies: measured once for this hardware and these versions, kept
+on disk (`Measured`).
+
+    products      y = x W, dx = dy W', dW = x' dy of a tile of Llama-3.1-8B's MLP
+    copies        1 GiB on the GPU: bytes read and written
+    link          256 MiB of page-locked memory: up, down, both at once
+    attention     plan/measure.py
+
+`longctx doctor` and `longctx plan` measure all of it (plan/measure.py), each work for up to a
+second: clocks settle as in a step. A run takes what is kept; where nothing is, its ladder has
+what 30 ms measure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 
+from longctx.config import DataArguments, expanded
+from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import Rates
+from longctx.memory.plan import GIB
+from longctx.memory.slab import PinnedSlab
 
-SIDE = 4096
-COPIED_BYTES = 2**26  # more than the GPU's caches hold
+FORMAT = 1
+"""Of the file, and of how is measured: a change raises it."""
+BRIEF_S, SETTLED_S = 0.01, 1.0
+"""How long a work is repeated: in a run, and for what is kept."""
+CUBE, TILE = (4096, 4096, 4096), (8192, 4096, 14336)
+"""Tokens, D and F of products."""
+COPIED_BYTES, LINK_BYTES, BRIEF_BYTES = GIB, 2**28, 2**26
+LOCKED_BYTES, LEAST_LOCKED_BYTES = 4 * GIB, 2**26
+"""Host memory that is locked on trial: at most, and where even that is refused, 0."""
+
+
+class Link(NamedTuple):
+    """Bytes in a second: alone, and each way of both at once."""
+
+    up: float
+    down: float
+    both: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Rates of this machine, in FLOP/s and bytes in a second."""
+
+    flops: float
+    memory_bytes: float
+    link: Link
+    attention: Mapping[str, Mapping[int, tuple[float, float]]]
+    """Backend -> tokens of a document -> forward, backward; `auto` takes the first."""
+    locked_bytes: int
+    """Page-locked on trial,"""
+    tried_bytes: int
+    """of so much."""
 
 
 @cache
 def gpu_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Of products in `dtype` and of copies from page-locked memory."""
-    a = torch.randn(SIDE, SIDE, device=device).to(dtype)
-    product = torch.empty_like(a)
-    host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    copy = torch.empty_like(host, device=device)
-    other = torch.empty_like(copy)
+    """Of products in `dtype`, of copies on the GPU, and from page-locked memory while others go
+    there."""
+    kept = read_rates(device) if dtype.itemsize == 2 else None
+    if kept is not None:
+        return Rates(kept.flops, kept.link.both, kept.memory_bytes)
     return Rates(
-        flops=2 * SIDE**3 / _seconds(lambda: torch.mm(a, a, out=product)),
-        link_bytes=COPIED_BYTES / _seconds(lambda: copy.copy_(host, non_blocking=True)),
-        memory_bytes=2 * COPIED_BYTES / _seconds(lambda: other.copy_(copy)),
+        products(device, dtype, CUBE, BRIEF_S),
+        link(device, BRIEF_BYTES, BRIEF_S).both,
+        copies(device, BRIEF_BYTES, BRIEF_S),
     )
 
 
-def _seconds(work: Callable[[], object], repeats: int = 4) -> float:
-    for _ in range(2):
-        work()
+# --- kept on disk ----------------------------------------------------------------------------
+
+
+def rates_path(device: torch.device) -> Path:
+    """Where this machine's are kept."""
+    key = hashlib.sha256(json.dumps(identity(device)).encode()).hexdigest()[:20]
+    return expanded(DataArguments.cache_dir) / "rates" / f"rates-v{FORMAT}-{key}.json"
+
+
+def read_rates(device: torch.device) -> Measured | None:
+    """None where nothing is kept, or a damaged file."""
+    try:
+        found = json.loads(rates_path(device).read_text())
+        attention = {
+            name: {int(tokens): (float(f), float(b)) for tokens, (f, b) in lengths.items()}
+            for name, lengths in found["attention"].items()
+        }
+        measured = Measured(**{**found, "attention": attention, "link": Link(*found["link"])})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    numbers = [measured.flops, measured.memory_bytes, *measured.link]
+    whole = all(isinstance(number, float) and number > 0 for number in numbers)
+    return measured if whole and attention and all(attention.values()) else None
+
+
+def write_rates(device: torch.device, measured: Measured) -> Path | None:
+    """Whole or not at all; None, and a line, where it cannot be kept."""
+    path = rates_path(device)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(asdict(measured), indent=1))
+        os.replace(temporary, path)
+        return path
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        print_rank0(f"this machine's rates are not kept in {path}: {error.strerror or error}")
+        return None
+
+
+def identity(device: torch.device) -> list[Any]:
+    """What the rates depend on: GPU, host, driver, libraries. A home may be shared by machines."""
+    gpu = torch.cuda.get_device_properties(device)
+    host = [platform.machine(), platform.processor(), os.cpu_count(), psutil.virtual_memory().total]
+    versions = [torch.__version__, torch.version.cuda, torch.backends.cudnn.version()]
+    return [
+        *(gpu.name, gpu.total_memory, gpu.major, gpu.minor, driver_version()),
+        *(host, versions, version_of("flash-attn-4")),
+    ]
+
+
+def driver_version() -> str | None:
+    """Of the kernel's module; None where the container does not show it."""
+    with suppress(OSError, IndexError):
+        text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
+        words = text.splitlines()[0].split()
+        return next((word for word in words if word[0].isdigit() and "." in word), None)
+    return None
+
+
+def version_of(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+# --- measured --------------------------------------------------------------------------------
+
+
+def products(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], for_s: float
+) -> float:
+    """FLOP/s."""
+    tokens, hidden, intermediate = shape
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    w = torch.randn(hidden, intermediate, device=device, dtype=dtype)
+    y, dx, dw = x @ w, torch.empty_like(x), torch.empty_like(w)
+
+    def work() -> None:
+        torch.mm(x, w, out=y)
+        torch.mm(y, w.t(), out=dx)
+        torch.mm(x.t(), y, out=dw)
+
+    return 6 * tokens * hidden * intermediate / seconds_of(work, for_s)
+
+
+def copies(device: torch.device, nbytes: int, for_s: float) -> float:
+    """Bytes read and written on the GPU in a second."""
+    here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    there = torch.empty_like(here)
+    return 2 * nbytes / seconds_of(lambda: there.copy_(here), for_s)
+
+
+def link(device: torch.device, nbytes: int, for_s: float) -> Link:
+    host_up, host_down = (torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2))
+    gpu_up, gpu_down = (torch.zeros_like(host_up, device=device) for _ in range(2))
+    here, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+
+    def up() -> None:
+        gpu_up.copy_(host_up, non_blocking=True)
+
+    def down() -> None:
+        host_down.copy_(gpu_down, non_blocking=True)
+
+    def both() -> None:
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            down()
+        up()
+        here.wait_stream(beside)
+
+    return Link(*(nbytes / seconds_of(work, for_s) for work in (up, down, both)))
+
+
+def lock(device: torch.device, nbytes: int) -> int:
+    """How much host memory can be page-locked, `nbytes` at most. CUDA keeps an error of a refused
+    one for the next kernel to find: call it last."""
+    while nbytes >= LEAST_LOCKED_BYTES:
+        with suppress(UserError):
+            PinnedSlab(nbytes, device)
+            return nbytes
+        nbytes //= 2
+    return 0
+
+
+def seconds_of(work: Callable[[], object], for_s: float) -> float:
+    """Of one call, in the second half of about `for_s` seconds of calls."""
+    work()  # compiles, allocates
+    once = timed(work, 1)
+    if once >= for_s:
+        return once
+    repeats = max(1, min(1000, int(for_s / 2 / once)))
+    timed(work, repeats)
+    return timed(work, repeats) / repeats
+
+
+def timed(work: Callable[[], object], repeats: int) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
         work()
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / 1e3 / repeats
+    return start.elapsed_time(stop) / 1e3

@@ -6,16 +6,17 @@ FLOP/s with fp32 sums 65 to 90% in large products, less in attention, of the mem
 the link's 80%. They are estimates, and said to be.
 
 Attention is timed by backend, the one that `--attn_backend auto` takes first.
+
+What is measured on this machine (measure.py) is a `Machine` too.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import torch
 
 from longctx.errors import UserError
 from longctx.memory.ladder import Rates
@@ -54,6 +55,27 @@ class Machine:
     link_bytes: float
     """Copied to the host in a second while as much comes from it."""
     measured: bool = False
+    here: bool = False
+    """On this very machine."""
+    held_bytes: int = CONTEXT_BYTES
+    """Of the GPU: what CUDA, kernels' code and others have."""
+    lockable_bytes: int | None = None
+    """Of the host, where more is refused."""
+    by_length: Mapping[str, Mapping[int, AttentionRates]] = field(default_factory=dict)
+    """Backend -> tokens of a document -> rates, where they were measured."""
+
+    def attention_at(self, backend: str, document: int) -> AttentionRates:
+        """For documents of so many tokens: between two measured lengths by their logarithms."""
+        lengths = self.by_length.get(backend)
+        if not lengths:
+            return self.attention[backend]
+        known = sorted(lengths)
+        document = min(max(document, known[0]), known[-1])
+        above = next(i for i, length in enumerate(known) if length >= document)
+        a, b = known[max(0, above - 1)], known[above]
+        share = math.log(document / a) / math.log(b / a) if b > a else 0.0
+        pairs = zip(lengths[a], lengths[b], strict=True)
+        return AttentionRates(*(x + share * (y - x) for x, y in pairs))
 
     @property
     def gpu_bytes(self) -> int:
@@ -167,13 +189,6 @@ def machine_named(name: str) -> Machine:
     raise UserError(f"--gpu {name}: no such machine is known; did you mean {close}?")
 
 
-def this_machine() -> Machine:
-    """Of the GPU that is here. Raises UserError where none is, or none that has a name here."""
-    names = ", ".join(MACHINES)
-    if not torch.cuda.is_available():
-        raise UserError(f"this machine has no GPU: name the one to plan for with --gpu ({names})")
-    here = torch.cuda.get_device_name()
-    for machine in MACHINES.values():
-        if machine.device in here:
-            return machine
-    raise UserError(f"the rates of this GPU ({here}) are not known: name one like it with --gpu")
+def machine_like(gpu: str) -> Machine | None:
+    """The profile of a GPU that CUDA calls so; None for one that has no name here."""
+    return next((machine for machine in MACHINES.values() if machine.device in gpu), None)

@@ -33,7 +33,7 @@ from longctx.plan.decide import (
     host_budget,
     keeping,
 )
-from longctx.plan.machines import CONTEXT_BYTES, Machine
+from longctx.plan.machines import Machine
 from longctx.plan.seconds import Seconds, Task, seconds
 
 DTYPE = torch.bfloat16
@@ -120,6 +120,7 @@ class Plan:
 
     run: Run
     machine: Machine
+    sizes: Sizes
     backend: str
     decision: Decision
     phases: list[Phase]
@@ -173,6 +174,7 @@ def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
     return Plan(
         run=run,
         machine=machine,
+        sizes=sizes,
         backend=backend,
         decision=decision,
         phases=phases,
@@ -209,7 +211,7 @@ def _backend(run: Run, machine: Machine) -> str:
 
 def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
     """And what the GPU's allocator may take."""
-    limit = machine.gpu_bytes - CONTEXT_BYTES
+    limit = free = machine.gpu_bytes - machine.held_bytes
     if run.gpu_memory_gib:
         if run.gpu_memory_gib > machine.gpu_gib:
             raise UserError(
@@ -217,8 +219,11 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
                 f"GiB of {machine.name}"
             )
         limit = min(limit, int(run.gpu_memory_gib * GIB))
-    gpu = gpu_budget(machine.gpu_bytes - CONTEXT_BYTES, run.gpu_memory_gib)
-    return Budget(gpu, host_budget(host_bytes, run.model.host_memory_gib)), limit
+    gpu = gpu_budget(free, run.gpu_memory_gib)
+    host = host_budget(host_bytes, run.model.host_memory_gib)
+    if machine.lockable_bytes is not None:
+        host = min(host, machine.lockable_bytes)
+    return Budget(gpu, host), limit
 
 
 def _decide(subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: Budget) -> Decision:

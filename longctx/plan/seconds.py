@@ -90,7 +90,7 @@ class Task:
 
 def seconds(task: Task, decision: Decision, machine: Machine, backend: str, passes: int) -> Seconds:
     """Of a step of so many batches, on the attention backend of that name."""
-    rates, link = machine.attention[backend], machine.link_bytes
+    rates, link = machine.attention_at(backend, task.document), machine.link_bytes
     moved = list(zip(decision.specs, decision.blocks, decision.places, strict=True))
     hosted = decision.kept.host_bytes
 

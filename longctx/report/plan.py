@@ -5,8 +5,9 @@
 
 takes train.py's flags and recipes. Arithmetic alone (longctx/plan): no GPU is needed, no weight and
 no text is read. Runs without an engine, in bfloat16, on one GPU. Without --gpu the machine is this
-one; with it `--host_memory_gib` is the memory that machine's host has free (default: what is free
-here). Ends with status 1 where the run does not fit.
+one, whose rates are measured once, in about ten seconds, and kept (longctx doctor); with it
+`--host_memory_gib` is the memory that machine's host has free (default: what is free here). Ends
+with status 1 where the run does not fit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB
 from longctx.plan.changes import Change, changes
-from longctx.plan.machines import MACHINES, Machine, machine_named, this_machine
+from longctx.plan.given import written
+from longctx.plan.machines import MACHINES, Machine, machine_named
+from longctx.plan.measure import this_machine
 from longctx.plan.predict import DTYPE, Plan, Run, Subject, longest, plan
 from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
@@ -49,11 +52,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("longctx plan knows runs without an engine: leave out --deepspeed, --fsdp")
     with redirect_stdout(io.StringIO()):  # what options do without a GPU
         model_args, _, train_args, _ = parse_args(flags)
-    _check(model_args, train_args)
+    if not (model_args.model_name_or_path or model_args.preset):
+        raise UserError("name the model to plan for: --model_name_or_path, --preset or --config")
+    check_known(model_args, train_args)
+    _check_dtype(model_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
         subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE))
     machine = machine_named(args.gpu) if args.gpu else this_machine()
-    run = _run(model_args, train_args, args.document_tokens)
+    run = run_of(model_args, train_args, args.document_tokens)
     host = host_share_bytes()
     if args.gpu and model_args.host_memory_gib is not None:
         host = int(model_args.host_memory_gib * GIB)
@@ -108,25 +114,30 @@ def number(text: str) -> int:
     return int(found)
 
 
-def _check(model_args: ModelArguments, args: TrainArguments) -> None:
+def check_known(
+    model_args: ModelArguments, args: TrainArguments, who: str = "longctx plan"
+) -> None:
     """Raises UserError for runs that the plan does not know."""
-    if not (model_args.model_name_or_path or model_args.preset):
-        raise UserError("name the model to plan for: --model_name_or_path, --preset or --config")
+    if model_args.lora_r is not None:
+        raise UserError(f"{who} knows runs that train all weights: leave out --lora_r")
+    if model_args.class_type != "custom" and not args.gradient_checkpointing:
+        raise UserError(
+            f"{who} knows --class_type {model_args.class_type} with checkpointing by layer: "
+            "leave out --gradient_checkpointing false"
+        )
+
+
+def _check_dtype(model_args: ModelArguments) -> None:
     if model_args.dtype not in ("auto", "bfloat16"):
         raise UserError(
             f"longctx plan knows runs in bfloat16, and this one is in {model_args.dtype}: leave "
             "out --dtype, --bf16 and --fp16"
         )
-    if model_args.lora_r is not None:
-        raise UserError("longctx plan knows runs that train all weights: leave out --lora_r")
-    if model_args.class_type != "custom" and not args.gradient_checkpointing:
-        raise UserError(
-            f"longctx plan knows --class_type {model_args.class_type} with checkpointing by layer: "
-            "leave out --gradient_checkpointing false"
-        )
 
 
-def _run(model_args: ModelArguments, args: TrainArguments, document_tokens: int | None) -> Run:
+def run_of(
+    model_args: ModelArguments, args: TrainArguments, document_tokens: int | None = None
+) -> Run:
     return Run(
         model=model_args,
         place=args.place,
@@ -161,7 +172,7 @@ def as_json(
         "model": model.preset or model.model_name_or_path,
         "class_type": model.class_type,
         "gpu": planned.machine.name,
-        "rates": "measured" if planned.machine.measured else "estimated",
+        "rates": _rates(planned.machine),
         "attn_backend": planned.backend,
         "rows": planned.run.per_device_train_batch_size,
         "passes": planned.run.gradient_accumulation_steps,
@@ -186,6 +197,8 @@ def as_json(
             for phase in planned.phases
         ],
     }
+    if planned.fits and planned.run.exact:
+        result["plan"] = written(planned)
     if data_tokens:
         result |= {"data_tokens": data_tokens, "days": data_tokens / planned.tokens_per_s / DAY}
     if found:
@@ -200,6 +213,11 @@ def _kept(planned: Plan) -> str:
     if sizes is None:
         return "kept: layers' inputs"
     return f"{describe(ladder)}; {sizes.cut(planned.run.tokens)}"
+
+
+def _rates(machine: Machine) -> str:
+    measured = "measured here" if machine.here else "measured"
+    return measured if machine.measured else "estimated"
 
 
 def _short(planned: Plan) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.output.resume import apply_learning_rate, explained_damage
 from longctx.output.states import read_states, state_files, write_states
+from longctx.plan.given import read_given
 from longctx.run.states import limit_gpu, place_states, uses_exact_states
 
 SHARD_BYTES = 4 * 10**9
@@ -70,7 +71,8 @@ class ExactTrainer(Trainer):
     @overrides
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None and self._wants_exact:
-            stream = place_states(self.model, self.args, self.row_tokens)
+            given = read_given(self.args.plan) if self.args.plan else None
+            stream = place_states(self.model, self.args, self.row_tokens, given)
             last = self.accelerator.gradient_state
             self.optimizer_cls_and_kwargs = (
                 ExactAdamW,

@@ -5,6 +5,7 @@ What goes where is decided in plan/decide.py; here it is done.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from longctx.plan.decide import (
     gpu_budget,
     host_budget,
 )
+from longctx.plan.given import Given
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
@@ -72,28 +74,36 @@ class Placing(Protocol):
     def world_size(self) -> int: ...
 
 
-def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
-    """Moves the model's weights and new AdamW states to where the options put them; the longest
-    batch has `tokens`. Raises UserError where GPU or host have too little memory."""
+def place_states(model: Any, args: Placing, tokens: int, given: Given | None = None) -> StateStream:
+    """Moves the model's weights and new AdamW states to where the options put them, or a given
+    plan; the longest batch has `tokens`. Raises UserError where GPU or host have too little
+    memory."""
     patched, several = patched_part(model), args.world_size > 1
     needs: Choose | Work
     if patched is None:
         needs = _estimated_work(model, tokens)
     else:
-        needs = partial(patched.longctx.choose, patched.longctx.sizes(patched), tokens)
+        sizes = patched.longctx.sizes(patched)
+        needs = partial(patched.longctx.choose, sizes, tokens)
+        if given is not None:
+            needs = given.chosen(sizes)
         patched.longctx.reserved_tokens = tokens
+    budget = Budget(_gpu_budget(model, args), _host_budget(patched))
     decided = decide(
         state_blocks(model, movable=patched is not None and not several),
-        Budget(_gpu_budget(model, args), _host_budget(patched)),
+        budget if given is None else given.budget,
         tokens=tokens,
         placement=args.place,
         accumulates=args.gradient_accumulation_steps > 1,
         several=several,
         needs=needs,
     )
+    if given is not None:
+        given.check_decided(decided)
+        decided = replace(decided, budget=budget)
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
-        raise UserError(problem)
+        raise UserError(problem if given is None else f"--plan {given.path}: {problem}")
     print_rank0(describe_states(decided, model.dtype))
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:

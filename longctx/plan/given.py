@@ -1,0 +1,138 @@
+"""A plan as a file: `longctx plan --json` writes it, `train.py --plan` runs it.
+
+The file's part `plan` holds what the run must be (`run`: options by name, `model`: dimensions) and
+what was decided: budgets in bytes, each layer's rung and place, how the work is cut, each block's
+places. The run asks decide.py with those budgets, ladder and cut, and looks whether the same places
+come out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from longctx.errors import UserError
+from longctx.memory.ladder import Chosen, Keep, Ladder, Rung
+from longctx.memory.plan import KINDS, Cut, Place, Sizes
+from longctx.plan.decide import Budget, Choose, Decision
+from longctx.plan.predict import Plan, Run
+
+FORMAT = 1
+OPTIONS = (
+    *("class_type", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("place", "gpu_memory_gib", "keep", "offload_activations", "head_groups", "tile_tokens"),
+)
+"""Of a run, which a plan is for."""
+DIMENSIONS = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A plan that was read."""
+
+    path: Path
+    run: dict[str, Any]
+    model: dict[str, int]
+    budget: Budget
+    ladder: Ladder
+    cut: Cut
+    places: list[Place]
+
+    def chosen(self, sizes: Sizes) -> Choose:
+        """What was chosen, whatever is free."""
+        return lambda *_: Chosen(self.ladder, replace(sizes, **self.cut._asdict()))
+
+    def check(self, run: Run, sizes: Sizes) -> None:
+        """Raises UserError for a run that the plan is not of."""
+        for name, planned in self.run.items():
+            if (asked := run.value(name)) != planned:
+                raise UserError(
+                    f"--plan {self.path} is of a run with {_flag(name, planned)}, and this one has "
+                    f"{_flag(name, asked)}: plan again, or run what was planned"
+                )
+        found = dimensions(sizes)
+        for name, planned in self.model.items():
+            if found[name] != planned:
+                raise UserError(
+                    f"--plan {self.path} is of a model with {name} {planned}, and this one's is "
+                    f"{found[name]}: plan again, with this model"
+                )
+
+    def check_decided(self, decision: Decision) -> None:
+        """Raises UserError where the same budgets and ladder give other places."""
+        if [*decision.places] != self.places:
+            raise UserError(
+                f"--plan {self.path} places blocks as this version of longctx does not: plan again"
+            )
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"no --{name}" if value is None else f"--{name} {value}"
+
+
+def dimensions(sizes: Sizes) -> dict[str, int]:
+    return {name: getattr(sizes, name) for name in DIMENSIONS}
+
+
+def written(planned: Plan) -> dict[str, Any]:
+    """As JSON values."""
+    decision = planned.decision
+    return {
+        "format": FORMAT,
+        "run": {name: planned.run.value(name) for name in OPTIONS},
+        "model": dimensions(planned.sizes),
+        "budget_bytes": list(decision.budget),
+        "layers": [
+            [keep.rung.name, keep.host.name if keep.host is not None else None]
+            for keep in decision.kept.ladder
+        ],
+        "cut": list(planned.sizes.cut(planned.run.tokens)),
+        "blocks_on_gpu": [
+            [kind for kind in KINDS if getattr(place, kind)] for place in decision.places
+        ],
+    }
+
+
+def read_given(path: str | Path) -> Given:
+    """Raises UserError for a file that is no plan."""
+    path = Path(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not found["fits"]:
+            raise UserError(f"--plan {path} does not fit its machine: {found['problem']}")
+        if "plan" not in found:
+            raise UserError(
+                f"--plan {path} is of a run with torch's AdamW, whose states nobody places: leave "
+                "out --optimizer_states as_weights"
+            )
+        plan = found["plan"]
+        if plan["format"] != FORMAT:
+            raise UserError(f"--plan {path} was written by another version: plan again")
+        gpu, host = plan["budget_bytes"]
+        return Given(
+            path=path,
+            run={name: plan["run"][name] for name in OPTIONS},
+            model={name: int(plan["model"][name]) for name in DIMENSIONS},
+            budget=Budget(int(gpu), int(host)),
+            ladder=_ladder(plan["layers"]),
+            cut=Cut(*map(int, plan["cut"])),
+            places=[Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in _lists(plan)],
+        )
+    except OSError as error:
+        raise UserError(f"cannot read --plan {path}: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"--plan {path} is no plan: write one with longctx plan --json") from error
+
+
+def _ladder(layers: Sequence[tuple[str, str | None]]) -> Ladder:
+    return tuple(Keep(Rung[rung], Rung[host] if host else None) for rung, host in layers)
+
+
+def _lists(plan: dict[str, Any]) -> list[list[str]]:
+    lists: list[list[str]] = plan["blocks_on_gpu"]
+    if not all(isinstance(names, list) and set(names) <= {*KINDS} for names in lists):
+        raise ValueError(lists)
+    return lists

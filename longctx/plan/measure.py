@@ -1,0 +1,201 @@
+"""This machine, as `Machine` has the others: its rates measured, in about ten seconds, and kept on
+disk by hardware and versions (memory/rates.py).
+
+Attention is measured as the schedule runs it: by documents of 8192 and 32768 tokens with all heads
+of Llama-3.1-8B at once, of 131072 tokens with one of eight head groups; on the backend that `auto`
+takes, and at the middle length on the others. Where flash-attn-4 was never used here it compiles
+for some more seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import NamedTuple
+
+import torch
+
+from longctx.attention.backends import choose_attention
+from longctx.attention.documents import Documents
+from longctx.attention.protocol import QKV, Attention
+from longctx.errors import UserError, one_line
+from longctx.memory.machine import host_share_bytes
+from longctx.memory.plan import GIB
+from longctx.memory.rates import (
+    COPIED_BYTES,
+    LINK_BYTES,
+    LOCKED_BYTES,
+    SETTLED_S,
+    TILE,
+    Measured,
+    copies,
+    link,
+    lock,
+    products,
+    read_rates,
+    seconds_of,
+    write_rates,
+)
+from longctx.memory.store import free_gpu_bytes
+from longctx.plan.machines import CONTEXT_BYTES, MACHINES, AttentionRates, Machine, machine_like
+
+DTYPE = torch.bfloat16
+HEAD_DIM = 128
+LENGTHS = {8192: (32, 8), 32768: (32, 8), 131072: (4, 1)}
+"""Tokens of a document -> query and key/value heads."""
+MIDDLE = 32768
+ATTENTION_S = 0.4
+"""How long forward, or backward, of a length is repeated."""
+
+
+class Gpu(NamedTuple):
+    """What CUDA says of it."""
+
+    device: torch.device
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+def gpu_here() -> Gpu | None:
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return Gpu(device, torch.cuda.get_device_name(device), total_bytes, free_gpu_bytes(device))
+
+
+def this_machine(*, again: bool = False) -> Machine:
+    """Its rates are measured, and that is said, unless they are kept from before (`again`: all the
+    same). Raises UserError where there is no GPU, or nothing can be measured on one without a
+    profile."""
+    gpu = gpu_here()
+    if gpu is None:
+        names = ", ".join(MACHINES)
+        raise UserError(f"this machine has no GPU: name the one to plan for with --gpu ({names})")
+    kept = None if again else read_rates(gpu.device)
+    if kept is not None:
+        return measured_machine(gpu, kept)
+    _say(f"measuring what this {gpu.name} does, for about ten seconds ...")
+    try:
+        with redirect_stdout(sys.stderr):  # stdout may be JSON
+            measured = measure(gpu.device)
+    except RuntimeError as error:  # torch's: its memory is taken, a library is broken
+        profile = machine_like(gpu.name)
+        problem = f"this {gpu.name} cannot be measured ({one_line(error, 150)})"
+        if profile is None:
+            raise UserError(f"{problem}: name one like it with --gpu") from error
+        _say(f"{problem}: the profile {profile.name} is taken")
+        return profiled_machine(gpu, profile)
+    if path := write_rates(gpu.device, measured):
+        _say(f"kept in {path}")
+    return measured_machine(gpu, measured)
+
+
+def known_machine() -> Machine | None:
+    """The same, but nothing is measured: what is kept from before, else the GPU's profile."""
+    gpu = gpu_here()
+    if gpu is None:
+        return None
+    if kept := read_rates(gpu.device):
+        return measured_machine(gpu, kept)
+    profile = machine_like(gpu.name)
+    return None if profile is None else profiled_machine(gpu, profile)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
+    by_length = {
+        name: {tokens: AttentionRates(*rates) for tokens, rates in lengths.items()}
+        for name, lengths in measured.attention.items()
+    }
+    longest = {name: lengths[max(lengths)] for name, lengths in by_length.items()}
+    torchs = longest.get("cudnn") or longest.get("flash") or next(iter(longest.values()))
+    is_limited = measured.locked_bytes < measured.tried_bytes
+    profile = machine_like(gpu.name)
+    return Machine(
+        name=profile.name if profile else gpu.name,
+        device=gpu.name,
+        gpu_gib=gpu.total_bytes / GIB,
+        flops=measured.flops,
+        attention={**longest, "cudnn": torchs},  # with Hugging Face's layers torch takes what runs
+        memory_bytes=measured.memory_bytes,
+        link_bytes=measured.link.both,
+        measured=True,
+        here=True,
+        held_bytes=_held(gpu),
+        lockable_bytes=measured.locked_bytes if is_limited else None,
+        by_length=by_length,
+    )
+
+
+def profiled_machine(gpu: Gpu, profile: Machine) -> Machine:
+    """The GPU that is here, with the rates of its profile."""
+    return Machine(
+        name=profile.name,
+        device=gpu.name,
+        gpu_gib=gpu.total_bytes / GIB,
+        flops=profile.flops,
+        attention=profile.attention,
+        memory_bytes=profile.memory_bytes,
+        link_bytes=profile.link_bytes,
+        measured=profile.measured,
+        held_bytes=_held(gpu),
+    )
+
+
+def _held(gpu: Gpu) -> int:
+    """Kernels that are not loaded yet take theirs later."""
+    return max(CONTEXT_BYTES, gpu.total_bytes - gpu.free_bytes)
+
+
+def measure(device: torch.device) -> Measured:
+    """Raises RuntimeError, also as torch.OutOfMemoryError, where the GPU cannot do that work."""
+    tried_bytes = min(LOCKED_BYTES, host_share_bytes() // 4)
+    return Measured(
+        flops=products(device, DTYPE, TILE, SETTLED_S),
+        memory_bytes=copies(device, COPIED_BYTES, SETTLED_S / 4),
+        link=link(device, LINK_BYTES, SETTLED_S / 4),
+        attention=measure_attention(device),
+        tried_bytes=tried_bytes,
+        locked_bytes=lock(device, tried_bytes),
+    )
+
+
+def measure_attention(device: torch.device) -> dict[str, dict[int, tuple[float, float]]]:
+    """By backend, what `auto` takes first, and tokens of a document."""
+    auto, attention = choose_attention("auto", device, DTYPE)
+    found = {auto: {tokens: attention_rates(attention, device, tokens) for tokens in LENGTHS}}
+    for name in ("cudnn", "flash"):
+        if name not in found:
+            try:
+                other = choose_attention(name, device, DTYPE)[1]
+                found[name] = {MIDDLE: attention_rates(other, device, MIDDLE)}
+            except (UserError, RuntimeError):  # not for this GPU, or not in this build of torch
+                continue
+    return found
+
+
+def attention_rates(attention: Attention, device: torch.device, tokens: int) -> tuple[float, float]:
+    """FLOP/s of forward and of backward of one document: 2 H d L^2 and 5 H d L^2 FLOPs."""
+    heads, kv_heads = LENGTHS[tokens]
+
+    def numbers(heads: int) -> torch.Tensor:  # (L, heads, d)
+        return torch.randn(tokens, heads, HEAD_DIM, device=device, dtype=DTYPE)
+
+    qkv, do = QKV(numbers(heads), numbers(kv_heads), numbers(kv_heads)), numbers(heads)
+    o, lse = torch.empty_like(do), torch.empty(heads, tokens, device=device)
+    documents, scale = Documents.of([tokens], device), HEAD_DIM**-0.5
+
+    def rate(flops: float, work: Callable[[], object]) -> float:
+        return flops / seconds_of(work, ATTENTION_S)
+
+    flops = 2.0 * heads * HEAD_DIM * tokens**2
+    return (
+        rate(flops, lambda: attention.forward(qkv, documents, scale, o, lse)),
+        rate(2.5 * flops, lambda: attention.backward(do, qkv, documents, scale, o, lse)),
+    )

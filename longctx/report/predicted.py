@@ -1,0 +1,267 @@
+"""train.py's own plan: made and shown before weights are read, compared when training is over.
+
+A run that cannot fit ends here, in one line with the flags that would make it fit. Nothing of it
+changes where a run puts its bytes: that is decided when the model is there (run/states.py), by the
+same function and mostly the same numbers. Predicted are runs without an engine on one GPU, of
+class_type custom in bfloat16, on GPUs whose rates are known; a line says why another is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Sized
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import PretrainedConfig
+
+from longctx.config import ModelArguments, TrainArguments
+from longctx.data.rows import as_arrays
+from longctx.errors import UserError, print_rank0, printable
+from longctx.memory.ladder import Ladder
+from longctx.memory.machine import host_share_bytes
+from longctx.memory.plan import GIB, Place
+from longctx.plan.buffers import peak
+from longctx.plan.changes import changes
+from longctx.plan.given import read_given
+from longctx.plan.machines import Machine
+from longctx.plan.measure import known_machine
+from longctx.plan.predict import PROCESS_BYTES, Plan, Subject, plan
+from longctx.report.plan import as_json, check_known, lines_of, run_of, title_of
+from longctx.run.loading import compute_dtype
+from longctx.run.metrics import peak_memory
+
+SHOWN = ("fits", "GPU", "host", "seconds a step", "tokens/s", "days")
+DEVICE = "cuda"
+"""On which a step is predicted."""
+SAMPLED_ROWS = 16
+"""Of the data, for the length of its documents."""
+OFF = 0.05
+"""What is predicted worse is said."""
+FEWEST_TOKENS = 4096
+"""Of a batch: below, launches take longer than what they launch, and nobody counts them."""
+
+
+def foresee(
+    model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig, *, sharded: bool
+) -> Foreseen | None:
+    """`sharded`: an engine has the states. None where nothing is predicted; on a GPU a line says
+    why. Raises UserError for a run that does not fit, and for a `--plan` of another run."""
+    config = copy.deepcopy(config)  # a model writes its dtype there
+    if args.plan:
+        check_given(args.plan, model_args, args, config)
+    if args.device.type != DEVICE:
+        return None
+    machine = None
+    why_not = why_unknown(model_args, args, sharded)
+    if why_not is None:
+        machine = known_machine()
+        why_not = why_unknown_here(machine, model_args)
+    if machine is None or why_not is not None:
+        print_rank0(f"nothing is predicted: {why_not}")
+        return None
+    subject, run, host = Subject(config), run_of(model_args, args), host_share_bytes()
+    foreseen = Foreseen(subject, machine, host, plan(subject, run, machine, host), args)
+    foreseen.refuse()
+    return foreseen
+
+
+def check_given(
+    path: str, model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig
+) -> None:
+    """Raises UserError for a plan of another run."""
+    given = read_given(path)
+    check_known(model_args, args, f"--plan {path}")
+    run = run_of(model_args, args)
+    if compute_dtype(model_args, args.device) != torch.bfloat16 or not run.exact:
+        raise UserError(
+            f"--plan {path} is of a run with exact states in bfloat16: add --dtype bfloat16, and "
+            "leave out --bf16, --fp16 and --optimizer_states as_weights"
+        )
+    if args.world_size > 1:
+        raise UserError(f"--plan {path} is of one process, and this run has {args.world_size}")
+    given.check(run, Subject(config).sizes(run))
+
+
+def why_unknown(model_args: ModelArguments, args: TrainArguments, sharded: bool) -> str | None:
+    """Why such a run is not predicted, in a few words."""
+    if sharded:
+        return "only runs without an engine are"
+    if args.world_size > 1:
+        return "only runs of one process are"
+    if model_args.class_type != "custom":
+        return f"only --class_type custom is; `longctx plan` knows {model_args.class_type}"
+    if model_args.lora_r is not None:
+        return "only runs that train all weights are"
+    if compute_dtype(model_args, args.device) != torch.bfloat16:
+        return "only runs in bfloat16 are"
+    return None
+
+
+def why_unknown_here(machine: Machine | None, model_args: ModelArguments) -> str | None:
+    if machine is None:
+        return "the rates of this GPU are not known; `longctx doctor` measures them once"
+    if model_args.attn_backend not in ("auto", *machine.attention):
+        return f"--attn_backend {model_args.attn_backend} was not measured on this GPU"
+    return None
+
+
+@dataclass
+class Foreseen:
+    """A run's prediction."""
+
+    subject: Subject
+    machine: Machine
+    host_bytes: int
+    """That the host had free,"""
+    planned: Plan
+    args: TrainArguments
+
+    def refuse(self) -> None:
+        """Raises UserError where the run does not fit."""
+        if self.planned.fits:
+            return
+        run, machine = self.planned.run, self.machine
+        found = changes(self.subject, run, machine, self.host_bytes, host_grows=False)
+        fixes = [f"{flags} ({change.seconds.step:.3g} s a step)" for flags, change in found]
+        problem = (self.planned.problem or "").split(": ")[0]
+        fix = f"it fits with {', or '.join(fixes)}" if fixes else "no flag makes it fit"
+        raise UserError(f"this run does not fit: {problem}; {fix}")
+
+    def show(self, rows: Any) -> None:
+        """The table, with documents as long as those of the data."""
+        run = replace(self.planned.run, document_tokens=document_tokens(rows))
+        self.planned = plan(self.subject, run, self.machine, self.host_bytes)
+        result = as_json(self.planned, [], [], self._data_tokens(rows))
+        table = Table(title=escape(printable(title_of(result))), show_header=False)
+        for name, text in lines_of(result):
+            if name in SHOWN:
+                table.add_row(name, escape(printable(text)))
+        if self.args.process_index == 0:
+            Console().print(table)
+
+    def _data_tokens(self, rows: Any) -> int | None:
+        if self.args.max_steps > 0:
+            return self.args.max_steps * self.planned.step_tokens
+        if not isinstance(rows, Sized):
+            return None
+        return int(self.args.num_train_epochs * len(rows)) * self.planned.run.model.seq_len
+
+    def compare(self, trainer: Any, first_step: int) -> None:
+        """Logs predicted beside measured, of the steps after `first_step`, and says what is off."""
+        ladder = trainer.model.longctx.store.ladder
+        places = [block.place for block in trainer.exact.stream.blocks] if trainer.exact else None
+        measured = measure(trainer, first_step)
+        found = compare(self.planned, measured, as_planned(self.planned, ladder, places))
+        trainer.log(
+            {f"predicted_{part.key}": round(part.predicted, 4) for part in found}
+            | {f"measured_{part.key}": round(part.measured, 4) for part in found}
+        )
+        for line in lines(found):
+            print_rank0(line)
+
+
+def equal_tokens(positions: np.ndarray) -> float:
+    """Of documents of one length whose attention costs as much: sum L^2 / sum L, by the formula of
+    run/metrics.py."""
+    return float((2.0 * positions + 1).mean())
+
+
+def document_tokens(rows: Any) -> int | None:
+    """The same of some rows of the data, evenly chosen; None for a stream, of which nobody has read
+    any."""
+    if not isinstance(rows, Sized):
+        return None
+    array: Any = as_arrays(rows)  # type: ignore[arg-type]
+    chosen = range(0, len(rows), -(-len(rows) // SAMPLED_ROWS))
+    found = [equal_tokens(np.asarray(array[i]["position_ids"])) for i in chosen]
+    return max(1, round(statistics.mean(found)))
+
+
+# --- predicted beside measured ---------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    key: str
+    what: str
+    unit: str
+    predicted: float
+    measured: float
+    least: float
+    """A difference that says nothing."""
+    why: str
+    """What may be behind one."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def is_off(self) -> bool:
+        far = abs(self.predicted - self.measured) > self.least
+        return far and abs(self.error) > OFF
+
+
+def measure(trainer: Any, first_step: int) -> dict[str, float]:
+    """What a finished run took, by the keys of `Part`. A run's first logged step compiles."""
+    memory = peak_memory(trainer.args.device)
+    found = {"gpu_gib": memory.get("peak_gpu_gib", 0.0), "host_gib": memory["peak_host_gib"]}
+    logged = [line for line in trainer.state.log_history if line.get("step", 0) > first_step]
+    steps = [line["step_s"] for line in logged if "step_s" in line][1:]
+    return found | ({"step_s": statistics.median(steps)} if steps else {})
+
+
+def as_planned(planned: Plan, ladder: Ladder, places: list[Place] | None) -> bool:
+    """Whether the run keeps what it was planned to keep, where it was planned."""
+    decision = planned.decision
+    same = places is None or places == [*decision.places]
+    return same and tuple(ladder) == tuple(decision.kept.ladder)
+
+
+def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list[Part]:
+    most, seconds = peak(planned.phases), planned.seconds
+    largest = max(most.buffers, key=lambda name: most.buffers[name])
+    slowest = max(("products", "attention", "memory", "waits"), key=lambda n: getattr(seconds, n))
+    locked = planned.decision.host.nbytes / GIB
+    whys = {
+        "gpu_gib": f"the peak was planned in {most.name}, most of it {largest}",
+        "step_s": f"most of it was planned for {slowest}, {getattr(seconds, slowest):.3g} s",
+    }
+    if "host_gib" in measured:
+        whys["host_gib"] = (
+            f"{locked:.1f} GiB are locked, as planned, so that the process itself had "
+            f"{measured['host_gib'] - locked:.1f} instead of {PROCESS_BYTES / GIB:.1f}"
+        )
+    if not as_planned:
+        other = "the run placed states and activations by other free memory than was planned with"
+        whys = dict.fromkeys(whys, other)
+    if planned.run.tokens < FEWEST_TOKENS:
+        whys["step_s"] = f"batches below {FEWEST_TOKENS} tokens wait for launches, not planned"
+    rows = (
+        ("gpu_gib", "GPU", "GiB", planned.gpu_bytes / GIB, 0.1),
+        ("host_gib", "host", "GiB", planned.host_bytes / GIB, 1.0),
+        ("step_s", "a step", "s", seconds.step, 0.01),
+    )
+    return [
+        Part(key, what, unit, predicted, measured[key], least, whys[key])
+        for key, what, unit, predicted, least in rows
+        if measured.get(key)
+    ]
+
+
+def lines(found: list[Part]) -> list[str]:
+    """What is said of them: all in one line, and one for each that is off."""
+    beside = ", ".join(
+        f"{p.what} {p.predicted:.3g} and {p.measured:.3g} {p.unit} ({p.error:+.1%})" for p in found
+    )
+    return [
+        f"predicted and measured: {beside}",
+        *(f"the plan of {p.what} is off by {abs(p.error):.0%}: {p.why}" for p in found if p.is_off),
+    ]

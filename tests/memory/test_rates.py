@@ -1,0 +1,150 @@
+"""Rates: what is timed and how often, and the file they are kept in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from longctx.errors import UserError
+from longctx.memory import rates
+from longctx.memory.ladder import Rates
+from longctx.memory.plan import GIB
+from longctx.memory.rates import (
+    Link,
+    Measured,
+    gpu_rates,
+    lock,
+    read_rates,
+    seconds_of,
+    write_rates,
+)
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+MEASURED = Measured(
+    flops=6e14,
+    memory_bytes=3e12,
+    link=Link(5e10, 4e10, 3e10),
+    attention={"flash": {8192: (4e14, 3e14), 131072: (5e14, 4e14)}},
+    locked_bytes=GIB,
+    tried_bytes=GIB,
+)
+
+
+class Clock:
+    """Each work takes so many seconds; counts them."""
+
+    def __init__(self, *once: float) -> None:
+        self.once, self.timed = list(once), list[int]()
+
+    def __call__(self, work, repeats: int) -> float:
+        work()
+        self.timed.append(repeats)
+        return (self.once[0] if len(self.once) == 1 else self.once.pop(0)) * repeats
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(rates, "identity", lambda device: ["a GPU", "torch 2"])
+    monkeypatch.setattr(rates, "expanded", lambda path: tmp_path)
+    gpu_rates.cache_clear()
+    yield tmp_path
+    gpu_rates.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("once", "for_s", "repeats"),
+    [
+        (0.01, 1.0, [1, 50, 50]),
+        (2.0, 1.0, [1]),
+        (0.4, 0.5, [1, 1, 1]),
+        (1e-6, 1.0, [1, 1000, 1000]),
+    ],
+)
+def test_the_second_half_of_the_time_is_measured(monkeypatch, once, for_s, repeats) -> None:
+    clock, calls = Clock(once), list[int]()
+    monkeypatch.setattr(rates, "timed", clock)
+    assert seconds_of(lambda: calls.append(1), for_s) == pytest.approx(once)
+    assert clock.timed == repeats
+    assert len(calls) == 1 + len(repeats)
+
+
+def test_products_and_copies_by_count(monkeypatch) -> None:
+    monkeypatch.setattr(rates, "timed", Clock(0.5))
+    assert rates.products(CPU, torch.float32, (3, 4, 5), 1.0) == 6 * 3 * 4 * 5 / 0.5
+    assert rates.copies(CPU, 1000, 1.0) == 2 * 1000 / 0.5
+
+
+def test_what_is_refused_is_tried_in_halves(monkeypatch) -> None:
+    tried = []
+
+    def slab(nbytes: int, device: torch.device) -> None:
+        tried.append(nbytes)
+        if nbytes > 2**27:
+            raise UserError("cannot page-lock")
+
+    monkeypatch.setattr(rates, "PinnedSlab", slab)
+    assert lock(CPU, 2**29) == 2**27 and tried == [2**29, 2**28, 2**27]
+    monkeypatch.setattr(rates, "LEAST_LOCKED_BYTES", 2**28)
+    assert lock(CPU, 2**29) == 0
+
+
+def test_kept_by_hardware_and_versions(folder, monkeypatch) -> None:
+    assert read_rates(CPU) is None
+    path = write_rates(CPU, MEASURED)
+    assert path and path.parent == folder / "rates" and [*path.parent.iterdir()] == [path]
+    assert read_rates(CPU) == MEASURED
+    monkeypatch.setattr(rates, "identity", lambda device: ["a GPU", "torch 3"])
+    assert read_rates(CPU) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        json.dumps(asdict(replace(MEASURED, flops=0.0))),
+        json.dumps(asdict(replace(MEASURED, flops="many"))),
+        json.dumps(asdict(replace(MEASURED, attention={}))),
+        json.dumps(asdict(MEASURED) | {"link": [1.0]}),
+        json.dumps(asdict(MEASURED) | {"more": 1}),
+    ],
+)
+def test_a_damaged_file_is_none(folder, text) -> None:
+    path = write_rates(CPU, MEASURED)
+    assert path is not None
+    path.write_text(text)
+    assert read_rates(CPU) is None
+
+
+def test_where_nothing_can_be_kept_a_line_says_so(folder, capsys) -> None:
+    (folder / "rates").write_text("a file")
+    assert write_rates(CPU, MEASURED) is None
+    assert "rates are not kept in" in capsys.readouterr().out
+
+
+def test_a_ladder_takes_what_is_kept_and_else_measures(folder, monkeypatch) -> None:
+    monkeypatch.setattr(rates, "timed", Clock(0.5))
+    monkeypatch.setattr(rates, "CUBE", (2, 3, 4))
+    monkeypatch.setattr(rates, "link", lambda *_: Link(3.0, 2.0, 1.0))
+    monkeypatch.setattr(rates, "copies", lambda *_: 7.0)
+    assert gpu_rates(CPU, BF16) == Rates(6 * 24 / 0.5, 1.0, 7.0)
+    write_rates(CPU, MEASURED)
+    gpu_rates.cache_clear()
+    assert gpu_rates(CPU, BF16) == Rates(6e14, 3e10, MEASURED.memory_bytes)
+    other = gpu_rates(CPU, torch.float32)  # products of another dtype
+    assert other == Rates(6 * 24 / 0.5, 1.0, 7.0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    gpu = torch.device("cuda", 0)
+    assert rates.products(gpu, BF16, rates.CUBE, 0.01) > 1e13
+    assert rates.copies(gpu, 2**26, 0.01) > 1e11
+    found = rates.link(gpu, 2**26, 0.01)
+    assert min(found) > 1e9 and found.both <= 1.1 * max(found.up, found.down)
+    assert json.dumps(rates.identity(gpu)) == json.dumps(rates.identity(gpu))

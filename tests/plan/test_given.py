@@ -1,0 +1,112 @@
+"""`train.py --plan`: a file of `longctx plan --json`, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_model import tiny_config
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.memory.plan import GIB
+from longctx.plan.given import Given, read_given, written
+from longctx.plan.machines import MACHINES
+from longctx.plan.predict import Plan, Run, Subject, plan
+
+SUBJECT = Subject(tiny_config(num_hidden_layers=4))
+
+
+def run(**options) -> Run:
+    return Run(model=ModelArguments(preset="tiny", seq_len=512)).having(**options)
+
+
+def planned(**options) -> Plan:
+    return plan(SUBJECT, run(**options), MACHINES["rtx-4090"], 16 * GIB)
+
+
+def file_of(found: Plan, path: Path, **changes) -> Path:
+    text = {"fits": found.fits, "problem": found.problem, "plan": written(found) | changes}
+    path.write_text(json.dumps(text))
+    return path
+
+
+def given(folder: Path, **options) -> Given:
+    return read_given(file_of(planned(**options), folder / "plan.json"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"place": "host", "offload_activations": "all"}, {"keep": "qkv"}]
+)
+def test_what_was_decided_is_read_again(tmp_path, options) -> None:
+    found, decision = given(tmp_path, **options), planned(**options).decision
+    assert (found.budget, found.ladder) == (decision.budget, decision.kept.ladder)
+    assert found.places == decision.places
+    found.check(run(**options), SUBJECT.sizes(run()))
+    found.check_decided(decision)
+    with pytest.raises(UserError, match="places blocks as this version of longctx does not"):
+        replace(found, places=found.places[1:]).check_decided(decision)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"seq_len": 1024}, "a run with --seq_len 512, and this one has --seq_len 1024"),
+        ({"keep": "o"}, "--keep auto, and this one has --keep o"),
+        ({"gpu_memory_gib": 8.0}, "no --gpu_memory_gib, and this one has --gpu_memory_gib 8"),
+        ({"gradient_accumulation_steps": 2}, "--gradient_accumulation_steps 1, and this one has"),
+        ({"class_type": "liger"}, "--class_type custom, and this one has --class_type liger"),
+    ],
+)
+def test_another_run_is_refused(tmp_path, options, says) -> None:
+    with pytest.raises(UserError, match=says):
+        given(tmp_path).check(run(**options), SUBJECT.sizes(run()))
+
+
+def test_another_model_is_refused(tmp_path) -> None:
+    other = Subject(tiny_config(num_hidden_layers=3)).sizes(run())
+    with pytest.raises(UserError, match="a model with layers 4, and this one's is 3: plan again"):
+        given(tmp_path).check(run(), other)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no plan: write one with longctx plan --json"),
+        ("[1]", "is no plan"),
+        ('{"fits": true, "plan": []}', "is no plan"),
+        ('{"fits": false, "problem": "too large"}', "does not fit its machine: too large"),
+        ('{"fits": true}', "a run with torch's AdamW, whose states nobody places"),
+        ('{"fits": true, "plan": {"format": 0}}', "written by another version"),
+        ('{"fits": true, "plan": {"format": 1, "budget_bytes": [1]}}', "is no plan"),
+    ],
+)
+def test_what_is_no_plan(tmp_path, text, says) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says):
+        read_given(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": [["Y", None]]},
+        {"layers": [["O"]]},
+        {"blocks_on_gpu": [["weights"]]},
+        {"blocks_on_gpu": ["weight"]},
+        {"budget_bytes": ["many", 1]},
+        {"run": {}},
+        {"model": {"layers": "four"}},
+    ],
+)
+def test_a_damaged_plan(tmp_path, changes) -> None:
+    with pytest.raises(UserError, match="is no plan"):
+        read_given(file_of(planned(), tmp_path / "plan.json", **changes))
+
+
+def test_a_missing_file(tmp_path) -> None:
+    with pytest.raises(UserError, match="cannot read --plan .*No such file"):
+        read_given(tmp_path / "plan.json")

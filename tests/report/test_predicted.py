@@ -1,0 +1,235 @@
+"""What train.py foresees: shown, refused, compared; and runs of a given plan. The GPU is a fake."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from small_run import add_callback, prepare, run
+from transformers import TrainerCallback
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.memory.plan import GIB, KINDS
+from longctx.output import METRICS
+from longctx.plan.machines import MACHINES
+from longctx.plan.predict import Plan, Run, Subject, plan
+from longctx.report import predicted
+from longctx.report.plan import main as plan_command
+from longctx.report.predicted import compare, document_tokens, equal_tokens, foresee, lines, measure
+from longctx.run.loading import load_config
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+GPU = torch.device("cuda", 0)
+OPTIONS = dict(
+    plan=None,
+    world_size=1,
+    process_index=0,
+    place="auto",
+    gpu_memory_gib=None,
+    per_device_train_batch_size=1,
+    gradient_accumulation_steps=1,
+    gradient_checkpointing=True,
+    optimizer_states=None,
+    save_fp32=False,
+    optim="adamw_torch",
+    optim_args=None,
+    fp16=False,
+    max_steps=-1,
+    num_train_epochs=2.0,
+)
+
+
+def arguments(**options) -> SimpleNamespace:
+    return SimpleNamespace(**{**OPTIONS, "device": GPU, **options})
+
+
+def model(**options) -> ModelArguments:
+    return ModelArguments(**{"preset": "llama-3.2-1b", "seq_len": 32768, **options})
+
+
+def foreseen(machine, args=None, sharded: bool = False, **options):
+    asked = model(**options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predicted, "known_machine", lambda: machine)
+        patch.setattr(predicted, "host_share_bytes", lambda: 64 * GIB)
+        config = load_config(asked, vocab_size=1)
+        return foresee(asked, args or arguments(), config, sharded=sharded)
+
+
+def rows_of(*documents: int, rows: int = 40) -> Dataset:
+    positions = [p for length in documents for p in range(length)]
+    return Dataset.from_dict({"position_ids": rows * [positions]})
+
+
+def test_the_table_has_the_documents_and_the_data(capsys) -> None:
+    found = foreseen(MACHINES["h100"])
+    whole = found.planned.seconds.attention
+    found.show(rows_of(*8 * [4096]))
+    assert found.planned.seconds.attention == pytest.approx(whole / 8)
+    said = capsys.readouterr().out
+    for word in ("fits", "yes", "GPU", "host", "seconds a step", "tokens/s"):
+        assert word in said
+    days = 2 * 40 * 32768 / found.planned.tokens_per_s / 86400
+    assert f"{days:.3g} for 2.62e+06 tokens" in said
+
+
+def test_nothing_is_foreseen_without_a_gpu(capsys) -> None:
+    assert foreseen(None, arguments(device=torch.device("cpu"))) is None
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "says"),
+    [
+        ({"sharded": True}, {}, "only runs without an engine are"),
+        ({"args": arguments(world_size=2)}, {}, "only runs of one process are"),
+        ({}, {"class_type": "liger"}, "only --class_type custom is; `longctx plan` knows liger"),
+        ({}, {"lora_r": 8}, "only runs that train all weights are"),
+        ({}, {"dtype": "float32"}, "only runs in bfloat16 are"),
+        ({}, {"attn_backend": "math"}, "--attn_backend math was not measured on this GPU"),
+        ({"machine": None}, {}, "the rates of this GPU are not known; `longctx doctor` measures"),
+    ],
+)
+def test_why_nothing_is_foreseen_is_said(capsys, args, options, says) -> None:
+    assert foreseen(**{"machine": MACHINES["h100"], **args}, **options) is None
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f"nothing is predicted: {says}" in said
+
+
+def test_what_cannot_fit_is_refused_with_what_would_fit() -> None:
+    with pytest.raises(UserError) as error:
+        foreseen(MACHINES["rtx-4090"], seq_len=131072, keep="all", offload_activations="none")
+    said = str(error.value)
+    assert re.match(r"this run does not fit: [\d.]+ GiB of GPU memory are needed", said)
+    assert "; it fits with --" in said and "s a step)" in said and "\n" not in said
+    with pytest.raises(UserError, match="no flag makes it fit"):
+        foreseen(replace(MACHINES["rtx-4090"], gpu_gib=1.0))
+
+
+def test_documents_of_one_length_whose_attention_costs_as_much() -> None:
+    assert equal_tokens(np.arange(100)) == 100
+    assert document_tokens(rows_of(64, 64)) == 64
+    assert document_tokens(rows_of(96, 32)) == (96**2 + 32**2) / 128
+    assert document_tokens(iter([])) is None
+
+
+# --- predicted beside measured ---------------------------------------------------------------
+
+
+def planned(tokens: int = 32768) -> Plan:
+    asked = model(seq_len=tokens)
+    subject = Subject(load_config(asked, vocab_size=1))
+    return plan(subject, Run(model=asked), MACHINES["h100"], 64 * GIB)
+
+
+def said_of(found: Plan, as_planned: bool = True, **times: float) -> list[str]:
+    measured = {
+        "gpu_gib": found.gpu_bytes / GIB * times.get("gpu", 1),
+        "host_gib": found.host_bytes / GIB * times.get("host", 1),
+        "step_s": found.seconds.step * times.get("step", 1),
+    }
+    return lines(compare(found, measured, as_planned))
+
+
+def test_what_is_off_is_said_with_its_part() -> None:
+    found = planned()
+    assert len(said_of(found, gpu=1.04, step=0.97)) == 1
+    assert "GPU" in said_of(found)[0] and "(+0.0%)" in said_of(found)[0]
+    slow = said_of(found, step=1.2)
+    assert len(slow) == 2
+    assert slow[1].startswith("the plan of a step is off by 17%: most of it was planned for")
+    assert "the peak was planned in " in said_of(found, gpu=0.5)[1]
+    assert len(said_of(found, host=1.3)) == 1, "less than 1 GiB"
+    assert "the process itself had 7.5 instead of 2.5" in said_of(found, host=3)[1]
+    assert "other free memory" in said_of(found, as_planned=False, gpu=2)[1]
+    assert "wait for launches" in said_of(planned(2048), step=2)[1]
+
+
+def test_the_first_logged_step_compiles(monkeypatch) -> None:
+    monkeypatch.setattr(predicted, "peak_memory", lambda device: {"peak_host_gib": 1.0})
+    log = [{"step": i, "step_s": float(i)} for i in range(1, 8)]
+    trainer = SimpleNamespace(args=arguments(), state=SimpleNamespace(log_history=log))
+    assert measure(trainer, 0)["step_s"] == 4.5  # of 2 to 7
+    assert measure(trainer, 4)["step_s"] == 6.5  # 5 was the first of the resumed run
+    assert "step_s" not in measure(trainer, 6)
+
+
+def test_a_run_from_its_prediction_to_the_comparison(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(predicted, "DEVICE", "cpu")
+    monkeypatch.setattr(predicted, "known_machine", lambda: MACHINES["h100"])
+    flags = [*prepare(tmp_path), "--dtype", "bfloat16", "--max_steps", "3"]
+    run(flags, tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "seconds a step" in said and said.count("predicted and measured: host") == 1
+    assert "batches below 4096 tokens wait for launches" in said
+    last = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
+    found = next(line for line in last if "predicted_step_s" in line)
+    assert found["measured_step_s"] > 0 and found["predicted_host_gib"] >= 2.5
+
+
+# --- --plan ----------------------------------------------------------------------------------
+
+
+class Places(TrainerCallback):
+    """What a run has placed where when it begins."""
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self.places = [block.place for block in inner.stream.blocks]
+        self.ladder = model.longctx.store.ladder
+
+
+@pytest.fixture
+def written(tmp_path, capsys):
+    """The flags of a small run, and a plan of it with everything on the host."""
+    flags = [*prepare(tmp_path), "--dtype", "bfloat16", "--max_steps", "2"]
+    flags += ["--place", "host", "--offload_activations", "all", "--keep", "qkv"]
+    plan_command([*flags, "--gpu", "rtx-4090", "--host_memory_gib", "16", "--json"])
+    path = tmp_path / "plan.json"
+    path.write_text(capsys.readouterr().out)
+    return flags, path
+
+
+def test_a_given_plan_is_run(tmp_path, monkeypatch, written) -> None:
+    flags, path = written
+    callback = Places()
+    add_callback(callback, monkeypatch)
+    free = run(flags, tmp_path / "free")
+    given = run([*flags, "--plan", str(path)], tmp_path / "given")
+    plan_of = json.loads(path.read_text())["plan"]
+    on_gpu = [[kind for kind in KINDS if getattr(p, kind)] for p in callback.places]
+    assert on_gpu == plan_of["blocks_on_gpu"]
+    kept = [[k.rung.name, None if k.host is None else k.host.name] for k in callback.ladder]
+    assert kept == plan_of["layers"]
+    assert [line["loss"] for line in given] == [line["loss"] for line in free]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--seq_len", "128"], "--seq_len 64, and this one has --seq_len 128"),
+        (["--dtype", "float32"], "a run with exact states in bfloat16: add --dtype bfloat16"),
+        (["--lora_r", "4"], "knows runs that train all weights"),
+        (["--plan", "nowhere.json"], "cannot read --plan nowhere.json"),
+    ],
+)
+def test_a_plan_of_another_run_is_refused(tmp_path, written, more, says) -> None:
+    flags, path = written
+    with pytest.raises(UserError, match=says):
+        run([*flags, "--plan", str(path), *more], tmp_path / "run")
+    assert not (tmp_path / "run" / METRICS).exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_run_says_what_was_predicted(tmp_path, capsys) -> None:
+    predicted_on = [word for word in prepare(tmp_path) if word != "--use_cpu"]
+    run([*predicted_on, "--max_steps", "3"], tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "predicted and measured: GPU" in said or "nothing is predicted: the rates" in said
