@@ -232,10 +232,15 @@ def place_blocks(
         return [Place() for _ in blocks]
 
     def must_stay(block: BlockSizes, kind: str) -> bool:
-        stays = {"weight": not block.movable, "grad": keeps_gradients, "states": False}
+        """Or there is nothing that could leave, of a frozen block."""
+        stays = {
+            "weight": not block.movable,
+            "grad": keeps_gradients or not block.grad,
+            "states": not block.states,
+        }
         return block.fixed or stays[kind]
 
-    left = free_bytes - ring_bytes()
+    left = free_bytes - (ring_bytes() if any(map(may_update_away, blocks)) else 0)
     left -= sum(getattr(b, kind) for kind in KINDS for b in blocks if must_stay(b, kind))
     if sum(b.weight for b in blocks if b.movable) > left:
         left -= window_bytes(blocks)
@@ -257,6 +262,11 @@ def place_blocks(
     return [Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in kept]
 
 
+def may_update_away(block: BlockSizes) -> bool:
+    """Whether states or gradients of it may wait on the host."""
+    return not block.fixed and bool(block.states or block.grad)
+
+
 def ring_bytes() -> int:
     """Two moments, a remainder and a gradient, in words of four bytes."""
     return RING * PIECE * 4 * 4
@@ -271,5 +281,9 @@ def window_bytes(blocks: Sequence[BlockSizes]) -> int:
 def buffer_bytes(blocks: Sequence[BlockSizes], places: Sequence[Place]) -> int:
     """GPU memory through which those blocks move that are not all on the GPU."""
     streamed = [b for b, place in zip(blocks, places, strict=True) if not place.weight]
-    moves = any(not place.all_on_gpu for place in places)
-    return moves * ring_bytes() + window_bytes(streamed)
+    return moved_ring_bytes(places) + window_bytes(streamed)
+
+
+def moved_ring_bytes(places: Iterable[Place]) -> int:
+    """Weights need no ring."""
+    return ring_bytes() if any(not (p.states and p.grad) for p in places) else 0

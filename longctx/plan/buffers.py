@@ -30,7 +30,7 @@ from longctx.memory.plan import (
     default_head_groups,
     default_logits_bytes,
     default_tile_tokens,
-    ring_bytes,
+    moved_ring_bytes,
     window_bytes,
 )
 from longctx.plan.decide import Decision
@@ -79,7 +79,7 @@ class States:
         self._always = {
             "weights": sum(block.weight for _, block, place in placed if place.weight),
             "AdamW's states": sum(block.states for _, block, place in placed if place.states),
-            "buffers of the update": ring_bytes() * any(not p.all_on_gpu for *_, p in placed),
+            "buffers of the update": moved_ring_bytes(decision.places),
             "libraries": LIBRARY_BYTES,
         }
         layers = len([spec for spec in decision.specs if spec.layer is not None])

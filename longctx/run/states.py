@@ -5,18 +5,19 @@ What goes where is decided in plan/decide.py; here it is done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB, Placement
+from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import decoder_layers, state_blocks
@@ -78,13 +79,14 @@ def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
     batch has `tokens`. Raises UserError where GPU or host have too little memory."""
     patched, several = patched_part(model), args.world_size > 1
     sizes = choose = None
+    specs = state_blocks(model, movable=patched is not None and not several)
     if patched is not None:
         sizes = patched.longctx.sizes(patched)
         choose = partial(patched.longctx.choose, sizes, tokens)
         patched.longctx.reserved_tokens = tokens
     decided = decide(
-        state_blocks(model, movable=patched is not None and not several),
-        Budget(_gpu_budget(model, args), _host_budget(patched)),
+        specs,
+        Budget(_gpu_budget(specs, args), _host_budget(patched)),
         step_work(model, tokens),
         tokens=tokens,
         placement=args.place,
@@ -96,6 +98,11 @@ def place_states(model: Any, args: Placing, tokens: int) -> StateStream:
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
         raise UserError(problem)
+    if args.place == "host" and all(place.all_on_gpu for place in decided.places):
+        raise UserError(
+            "--place host: nothing of this run can wait on the host. Frozen weights can with "
+            "--class_type custom on one GPU; adapters and what they train with stay on the GPU"
+        )
     print_rank0(describe_states(decided, model.dtype))
     ladder = decided.kept.ladder
     if ladder:
@@ -137,10 +144,11 @@ def _limit_gpu(args: Placing) -> None:
         torch.cuda.set_per_process_memory_fraction(share, args.device)
 
 
-def _gpu_budget(model: nn.Module, args: Placing) -> int:
+def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:
     if args.device.type != "cuda":
         return 2**62
-    weights = sum(p.nbytes for p in model.parameters() if p.is_cuda)
+    tensors = (part.tensor for spec in specs for part in spec.parts)
+    weights = sum(x.nbytes for x in tensors if x.is_cuda)
     total = torch.cuda.get_device_properties(args.device).total_memory
     return gpu_budget(free_gpu_bytes(args.device) + weights, total, args.gpu_memory_gib)
 
