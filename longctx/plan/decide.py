@@ -28,8 +28,9 @@ from longctx.memory.plan import (
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 
-SPARE = 0.015
-"""Of GPU memory: the allocator's rounding and gaps."""
+SPARE, LEAST_SPARE = 0.015, 160 * 2**20
+"""Of GPU memory: the allocator's rounding and gaps. On a small GPU bytes, for cuBLAS's workspaces
+and the rows of the loss."""
 HOST_SPARE, HOST_SPARE_GIB = 0.1, 4
 """Of what the host has free, and at most: for the process itself, compilers, and the block that is
 copied when states are saved."""
@@ -49,7 +50,7 @@ def gpu_budget(free: int, total: int, limit_gib: float | None) -> int:
     if limit_gib:
         free = min(free, int(limit_gib * GIB))
         total = min(total, free)
-    return free - int(SPARE * total)
+    return free - max(int(SPARE * total), LEAST_SPARE)
 
 
 def host_budget(available: int, limit_gib: float | None) -> int:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args, _, train_args, _ = parse_args(flags)
     _check(model_args, train_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
-        subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE))
+        subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE), model_args)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = _run(model_args, train_args, args.document_tokens)
     host = host_share_bytes()
@@ -117,8 +117,11 @@ def _check(model_args: ModelArguments, args: TrainArguments) -> None:
             f"longctx plan knows runs in bfloat16, and this one is in {model_args.dtype}: leave "
             "out --dtype, --bf16 and --fp16"
         )
-    if model_args.lora_r is not None:
-        raise UserError("longctx plan knows runs that train all weights: leave out --lora_r")
+    if model_args.lora_r is not None and model_args.class_type != "custom":
+        raise UserError(
+            f"longctx plan knows adapters of --class_type custom, not of {model_args.class_type}: "
+            "leave out --lora_r or --class_type"
+        )
     if model_args.class_type != "custom" and not args.gradient_checkpointing:
         raise UserError(
             f"longctx plan knows --class_type {model_args.class_type} with checkpointing by layer: "

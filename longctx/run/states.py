@@ -161,9 +161,12 @@ def _host_budget(patched: Any | None) -> int:
 def describe_states(decided: Decision, dtype: torch.dtype) -> str:
     """In one line: what a run without an engine trains with, and where it lives."""
     host = decided.host
+    trained = {p.dtype for spec in decided.specs for p in spec.trained}
     parts = "fp32 weights"
-    if dtype == torch.bfloat16:
+    if torch.bfloat16 in trained:
         parts = "bfloat16 weights with the rest of their fp32 masters"
+    elif dtype == torch.bfloat16:
+        parts = "fp32 adapters over frozen weights"
 
     def gib(on_gpu: bool) -> str:
         found = {

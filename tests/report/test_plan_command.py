@@ -31,6 +31,18 @@ def test_a_run_that_fits(capsys) -> None:
     assert result(capsys, "--seq_len", "32768", "--max_steps", "10")["data_tokens"] == 327680
 
 
+def test_adapters(capsys, monkeypatch) -> None:
+    """Without bitsandbytes: the machine that is planned for has it."""
+    monkeypatch.setattr("longctx.lora.quantise.installed", lambda name: False)
+    words = ["--seq_len", "32768", "--lora_r", "16"]
+    whole, lora = result(capsys, *words[:2]), result(capsys, *words)
+    qlora = result(capsys, *words, "--quantize", "nf4", "--lora_dropout", "0.1")
+    assert whole["step_s"] > lora["step_s"]
+    peaks = [sum(phase["gib"] for phase in found["phases"]) for found in (lora, qlora)]
+    assert peaks[0] > peaks[1]
+    assert "fp32 adapters over frozen weights" in lora["states"]
+
+
 def test_a_recipe_and_the_lengths_that_fit(capsys, tmp_path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("preset: llama-3.2-1b\nseq_len: 8192\nplace: host\n")
@@ -69,7 +81,9 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
         (["--seqlen", "8192"], "unknown option --seqlen; did you mean --seq_len"),
         (["--attn_backend", "fa4"], "--attn_backend fa4 is not known on rtx-4090"),
         (["--seq_len", "262144"], "--seq_len 262144 is above the model's"),
-        (["--lora_r", "8"], "leave out --lora_r"),
+        (["--lora_r", "8", "--class_type", "liger"], "adapters of --class_type custom, not of"),
+        (["--quantize", "nf4"], "give --lora_r"),
+        (["--lora_r", "8", "--lora_targets", "q_pro"], "did you mean q_proj"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, says) -> None:
