@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from paths import ROOT
 
 from longctx.errors import UserError
 from longctx.report.plan import main
@@ -41,6 +43,17 @@ def test_adapters(capsys, monkeypatch) -> None:
     peaks = [sum(phase["gib"] for phase in found["phases"]) for found in (lora, qlora)]
     assert peaks[0] > peaks[1]
     assert "fp32 adapters over frozen weights" in lora["states"]
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*lora*")), ids=lambda p: p.stem)
+def test_recipes_of_adapters_fit_where_they_say(recipe, capsys) -> None:
+    text = recipe.read_text()
+    [words] = re.findall(r"(--preset .*) --sweep", text)
+    main(["--config", str(recipe), *words.split(), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    [card_gb] = re.findall(r"_1x(\d+)gb_", recipe.stem)
+    assert found["fits"] and found["gpu_gib"] < int(card_gb)
+    assert "A prediction of the plan" in text
 
 
 def test_a_recipe_and_the_lengths_that_fit(capsys, tmp_path) -> None:
