@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from longctx.config import ModelArguments
 from longctx.memory import plan as memory_plan
 from longctx.memory.plan import GIB, default_head_groups
-from longctx.plan import buffers, seconds
 from longctx.plan.machines import MACHINES
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.run.loading import load_config
@@ -55,9 +54,7 @@ class Cell:
 
 @contextmanager
 def logits_of_1_gib() -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in (memory_plan, buffers, seconds):
-            stack.enter_context(patch.object(module, "default_logits_bytes", lambda *_: GIB))
+    with patch.object(memory_plan, "default_logits_bytes", lambda *_: GIB):
         yield
 
 

@@ -23,6 +23,7 @@ from longctx.memory.states import BlockSpec
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import state_blocks
 from longctx.model.patch import patch_as
+from longctx.model.runtime import patched_part
 
 TOKENS = 48
 """Of the longest batch."""
@@ -121,13 +122,14 @@ def place(
 ) -> Placed:
     """`specs` are a Llama's own unless given. A patched one keeps x and o of all layers on the GPU
     unless `ladder` says otherwise; the longest batch has `tokens`."""
-    runtime, device = getattr(module, "longctx", None), next(module.parameters()).device
+    patched, device = patched_part(module), next(module.parameters()).device
+    runtime = patched.longctx if patched else None
     specs = state_blocks(module, movable=runtime is not None) if specs is None else specs
     layers = sum(spec.layer is not None for spec in specs)
     ladder = layers * (Keep(),) if ladder is None else ladder
     layer_bytes = activation_bytes = 0
     if runtime:
-        sizes = runtime.sizes(module)
+        sizes = runtime.sizes(patched)
         activation_bytes = host_bytes(sizes, tokens, ladder)
         layer_bytes = rung_bytes(sizes, tokens, max(keep.host or Rung.X for keep in ladder))
     room = HostRoom(

@@ -2,7 +2,8 @@
 
 check_lora       what the options name is in the model, before its weights are read
 adapter_bytes    what a checkpoint of it holds
-add_adapters     PEFT's LoraConfig on the model; the rest is frozen
+with_lora        PEFT's LoraConfig on the model; the rest is frozen
+add_adapters     the same in a run, checked
 Reached          after the first step: training got to every adapter
 """
 
@@ -102,9 +103,8 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
-def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
-    """The PeftModel around `model`, of which adapters alone are trained, and a few words on them.
-    Raises UserError where the schedule would leave it to Hugging Face's layers."""
+def with_lora(model: Any, args: ModelArguments) -> Any:
+    """The PeftModel around `model`, of which adapters alone are trained."""
     import peft
 
     assert args.lora_r is not None
@@ -120,6 +120,13 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
     )
     adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = _base_name(args)  # where to find it from any folder
+    return adapted
+
+
+def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
+    """The same in a run, and a few words on it. Raises UserError where the schedule would leave the
+    model to Hugging Face's layers."""
+    adapted = with_lora(model, args)
     if args.class_type == "custom":
         base = base_of(inside_peft(adapted))
         if base is not None and (reason := why_not_scheduled(base)):

@@ -8,6 +8,7 @@ once the model is made. Embedding, norms and lm_head stay as they are.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,3 +64,26 @@ def quantise_(model: Any, device: torch.device) -> None:
         parent, _, name = path.rpartition(".")
         setattr(model.model.layers.get_submodule(parent), name, made.to(device))
     model.is_loaded_in_4bit = True  # PEFT looks for it
+
+
+BLOCK, SCALES = 64, 256
+"""Weights that share a scale, and scales that share one."""
+
+
+def quantise_shapes_(model: Any) -> None:
+    """The same of a model without storage, for arithmetic: bytes, scales, and no bitsandbytes."""
+
+    def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    for linear in model.model.layers.modules():
+        if isinstance(linear, nn.Linear):
+            shape, numel = linear.weight.shape, linear.weight.numel()
+            scales = -(-numel // BLOCK)
+            packed: Any = nn.Parameter(empty(-(-numel // 2), torch.uint8)[:, None], False)
+            packed.quant_state = SimpleNamespace(
+                shape=shape,
+                absmax=empty(scales, torch.uint8),
+                state2=SimpleNamespace(absmax=empty(-(-scales // SCALES), torch.float32)),
+            )
+            linear.weight = packed

@@ -54,9 +54,9 @@ class Gradients:
         self._first_piece: dict[Place, int] = {}
         count = 0
         for block in self._blocks:
-            for i, parameter in enumerate(block.parameters):
+            for i in range(len(block.ranges)):
                 self._first_piece[block, i] = count
-                count += len(block.pieces(i, stream.piece)) if parameter.requires_grad else 0
+                count += len(block.pieces(i, stream.piece))
         self._norms = torch.zeros(count, dtype=_norm_dtype(stream.device), device=stream.device)
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 

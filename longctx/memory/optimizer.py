@@ -61,7 +61,7 @@ class ExactAdamW(torch.optim.Optimizer):
         self._places = {
             parameter: (block, i)
             for block in stream.blocks
-            for i, parameter in enumerate(block.parameters)
+            for i, parameter in enumerate(block.parameters[: len(block.ranges)])
             if parameter.requires_grad
         }
         for group in self.param_groups:

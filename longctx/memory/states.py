@@ -12,14 +12,19 @@ parameter, of a model in bfloat16:
 An fp32 model needs no remainder. Each block has its `Place`: which of weight, states (the three in
 the middle) and grad wait on the host between uses. There they are flat parts of one pinned slab,
 and the parameters' `data` are views of them; on the GPU weights and gradients stay the tensors that
-they are. Norms and biases, 0.003% of an 8B model, are one block that never leaves the GPU.
+they are. Norms and biases, 0.003% of an 8B model, and adapters are one block that never leaves the
+GPU.
+
+A frozen weight has neither states nor gradient. Where it waits on the host it comes up for forward
+and for backward, and nothing goes down. It may be quantised: packed bytes, and beside them the
+scales that they are made dense with, which come and go with it (`Part`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +32,26 @@ from torch import Tensor, nn
 from longctx.memory.plan import BlockSizes, Place
 
 ALIGN = 64
-"""Parameters begin at multiples of so many elements: 128 bytes of bf16."""
+"""Tensors begin at multiples of so many elements: 128 bytes of bf16."""
 Take = Callable[[int, torch.dtype], Tensor]
 """A flat tensor of zeros, of so many elements."""
+
+
+class Part(NamedTuple):
+    """A tensor that is read with a block's weights: an attribute of its owner."""
+
+    owner: Any
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.owner, self.name)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of a flat tensor that holds it."""
+        return _aligned(self.tensor.numel()) * self.tensor.element_size()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +67,14 @@ class BlockSpec:
     """Of a decoder layer its number: backward uses its weights once more."""
     movable: bool = False
     """The weights may wait on the host."""
+    beside: Sequence[Part] = ()
+    """What else belongs to the weights: the scales of quantised ones."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """All weights, trained ones first."""
+        ordered = sorted(self.parameters.values(), key=lambda p: not p.requires_grad)
+        return [*(Part(parameter, "data") for parameter in ordered), *self.beside]
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -52,11 +82,10 @@ class BlockSpec:
 
     def sizes(self, *, accumulates: bool) -> BlockSizes:
         trained = sum(_aligned(p.numel()) for p in self.trained)
-        weights = sum(_aligned(p.numel()) * p.element_size() for p in self.parameters.values())
         narrow = any(p.element_size() == 2 for p in self.trained)
         itemsize = max((p.element_size() for p in self.trained), default=0)
         return BlockSizes(
-            weight=weights,
+            weight=sum(part.nbytes for part in self.parts),
             states=trained * (10 if narrow else 8),
             grad=trained * (4 if accumulates else itemsize),
             movable=self.movable,
@@ -76,15 +105,17 @@ class Step:
 
 @dataclass(eq=False)
 class Block:
-    """A block's tensors. Flat ones hold its parameters one after the other, trained ones first."""
+    """A block's tensors. Flat ones hold its parameters one after the other, trained ones first;
+    those of weights are bytes, for weights of several dtypes."""
 
     spec: BlockSpec
     place: Place
     parameters: list[nn.Parameter] = field(init=False)
     ranges: list[slice] = field(init=False)
-    """Each parameter's part of the flat tensors."""
+    """Each trained parameter's elements in the flat tensors."""
+    parts: list[Part] = field(init=False)
     weight: Tensor | None = None
-    """Weights of a block that streams, flat, while they are on the GPU."""
+    """Weights of a block that streams, as bytes, while they are on the GPU."""
     host_weight: Tensor | None = None
     host_grad: Tensor | None = None
     grad_is_on_host: bool = False
@@ -106,20 +137,28 @@ class Block:
     """when everything that belongs on the host is there again."""
 
     def __post_init__(self) -> None:
-        named = sorted(self.spec.parameters.values(), key=lambda p: not p.requires_grad)
-        self.parameters, self.ranges, start = named, [], 0
-        for parameter in named:
+        self.parts = self.spec.parts
+        self.parameters = [part.owner for part in self.parts if part.name == "data"]
+        self.ranges, start = [], 0
+        for parameter in self.spec.trained:
             self.ranges.append(slice(start, start + parameter.numel()))
             start += _aligned(parameter.numel())
-        self.numel = start
-
-    @property
-    def trained_numel(self) -> int:
-        return sum(_aligned(parameter.numel()) for parameter in self.spec.trained)
+        self.trained_numel = start
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of trained weights that move, which have one."""
         return self.parameters[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the flat weights."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def frozen(self) -> slice:
+        """Their bytes that are never updated: the last ones."""
+        return slice(sum(part.nbytes for part in self.parts[: len(self.ranges)]), self.nbytes)
 
     @property
     def streams(self) -> bool:
@@ -145,43 +184,57 @@ class Block:
             self.remainder = make(numel, torch.int16)
         self.host_grad = grad
         if not self.streams:
-            for parameter in self.parameters:
-                parameter.data = parameter.data.to(device).contiguous()
+            for part in self.parts:
+                setattr(*part, part.tensor.to(device).contiguous())
             return
-        self.host_weight = take(self.numel, self.dtype)
-        for parameter, where in zip(self.parameters, self.ranges, strict=True):
-            self.host_weight[where].copy_(parameter.data.flatten())
-            self._point(parameter, where, self.host_weight)
+        self.host_weight = take(self.nbytes, torch.uint8)
+        for part, home in zip(self.parts, self._views(self.host_weight), strict=True):
+            home.copy_(part.tensor)
+        self._point(self.host_weight)
 
     def arrive(self, weight: Tensor) -> None:
-        """The parameters' weights are, or will be, in the flat `weight`."""
+        """The block's weights are, or will be, in the flat `weight`."""
         self.weight = weight
-        for parameter, where in zip(self.parameters, self.ranges, strict=True):
-            self._point(parameter, where, weight)
+        self._point(weight)
 
     def leave(self) -> None:
-        """The parameters' weights are those on the host."""
+        """The block's weights are those on the host."""
+        assert self.host_weight is not None
         self.weight = None
-        for parameter, where in zip(self.parameters, self.ranges, strict=True):
-            self._point(parameter, where, self.host_weight)
+        self._point(self.host_weight)
 
-    def _point(self, parameter: nn.Parameter, where: slice, flat: Tensor | None) -> None:
-        assert flat is not None
-        parameter.data = flat[where].view(parameter.shape)
+    def _point(self, flat: Tensor) -> None:
+        for part, view in zip(self.parts, self._views(flat), strict=True):
+            setattr(*part, view)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        views, start = [], 0
+        for part in self.parts:
+            x = part.tensor
+            view = flat[start : start + x.nbytes].view(x.dtype).view(x.shape)
+            views.append(view)
+            start += part.nbytes
+        return views
 
     # --- parts -------------------------------------------------------------------------------
 
     def pieces(self, i: int, numel: int) -> list[slice]:
-        """The i-th parameter's part of the flat tensors, in pieces of at most `numel` elements."""
+        """The i-th trained parameter's part of the flat tensors, in pieces of at most `numel`
+        elements."""
         start, stop = self.ranges[i].start, self.ranges[i].stop
         return [slice(at, min(at + numel, stop)) for at in range(start, stop, numel)]
 
     def weight_at(self, i: int, piece: slice) -> Tensor:
         """On the GPU, if the block is not away."""
         if self.weight is not None:
-            return self.weight[piece]
+            return self.weight.view(self.dtype)[piece]
         start = self.ranges[i].start
         return self.parameters[i].data.view(-1)[piece.start - start : piece.stop - start]
+
+    def home_at(self, piece: slice) -> Tensor:
+        """The same of weights whose home is the host, there."""
+        assert self.host_weight is not None
+        return self.host_weight.view(self.dtype)[piece]
 
     def grad_at(self, i: int, piece: slice, grad: Tensor) -> Tensor:
         """That piece of the i-th parameter's gradient."""

@@ -9,7 +9,8 @@ buffers (w weight, m v r states, g gradient; only what is on the host moves):
     down                           | w m v r   | ...      GPU -> host
 
 so that both directions of the link and the computation are busy at once, and no block takes more of
-the GPU than its weights. Weights that live on the host are on the GPU for the block that computes
+the GPU than its weights. Frozen weights come up and are dropped: what is on the host has not
+changed. Weights that live on the host are on the GPU for the block that computes
 and the AHEAD next ones; those of a finished block are dropped.
 
 Lanes wait for each other's marks; the process waits in `flush` alone. A tensor is let go only when
@@ -178,15 +179,17 @@ class StateStream:
             return
         begin, arrives = self._begun, block.is_away
         if arrives:
-            block.arrive(torch.empty(block.numel, dtype=block.dtype, device=self.device))
+            block.arrive(torch.empty(block.nbytes, dtype=torch.uint8, device=self.device))
             # The computation may have used that memory until now, and torch fills it where
             # `torch.use_deterministic_algorithms` is on.
             begin = self.compute.mark()
         with annotate("optimizer"):
-            for i in range(len(block.parameters)):
+            for i in range(len(block.ranges)):
                 if arrives or i in steps:
                     for piece in block.pieces(i, self.piece):
                         self._move(block, i, piece, steps.get(i), arrives, (begin, block.written))
+            if arrives:
+                self._raise_frozen(block, begin)
         read = [t for step in steps.values() for t in (step.grad, step.options["scale"])]
         block.moving = [tensor for tensor in read if tensor is not None]
         with self.update.after(self.up.mark()):
@@ -194,6 +197,14 @@ class StateStream:
         if steps:
             block.written = self.down.mark()
             block.reads_host_grad = any(step.grad is None for step in steps.values())
+
+    def _raise_frozen(self, block: Block, begin: Any) -> None:
+        """In pieces: copies of activations come between them."""
+        assert block.weight is not None and block.host_weight is not None
+        here, home = (flat[block.frozen] for flat in (block.weight, block.host_weight))
+        nbytes = self.piece * 2
+        with self.up.after(begin):
+            _copy([*zip(home.split(nbytes), here.split(nbytes), strict=True)])
 
     def _move(
         self,
@@ -204,20 +215,21 @@ class StateStream:
         arrives: bool,
         begin: tuple[Any, ...],
     ) -> None:
-        """One piece of the i-th parameter: up, update, down."""
+        """One piece of the i-th trained parameter: up, update, down."""
         weight, grad, states = block.weight_at(i, piece), None, []
         rising: list[tuple[Tensor, Tensor]] = []  # (from, to)
         falling: list[tuple[Tensor, Tensor]] = []
         slot = None
         if block.host_weight is not None:
-            rising += [(block.host_weight[piece], weight)] if arrives else []
-            falling += [(weight, block.host_weight[piece])]
+            home = block.home_at(piece)
+            rising += [(home, weight)] if arrives else []
+            falling += [(weight, home)]
         if step is not None:
             states = block.states_at(i, piece)
             if not block.place.states or step.grad is None:
                 slot = self.next_slot()
             if slot is not None and not block.place.states:
-                here = [slot.part(row, home) for row, home in enumerate(states)]
+                here = [slot.part(row, state) for row, state in enumerate(states)]
                 rising += zip(states, here, strict=True)
                 falling += zip(here, states, strict=True)
                 states = here

@@ -1,7 +1,8 @@
 """A model's parameters in blocks, as longctx/memory moves them: embedding, decoder layers, lm_head.
 
-Works for every transformers model with a decoder: what is in no block (norms, biases, parameters of
-another dtype, towers of other modalities) is in a last one that stays on the GPU.
+Works for every transformers model with a decoder: what is in no block (norms, biases, adapters and
+other parameters of another dtype, towers of other modalities) is in a last one that stays on the
+GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from longctx.memory.states import BlockSpec
+from longctx.memory.states import BlockSpec, Part
 
 
 def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
@@ -28,7 +29,14 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
         inside = [p for module in modules for p in module.parameters()]
         mine = {names[p]: p for p in inside if p not in taken and _is_large(p, dtype)}
         taken.update(mine.values())
-        return BlockSpec(name=name, parameters=mine, modules=modules, layer=layer, movable=movable)
+        return BlockSpec(
+            name=name,
+            parameters=mine,
+            modules=modules,
+            layer=layer,
+            movable=movable,
+            beside=[part for parameter in mine.values() for part in scales(parameter)],
+        )
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -49,5 +57,13 @@ def decoder_layers(model: Any) -> Iterable[nn.Module]:
     return getattr(decoder, "layers", None) or []
 
 
+def scales(parameter: Any) -> list[Part]:
+    """Of a weight that bitsandbytes has quantised to 4 bits: of its blocks, and of theirs where
+    those are quantised too. What else its state has is a few numbers."""
+    state = getattr(parameter, "quant_state", None)
+    states = [] if state is None else [state, getattr(state, "state2", None)]
+    return [Part(state, "absmax") for state in states if state is not None]
+
+
 def _is_large(parameter: nn.Parameter, dtype: Any) -> bool:
-    return parameter.dim() > 1 and parameter.dtype == dtype
+    return parameter.dim() > 1 and (parameter.dtype == dtype or bool(scales(parameter)))

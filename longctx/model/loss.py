@@ -309,7 +309,8 @@ def linear_cross_entropy(
     if logits_scaling <= 0:
         raise ValueError(f"logits_scaling must be positive, got {logits_scaling}")
     if logits_bytes is None:
-        logits_bytes = default_logits_bytes(*weight.shape)
+        vocab, hidden_size = weight.shape
+        logits_bytes = default_logits_bytes(vocab, hidden_size, weight.requires_grad)
     if logits_bytes <= 0:
         raise ValueError(f"logits_bytes must be positive, got {logits_bytes}")
     kind = hidden.device.type

@@ -44,6 +44,7 @@ from longctx.model.families import (
     base_of,
     has_windows,
     head_dim,
+    head_of,
     layer_adapters,
     layer_weights,
     model_traits,
@@ -187,7 +188,7 @@ def model_sizes(
     stream_dtype: torch.dtype | None = None,
 ) -> Sizes:
     """The dimensions of a model that the schedule knows, patched or not."""
-    config, base = model.config, base_of(model)
+    config, base, head = model.config, base_of(model), head_of(model)
     assert base is not None
     weights = [layer_weights(layer) for layer in base.layers]
     matrices = [x for w in weights for x in w if x is not None]
@@ -206,6 +207,7 @@ def model_sizes(
         windows=tuple(windows(config)),
         qk_norms=weights[0].q_norm is not None,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),
+        trains_head=head is None or head.weight.requires_grad,
         dense_bytes=sum(math.prod(state.shape) * dtype.itemsize for state in packed),
         rank=max((len(x.a) for x in adapters), default=0),
         drops=any(x.dropout for x in adapters),

@@ -27,8 +27,7 @@ from longctx.memory.gradients import IN_FLIGHT_BYTES
 from longctx.memory.ladder import Keep, Rung, lasting_bytes, on_gpu, rung_bytes
 from longctx.memory.plan import (
     Sizes,
-    default_logits_bytes,
-    ring_bytes,
+    moved_ring_bytes,
     window_bytes,
 )
 from longctx.plan.decide import Decision
@@ -77,7 +76,7 @@ class States:
         self._always = {
             "weights": sum(block.weight for _, block, place in placed if place.weight),
             "AdamW's states": sum(block.states for _, block, place in placed if place.states),
-            "buffers of the update": ring_bytes() * any(not p.all_on_gpu for *_, p in placed),
+            "buffers of the update": moved_ring_bytes(decision.places),
             "libraries": LIBRARY_BYTES,
         }
         layers = len([spec for spec in decision.specs if spec.layer is not None])
@@ -117,7 +116,10 @@ class States:
 
 
 def _gradient_of_embedding(states: States, sizes: Sizes, tokens: int) -> Buffers:
-    """torch sums the rows of each token in fp32, in segments of 10: embedding_dense_backward."""
+    """torch sums the rows of each token in fp32, in segments of 10: embedding_dense_backward. A
+    frozen embedding has none."""
+    if not states.embedding:
+        return {"gradients": states.all_gradients()}
     segments = tokens // 10 + min(tokens, sizes.vocab)
     return {
         "gradients": max(0, states.all_gradients() - states.embedding),
@@ -193,12 +195,12 @@ def _forward_work(sizes: Sizes, tokens: int, keep: Keep) -> Buffers:
 
 def _logits_bytes(sizes: Sizes, tokens: int) -> int:
     """Of the workspace, which a short batch does not fill."""
-    return min(default_logits_bytes(sizes.vocab, sizes.hidden), 4 * tokens * sizes.vocab)
+    return min(sizes.logits_bytes, 4 * tokens * sizes.vocab)
 
 
 def _loss_rows_bytes(sizes: Sizes, tokens: int) -> int:
     """Of a group of pieces (model/loss.py): hidden and its gradient, without ignored labels."""
-    lines = default_logits_bytes(sizes.vocab, sizes.hidden) // (2 * sizes.vocab)
+    lines = sizes.logits_bytes // (2 * sizes.vocab)
     rows = lines * 7 // 8 if sizes.itemsize < 4 else lines // 2
     return 2 * min(tokens, rows) * sizes.hidden * sizes.itemsize
 

@@ -20,6 +20,7 @@ from longctx.memory.plan import (
     Placement,
     Sizes,
     buffer_bytes,
+    may_update_away,
     place_blocks,
     ring_bytes,
     usable_bytes,
@@ -197,19 +198,21 @@ def decide(
 
     if isinstance(needs, Work):
         return arranged(Kept(), None, needs)
+    free = [block for block in blocks if not block.fixed]
+    fixed_bytes = sum(block.on_gpu(Place()) for block in blocks if block.fixed)
     states = States(
-        weights=sum(block.weight for block in blocks),
-        gradients=sum(block.grad for block in blocks),
-        moments=sum(block.states for block in blocks),
+        weights=sum(block.weight for block in free),
+        gradients=sum(block.grad for block in free),
+        moments=sum(block.states for block in free),
         placement=placement,
         weights_move=not several,
         gradients_move=not several,
-        ring=ring_bytes(),
+        ring=ring_bytes() if any(map(may_update_away, blocks)) else 0,
         window=window_bytes(blocks),
     )
     asked, tried = budget, list[Decision]()
     for i in range(ATTEMPTS):
-        ladder, sizes = needs(asked.gpu, asked.host, states)
+        ladder, sizes = needs(asked.gpu - fixed_bytes, asked.host, states)
         work = scheduled_work(sizes, tokens, accumulates)
         tried.append(arranged(keeping(sizes, tokens, ladder), sizes, work))
         over = tried[-1].over

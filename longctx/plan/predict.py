@@ -16,11 +16,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError, one_line
+from longctx.lora.adapters import with_lora
+from longctx.lora.quantise import quantise_shapes_
 from longctx.memory.ladder import Batch, Chosen, States, choose_beside
 from longctx.memory.plan import GIB, Place, Placement, Sizes
 from longctx.memory.settle import HostRoom
+from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
-from longctx.model.families import head_dim
+from longctx.model.families import base_of, head_dim, layer_adapters
 from longctx.model.runtime import kv_heads, model_sizes
 from longctx.plan.buffers import Phase, other_phases, peak, scheduled_phases
 from longctx.plan.decide import (
@@ -34,7 +37,7 @@ from longctx.plan.decide import (
     keeping,
 )
 from longctx.plan.machines import Machine
-from longctx.plan.seconds import Seconds, Task, seconds
+from longctx.plan.seconds import Adapted, Seconds, Task, seconds
 
 DTYPE = torch.bfloat16
 PROCESS_BYTES = int(2.5 * GIB)
@@ -80,9 +83,9 @@ _OF_RUN = {field.name for field in fields(Run)}
 class Subject:
     """A model without storage."""
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        """Raises UserError for a configuration of which no model can be made, or that the plan
-        cannot read."""
+    def __init__(self, config: PretrainedConfig, args: ModelArguments | None = None) -> None:
+        """With the adapters, and the 4 bits under them, that `args` ask for. Raises UserError for a
+        configuration of which no model can be made, or that the plan cannot read."""
         text = config.get_text_config()
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in (*needed, "vocab_size"):
@@ -96,11 +99,28 @@ class Subject:
                 self.model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
         except Exception as error:  # a file's values raise as many types as there are checks
             raise UserError(f"no model can be made of this config: {one_line(error)}") from error
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        if args is not None and args.quantize != "none":
+            quantise_shapes_(self.model)
+        if args is not None and args.lora_r is not None:
+            with torch.device("meta"):
+                self.model = with_lora(self.model, args)
+        self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.adapted = self._adapted()
+
+    def _adapted(self) -> Adapted:
+        base = base_of(inside_peft(self.model))
+        layers = [] if base is None else base.layers
+        found = [x for layer in layers for x in layer_adapters(layer).values()]
+        a, b = [x.a for x in found], [x.b for x in found]
+        return Adapted(
+            inputs=sum(x.shape[1] for x in a),
+            outputs=sum(len(x) for x in b),
+            parameters=sum(x.numel() for x in (*a, *b)),
+        )
 
     def sizes(self, run: Run) -> Sizes:
         if run.model.class_type == "custom":
-            return model_sizes(self.model, run.model, DTYPE)
+            return model_sizes(inside_peft(self.model), run.model, DTYPE)
         config = self.config
         return Sizes(
             layers=config.num_hidden_layers,
@@ -168,8 +188,9 @@ def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
         document=min(run.document_tokens or run.model.seq_len, run.model.seq_len),
         class_type=run.model.class_type,
         ladder=decision.kept.ladder,
-        parameters=subject.parameters,
+        trained=subject.trained,
         exact=run.exact,
+        adapted=subject.adapted,
     )
     return Plan(
         run=run,
@@ -276,9 +297,9 @@ def _choose(
 def _as_weights(specs: Any, run: Run, budget: Budget, choose: Any | None) -> Decision:
     """With torch's AdamW everything is on the GPU, and activations have what is left."""
     blocks = [spec.sizes(accumulates=False) for spec in specs]
-    blocks = [replace(block, states=2 * block.weight) for block in blocks]
-    weights = sum(block.weight for block in blocks)
-    states = States(gradients=weights, moments=2 * weights)
+    blocks = [replace(block, states=2 * block.grad) for block in blocks]
+    weights, trained = (sum(getattr(b, kind) for b in blocks) for kind in ("weight", "grad"))
+    states = States(gradients=trained, moments=2 * trained)
     chosen = choose(budget.gpu - weights, budget.host, states) if choose else None
     kept = keeping(chosen.sizes, run.tokens, chosen.ladder) if chosen else Kept()
     places = [Place() for _ in specs]

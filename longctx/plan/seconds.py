@@ -34,7 +34,6 @@ from longctx.memory.plan import (
     BlockSizes,
     Place,
     Sizes,
-    default_logits_bytes,
 )
 from longctx.memory.states import BlockSpec
 from longctx.plan.decide import Decision
@@ -74,6 +73,14 @@ class Copies(NamedTuple):
     """Of them what nothing is computed beside."""
 
 
+class Adapted(NamedTuple):
+    """What adapters of all layers read and write a token, and their parameters."""
+
+    inputs: int = 0
+    outputs: int = 0
+    parameters: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A batch's computation."""
@@ -84,8 +91,10 @@ class Task:
     """Tokens of one."""
     class_type: str
     ladder: Ladder
-    parameters: int
+    trained: int
+    """Parameters that are updated."""
     exact: bool
+    adapted: Adapted = Adapted()
 
 
 def seconds(task: Task, decision: Decision, machine: Machine, backend: str, passes: int) -> Seconds:
@@ -136,23 +145,32 @@ def _loads(task: Task) -> tuple[Load, Load, Load, Load]:
     batch = Batch(tokens, row=0)  # attention is counted apart
     products = s.layers * forward_flops(s, batch)
     attention = attention_flops(s, tokens, task.document)
-    loss = 6 * tokens * s.vocab * s.hidden
+    loss = (6 if s.trains_head else 4) * tokens * s.vocab * s.hidden
+    dx_dw = 2 if s.trains_weights else 1
     if task.class_type == "custom":
         runs = [max(keep.rung, Rung.O) for keep in task.ladder]
         again = sum(again_flops(s, batch, rung) for rung in runs)
         share = sum(keep.rung == Rung.X for keep in task.ladder) / s.layers
         again += int(share * (again_flops(s, batch, Rung.X) - again_flops(s, batch, Rung.O)))
         forward_bytes, backward_bytes = scheduled_bytes(s, tokens, task.ladder)
+        more = adapter_bytes(task.adapted, tokens * s.itemsize)
+        forward_bytes, backward_bytes = forward_bytes + more[0], backward_bytes + more[1]
     else:
         again, share = products, 1.0
         forward_bytes, backward_bytes = other_bytes(s, tokens, task.class_type)
     # AdamW reads 14 and writes 12 bytes a parameter, the norm reads 2. torch's, whose states are
     # bf16: 8 and 6, and clipping reads and writes each gradient once more.
-    update_bytes = (28 if task.exact else 20) * task.parameters
+    update_bytes = (28 if task.exact else 20) * task.trained
+    inner = 2 * tokens * task.adapted.parameters
     return (
-        Load(products, attention, 0.0, forward_bytes),
+        Load(products + inner, attention, 0.0, forward_bytes),
         Load(loss, memory_bytes=loss_bytes_moved(s, tokens)),
-        Load(2 * products + again, share * attention, 2.5 * attention, backward_bytes),
+        Load(
+            dx_dw * products + again + 3 * inner,
+            share * attention,
+            2.5 * attention,
+            backward_bytes,
+        ),
         Load(memory_bytes=update_bytes),
     )
 
@@ -179,11 +197,24 @@ def scheduled_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> tuple[float, f
     wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
     unit, q, kv, gate = tokens * s.hidden * s.stream_bytes, n * wide, n * narrow, n * s.intermediate
     norm, rope = 2 * unit, 2 * (q + kv)
-    forward = rope + norm + 3 * gate + 2 * unit
-    shared = norm + rope + norm + 6 * gate + 8 * unit + 4 * q + 6 * kv
+    dense = int(DEQUANTISE * s.dense_bytes)
+    forward = rope + norm + 3 * gate + 2 * unit + dense
+    shared = norm + rope + norm + 6 * gate + 8 * unit + 4 * q + 6 * kv + dense
     again = sum(rope for keep in ladder if keep.rung < Rung.QKV)
     cut_forward, cut_backward = cut_bytes(s, tokens, ladder)
     return s.layers * forward + cut_forward, s.layers * shared + again + cut_backward
+
+
+DEQUANTISE = 3.5
+"""A byte that bitsandbytes makes dense takes as long as so many that are read or written: 0.096 ms
+for 14336 x 4096 on an H200."""
+
+
+def adapter_bytes(adapted: Adapted, token_bytes: int) -> tuple[int, int]:
+    """What adapters read and write in forward and backward. x A' reads x, u B' is added to y; dy B
+    reads dy, v A is added to dx, dA reads x, dB reads dy, and u is computed again."""
+    inputs, outputs = adapted.inputs * token_bytes, adapted.outputs * token_bytes
+    return inputs + 2 * outputs, 4 * inputs + 2 * outputs
 
 
 _OTHERS = {"vanilla": (116, 5, 1.6), "liger": (36, 3, 0.4)}
@@ -201,9 +232,10 @@ def other_bytes(sizes: Sizes, tokens: int, class_type: str) -> tuple[float, floa
 def loss_bytes_moved(sizes: Sizes, tokens: int) -> float:
     """Logits written and read twice in fp32, their gradient written and read twice in 16 bits; the
     fp32 sum of lm_head's gradient for each group of rows."""
-    lines = default_logits_bytes(sizes.vocab, sizes.hidden) // (2 * sizes.vocab)
+    lines = sizes.logits_bytes // (2 * sizes.vocab)
     groups = -(-tokens // max(1, lines * 7 // 8))
-    return 18.0 * tokens * sizes.vocab + 8.0 * groups * sizes.vocab * sizes.hidden
+    sums = 8.0 * groups * sizes.vocab * sizes.hidden * sizes.trains_head
+    return 18.0 * tokens * sizes.vocab + sums
 
 
 # --- the link --------------------------------------------------------------------------------
@@ -222,7 +254,8 @@ def _rises(block: BlockSizes, place: Place, *, first: bool) -> int:
 def _falls(block: BlockSizes, place: Place, *, first: bool) -> int:
     if not first:
         return 0
-    return (0 if place.weight else block.weight) + (0 if place.states else block.states)
+    weight = block.weight if block.states and not place.weight else 0  # frozen ones stay there
+    return weight + (0 if place.states else block.states)
 
 
 def _arrives(

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_known(model_args, train_args)
     _check_dtype(model_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
-        subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE))
+        subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE), model_args)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, args.document_tokens)
     host = host_share_bytes()
@@ -118,8 +118,11 @@ def check_known(
     model_args: ModelArguments, args: TrainArguments, who: str = "longctx plan"
 ) -> None:
     """Raises UserError for runs that the plan does not know."""
-    if model_args.lora_r is not None:
-        raise UserError(f"{who} knows runs that train all weights: leave out --lora_r")
+    if model_args.lora_r is not None and model_args.class_type != "custom":
+        raise UserError(
+            f"{who} knows adapters of --class_type custom, not of {model_args.class_type}: leave "
+            "out --lora_r or --class_type"
+        )
     if model_args.class_type != "custom" and not args.gradient_checkpointing:
         raise UserError(
             f"{who} knows --class_type {model_args.class_type} with checkpointing by layer: "

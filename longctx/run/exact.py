@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from transformers.trainer import SCHEDULER_NAME
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
 from longctx.memory.optimizer import ExactAdamW
+from longctx.memory.plan import GIB
 from longctx.memory.store import free_gpu_bytes
 from longctx.output.resume import apply_learning_rate, explained_damage
 from longctx.output.states import read_states, state_files, write_states
@@ -119,9 +121,11 @@ class ExactTrainer(Trainer):
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Weights that are too large for the GPU go from host memory to their places directly."""
         needed = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
-        exact = device.type == "cuda" and self._wants_exact
-        if not exact or needed < free_gpu_bytes(device):
-            super()._move_model_to_device(model, device)
+        if device.type == "cuda" and self._wants_exact:
+            limit = (self.args.gpu_memory_gib or inf) * GIB
+            if self.args.place == "host" or needed >= min(free_gpu_bytes(device), limit):
+                return
+        super()._move_model_to_device(model, device)
 
     def flush(self) -> None:
         """Ends updates that wait for their block's next forward: weights may be read."""

@@ -76,7 +76,6 @@ def load_config(
         )
     _check_context(config, args)
     check_lora(args, config)
-    check_quantize(args)
     return config
 
 
@@ -123,7 +122,8 @@ def _refuse_quantised(args: ModelArguments, config: PretrainedConfig) -> None:
 
 def check_request(args: ModelArguments, device: torch.device) -> None:
     """Raises UserError where the class type or the attention needs a package or GPU that is not
-    there. Cheap: call it before data is read."""
+    there, or --quantize does. Cheap: call it before data is read."""
+    check_quantize(args)
     if args.class_type == "custom":
         choose_attention(args.attn_backend, device, _dtype(args.dtype, device))
     else:

@@ -5,18 +5,19 @@ What goes where is decided in plan/decide.py; here it is done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB, Placement
+from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import decoder_layers, state_blocks
@@ -79,6 +80,7 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
     plan; the longest batch has `tokens`. Raises UserError where GPU or host have too little
     memory."""
     patched, several = patched_part(model), args.world_size > 1
+    specs = state_blocks(model, movable=patched is not None and not several)
     needs: Choose | Work
     if patched is None:
         needs = _estimated_work(model, tokens)
@@ -88,9 +90,9 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
         if given is not None:
             needs = given.chosen(sizes)
         patched.longctx.reserved_tokens = tokens
-    budget = Budget(_gpu_budget(model, args), _host_budget(patched))
+    budget = Budget(_gpu_budget(specs, args), _host_budget(patched))
     decided = decide(
-        state_blocks(model, movable=patched is not None and not several),
+        specs,
         budget if given is None else given.budget,
         tokens=tokens,
         placement=args.place,
@@ -104,6 +106,11 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
         raise UserError(problem if given is None else f"--plan {given.path}: {problem}")
+    if args.place == "host" and all(place.all_on_gpu for place in decided.places):
+        raise UserError(
+            "--place host: nothing of this run can wait on the host. Frozen weights can with "
+            "--class_type custom on one GPU; adapters and what they train with stay on the GPU"
+        )
     print_rank0(describe_states(decided, model.dtype))
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -143,10 +150,11 @@ def limit_gpu(args: Placing) -> None:
         torch.cuda.set_per_process_memory_fraction(share, args.device)
 
 
-def _gpu_budget(model: nn.Module, args: Placing) -> int:
+def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:
     if args.device.type != "cuda":
         return 2**62
-    weights = sum(p.nbytes for p in model.parameters() if p.is_cuda)
+    tensors = (part.tensor for spec in specs for part in spec.parts)
+    weights = sum(x.nbytes for x in tensors if x.is_cuda)
     return gpu_budget(free_gpu_bytes(args.device) + weights, args.gpu_memory_gib)
 
 
@@ -158,9 +166,12 @@ def _host_budget(patched: Any | None) -> int:
 def describe_states(decided: Decision, dtype: torch.dtype) -> str:
     """In one line: what a run without an engine trains with, and where it lives."""
     host = decided.host
+    trained = {p.dtype for spec in decided.specs for p in spec.trained}
     parts = "fp32 weights"
-    if dtype == torch.bfloat16:
+    if torch.bfloat16 in trained:
         parts = "bfloat16 weights with the rest of their fp32 masters"
+    elif dtype == torch.bfloat16:
+        parts = "fp32 adapters over frozen weights"
 
     def gib(on_gpu: bool) -> str:
         found = {

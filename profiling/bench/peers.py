@@ -41,6 +41,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
+from longctx.model.adapters import inside_peft
 
 CHECKPOINTING = ("none", "layers", "selective")
 FA4_BY_DOCUMENTS = "fa4_by_documents"
@@ -64,9 +65,11 @@ def settled(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_peer(model: PreTrainedModel, case: dict[str, Any]) -> None:
-    """Gives a model of Hugging Face's layers the settings of its `settled` case."""
+    """Gives a model of Hugging Face's layers the settings of its `settled` case, under adapters
+    too."""
     if case["class_type"] == "custom":
         return
+    model = inside_peft(model)
     model.config.use_cache = False  # a cache would copy every layer's keys and values
     if case["backend"] == "fa4":
         attend_by_documents(model)

@@ -5,6 +5,7 @@ peaks.
     python profiling/bench/step_bench.py --cases h200 --output profiling/results/h200_step.json
     python profiling/bench/step_bench.py --cases h200_x2 --output profiling/results/h200_step.json
     python profiling/bench/step_bench.py --cases states --output h100_states_step.json
+    python profiling/bench/step_bench.py --cases lora --output profiling/results/h200_lora_step.json
 
 A case runs train.py's own trainer on rows of random tokens, one document a row, with the engine's
 file from ds_configs/ or fsdp_configs/ (`engine=plain`: none), one process a GPU. Several lengths
@@ -19,8 +20,10 @@ wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are t
 which a step has `passes`; `keep` is custom's, and `ladder` what came of it;
 `states`, `place` and `gpu_gib` (0: all) are options of a run without an engine. `peak_gib` and
 `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the whole machine's
-memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the process' own
-(`peak_host_gib`). `tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
+memory in use. `lora` is the rank of adapters on all linear maps (0: all weights train), `quantize`
+the weights under them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and
+the only peak is the process' own (`peak_host_gib`). `tokens` counts one GPU's row, `tokens_per_s`
+those of all GPUs.
 What comes after `--` goes to train.py.
 """
 
@@ -47,7 +50,7 @@ WARM_UP_TOKENS = 8192
 GIB = 2**30
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
-    *("checkpointing", "keep", "passes", "states", "place", "gpu_gib"),
+    *("checkpointing", "keep", "passes", "states", "place", "gpu_gib", "lora", "quantize"),
 )
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -64,6 +67,8 @@ DEFAULTS: Case = {
     "states": "fp32",
     "place": "auto",
     "gpu_gib": 0,
+    "lora": 0,
+    "quantize": "none",
     "preset": "llama-3.1-8b",
 }
 
@@ -99,6 +104,18 @@ def published_cases(name: str) -> list[Case]:
             dict(**exact, tokens=131072, place="host"),
             dict(engine="zero3_cpu", tokens=8192),
         ]
+    if name == "lora":
+        lora, nf4 = dict(lora=16), dict(lora=16, quantize="nf4")
+        hosted = {**exact, "offload": "all", "place": "host"}
+        peer = dict(engine="plain", class_type="liger", backend="fa4", offload="all")
+        return [
+            dict(**exact, **lora, gpu_gib=24),
+            dict(**exact, **nf4, gpu_gib=24),
+            dict(**exact, **nf4, gpu_gib=12),
+            dict(**hosted, **nf4, gpu_gib=8),
+            dict(**peer, **lora, checkpointing="layers"),
+            dict(**peer, **nf4, checkpointing="layers"),
+        ]
     return [
         {**dict(engine=engine, gpus=2, tokens=32768, backend="fa4", offload="none"), **settings}
         for engine in ("zero3", "fsdp2")
@@ -133,6 +150,8 @@ def train_flags(case: Case, longest: int) -> list[str]:
         flags |= dict(optimizer_states=case["states"], place=case["place"])
         if case["gpu_gib"]:
             flags["gpu_memory_gib"] = case["gpu_gib"]
+    if case["lora"]:
+        flags |= dict(lora_r=case["lora"], quantize=case["quantize"])
     return [f"--{k}={v}" for k, v in flags.items()] + engine_flags(case["engine"])
 
 
@@ -217,8 +236,9 @@ class Stopwatch:
 
 
 def row_keys(case: Case) -> dict[str, Any]:
-    """What a row says of its case."""
-    return {key: value for key, value in case.items() if key != "preset"}
+    """What a row says of its case; older rows have no `lora` and `quantize`."""
+    silent = {"preset", *(key for key in ("lora", "quantize") if case[key] == DEFAULTS[key])}
+    return {key: value for key, value in case.items() if key not in silent}
 
 
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
@@ -236,7 +256,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
     row["tokens_per_s"] = args.world_size * rows * length / row["step_s"]
     peak_tflops = device_peak_tflops(args.device)
-    if peak_tflops and isinstance(trainer.train_dataset, RandomRows):  # a document a row
+    one_document = isinstance(trainer.train_dataset, RandomRows)  # a row
+    if peak_tflops and one_document and not case["lora"]:
         config, parameters = trainer.model.config, trainer.throughput.parameters
         squared = int(squared_lengths(config, torch.arange(length)))
         flops = step_flops(config, parameters, length, squared)
@@ -261,7 +282,9 @@ def child_command(case: Case, repeats: int, flags: Sequence[str] = ()) -> list[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
-        "--cases", choices=["h200", "h200_x2", "states", "states_host"], help="the published tables"
+        "--cases",
+        choices=["h200", "h200_x2", "states", "states_host", "lora"],
+        help="the published tables",
     )
     parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
     parser.add_argument("--repeats", type=int, default=2)

@@ -27,7 +27,7 @@ def parse_case(text: str, defaults: Case) -> Case:
         key, _, value = pair.partition("=")
         if key not in defaults:
             sys.exit(f"error: unknown key {key!r} in --case; known: {', '.join(defaults)}")
-        nothing = "none" if key in ("offload", "checkpointing") else None
+        nothing = "none" if key in ("offload", "checkpointing", "quantize") else None
         words = {"true": True, "false": False, "none": nothing}
         case[key] = words.get(value, int(value) if value.isdigit() else value)
     return case

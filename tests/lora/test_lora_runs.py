@@ -152,6 +152,9 @@ def test_modules_to_save(flags, tmp_path) -> None:
     run(flags, tmp_path / "run", *more)
     again = adapter(tmp_path / "run" / "final")
     assert all(torch.equal(again[name], x) for name, x in truth.items())
+    run(flags, tmp_path / "hosted", *more[:3], "--place", "host")
+    hosted = adapter(tmp_path / "hosted" / "final")
+    assert all(torch.equal(hosted[name], x) for name, x in truth.items())
     cli.run(["merge", str(tmp_path / "run" / "final"), "--output", str(tmp_path / "merged")])
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     head = next(x for name, x in truth.items() if "lm_head" in name)
@@ -172,6 +175,11 @@ def test_qlora(flags, tmp_path, capsys) -> None:
         assert all(torch.equal(adapter(folder / "final")[n], x) for n, x in truth.items())
         found.append([line["loss"] for line in logged(folder)])
     out = capsys.readouterr().out
+    more = ["--quantize", "nf4", "--dtype", "bfloat16", "--place", "host"]
+    run(flags, tmp_path / "hosted", *more)
+    hosted, truth = (adapter(tmp_path / name / "final") for name in ("hosted", "custom"))
+    assert all(torch.equal(hosted[name], x) for name, x in truth.items())
+    assert "on the host: weights" in capsys.readouterr().out
     assert "over NF4" in out and "Hugging Face's layers" not in out
     assert found[0] == pytest.approx(found[1], rel=0.02) and found[0][-1] < found[0][0] - 0.1
     cli.run(["merge", str(tmp_path / "custom" / "final"), "--output", str(tmp_path / "merged")])
@@ -213,6 +221,13 @@ def test_refused_before_anything_is_read(flags, tmp_path, case) -> None:
         train.main([*flags, "--output_dir", str(tmp_path / "run"), *more])
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "checkpoint-2").exists()
+
+
+def test_a_frozen_base_that_cannot_leave_the_gpu_is_said(flags, tmp_path) -> None:
+    more = ["--class_type", "vanilla", "--dtype", "bfloat16", "--place", "host"]
+    with pytest.raises(UserError, match="--place host: nothing .* --class_type custom") as error:
+        run(flags, tmp_path / "run", *more)
+    assert "\n" not in str(error.value)
 
 
 def test_options_without_a_rank_are_said(flags, tmp_path, capsys) -> None:

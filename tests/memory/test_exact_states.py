@@ -21,6 +21,7 @@ import torch
 from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, hosted, llama, place
 from torch import Tensor
 
+from longctx.lora.quantise import quantise_
 from longctx.memory import store as storing
 from longctx.memory import stream as streaming
 from longctx.memory.ladder import Rung
@@ -52,9 +53,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         left = block.weight
         leave(block)
         if left is not None and poison.dropped:
-            left.fill_(torch.nan)
-        for parameter in block.parameters:
-            parameter.data = torch.full_like(parameter.data, torch.nan)
+            fill_with_nan(left)
+        for part in block.parts:
+            setattr(*part, fill_with_nan(torch.empty_like(part.tensor)))
 
     def flush_and_show(stream: StateStream) -> None:
         """After a flush anybody may look."""
@@ -68,7 +69,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
         @staticmethod
         def empty(*args, **kwargs):
-            return torch.empty(*args, **kwargs).fill_(torch.nan)
+            return fill_with_nan(torch.empty(*args, **kwargs))
 
         def __getattr__(self, name: str):
             return getattr(torch, name)
@@ -94,6 +95,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(StateStream, "flush", flush_and_show)
     monkeypatch.setattr(streaming, "torch", Torch())
     return poison
+
+
+def fill_with_nan(x: Tensor) -> Tensor:
+    """Also of bytes that are bf16, fp32, or scales."""
+    x.view(-1).view(torch.uint8).fill_(255)
+    return x
 
 
 def poison_slab(placed: Placed, draw: random.Random) -> None:
@@ -122,6 +129,8 @@ def make(
     frozen: str = "",
     hooked: bool = False,
     adapter: bool = False,
+    lora: tuple[str, ...] | None = None,  # modules_to_save
+    nf4: bool = False,
     rows: int = 1,
     batches: int = 1,
     **kind,
@@ -133,12 +142,20 @@ def make(
     if hooked:
         model.model.layers[1].mlp.register_forward_hook(look)
         model.lm_head.register_forward_hook(look)
+    if hooked and lora is not None:
+        model.enable_input_require_grads()
     where = anywhere(draw) if draw else everything_on_gpu
     ladder = hosted(draw.randint(1, 3), draw.choice(list(Rung))) if draw else None
     if adapter:
         torch.manual_seed(0)
-        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
-        peft.inject_adapter_in_model(lora, model)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
+        peft.inject_adapter_in_model(config, model)
+    if nf4:
+        quantise_(model, torch.device(device))
+    if lora is not None:
+        torch.manual_seed(0)
+        options = dict(r=2, target_modules="all-linear", modules_to_save=list(lora) or None)
+        model = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **options))
     tokens = rows * TOKENS
     placed = place(model, where, accumulates=accumulates, ladder=ladder, tokens=tokens)
     return placed, placed.optimizer()
@@ -251,6 +268,14 @@ KINDS = {
     "hugging-faces-layers": dict(hooked=True),
     "hugging-faces-layers-tied": dict(hooked=True, tied=True),
     "adapter": dict(adapter=True),
+    "lora": dict(lora=()),
+    "lora-accumulates": dict(lora=(), accumulates=True, batches=2),
+    "lora-and-ends": dict(lora=("embed_tokens", "lm_head")),
+    "lora-hugging-faces-layers": dict(lora=(), hooked=True),
+    "nf4": dict(lora=(), nf4=True),
+    "nf4-fused": dict(lora=(), nf4=True, family="phi3"),
+    "nf4-and-ends": dict(lora=("embed_tokens", "lm_head"), nf4=True),
+    "nf4-hugging-faces-layers": dict(lora=(), nf4=True, hooked=True),
     "accumulates": dict(accumulates=True, batches=2),
     "accumulates-fp32": dict(accumulates=True, batches=2, dtype=torch.float32),
     "accumulates-tied": dict(accumulates=True, batches=2, tied=True),
@@ -269,6 +294,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_runs(kind, device, poison) -> None:
     settings = KINDS[kind]
+    if "nf4" in settings:
+        pytest.importorskip("bitsandbytes")
     # Autograd holds what Hugging Face's layers read, a view of the weights, until their backward.
     poison.dropped = not settings.get("hooked")
     for seed in range(6):

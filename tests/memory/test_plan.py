@@ -105,7 +105,7 @@ def on_gpu_bytes(blocks: list[BlockSizes], places: list[Place]) -> int:
 
 
 def test_the_buffers_of_what_moves() -> None:
-    """Three pieces, and the weights of three blocks."""
+    """Three pieces of states or gradients, and the weights of three blocks."""
     assert ring_bytes() == RING_BYTES
     assert window_bytes(MODEL) == WINDOW
     assert window_bytes(MODEL[:2]) == 400 * UNIT
@@ -115,8 +115,9 @@ def test_the_buffers_of_what_moves() -> None:
     states = [*everything[:3], Place(states=False), *everything[4:]]
     assert buffer_bytes(MODEL, states) == RING_BYTES
     weights = [*everything[:3], Place(weight=False), Place(weight=False), *everything[5:]]
-    assert buffer_bytes(MODEL, weights) == RING_BYTES + 200 * UNIT
-    ends = [Place(weight=False), *everything[1:5], Place(weight=False), Place()]
+    assert buffer_bytes(MODEL, weights) == 200 * UNIT
+    away = Place(weight=False, states=False, grad=False)
+    ends = [away, *everything[1:5], away, Place()]
     assert buffer_bytes(MODEL, ends) == RING_BYTES + 600 * UNIT
 
 
@@ -138,6 +139,18 @@ def test_host_means_all_that_may_leave() -> None:
     with_gradients = place_blocks(MODEL, 10**15, "host", keeps_gradients=True)
     assert kept(with_gradients, "grad") == 7 * [True]
     assert kept(with_gradients, "states") == [*6 * [False], True]
+
+
+def test_of_frozen_blocks_the_weights_leave_alone() -> None:
+    """Nothing of them is updated, so that there is no ring; adapters are fixed."""
+    blocks = [replace(b, states=0, grad=0) for b in MODEL[:-1]] + [FIXED]
+    places = place_blocks(blocks, 10**15, "host")
+    assert places == [*6 * [Place(weight=False)], Place()]
+    assert buffer_bytes(blocks, places) == WINDOW
+    room = on_gpu_bytes([FIXED], [Place()]) + WINDOW
+    assert place_blocks(blocks, room, "auto") == places
+    places = place_blocks(blocks, room + 499 * UNIT, "auto")
+    assert kept(places, "weight") == [True, True, *4 * [False], True]
 
 
 def test_gradients_may_have_what_is_needed_before_they_are_there() -> None:

@@ -169,7 +169,7 @@ def test_states_begin_at_zero_and_weights_where_they_belong(where) -> None:
         assert block.is_away == block.streams
         for p, part in zip(block.parameters, block.ranges, strict=True):
             if block.streams:
-                assert p.data_ptr() == block.host_weight[part].data_ptr()
+                assert p.data_ptr() == block.home_at(part).data_ptr()
                 assert p.device.type == "cpu" and p.is_contiguous()
         assert not any(x.any() for x in (block.exp_avg, block.exp_avg_sq, block.remainder))
         assert (block.host_grad is None) == block.place.grad

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections import Counter
 
+import peft
 import pytest
 import torch
 from small_states import Placed, batch, everything_on_gpu, llama, nothing_on_gpu, place
 
 from exactness import DEVICE
+from longctx.lora.quantise import quantise_
+from longctx.memory import stream as streaming
 from longctx.memory.plan import AHEAD, RING, Place
 from longctx.memory.states import Block
-from longctx.memory.stream import StateStream
+from longctx.memory.stream import StateStream, _copy
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -53,6 +56,31 @@ def test_layers_come_twice_a_step_and_the_ends_once(arrivals) -> None:
     twice = {f"layer {i}": 6 for i in range(1, 6)}
     once = {name: 3 for name in ("embedding", "layer 6", "layer 7", "lm_head")}
     assert arrivals == Counter(twice | once | {"layer 0": 4}) + Counter(started)
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_frozen_weights_come_and_nothing_goes(arrivals, monkeypatch, nf4) -> None:
+    """As often as trained ones. No update needs buffers, and nothing is written on the host."""
+    model = deep_llama()
+    if nf4:
+        pytest.importorskip("bitsandbytes")
+        quantise_(model, torch.device(DEVICE))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    placed = place(model, nothing_on_gpu)
+    before = [b.host_weight.clone() for b in placed.stream.blocks if b.streams]
+    copied = []
+    monkeypatch.setattr(streaming, "_copy", lambda pairs: (copied.extend(pairs), _copy(pairs)))
+    train(placed, 3)
+    twice = {f"layer {i}": 6 for i in range(1, 6)}
+    once = {name: 3 for name in ("embedding", "layer 6", "layer 7", "lm_head")}
+    # A step leaves the first layer there, and does not begin the next one's way.
+    assert arrivals == Counter(twice | once | {"layer 0": 4})
+    streamed = [block for block in placed.stream.blocks if block.streams]
+    assert [block.place.all_on_gpu for block in placed.stream.blocks] == [*10 * [False], True]
+    assert placed.stream._ring == [] and all(block.written is None for block in streamed)
+    assert all(torch.equal(x, b.host_weight) for x, b in zip(before, streamed, strict=True))
+    nbytes = sum(arrivals[block.spec.name] * block.nbytes for block in streamed)
+    assert sum(x.nbytes for x, _ in copied) == nbytes
 
 
 def test_a_tied_head_sends_for_no_layer_in_vain(arrivals) -> None:

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from longctx.config import ModelArguments
+from longctx.lora.quantise import quantise_
 from longctx.memory.states import BlockSpec
 from longctx.model.blocks import decoder_layers, state_blocks
 from longctx.model.patch import patch_as
@@ -31,6 +32,7 @@ SIZES = dict(
     num_key_value_heads=2,
 )
 LAYERS = ["layer 0", "layer 1"]
+LORA = peft.LoraConfig(r=2, target_modules=["q_proj"])
 REST = "norms and the rest"
 
 
@@ -110,6 +112,27 @@ def test_other_families(family) -> None:
     assert [block.name for block in blocks] == [*ends, REST]
     assert all(p.dim() == 1 for p in blocks[-1].parameters.values())  # Qwen2's biases
     assert not any(block.movable for block in blocks)
+
+
+def test_quantised_weights_and_their_scales_move_with_their_layer() -> None:
+    """Bytes of any dtype, in one flat tensor: 4 bits a weight, 8 for each 64 and 32 for each 64 of
+    those. Another map of the layer may be as it was."""
+    pytest.importorskip("bitsandbytes")
+    model = LlamaForCausalLM(tiny_config(hidden_size=128)).to(torch.bfloat16)
+    kept = model.model.layers[1].mlp.up_proj
+    quantise_(model, CPU)
+    model.model.layers[1].mlp.up_proj = kept.requires_grad_(False)
+    blocks = state_blocks(peft.get_peft_model(model, LORA), movable=True)
+    first, second = (of(blocks)[name] for name in LAYERS)
+    assert len(first.parameters) == len(second.parameters) == 7
+    assert (len(first.beside), len(second.beside)) == (14, 12)
+    assert {part.tensor.dtype for part in first.beside} == {torch.uint8, torch.float32}
+    sizes = first.sizes(accumulates=False)
+    assert (sizes.states, sizes.grad, sizes.movable, sizes.fixed) == (0, 0, True, False)
+    numel = sum(p.numel() for p in first.parameters.values()) * 2
+    assert sizes.weight == pytest.approx(numel * (1 / 2 + 1 / 64 + 4 / 64 / 256), rel=0.05)
+    larger = second.sizes(accumulates=False).weight - sizes.weight
+    assert larger == pytest.approx(kept.weight.numel() * (2 - 1 / 2 - 1 / 64), rel=0.05)
 
 
 def test_a_model_whose_layers_are_not_found_stays_whole() -> None:

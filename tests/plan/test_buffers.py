@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from small_model import tiny_config
@@ -48,8 +49,9 @@ def activations(phase: Phase) -> int:
     return sum(nbytes for name, nbytes in phase.buffers.items() if name not in OF_THE_MODEL)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("keep", ["o", "h", "qkv", "all"])
-def test_the_peak_of_a_step(keep) -> None:
+def test_the_peak_of_a_step(keep, adapters, monkeypatch) -> None:
     """Within a tenth. Heads in groups and few words, or the plain references would have the peak:
     torch's attention for CPUs copies keys and values for every head, its softmax the logits."""
     config = tiny_config(
@@ -58,10 +60,18 @@ def test_the_peak_of_a_step(keep) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     settings = dict(keep=keep, offload_activations="none", head_groups=4, tile_tokens=64)
     patch_as(model, ModelArguments(**settings), CPU)
+    if adapters:
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(32, (1, T))
     batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(T)[None])
+    track = MemTracker._track_module_params_and_buffers
+    monkeypatch.setattr(  # its hooks want gradients everywhere
+        *(MemTracker, "_track_module_params_and_buffers"),
+        lambda self, module, install_grad_hooks=False: track(self, module, False),
+    )
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:

@@ -42,6 +42,15 @@ def card(gpu_gib: float, name: str = "rtx-4090") -> Machine:
     return replace(MACHINES[name], gpu_gib=gpu_gib)
 
 
+@cache
+def adapted(quantize: str, *saved: str) -> Subject:
+    """The same under adapters of rank 16 on all maps."""
+    config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=8192), vocab_size=1)
+    config.num_hidden_layers = 8
+    asked = ModelArguments(lora_r=16, quantize=quantize, lora_modules_to_save=list(saved) or None)
+    return Subject(config, asked)
+
+
 def planned(gpu_gib: float, host_gib: int, tokens: int, **options) -> Plan:
     return plan(eight_layers(), run(tokens, **options), card(gpu_gib), host_gib * GIB)
 
@@ -68,7 +77,10 @@ GPUS, HOSTS = [5, 6, 8, 10, 12, 16, 24, 32, 48, 80], [16, 24, 32, 40, 48, 64, 96
     ),
 )
 def test_what_fits_is_within_its_budgets(gpu, host, tokens, options) -> None:
-    found = planned(gpu, host, tokens, **options)
+    assert_within_budgets(planned(gpu, host, tokens, **options), options)
+
+
+def assert_within_budgets(found: Plan, options: dict) -> None:
     assert found.fits == (found.problem is None)
     assert found.problem is None or "\n" not in found.problem
     if found.decision.sizes and max(found.decision.over) <= 0 and options.get("exact", True):
@@ -79,6 +91,80 @@ def test_what_fits_is_within_its_budgets(gpu, host, tokens, options) -> None:
         assert found.decision.host.nbytes <= found.decision.budget.host
     assert min(found.seconds) >= 0
     assert all(nbytes >= 0 for phase in found.phases for nbytes in phase.buffers.values())
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    gpu=st.sampled_from([1, 2, 3, 4, *GPUS]),
+    host=st.sampled_from(HOSTS),
+    tokens=st.sampled_from([512, 8192, 65536, 131072, 524288]),
+    what=st.sampled_from([("none",), ("nf4",), ("nf4", "embed_tokens", "lm_head")]),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "keep": st.sampled_from(["x", "o", "all"]),
+            "place": st.sampled_from(["gpu", "host"]),
+            "offload_activations": st.sampled_from(["none", "all"]),
+            "gradient_accumulation_steps": st.just(4),
+            "gpu_memory_gib": st.just(1.0),
+            "exact": st.just(False),
+        },
+    ),
+)
+def test_adapters_that_fit_are_within_their_budgets(gpu, host, tokens, what, options) -> None:
+    found = plan(adapted(*what), run(tokens, **options), card(gpu), host * GIB)
+    assert_within_budgets(found, options)
+    if found.fits and len(what) == 1 and options.get("exact", True):
+        assert all(place.states and place.grad for place in found.decision.places)
+        assert all(phase.buffers["buffers of the update"] == 0 for phase in found.phases)
+
+
+def test_bytes_of_adapters() -> None:
+    """Of a layer 218M frozen weights in 2 bytes, or in 4.127 bits; 16 (I + O) numbers of each map
+    in fp32, with two moments and a gradient. Ends that are trained have 14 bytes a parameter."""
+    numbers = 8 * 16 * (6 * 4096 + 14336 + 3 * 4096 + 2 * 1024 + 2 * 14336)
+    layer, end = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336, 128256 * 4096
+    for quantize, nbytes in (("none", 2), ("nf4", 1 / 2 + 1 / 64 + 1 / 64 / 64)):
+        subject = adapted(quantize)
+        found = plan(subject, run(131072), card(80), 64 * GIB)
+        assert subject.trained == subject.adapted.parameters == numbers
+        blocks = found.decision.blocks
+        assert [block.weight for block in blocks[1:-2]] == 8 * [pytest.approx(nbytes * layer)]
+        assert [(b.states, b.grad) for b in blocks[:-1]] == 10 * [(0, 0)]
+        rest = blocks[-1]
+        assert rest.fixed and (rest.states, rest.grad) == (8 * numbers, 4 * numbers)
+        loss = next(phase.buffers for phase in found.phases if phase.name == "loss")
+        assert loss["lm_head's gradient, fp32"] == 0 and loss["logits"] == GIB
+        backward = next(phase.buffers for phase in found.phases if phase.name == "backward")
+        dense = 2 * layer if quantize == "nf4" else 0
+        assert backward.get("a layer's dense weights", 0) == dense
+    trained = plan(adapted("nf4", "embed_tokens", "lm_head"), run(131072), card(80), 64 * GIB)
+    ends = [trained.decision.blocks[0], trained.decision.blocks[-2]]
+    assert [(b.weight, b.states, b.grad) for b in ends] == 2 * [(4 * end, 10 * end, 2 * end)]
+
+
+def test_adapters_take_less_than_all_weights() -> None:
+    """Of memory and of time: a third of a layer's products are weight gradients."""
+    machine, options = MACHINES["h200"], dict(keep="o", offload_activations="none")
+    plans = [
+        plan(subject, run(32768, **options), machine, 64 * GIB)
+        for subject in (eight_layers(), adapted("none"), adapted("nf4"))
+    ]
+    whole, lora, qlora = plans
+    assert whole.gpu_bytes > 2 * lora.gpu_bytes > 2 * qlora.gpu_bytes
+    assert 0.6 < lora.seconds.products / whole.seconds.products < 0.8
+    assert lora.seconds.attention == whole.seconds.attention
+    assert lora.seconds.step < qlora.seconds.step < 1.02 * lora.seconds.step
+    hosted = [
+        plan(subject, run(32768, place="host", **options), machine, 64 * GIB)
+        for subject in (adapted("none"), adapted("nf4"))
+    ]
+    for there, here in zip(hosted, (lora, qlora), strict=True):
+        assert there.gpu_bytes < here.gpu_bytes
+        blocks = there.decision.blocks
+        # The embedding comes once, lm_head too, layers for backward again; nothing goes down.
+        risen = sum(b.weight for b in blocks[:-1]) + sum(b.weight for b in blocks[1:-2])
+        assert there.seconds.link == pytest.approx(risen / machine.link_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("tokens", [8192, 131072])

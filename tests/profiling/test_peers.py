@@ -204,7 +204,7 @@ def test_cases_say_their_settings() -> None:
 def test_published_cases_are_settled_and_differ() -> None:
     cases = [peers.settled({**layer_bench.DEFAULTS, **case}) for case in layer_bench.h200_cases()]
     cases += [train_bench.complete(case) for case in train_bench.PUBLISHED]
-    for name in ("h200", "h200_x2"):
+    for name in ("h200", "h200_x2", "lora"):
         published = [{**step_bench.DEFAULTS, **c} for c in step_bench.published_cases(name)]
         cases += map(peers.settled, published)
     texts = [json.dumps(case, sort_keys=True) for case in cases]
@@ -224,6 +224,28 @@ def test_step_bench_measures_a_peer(checkpointing) -> None:
     (row,) = step_bench.run_case(case, 1, ["--use_cpu"])
     assert row["status"] == "ok" and row["checkpointing"] == checkpointing
     assert (row["offload"], row["backend"]) == ("all", "auto")
+
+
+@pytest.mark.parametrize(
+    ("class_type", "text"),
+    [
+        ("custom", "lora=2"),
+        ("custom", "lora=2,quantize=nf4,place=host"),
+        ("vanilla", "lora=2"),
+        ("vanilla", "lora=2,quantize=nf4"),
+    ],
+)
+def test_step_bench_measures_adapters(class_type, text) -> None:
+    """Under a peer's checkpointing and offloading too."""
+    if "nf4" in text:
+        pytest.importorskip("bitsandbytes")
+    fixed = dict(class_type=class_type, engine="plain", gpus=0, tokens=64, layers=2, preset="tiny")
+    given = parse_case(text, step_bench.DEFAULTS)
+    case = peers.settled({**step_bench.DEFAULTS, **fixed, **given})
+    (row,) = step_bench.run_case(case, 1, ["--use_cpu", "--dtype", "bfloat16"])
+    assert row["status"] == "ok" and row["lora"] == 2
+    assert row.get("quantize", "none") == case["quantize"]
+    assert "mfu" not in row
 
 
 def test_train_bench_trains_a_peer(tmp_path, monkeypatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+from paths import ROOT
 
 from longctx.errors import UserError
 from longctx.report.plan import main
@@ -29,6 +31,29 @@ def test_a_run_that_fits(capsys) -> None:
     for phase in phases:
         assert sum(phase["buffers"].values()) == pytest.approx(phase["gib"], abs=0.02)
     assert result(capsys, "--seq_len", "32768", "--max_steps", "10")["data_tokens"] == 327680
+
+
+def test_adapters(capsys, monkeypatch) -> None:
+    """Without bitsandbytes: the machine that is planned for has it."""
+    monkeypatch.setattr("longctx.lora.quantise.installed", lambda name: False)
+    words = ["--seq_len", "32768", "--lora_r", "16"]
+    whole, lora = result(capsys, *words[:2]), result(capsys, *words)
+    qlora = result(capsys, *words, "--quantize", "nf4", "--lora_dropout", "0.1")
+    assert whole["step_s"] > lora["step_s"]
+    peaks = [sum(phase["gib"] for phase in found["phases"]) for found in (lora, qlora)]
+    assert peaks[0] > peaks[1]
+    assert "fp32 adapters over frozen weights" in lora["states"]
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*lora*")), ids=lambda p: p.stem)
+def test_recipes_of_adapters_fit_where_they_say(recipe, capsys) -> None:
+    text = recipe.read_text()
+    [words] = re.findall(r"(--preset .*) --sweep", text)
+    main(["--config", str(recipe), *words.split(), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    [card_gb] = re.findall(r"_1x(\d+)gb_", recipe.stem)
+    assert found["fits"] and found["gpu_gib"] < int(card_gb)
+    assert "A prediction of the plan" in text
 
 
 def test_a_recipe_and_the_lengths_that_fit(capsys, tmp_path) -> None:
@@ -69,7 +94,9 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
         (["--seqlen", "8192"], "unknown option --seqlen; did you mean --seq_len"),
         (["--attn_backend", "fa4"], "--attn_backend fa4 is not known on rtx-4090"),
         (["--seq_len", "262144"], "--seq_len 262144 is above the model's"),
-        (["--lora_r", "8"], "leave out --lora_r"),
+        (["--lora_r", "8", "--class_type", "liger"], "adapters of --class_type custom, not of"),
+        (["--quantize", "nf4"], "give --lora_r"),
+        (["--lora_r", "8", "--lora_targets", "q_pro"], "did you mean q_proj"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, says) -> None:
