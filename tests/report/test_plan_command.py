@@ -70,6 +70,7 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
         (["--attn_backend", "fa4"], "--attn_backend fa4 is not known on rtx-4090"),
         (["--seq_len", "262144"], "--seq_len 262144 is above the model's"),
         (["--lora_r", "8"], "leave out --lora_r"),
+        (["--plan", "plan.json"], "--plan is train.py's, which runs what --json writes here"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, says) -> None:
