@@ -158,7 +158,7 @@ def test_another_class_a_larger_host_fewer_rows() -> None:
 
 def test_less_of_this_host_was_allowed_than_there_is() -> None:
     request = run(131072, host_memory_gib=8.0)
-    found = found_changes(request, card(12), 256, grows=False)
+    found = found_changes(request, card(20), 256, grows=False)
     assert "without --host_memory_gib" in found
 
 
