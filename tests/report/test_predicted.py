@@ -145,7 +145,7 @@ def test_what_is_off_is_said_with_its_part() -> None:
     assert "GPU" in said_of(found)[0] and "(+0.0%)" in said_of(found)[0]
     slow = said_of(found, step=1.2)
     assert len(slow) == 2
-    assert slow[1].startswith("the plan of a step is off by 17%: most of it was planned for")
+    assert slow[1].startswith("a step: the plan is off by 17%: most of it was planned for")
     assert "the peak was planned in " in said_of(found, gpu=0.5)[1]
     assert len(said_of(found, host=1.3)) == 1, "less than 1 GiB"
     assert "the process itself had 7.5 instead of 2.5" in said_of(found, host=3)[1]
