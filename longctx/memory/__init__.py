@@ -2,6 +2,7 @@
 
 plan.py       arithmetic: how a batch is cut, what a layer keeps, what fits on the GPU
 ladder.py     what each layer keeps for backward, and where
+rates.py      what this GPU multiplies and copies in a second, kept on disk
 machine.py    what this machine may give
 slab.py       page-locked host memory of an exact size
 store.py      what layers keep from forward to backward, in the slab or on the GPU

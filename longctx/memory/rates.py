@@ -126,12 +126,19 @@ def write_rates(device: torch.device, measured: Measured) -> Path | None:
 def identity(device: torch.device) -> list[Any]:
     """What the rates depend on: GPU, host, driver, libraries. A home may be shared by machines."""
     gpu = torch.cuda.get_device_properties(device)
-    host = [platform.machine(), platform.processor(), os.cpu_count(), psutil.virtual_memory().total]
+    host = [platform.machine(), _cpu(), os.cpu_count(), psutil.virtual_memory().total]
     versions = [torch.__version__, torch.version.cuda, torch.backends.cudnn.version()]
     return [
         *(gpu.name, gpu.total_memory, gpu.major, gpu.minor, driver_version()),
         *(host, versions, version_of("flash-attn-4")),
     ]
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next((line for line in lines if line.startswith("model name")), "")
+    return ""
 
 
 def driver_version() -> str | None:

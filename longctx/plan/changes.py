@@ -33,12 +33,14 @@ def changes(
     """`host_grows`: the host is not there yet, and may be a larger one."""
 
     def tried(options: Options) -> Plan:
-        host = max(host_bytes, int(options.get("host_memory_gib", 0) * GIB))
+        host = max(host_bytes, int((options.get("host_memory_gib") or 0) * GIB))
         return plan(subject, run.having(**options), machine, host)
 
     single = [*_candidates(subject, run)]
     if host_grows and (more := _more_host(subject, run, machine)):
         single.append(more)
+    if not host_grows and run.model.host_memory_gib is not None:
+        single.append({"host_memory_gib": None})
     found: list[Change] = []
     for together in (1, 2, 3):
         for chosen in combinations(single, together):
@@ -100,5 +102,9 @@ def _more_host(subject: Subject, run: Run, machine: Machine) -> Options | None:
 
 
 def _words(options: Options) -> str:
-    said = {"exact": "--optimizer_states fp32", "gpu_memory_gib": "without --gpu_memory_gib"}
-    return " ".join(said.get(name, f"--{name} {value}") for name, value in options.items())
+    def said(name: str, value: Any) -> str:
+        if name == "exact":
+            return "--optimizer_states fp32"
+        return f"without --{name}" if value is None else f"--{name} {value}"
+
+    return " ".join(said(name, value) for name, value in options.items())

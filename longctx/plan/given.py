@@ -19,6 +19,7 @@ from longctx.memory.ladder import Chosen, Keep, Ladder, Rung
 from longctx.memory.plan import KINDS, Cut, Place, Sizes
 from longctx.plan.decide import Budget, Choose, Decision
 from longctx.plan.predict import Plan, Run
+from longctx.recipe import read_text
 
 FORMAT = 1
 OPTIONS = (
@@ -60,6 +61,9 @@ class Given:
                     f"--plan {self.path} is of a model with {name} {planned}, and this one's is "
                     f"{found[name]}: plan again, with this model"
                 )
+        kept = sizes.layers if run.model.class_type == "custom" else 0
+        if len(self.ladder) != kept:
+            raise UserError(f"--plan {self.path} keeps {len(self.ladder)} of {kept} layers")
 
     def check_decided(self, decision: Decision) -> None:
         """Raises UserError where the same budgets and ladder give other places."""
@@ -100,7 +104,7 @@ def read_given(path: str | Path) -> Given:
     """Raises UserError for a file that is no plan."""
     path = Path(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text("plan", path))
         if not found["fits"]:
             raise UserError(f"--plan {path} does not fit its machine: {found['problem']}")
         if "plan" not in found:
@@ -121,14 +125,15 @@ def read_given(path: str | Path) -> Given:
             cut=Cut(*map(int, plan["cut"])),
             places=[Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in _lists(plan)],
         )
-    except OSError as error:
-        raise UserError(f"cannot read --plan {path}: {error.strerror or error}") from error
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"--plan {path} is no plan: write one with longctx plan --json") from error
 
 
 def _ladder(layers: Sequence[tuple[str, str | None]]) -> Ladder:
-    return tuple(Keep(Rung[rung], Rung[host] if host else None) for rung, host in layers)
+    ladder = tuple(Keep(Rung[rung], Rung[host] if host else None) for rung, host in layers)
+    if any(keep.host is not None and keep.host > keep.rung for keep in ladder):
+        raise ValueError("what is not kept waits nowhere")
+    return ladder
 
 
 def _lists(plan: dict[str, Any]) -> list[list[str]]:

@@ -183,12 +183,10 @@ def show(result: dict[str, Any]) -> None:
     if result["rates"]:
         console.print(_rates(result))
     if not result["missing"]:
-        console.print("nothing is missing for speed")
-        return
-    table = Table("what", "found", "what to do", title="Missing for speed")
+        print("nothing is missing for speed")
     for line in result["missing"]:
-        table.add_row(*(escape(printable(line[key])) for key in ("what", "found", "do")))
-    console.print(table)
+        print(printable(f"{line['what']}: {line['found']}"))
+        print(printable(f"    {line['do']}"))
 
 
 def _machine(result: dict[str, Any]) -> Table:
@@ -213,7 +211,11 @@ def _rates(result: dict[str, Any]) -> Table:
     title = f"Rates, kept in {result['kept_in']}"
     table = Table("", "measured", "profile", "", title=escape(printable(title)))
     for rate in map(lambda row: Rate(**row), result["rates"]):
-        expected = "" if rate.profile is None else f"{rate.profile:.3g}"
+        expected = "" if rate.profile is None else _number(rate.profile)
         share = "" if rate.share is None else f"{rate.share:.0%}"
-        table.add_row(rate.what, f"{rate.measured:.3g} {rate.unit}", expected, share)
+        table.add_row(rate.what, f"{_number(rate.measured)} {rate.unit}", expected, share)
     return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -126,7 +126,8 @@ def _of_the_gpu(facts: Facts) -> Iterator[Missing]:
             "update the driver: kernels that are compiled here may be refused",
         )
     if facts.fa4:
-        yield Missing("flash-attn-4", facts.fa4, "pip install --upgrade 'longctx[fa4]'")
+        found = facts.fa4.removesuffix(" (pip install 'longctx[fa4]')")
+        yield Missing("flash-attn-4", found, "pip install --upgrade 'longctx[fa4]'")
     if "expandable_segments:true" not in facts.allocator.lower():
         yield Missing(
             "allocator",

@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         model_args, _, train_args, _ = parse_args(flags)
     if not (model_args.model_name_or_path or model_args.preset):
         raise UserError("name the model to plan for: --model_name_or_path, --preset or --config")
+    if train_args.plan:
+        raise UserError("--plan is train.py's, which runs what --json writes here: leave it out")
     check_known(model_args, train_args)
     _check_dtype(model_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
@@ -279,7 +281,7 @@ def title_of(result: dict[str, Any]) -> str:
     rows = f"{result['rows'] * result['passes']} rows" if result["rows"] > 1 else "rows"
     return (
         f"{result['model']}, {result['class_type']}, {rows} of {result['seq_len']} tokens on "
-        f"{result['gpu']} ({result['rates']} rates, {result['attn_backend']} attention)"
+        f"{result['gpu']} (rates {result['rates']}, {result['attn_backend']} attention)"
     )
 
 

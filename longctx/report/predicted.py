@@ -263,5 +263,5 @@ def lines(found: list[Part]) -> list[str]:
     )
     return [
         f"predicted and measured: {beside}",
-        *(f"the plan of {p.what} is off by {abs(p.error):.0%}: {p.why}" for p in found if p.is_off),
+        *(f"{p.what}: the plan is off by {abs(p.error):.0%}: {p.why}" for p in found if p.is_off),
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +77,69 @@ def test_products_and_copies_by_count(monkeypatch) -> None:
     monkeypatch.setattr(rates, "timed", Clock(0.5))
     assert rates.products(CPU, torch.float32, (3, 4, 5), 1.0) == 6 * 3 * 4 * 5 / 0.5
     assert rates.copies(CPU, 1000, 1.0) == 2 * 1000 / 0.5
+
+
+class Stream:
+    """Says who waits for whom."""
+
+    def __init__(self, device: torch.device, said: list[str] | None = None) -> None:
+        self.said = said
+
+    def wait_stream(self, other: Stream) -> None:
+        waits.append("beside waits" if self.said is None else "here waits")
+
+
+waits: list[str] = []
+
+
+def test_the_link_is_timed_up_down_and_both_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, []))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(rates, "timed", Clock(1.0, 2.0, 4.0))
+    waits.clear()
+    assert rates.link(CPU, 1000, 0.5) == Link(1000, 500, 250)
+    assert waits == 2 * ["beside waits", "here waits"]  # to warm up, and timed
+
+
+class Event:
+    """CUDA's, in milliseconds; each is recorded 500 later."""
+
+    now = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.now += 500
+        self.at = Event.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+def test_seconds_between_two_events(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    calls = []
+    assert rates.timed(lambda: calls.append(1), 3) == 0.5
+    assert len(calls) == 3
+
+
+def test_an_identity_is_the_hardware_and_the_versions(monkeypatch) -> None:
+    gpu = SimpleNamespace(name="a GPU", total_memory=80 * GIB, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    before = rates.rates_path(CPU)
+    assert before == rates.rates_path(CPU) and before.parent.name == "rates"
+    assert torch.__version__ in json.dumps(rates.identity(CPU))
+    gpu.total_memory = 94 * GIB
+    assert rates.rates_path(CPU) != before
+    more = rates.rates_path(CPU)
+    monkeypatch.setattr(rates, "driver_version", lambda: "999.1")
+    assert rates.rates_path(CPU) != more
 
 
 def test_what_is_refused_is_tried_in_halves(monkeypatch) -> None:

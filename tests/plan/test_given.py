@@ -95,6 +95,8 @@ def test_what_is_no_plan(tmp_path, text, says) -> None:
     [
         {"layers": [["Y", None]]},
         {"layers": [["O"]]},
+        {"layers": [["O", "ALL"]]},
+        {"budget_bytes": [1e999, 1]},
         {"blocks_on_gpu": [["weights"]]},
         {"blocks_on_gpu": ["weight"]},
         {"budget_bytes": ["many", 1]},
@@ -107,6 +109,12 @@ def test_a_damaged_plan(tmp_path, changes) -> None:
         read_given(file_of(planned(), tmp_path / "plan.json", **changes))
 
 
+def test_a_plan_that_keeps_other_layers(tmp_path) -> None:
+    found = read_given(file_of(planned(), tmp_path / "plan.json", layers=[["O", None]]))
+    with pytest.raises(UserError, match="keeps 1 of 4 layers"):
+        found.check(run(), SUBJECT.sizes(run()))
+
+
 def test_a_missing_file(tmp_path) -> None:
-    with pytest.raises(UserError, match="cannot read --plan .*No such file"):
+    with pytest.raises(UserError, match="--plan: cannot read .*No such file"):
         read_given(tmp_path / "plan.json")

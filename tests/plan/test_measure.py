@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,41 @@ def test_what_cannot_be_measured(here, monkeypatch, capsys) -> None:
     here(None)
     with pytest.raises(UserError, match=r"no GPU: name the one to plan for with --gpu \(h100"):
         this_machine()
+
+
+def test_all_is_measured_and_locking_last(monkeypatch) -> None:
+    """CUDA keeps the error of a refused lock for the next kernel to find."""
+    order = []
+
+    def stub(name: str, value):
+        def measured(*_):
+            order.append(name)
+            return value
+
+        monkeypatch.setattr(measure, name, measured)
+
+    for name, value in (
+        *(("products", MEASURED.flops), ("copies", MEASURED.memory_bytes)),
+        *(("link", MEASURED.link), ("measure_attention", MEASURED.attention)),
+        ("lock", GIB),
+    ):
+        stub(name, value)
+    monkeypatch.setattr(measure, "host_share_bytes", lambda: 8 * GIB)
+    found = measure.measure(CPU)
+    assert order[-1] == "lock" and found.tried_bytes == 2 * GIB
+    assert found == replace(MEASURED, locked_bytes=GIB, tried_bytes=2 * GIB)
+
+
+def test_what_cuda_says_of_this_gpu(monkeypatch) -> None:
+    assert torch.cuda.is_available() or measure.gpu_here() is None
+    properties = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(measure, "free_gpu_bytes", lambda device: 70 * GIB)
+    found = measure.gpu_here()
+    assert found == Gpu(torch.device("cuda", 1), "a GPU", 80 * GIB, 70 * GIB)
 
 
 def test_attention_by_count(monkeypatch) -> None:

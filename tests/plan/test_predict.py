@@ -242,6 +242,12 @@ def test_another_class_a_larger_host_fewer_rows() -> None:
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 8" in found
 
 
+def test_less_of_this_host_was_allowed_than_there_is() -> None:
+    request = run(131072, host_memory_gib=8.0)
+    found = found_changes(request, card(20), 256, grows=False)
+    assert "without --host_memory_gib" in found
+
+
 def test_nothing_helps_a_model_that_is_too_large() -> None:
     assert found_changes(run(8192), card(8), 8, grows=False) == {}
 

@@ -28,6 +28,7 @@ def test_the_module_is_the_command(module: str) -> None:
     assert lines[0] == "usage: longctx COMMAND ..."
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [
         "cache",
+        "doctor",
         "eval",
         "merge",
         "plan",

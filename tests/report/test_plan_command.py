@@ -97,6 +97,7 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
         (["--lora_r", "8", "--class_type", "liger"], "adapters of --class_type custom, not of"),
         (["--quantize", "nf4"], "give --lora_r"),
         (["--lora_r", "8", "--lora_targets", "q_pro"], "did you mean q_proj"),
+        (["--plan", "plan.json"], "--plan is train.py's, which runs what --json writes here"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, says) -> None:

@@ -104,14 +104,14 @@ COMMANDS = {
     "a flag for a command": (given("longctx --prune"), fails("unknown command '--prune'")),
     **{
         f"{name} --help": (given(f"longctx {name} --help"), prints(f"usage: longctx {name}"))
-        for name in ("cache", "eval", "plan", "report", "verify")
+        for name in ("cache", "doctor", "eval", "plan", "report", "verify")
     },
     **{
         f"{name} with an unknown option": (
             given(f"longctx {name} --nonsense"),
             fails("--nonsense|required: "),
         )
-        for name in ("cache", "eval", "plan", "report", "verify")
+        for name in ("cache", "doctor", "eval", "plan", "report", "verify")
     },
     # cache
     "cache: a folder": (given(f"{CACHE} FOLDER/cache"), prints("--prune would free")),
