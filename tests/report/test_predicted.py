@@ -217,7 +217,7 @@ def test_a_given_plan_is_run(tmp_path, monkeypatch, written) -> None:
     [
         (["--seq_len", "128"], "--seq_len 64, and this one has --seq_len 128"),
         (["--dtype", "float32"], "a run with exact states in bfloat16: add --dtype bfloat16"),
-        (["--lora_r", "4"], "knows runs that train all weights"),
+        (["--lora_r", "4"], "of a run with no --lora_r, and this one has --lora_r"),
         (["--plan", "nowhere.json"], "--plan: cannot read nowhere.json"),
     ],
 )
