@@ -190,7 +190,7 @@ class Block:
         self.host_weight = take(self.nbytes, torch.uint8)
         for part, home in zip(self.parts, self._views(self.host_weight), strict=True):
             home.copy_(part.tensor)
-        self.leave()
+        self._point(self.host_weight)
 
     def arrive(self, weight: Tensor) -> None:
         """The block's weights are, or will be, in the flat `weight`."""
