@@ -4,14 +4,17 @@ check_lora       what the options name is in the model, before its weights are r
 adapter_bytes    what a checkpoint of it holds
 with_lora        PEFT's LoraConfig on the model; the rest is frozen
 add_adapters     the same in a run, checked
+save_config      what an adapter does not hold
 Reached          after the first step: training got to every adapter
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,6 +141,17 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
     count = sum("lora_A" in name for name, _ in adapted.named_parameters())
     said = f"LoRA of rank {args.lora_r} on {count} maps, {trained / 1e6:.2f}M parameters trained"
     return adapted, said
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Beside an adapter the configuration that it was trained with: RoPE and positions may be other
+    ones than those of its model's files. Nothing for a whole model, which is saved with its own."""
+    base = inside_peft(model)
+    if base is model:
+        return
+    config = copy.deepcopy(base.config)
+    vars(config).pop("quantization_config", None)
+    config.save_pretrained(folder)
 
 
 def _base_name(args: ModelArguments) -> str | None:

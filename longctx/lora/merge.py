@@ -65,19 +65,36 @@ def _merged(adapter: Path, name: str | None, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        config = peft.PeftConfig.from_pretrained(str(adapter))
-        name = name or config.base_model_name_or_path
+        name = name or peft.PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
         if not name:
             raise UserError(f"{adapter} does not say which model it is of: give --model")
         base = str(expanded(name)) if os.path.isdir(expanded(name)) else name
         asked = dtype if dtype == "auto" else getattr(torch, dtype)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=asked)
+        config = _config(adapter, base)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=asked, config=config)
         adapted = peft.PeftModel.from_pretrained(model, str(adapter))
         return adapted.merge_and_unload(safe_merge=True)  # which refuses what is not finite
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a file's values raise as many types as there are checks
         raise UserError(f"cannot merge {adapter} into {name}: {one_line(error)}") from error
+
+
+_TRAINED = ("rope_parameters", "max_position_embeddings")
+"""Of a model's configuration, what `--rope_scaling` and `--extend_context` change."""
+
+
+def _config(adapter: Path, base: str) -> Any:
+    """The model's, with the RoPE that the adapter was trained with."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(base)
+    if os.path.isfile(adapter / "config.json"):
+        trained = AutoConfig.from_pretrained(str(adapter))
+        for name in _TRAINED:
+            if hasattr(trained, name):
+                setattr(config, name, getattr(trained, name))
+    return config
 
 
 def _copy_tokenizer(adapter: Path, folder: Path) -> None:

@@ -18,7 +18,7 @@ from longctx.config import TrainArguments, with_our_options
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
-from longctx.lora.adapters import Reached
+from longctx.lora.adapters import Reached, save_config
 from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
@@ -381,6 +381,7 @@ class LongTrainer(ExactTrainer):
 
         def publish_it() -> None:
             if self.args.should_save:
+                save_config(self.model, staging)
                 publish(staging, path, self._run)
 
         with self._swept(staging):

@@ -137,12 +137,17 @@ def generate(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map=args.device)
+    return {"step": "generate", **continued(network, tokenizer, args)}
+
+
+def continued(network: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """What the model writes after most of a row of the longest text."""
     lines = (args.data / "eval.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
-    ids = tokenizer(max(texts, key=len), return_tensors="pt").input_ids[:, : args.seq_len - 2768]
+    ids = tokenizer(max(texts, key=len), return_tensors="pt").input_ids
+    ids = ids[:, : args.seq_len * 30000 // 32768]
     written = network.generate(ids.to(network.device), max_new_tokens=48, do_sample=False)
     return {
-        "step": "generate",
         "prompt_tokens": ids.shape[1],
         "prompt_end": tokenizer.decode(ids[0, -60:]),
         "text": tokenizer.decode(written[0, ids.shape[1] :]),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_run import logged, prepare, run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
 from longctx import cli
@@ -134,6 +134,21 @@ def test_peft_loads_it_and_merging_gives_the_same_model(flags, finished, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "merged")
     assert len(tokenizer) == merged.config.vocab_size
     assert cli.run(["verify", str(tmp_path / "new" / "merged")]) is None
+
+
+def test_the_merged_model_has_the_rope_of_the_run(flags, tmp_path) -> None:
+    """Which no adapter holds, and its model's files do not say."""
+    limit = AutoConfig.from_pretrained(base_of(flags)).max_position_embeddings
+    scaled = ["--rope_scaling", "yarn", "--seq_len", str(2 * limit), "--max_steps", "1"]
+    run(flags, tmp_path / "run", *scaled)
+    final = tmp_path / "run" / "final"
+    for name, words in (("same", []), ("wider", ["--dtype", "float32"])):
+        cli.run(["merge", str(final), "--output", str(tmp_path / name), *words])
+        config = AutoConfig.from_pretrained(tmp_path / name)
+        assert config.max_position_embeddings == 2 * limit
+        assert config.rope_parameters["rope_type"] == "yarn"
+        assert config.rope_parameters["factor"] == 2
+    assert AutoConfig.from_pretrained(base_of(flags)).max_position_embeddings == limit
 
 
 def test_modules_to_save(flags, tmp_path) -> None:
