@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, ParallelismConfig, init_empty_weights
+from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
@@ -51,7 +51,6 @@ class FSDP2(Engine):
     def start(self, args: TrainArguments) -> None:
         super().start(args)
         _refuse_cpus(args)
-        share_rows(args)
         if args.save_only_model:
             raise UserError(
                 "--save_only_model is impossible with FSDP, whose checkpoints are shards: leave it "
@@ -170,16 +169,3 @@ def _refuse_cpus(args: TrainArguments) -> None:
             "FSDP needs GPUs (on CPUs accelerate silently runs DDP instead): "
             "use DeepSpeed there, or no engine"
         )
-
-
-def share_rows(args: TrainArguments) -> None:
-    """Tells accelerate which processes share rows: neighbours. Raises UserError where they do not
-    come out even."""
-    size = args.sequence_parallel_size
-    if size == 1:
-        return
-    if args.world_size % size:
-        raise UserError(
-            f"--sequence_parallel_size {size} does not divide the {args.world_size} processes"
-        )
-    args.parallelism_config = ParallelismConfig(cp_size=size, dp_shard_size=args.world_size // size)

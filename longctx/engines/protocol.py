@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, Trainer
 
 from longctx.config import TrainArguments
 from longctx.engines.collectives import destroy_process_group
+from longctx.engines.rows import asked_parallelism, share_rows
 from longctx.errors import UserError
 from longctx.limits import given
 from longctx.memory.plan import Pending, pending_bytes
@@ -68,23 +69,24 @@ class Engine(ABC):
 
         Raises UserError where it would fail later, or would silently be another one.
         """
-        if not self.shares_rows and args.sequence_parallel_size > 1:
-            raise UserError(
-                "--sequence_parallel_size needs FSDP, which shards weights and states beside the "
-                "rows: add --fsdp true --fsdp_config fsdp_configs/fsdp2.json"
-            )
-        if args.parallelism_config or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-            raise UserError(
-                "a parallelism_config is not supported (tensor, context, sequence or replicated "
-                "data parallelism): engines shard over all processes, and with FSDP "
-                "--sequence_parallel_size N lets N of them share each row"
-            )
+        self.share_rows(args)
         ours = ("optimizer_states", "place", "gpu_memory_gib", "save_fp32")
         if not self.exact_states and (asked := [f"--{n}" for n in ours if n in given(args)]):
             raise UserError(
                 f"{', '.join(asked)}: {self.name} keeps fp32 states itself and decides where: "
                 "leave it out, or run without an engine"
             )
+
+    def share_rows(self, args: TrainArguments) -> None:
+        """Tells accelerate which processes share rows. Raises UserError where they cannot."""
+        asked = asked_parallelism(args.parallelism_config)
+        shards = args.sequence_parallel_size > 1 or (asked is not None and asked.total_size > 1)
+        if shards and not self.shares_rows:
+            raise UserError(
+                "--sequence_parallel_size and a parallelism_config need an engine that shards "
+                "weights and states: add --fsdp true --fsdp_config fsdp_configs/fsdp2.json"
+            )
+        share_rows(args)
 
     # --- the model ---------------------------------------------------------------------------
 

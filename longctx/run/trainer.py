@@ -82,6 +82,7 @@ class LongTrainer(ExactTrainer):
             )
         args = with_our_options(args)
         self.engine = engine or choose_engine(args)
+        self.engine.share_rows(args)
         super().__init__(
             model=model,
             args=args,
@@ -105,6 +106,8 @@ class LongTrainer(ExactTrainer):
         group = self.engine.row_group(self.accelerator)
         self.shards = None if group is None else Shards(group)
         ranks_a_row = self.shards.ranks if self.shards else 1
+        if self.shards and not patched_part(model):
+            raise UserError("rows are shared with --class_type custom: this model is not patched")
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from small_job import Warm, assert_same_run, batch
 
-from longctx.config import TrainArguments
-from longctx.engines.fsdp import share_rows
-from longctx.errors import UserError
 from longctx.output import METRICS
 
 SCRIPT = "tests/engines/fsdp_on_cpu.py"
@@ -45,9 +42,3 @@ def test_evaluation(job: list[str], warm: Warm, tmp_path: Path) -> None:
         losses.append([line["eval_loss"] for line in lines if "eval_loss" in line])
     assert len(losses[0]) == 2  # after the last step, and when training is over
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_what_does_not_come_out_even(tmp_path: Path) -> None:
-    args = TrainArguments(output_dir=str(tmp_path), sequence_parallel_size=3, use_cpu=True)
-    with pytest.raises(UserError, match="_size 3 does not divide the 1 processes"):
-        share_rows(args)
