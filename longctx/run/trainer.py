@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 from longctx.attention.shards import Shards
 from longctx.config import TrainArguments, with_our_options
 from longctx.engines import Engine, choose_engine
+from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
 from longctx.lora.adapters import Reached
@@ -138,7 +139,7 @@ class LongTrainer(ExactTrainer):
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self.interrupts, explained_workers():
+        with self.interrupts, explained_workers(), end_with_peers():
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
         self._check_update()
