@@ -24,6 +24,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from longctx.attention.shards import Shards
 from longctx.engines.collectives import any_rank, local_shard
 from longctx.errors import UserError, print_rank0
 from longctx.model.runtime import patched_part
@@ -173,12 +174,16 @@ def first_nonfinite(model: nn.Module, row: Batch) -> tuple[str, int | None] | No
     `the loss` where only that is not finite; None where all is.
     """
     found: list[tuple[str, int | None]] = []
+    shards, tokens = _shards(model), row["input_ids"].shape[1]
+    own = -(-tokens // shards.ranks) if shards else tokens
 
     def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, given: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if not found and isinstance(first, Tensor) and not _finite(first):
-                found.append((name, _first_token(first, row["input_ids"].shape[1])))
+                token = _first_token(first, own)
+                before = shards.rank * own if shards else 0
+                found.append((name, None if token is None else token + before))
 
         return hook
 
@@ -203,7 +208,15 @@ def _called_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _loss(model: nn.Module, row: Batch) -> Tensor:
-    return model(**{key: tensor for key, tensor in row.items() if key != "documents"}).loss
+    """Of this rank's tokens, where several share the row."""
+    inputs, shards = {key: x for key, x in row.items() if key != "documents"}, _shards(model)
+    loss: Tensor = model(**(shards.cut(inputs) if shards else inputs)).loss
+    return loss
+
+
+def _shards(model: nn.Module) -> Shards | None:
+    patched = patched_part(model)
+    return patched.longctx.shards if patched else None
 
 
 def _first_token(output: Tensor, tokens: int) -> int | None:

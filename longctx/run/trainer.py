@@ -245,11 +245,17 @@ class LongTrainer(ExactTrainer):
         labels = inputs["labels"]  # (B, S)
         state = self.accelerator.gradient_state
         if state.end_of_dataloader and state.remainder > 0:  # rows repeated to fill up processes
-            first = self.args.process_index * len(labels)
+            ranks_a_row = self.shards.ranks if self.shards else 1
+            first = self.args.process_index // ranks_a_row * len(labels)
             labels = inputs["labels"] = labels.clone()
             labels[max(0, state.remainder - first) :] = -100
+        targets = labels[:, 1:]
+        if self.shards:
+            inputs["shift_labels"] = torch.nn.functional.pad(targets, (0, 1), value=-100)
+            inputs = self.shards.cut(inputs)
+            targets = inputs["shift_labels"]
         loss_sum = model(**inputs, num_items_in_batch=1).loss
-        tokens = (labels[:, 1:] != -100).sum()
+        tokens = (targets != -100).sum()
         self.evaluated += torch.stack([loss_sum.double(), tokens.double()])
         return loss_sum / tokens.clamp(min=1), None, None
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_job import Warm, assert_same_run, batch
+from small_job import STEPS, Warm, assert_same_run, batch
 
 from longctx.output import METRICS
 
@@ -32,13 +32,26 @@ def test_killed_and_resumed_with_whole_rows(
 
 
 def test_evaluation(job: list[str], warm: Warm, tmp_path: Path) -> None:
-    """At the end of a run and of the same without sharing."""
-    flags = [*job, "--eval_strategy", "steps", "--eval_steps", "5", "--save_strategy", "no"]
-    losses = []
+    """At the end of a run and of the same without sharing; of rows that fill no two shards."""
+    flags = [
+        *job,
+        "--seq_len",
+        "127",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "5",
+        "--save_strategy",
+        "no",
+    ]
+    losses, trained = [], []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         warm.run(2, SCRIPT, *flags, *sharing(ranks, 2), "--output_dir", str(folder))
-        lines = map(json.loads, (folder / METRICS).read_text().splitlines())
+        lines = [*map(json.loads, (folder / METRICS).read_text().splitlines())]
         losses.append([line["eval_loss"] for line in lines if "eval_loss" in line])
+        trained.append([line["loss"] for line in lines if "loss" in line])
     assert len(losses[0]) == 2  # after the last step, and when training is over
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-5)
+    assert len(trained[0]) == STEPS
+    assert trained[0] == pytest.approx(trained[1], rel=2e-5)
