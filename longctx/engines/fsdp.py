@@ -79,6 +79,7 @@ class FSDP2(Engine):
         among them, to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        super().configure(trainer, args)
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.cpu_ram_efficient_loading = True  # shards come from the first process
         if args.bf16 or args.fp16:
@@ -86,18 +87,10 @@ class FSDP2(Engine):
             plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        # The schedule exchanges tokens itself: accelerate would patch attention for a ring.
-        trainer.accelerator._prepare_cp = lambda *prepared: prepared
         # Or each process would hold whole gradients until the last of a step's batches.
         trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         if args.process_index > 0:
             keep_shapes_only(trainer.model, mixed=args.bf16 or args.fp16)
-
-    def row_group(self, accelerator: Accelerator) -> Any | None:
-        """accelerate's group for context parallelism, whose mesh shards states over it too."""
-        mesh = accelerator.torch_device_mesh
-        shared = accelerator.parallelism_config and accelerator.parallelism_config.cp_enabled
-        return mesh["cp"].get_group() if shared else None
 
     def clip_grad_norm(
         self, accelerator: Accelerator, parameters: Iterable[Any], max_norm: float

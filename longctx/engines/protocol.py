@@ -107,11 +107,14 @@ class Engine(ABC):
 
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
         """Completes the engine's settings where its file leaves them open ("auto" or absent)."""
-        return None
+        # The schedule exchanges tokens itself: accelerate would patch attention for a ring.
+        trainer.accelerator._prepare_cp = lambda *prepared: prepared
 
     def row_group(self, accelerator: Accelerator) -> Any | None:
-        """The process group of those that share each row with this one."""
-        return None
+        """The process group of those that share each row with this one: accelerate's for context
+        parallelism."""
+        mesh, shared = accelerator.torch_device_mesh, accelerator.parallelism_config
+        return mesh["cp"].get_group() if shared and shared.cp_enabled else None
 
     def clip_grad_norm(
         self, accelerator: Accelerator, parameters: Iterable[Any], max_norm: float

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from small_job import STEPS, Warm, assert_same_run, batch
+from paths import ROOT
+from small_job import STEPS, Warm, assert_same_run, batch, on_cpu
 
+from longctx.config import installed
 from longctx.output import METRICS
 
 SCRIPT = "tests/engines/fsdp_on_cpu.py"
@@ -55,3 +57,16 @@ def test_evaluation(job: list[str], warm: Warm, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=2e-5)
     assert len(trained[0]) == STEPS
     assert trained[0] == pytest.approx(trained[1], rel=2e-5)
+
+
+@pytest.mark.skipif(not installed("deepspeed"), reason="deepspeed is not installed")
+@pytest.mark.parametrize(("stage", "processes"), [("zero3", 2), ("zero2", 4)])
+def test_deepspeed(
+    stage: str, processes: int, job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
+) -> None:
+    """States are sharded over all processes, of which two share each row."""
+    config = on_cpu(ROOT / "ds_configs" / f"{stage}.json", tmp_path)
+    flags = [*job, "--deepspeed", config, "--save_strategy", "no", *batch(processes // 2)]
+    flags += ["--sequence_parallel_size", "2", "--output_dir", f"{tmp_path}/run"]
+    warm.run(processes, "train.py", *flags)
+    assert_same_run(tmp_path / "run", vanilla)
