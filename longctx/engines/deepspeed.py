@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,6 +121,14 @@ class DeepSpeed(Engine):
             config.setdefault("communication_data_type", "fp32")
         if args.gradient_accumulation_steps > 1:
             config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+    def cut_group(self, accelerator: Accelerator) -> Any | None:
+        shared = accelerator.parallelism_config
+        if not (shared and shared.sp_enabled):
+            return None
+        from deepspeed.utils import groups
+
+        return groups._get_sequence_parallel_group()
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         """DeepSpeed has made its states; ZeRO-1 and 2 still make gradients, ZeRO-3 gathers."""

@@ -63,6 +63,15 @@ class FSDP2(Engine):
                 f"FSDP{version} is not supported: set fsdp_version to 2, see fsdp_configs/"
             )
 
+    def share_rows(self, args: TrainArguments, attention: str | None = None) -> None:
+        super().share_rows(args, attention)
+        if attention and args.sequence_parallel_size > 1:
+            raise UserError(
+                "--class_type vanilla and liger cannot share rows with FSDP: torch's ring "
+                "attention takes each row for one document; use --deepspeed ds_configs/zero3.json, "
+                "or --class_type custom"
+            )
+
     @property
     def fills_weights(self) -> bool:
         return torch.distributed.get_rank() > 0

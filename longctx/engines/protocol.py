@@ -77,8 +77,9 @@ class Engine(ABC):
                 "leave it out, or run without an engine"
             )
 
-    def share_rows(self, args: TrainArguments) -> None:
-        """Tells accelerate which processes share rows. Raises UserError where they cannot."""
+    def share_rows(self, args: TrainArguments, attention: str | None = None) -> None:
+        """Tells accelerate which processes share rows; `attention` is Hugging Face's name of it in
+        a model that is not patched. Raises UserError where they cannot."""
         asked = asked_parallelism(args.parallelism_config)
         shards = args.sequence_parallel_size > 1 or (asked is not None and asked.total_size > 1)
         if shards and not self.shares_rows:
@@ -86,7 +87,7 @@ class Engine(ABC):
                 "--sequence_parallel_size and a parallelism_config need an engine that shards "
                 "weights and states: add --fsdp true --fsdp_config fsdp_configs/fsdp2.json"
             )
-        share_rows(args)
+        share_rows(args, attention)
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -115,6 +116,10 @@ class Engine(ABC):
         parallelism."""
         mesh, shared = accelerator.torch_device_mesh, accelerator.parallelism_config
         return mesh["cp"].get_group() if shared and shared.cp_enabled else None
+
+    def cut_group(self, accelerator: Accelerator) -> Any | None:
+        """The group of those that share rows which accelerate has cut for them."""
+        return None
 
     def clip_grad_norm(
         self, accelerator: Accelerator, parameters: Iterable[Any], max_norm: float

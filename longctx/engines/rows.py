@@ -2,7 +2,9 @@
 
 accelerate says it in a ParallelismConfig, given in TrainingArguments or by `accelerate launch`
 (flags, YAML) through the environment: `cp_size` R where FSDP2 shards, `sp_size` R with DeepSpeed.
-Which backend exchanges the tokens is not asked: with class_type custom the schedule does.
+
+    class_type custom     the schedule exchanges tokens, under both engines
+    vanilla, liger        DeepSpeed's Ulysses exchanges them, through accelerate
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 from typing import Any
 
 from accelerate import ParallelismConfig
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import DeepSpeedSequenceParallelConfig, parse_flag_from_env
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, one_line
@@ -52,9 +54,10 @@ def ranks_a_row(size: int, config: ParallelismConfig | None) -> int:
     return max(size, theirs)
 
 
-def share_rows(args: TrainArguments) -> None:
+def share_rows(args: TrainArguments, attention: str | None = None) -> None:
     """Neighbours share rows: in accelerate's mesh they are the dimension `cp`, which its data
-    loaders know. Raises UserError where the processes do not come out even."""
+    loaders know; or `sp`, where Ulysses wraps Hugging Face's `attention`. Raises UserError where
+    the processes do not come out even, and for attention that Ulysses does not take."""
     asked = asked_parallelism(args.parallelism_config)
     size = args.sequence_parallel_size = ranks_a_row(args.sequence_parallel_size, asked)
     groups, rest = divmod(args.world_size, size)
@@ -69,6 +72,21 @@ def share_rows(args: TrainArguments) -> None:
         )
     os.environ.pop(_FROM_LAUNCHER, None)  # accelerate would read it where the options have none
     args.parallelism_config = None
-    if size > 1:
-        sizes = dict(dp_replicate_size=1, dp_shard_size=groups, tp_size=1, cp_size=size, sp_size=1)
-        args.parallelism_config = ParallelismConfig(**sizes)
+    if size == 1:
+        return
+    sizes: dict[str, Any] = dict(dp_replicate_size=1, dp_shard_size=groups, tp_size=1)
+    if attention is None:
+        sizes |= dict(cp_size=size, sp_size=1)
+    else:
+        sizes |= dict(cp_size=1, sp_size=size, sp_handler=_ulysses(attention))
+    args.parallelism_config = ParallelismConfig(**sizes)
+
+
+def _ulysses(attention: str) -> DeepSpeedSequenceParallelConfig:
+    try:
+        return DeepSpeedSequenceParallelConfig(sp_attn_implementation=attention)
+    except ValueError as error:
+        raise UserError(
+            f"accelerate's sequence parallelism does not take {attention}: choose another "
+            "--attn_backend, as sdpa, or --class_type custom"
+        ) from error

@@ -48,9 +48,11 @@ class NonFinite:
     _batches: list[Batch] = field(default_factory=list)
     _losses: list[Tensor] = field(default_factory=list)
 
-    def record(self, batch: Batch, loss: Tensor) -> None:
-        """Remembers a batch of the current step (references only) and its loss."""
-        self._batches.append(batch)
+    def record(self, batch: Batch | None, loss: Tensor) -> None:
+        """Remembers a batch of the current step (references only) and its loss; None for one that
+        accelerate has cut, which is not run again."""
+        if batch is not None:
+            self._batches.append(batch)
         self._losses.append(loss)
 
     def check(
@@ -230,6 +232,8 @@ def _first_token(output: Tensor, tokens: int) -> int | None:
 
 def _documents(rows: Sequence[Batch], token: int | None, names: Names) -> str:
     """`at token 7 of a.txt` where the token is known, else `in rows of a.txt, b.txt`."""
+    if not rows:
+        return "in rows that accelerate has cut"
     if not all("documents" in row for row in rows):
         return "in documents without names (--remove_unused_columns dropped them)"
     if token is not None:

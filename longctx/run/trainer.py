@@ -16,6 +16,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 from longctx.attention.shards import Shards
 from longctx.config import TrainArguments, with_our_options
 from longctx.engines import Engine, choose_engine
+from longctx.engines.collectives import any_rank
 from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
@@ -83,7 +84,8 @@ class LongTrainer(ExactTrainer):
             )
         args = with_our_options(args)
         self.engine = engine or choose_engine(args)
-        self.engine.share_rows(args)
+        theirs = None if patched_part(model) else model.config._attn_implementation
+        self.engine.share_rows(args, theirs)
         super().__init__(
             model=model,
             args=args,
@@ -106,9 +108,7 @@ class LongTrainer(ExactTrainer):
         self._skipped_steps = 0
         group = self.engine.row_group(self.accelerator)
         self.shards = None if group is None else Shards(group)
-        ranks_a_row = self.shards.ranks if self.shards else 1
-        if self.shards and not patched_part(model):
-            raise UserError("rows are shared with --class_type custom: this model is not patched")
+        ranks_a_row = args.sequence_parallel_size
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),
@@ -177,10 +177,27 @@ class LongTrainer(ExactTrainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
-        self.throughput.count(_positions(inputs))
+        group = self.engine.cut_group(self.accelerator)
+        self.throughput.count(_positions(inputs) if group is None else self._joined(inputs, group))
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.nonfinite.record(inputs, loss)
+        self.nonfinite.record(inputs if group is None else None, loss)
         return loss
+
+    def _joined(self, inputs: dict[str, Any], group: Any) -> Tensor:  # (B, S)
+        """Positions of rows that accelerate has cut. Raises UserError for documents that would
+        attend to each other: without flash attention Ulysses drops what keeps them apart."""
+        shards, model = Shards(group), self.model
+        positions = shards.whole(inputs["position_ids"])
+        later = (positions == 0).cumsum(1) > 1  # the first document's tokens see it alone
+        several = bool((later & (shards.whole(inputs["shift_labels"]) != -100)).any())
+        assert isinstance(model, PreTrainedModel)
+        flash = "flash" in str(model.config._attn_implementation)
+        if any_rank(several and not flash, self.args.device):
+            raise UserError(
+                "accelerate's sequence parallelism keeps documents of a row apart with "
+                "--attn_backend fa2 only: give rows of one document, or use --class_type custom"
+            )
+        return positions
 
     @overrides
     def _prepare_context_parallel_inputs(

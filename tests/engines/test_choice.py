@@ -101,6 +101,17 @@ def test_contradictions_of_shared_rows(
         sharing(tmp_path, processes, sequence_parallel_size=asked)
 
 
+def test_attention_that_accelerates_exchange_does_not_take(tmp_path: Path, monkeypatch) -> None:
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, sequence_parallel_size=2)
+    monkeypatch.setattr(TrainArguments, "world_size", 2)
+    with pytest.raises(UserError, match="ring attention takes each row for one document"):
+        FSDP2().share_rows(args, "sdpa")
+    with pytest.raises(UserError, match="does not take flash_attention_4: choose another"):
+        DeepSpeed().share_rows(args, "flash_attention_4")
+    DeepSpeed().share_rows(args, "sdpa")
+    assert (args.parallelism_config.cp_size, args.parallelism_config.sp_size) == (1, 2)
+
+
 def test_rows_are_not_shared_without_an_engine(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="need an engine that shards"):
         sharing(tmp_path, 2, Plain(), parallelism_config=ParallelismConfig(cp_size=2))

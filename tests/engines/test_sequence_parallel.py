@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from paths import ROOT
 from small_job import STEPS, Warm, assert_same_run, batch, on_cpu
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import train
+from longctx.attention.shards import Shards
 from longctx.config import installed
+from longctx.errors import UserError
 from longctx.output import METRICS
+from longctx.presets import PRESETS
+from longctx.run.trainer import LongTrainer
 
 SCRIPT = "tests/engines/fsdp_on_cpu.py"
 FSDP2 = "--fsdp true --fsdp_config fsdp_configs/fsdp2.json".split()
@@ -59,14 +68,46 @@ def test_evaluation(job: list[str], warm: Warm, tmp_path: Path) -> None:
     assert trained[0] == pytest.approx(trained[1], rel=2e-5)
 
 
-@pytest.mark.skipif(not installed("deepspeed"), reason="deepspeed is not installed")
-@pytest.mark.parametrize(("stage", "processes"), [("zero3", 2), ("zero2", 4)])
-def test_deepspeed(
-    stage: str, processes: int, job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
-) -> None:
-    """States are sharded over all processes, of which two share each row."""
-    config = on_cpu(ROOT / "ds_configs" / f"{stage}.json", tmp_path)
-    flags = [*job, "--deepspeed", config, "--save_strategy", "no", *batch(processes // 2)]
-    flags += ["--sequence_parallel_size", "2", "--output_dir", f"{tmp_path}/run"]
-    warm.run(processes, "train.py", *flags)
+needs_deepspeed = pytest.mark.skipif(
+    not installed("deepspeed"), reason="deepspeed is not installed"
+)
+
+
+def zero3(tmp_path: Path) -> list[str]:
+    config = on_cpu(ROOT / "ds_configs" / "zero3.json", tmp_path)
+    shared = ["--deepspeed", config, "--sequence_parallel_size", "2", "--save_strategy", "no"]
+    return [*shared, "--output_dir", f"{tmp_path}/run"]
+
+
+@needs_deepspeed
+def test_zero3(job: list[str], vanilla: Path, warm: Warm, tmp_path: Path) -> None:
+    """States are sharded over all four processes, two of which share each row."""
+    warm.run(4, "train.py", *job, *zero3(tmp_path), *batch(2))
     assert_same_run(tmp_path / "run", vanilla)
+
+
+@needs_deepspeed
+def test_vanilla_with_ulysses(job: list[str], warm: Warm, tmp_path: Path) -> None:
+    """accelerate's own, for comparisons: full rows of one document. It averages rows, not tokens,
+    so that one with padding would count too much."""
+    (tmp_path / "book.txt").write_text(" ".join(f"{i} bottles" for i in range(2000)))
+    flags = [*job, "--train_file", f"{tmp_path}/book.txt", "--class_type", "vanilla", *batch(1)]
+    flags += ["--max_steps", "3"]
+    train.main([*flags, "--output_dir", f"{tmp_path}/vanilla", "--save_strategy", "no"])
+    warm.run(2, "train.py", *flags, *zero3(tmp_path))
+    assert_same_run(tmp_path / "run", tmp_path / "vanilla")
+
+
+def test_documents_that_ulysses_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shards, "whole", lambda self, own: own)
+    model = LlamaForCausalLM(LlamaConfig(**PRESETS["tiny"], vocab_size=8))
+    model.config._attn_implementation = "sdpa"
+    trainer: Any = SimpleNamespace(model=model, args=SimpleNamespace(device=torch.device("cpu")))
+    rows = {"position_ids": torch.tensor([[0, 1, 2, 0]])}
+    padded = rows | {"shift_labels": torch.tensor([[5, 6, -100, -100]])}
+    assert LongTrainer._joined(trainer, padded, None) is rows["position_ids"]
+    packed = rows | {"shift_labels": torch.tensor([[5, 6, -100, 7]])}
+    with pytest.raises(UserError, match="with --attn_backend fa2 only"):
+        LongTrainer._joined(trainer, packed, None)
+    model.config._attn_implementation = "flash_attention_2"
+    LongTrainer._joined(trainer, packed, None)
