@@ -131,6 +131,19 @@ def test_each_yaml_says_what_its_json_says() -> None:
         assert theirs == {f"fsdp_{key}": value for key, value in ours.items()}
 
 
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_the_yaml_of_shared_rows_is_fsdp2s(gpus: int) -> None:
+    """But for who shares them."""
+    settings = yaml.safe_load((ROOT / "fsdp_configs" / f"shared_{gpus}gpu.yaml").read_text())
+    sizes = settings.pop("parallelism_config")
+    prefix = "parallelism_config_"
+    assert sizes.pop(f"{prefix}cp_size") == settings.pop("num_processes") == gpus
+    assert sizes.pop(f"{prefix}cp_comm_strategy") == "alltoall"  # or accelerate has no default
+    assert {*sizes.values()} == {1}
+    plain = yaml.safe_load((ROOT / "fsdp_configs" / "fsdp2.yaml").read_text())
+    assert settings == {key: plain[key] for key in plain if key != "num_processes"}
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "engine"),
     [
