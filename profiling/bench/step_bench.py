@@ -20,7 +20,9 @@ which a step has `passes`; `keep` is custom's, and `ladder` what came of it;
 `states`, `place` and `gpu_gib` (0: all) are options of a run without an engine. `peak_gib` and
 `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the whole machine's
 memory in use. Without a GPU (`gpus=0`) there is no MFU, and the only peak is the process' own
-(`peak_host_gib`). `tokens` counts one GPU's row, `tokens_per_s` those of all GPUs.
+(`peak_host_gib`). `tokens` counts one row, which `sequence_parallel` GPUs share, `tokens_per_s` the
+tokens of all GPUs, `mfu` is of each. Peers share rows by accelerate's Ulysses: with an engine of
+DeepSpeed and `backend=sdpa` or `fa2`.
 What comes after `--` goes to train.py.
 """
 
@@ -47,7 +49,7 @@ WARM_UP_TOKENS = 8192
 GIB = 2**30
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
-    *("checkpointing", "keep", "passes", "states", "place", "gpu_gib"),
+    *("checkpointing", "keep", "passes", "states", "place", "gpu_gib", "sequence_parallel"),
 )
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -64,6 +66,7 @@ DEFAULTS: Case = {
     "states": "fp32",
     "place": "auto",
     "gpu_gib": 0,
+    "sequence_parallel": 1,
     "preset": "llama-3.1-8b",
 }
 
@@ -124,6 +127,7 @@ def train_flags(case: Case, longest: int) -> list[str]:
         log_level="error",
         per_device_train_batch_size=case["rows"],
         gradient_accumulation_steps=case["passes"],
+        sequence_parallel_size=case["sequence_parallel"],
     )
     if case["class_type"] == "custom":
         flags |= dict(offload_activations=case["offload"], keep=case["keep"])
@@ -142,7 +146,12 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     from profiling.build import PhaseMarks, build_trainer
 
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
-    schedule = [min(WARM_UP_TOKENS, *lengths)] + [n for n in lengths for _ in range(repeats)]
+    warm_up = min(WARM_UP_TOKENS, *lengths)
+    if case["class_type"] != "custom" and case["sequence_parallel"] > 1:
+        warm_up = lengths[0]  # Ulysses takes rows of as many steps at a time, of one length
+        if len(lengths) > 1:
+            sys.exit("error: give a peer with sequence_parallel one length a case")
+    schedule = [warm_up] + [n for n in lengths for _ in range(repeats)]
     steps_done: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -217,8 +226,9 @@ class Stopwatch:
 
 
 def row_keys(case: Case) -> dict[str, Any]:
-    """What a row says of its case."""
-    return {key: value for key, value in case.items() if key != "preset"}
+    """What a row says of its case; of sharing only where rows are shared, as in older files."""
+    left_out = {"preset"} | ({"sequence_parallel"} if case["sequence_parallel"] == 1 else set())
+    return {key: value for key, value in case.items() if key not in left_out}
 
 
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
@@ -234,7 +244,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row = {**row_keys(case), "tokens": length}
     row |= {name: statistics.median(step[name] for step in steps) for name in times}
     args = trainer.args
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows: float = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows /= case["sequence_parallel"]  # of one GPU
     row["tokens_per_s"] = args.world_size * rows * length / row["step_s"]
     peak_tflops = device_peak_tflops(args.device)
     if peak_tflops and isinstance(trainer.train_dataset, RandomRows):  # a document a row
