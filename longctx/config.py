@@ -206,7 +206,7 @@ class TrainArguments(TrainingArguments):
     per_device_eval_batch_size: int = _option(1, "Packed rows a device evaluates at a time.")
     num_train_epochs: float = _option(1.0, "Passes over the data, unless --max_steps is given.")
     sequence_parallel_size: int = _option(
-        1, "Processes that share each row, with FSDP: consecutive tokens each (custom)."
+        1, "Processes that share each row, with FSDP or DeepSpeed: consecutive tokens each."
     )
     gradient_checkpointing: bool | None = _option(
         True, "Recompute a layer's activations in backward instead of keeping them."

@@ -280,14 +280,6 @@ CONFLICTS: tuple[tuple[Rule, str], ...] = (
         f"--gradient_checkpointing_kwargs takes {', '.join(sorted(_CHECKPOINT_KEYS))}",
     ),
     (
-        lambda m, d, t: t.sequence_parallel_size > 1 and m.class_type != "custom",
-        "--sequence_parallel_size is for --class_type custom: leave it out",
-    ),
-    (
-        lambda m, d, t: m.seq_len % t.sequence_parallel_size,
-        "--seq_len must be a multiple of --sequence_parallel_size",
-    ),
-    (
         lambda m, d, t: t.world_size > 1 and t.accelerator_config.even_batches is False,
         "--accelerator_config: without even_batches one process would wait for ever for another",
     ),

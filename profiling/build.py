@@ -79,6 +79,7 @@ def build_trainer(
     elif rows is None:
         rows_a_step = args.gradient_accumulation_steps * args.world_size
         rows_a_step *= args.per_device_train_batch_size
+        rows_a_step //= args.sequence_parallel_size
         by_step = lengths or [model_args.seq_len] * steps
         rows = RandomRows([n for n in by_step for _ in range(rows_a_step)], config.vocab_size)
     set_seed(args.seed)

@@ -16,6 +16,7 @@ Tokens of all rows of a batch stand one after another (T of them), heads are las
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -68,3 +69,57 @@ class Attention(ABC):
         window: int | None = None,
         out: QKV | None = None,  # written, and returned; its q may be o
     ) -> QKV: ...  # dq, dk, dv
+
+    def forward_in_turns(
+        self,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> Iterator[None]:
+        """`forward`, which pauses where an exchange with other ranks is under way; o and lse are
+        there when it ends."""
+        self.forward(qkv, documents, scale, o, lse, window)
+        return iter(())
+
+    def backward_in_turns(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+        *,
+        out: QKV,
+    ) -> Iterator[None]:
+        """`backward` into `out`, likewise."""
+        self.backward(do, qkv, documents, scale, o, lse, window, out)
+        return iter(())
+
+
+def take_turns(parts: Iterable[Iterator[None]]) -> None:
+    """Runs each part to its end. Where one pauses, the next one begins before it goes on:
+
+    turn 1    part 0 begins
+    turn 2    part 1 begins    part 0 goes on
+    turn 3    part 2 begins    part 1 goes on    part 0 ends
+
+    What never pauses runs one after the other.
+    """
+    under_way: list[Iterator[None]] = []
+    for part in parts:
+        under_way = [turn for turn in (part, *under_way) if _goes_on(turn)]
+        del part  # what it holds goes with its end
+    while under_way:
+        under_way = [turn for turn in under_way if _goes_on(turn)]
+
+
+def _goes_on(turn: Iterator[None]) -> bool:
+    return next(turn, _END) is not _END
+
+
+_END = object()

@@ -15,20 +15,37 @@ whose query heads read it; their gradients for it are added in fp32.
 Elements that a rank sends: (R - 1) / R t d (2 h + 2 k) in forward, (R - 1) / R t d (4 h + 4 k) in
 backward. lse stays where it was made: (h, t) of a rank holds its (h / R, R t).
 
+Head groups take turns (`take_turns`): while attention of one runs, q, k, v of the next are on their
+way there and o of the last on its way back. No sum changes. With every exchange go its two buffers,
+so that beside this group's t d (h + 2 k) received and t d h of o there lie, in elements,
+
+    forward     2 t d (h + 2 k) of the next group, 2 t d h of the last
+    backward    2 t d (3 h + 2 k) of the next,     2 t d (h + 2 k) of the last
+
+For 8B (H = 32, K = 8, d = 128) in bf16, 131072 tokens a row, R = 2 and 8 groups (h = 4, k = 1):
+t d is 16 MiB, so forward holds 0.31 GiB more for it and backward 0.62, and sends 0.63 and 1.25 GiB
+a layer; what nothing hides are o of the last group forward and dq, dk, dv of it backward: 32 and 48
+MiB.
+
 Source: DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from longctx.annotate import annotate
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, take_turns
 from longctx.attention.shards import Shards
+
+Parts = Callable[[], Sequence[Tensor]]
+"""What was exchanged, when it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +60,8 @@ class Sharded(Attention):
     def ranks(self) -> int:
         return self.shards.ranks
 
-    def forward(
-        self,
-        qkv: QKV,
-        documents: Documents,  # of the whole rows
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
-    ) -> None:
-        whole = QKV(*self._to_heads(self._for_all(qkv)))
-        o_whole = torch.empty_like(whole.q, memory_format=torch.contiguous_format)
-        self.attention.forward(whole, documents, scale, o_whole, self._of_heads(lse), window)
-        o.copy_(self._to_tokens([o_whole])[0])
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        take_turns([self.forward_in_turns(*args, **kwargs)])
 
     def backward(
         self,
@@ -68,13 +74,59 @@ class Sharded(Attention):
         window: int | None = None,
         out: QKV | None = None,
     ) -> QKV:
-        *whole, do, o = self._to_heads([*self._for_all(qkv), do, o])
-        grads = self.attention.backward(
-            do, QKV(*whole), documents, scale, o, self._of_heads(lse), window
-        )
-        dq, dk, dv = self._to_tokens(grads)
-        dk, dv = (_sum_repeated(grad, qkv.k.shape[1]) for grad in (dk, dv))
-        return QKV(dq, dk, dv).copied(out)
+        out = out or QKV(*map(torch.empty_like, qkv))
+        rest = documents, scale, o, lse, window
+        take_turns([self.backward_in_turns(do, qkv, *rest, out=out)])
+        return out
+
+    def forward_in_turns(
+        self,
+        qkv: QKV,
+        documents: Documents,  # of the whole rows
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> Iterator[None]:
+        there = self._to_heads(self._for_all(qkv))
+        del qkv  # here and below: it was copied, and may go while others compute
+        yield
+        whole = QKV(*there())
+        o_whole = torch.empty_like(whole.q, memory_format=torch.contiguous_format)
+        with annotate("attention"):
+            self.attention.forward(whole, documents, scale, o_whole, self._of_heads(lse), window)
+        del whole
+        back = self._to_tokens([o_whole])
+        del o_whole
+        yield
+        o.copy_(back()[0])
+
+    def backward_in_turns(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+        *,
+        out: QKV,
+    ) -> Iterator[None]:
+        there = self._to_heads([*self._for_all(qkv), do, o])
+        del qkv, do, o
+        yield
+        *whole, do, o = there()
+        with annotate("attention"):
+            grads = self.attention.backward(
+                do, QKV(*whole), documents, scale, o, self._of_heads(lse), window
+            )
+        del whole, do, o
+        back = self._to_tokens(grads)
+        del grads
+        yield
+        dq, dk, dv = back()
+        QKV(dq, *(_sum_repeated(grad, out.k.shape[1]) for grad in (dk, dv))).copied(out)
 
     def _for_all(self, qkv: QKV) -> QKV:
         """Key/value heads as often as there are ranks that read them."""
@@ -86,20 +138,31 @@ class Sharded(Attention):
     def _of_heads(self, lse: Tensor) -> Tensor:  # (h, t) -> (h / R, R t)
         return lse.view(len(lse) // self.ranks, -1)
 
-    def _to_heads(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _to_heads(self, parts: Sequence[Tensor]) -> Parts:
         """(t, n, d) each, own tokens of all heads -> (R t, n / R, d), all tokens of own heads."""
         by_rank = [x.unflatten(1, (self.ranks, -1)).transpose(0, 1) for x in parts]
-        whole = self.shards.exchange(torch.cat(by_rank, dim=2))  # (R, t, sum of n / R, d)
-        if self.rows > 1:
-            whole = whole.unflatten(1, (self.rows, -1)).transpose(0, 1).flatten(1, 2)
-        return whole.flatten(0, 1).split([x.shape[2] for x in by_rank], dim=1)
+        heads = [x.shape[2] for x in by_rank]
+        exchange = self.shards.exchange(torch.cat(by_rank, dim=2))
 
-    def _to_tokens(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        def received() -> Sequence[Tensor]:
+            whole = exchange.received()  # (R, t, sum of n / R, d)
+            if self.rows > 1:
+                whole = whole.unflatten(1, (self.rows, -1)).transpose(0, 1).flatten(1, 2)
+            return whole.flatten(0, 1).split(heads, dim=1)
+
+        return received
+
+    def _to_tokens(self, parts: Sequence[Tensor]) -> Parts:
         """The way back: (R t, n / R, d) each -> (t, n, d)."""
+        heads = [x.shape[1] for x in parts]
         whole = torch.cat(tuple(parts), dim=1).unflatten(0, (self.rows, self.ranks, -1))
-        own = self.shards.exchange(whole.transpose(0, 1).flatten(1, 2))  # (R, t, sum of n / R, d)
-        by_rank = own.split([x.shape[1] for x in parts], dim=2)
-        return [x.transpose(0, 1).flatten(1, 2) for x in by_rank]
+        exchange = self.shards.exchange(whole.transpose(0, 1).flatten(1, 2))
+
+        def received() -> Sequence[Tensor]:
+            by_rank = exchange.received().split(heads, dim=2)  # (R, t, n / R, d) each
+            return [x.transpose(0, 1).flatten(1, 2) for x in by_rank]
+
+        return received
 
 
 def _sum_repeated(grad: Tensor, heads: int) -> Tensor:  # (t, n heads, d) -> (t, heads, d)

@@ -69,9 +69,24 @@ class Shards:
         dist.all_reduce(total, group=self.group)
         return total
 
-    def exchange(self, sent: Tensor) -> Tensor:  # (R, ...), both
-        """Sends part r to rank r, and returns what came from each."""
+    def exchange(self, sent: Tensor) -> Exchange:  # (R, ...)
+        """Sends part r to rank r, beside what is computed until `received` is called."""
         sent = sent.contiguous()
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return Exchange(work, sent, received)
+
+
+class Exchange:
+    """Under way. It holds both tensors: their memory may be used again only after it."""
+
+    def __init__(self, work: Any, sent: Tensor, received: Tensor) -> None:
+        self._under_way: tuple[Any, Tensor, Tensor] | None = (work, sent, received)
+
+    def received(self) -> Tensor:  # (R, ...)
+        """What came from each rank; can be asked once. On a GPU the stream waits, not the host."""
+        assert self._under_way is not None
+        work, _, received = self._under_way
+        work.wait()
+        self._under_way = None
         return received

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, Trainer
 
 from longctx.config import TrainArguments, explained_options, installed, means_no
@@ -32,6 +34,7 @@ class DeepSpeed(Engine):
 
     name = "deepspeed"
     steps_itself = True
+    shares_rows = True
     keeps_options = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
     @classmethod
@@ -96,7 +99,16 @@ class DeepSpeed(Engine):
         set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
 
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
-        config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+        super().configure(trainer, args)
+        state: Any = trainer.accelerator.state
+        if state.parallelism_config and state.parallelism_config.cp_enabled:
+            # DeepSpeed shards and averages over all processes, as without shared rows. Of its mesh
+            # accelerate's data loaders know one dimension whose processes get the same rows.
+            shape = args.world_size // args.sequence_parallel_size, args.sequence_parallel_size
+            state.ds_device_mesh = init_device_mesh(
+                args.device.type, shape, mesh_dim_names=("dp", "tp")
+            )
+        config = state.deepspeed_plugin.hf_ds_config.config
         zero = config.setdefault("zero_optimization", {})
         if zero.get("stage") == 3:  # or `final/` would hold no model
             zero["stage3_gather_16bit_weights_on_model_save"] = True
@@ -109,6 +121,14 @@ class DeepSpeed(Engine):
             config.setdefault("communication_data_type", "fp32")
         if args.gradient_accumulation_steps > 1:
             config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+    def cut_group(self, accelerator: Accelerator) -> Any | None:
+        shared = accelerator.parallelism_config
+        if not (shared and shared.sp_enabled):
+            return None
+        from deepspeed.utils import groups
+
+        return groups._get_sequence_parallel_group()
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         """DeepSpeed has made its states; ZeRO-1 and 2 still make gradients, ZeRO-3 gathers."""

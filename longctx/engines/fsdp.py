@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, ParallelismConfig, init_empty_weights
+from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
@@ -51,7 +51,6 @@ class FSDP2(Engine):
     def start(self, args: TrainArguments) -> None:
         super().start(args)
         _refuse_cpus(args)
-        share_rows(args)
         if args.save_only_model:
             raise UserError(
                 "--save_only_model is impossible with FSDP, whose checkpoints are shards: leave it "
@@ -62,6 +61,15 @@ class FSDP2(Engine):
         if str(version) != "2":
             raise UserError(
                 f"FSDP{version} is not supported: set fsdp_version to 2, see fsdp_configs/"
+            )
+
+    def share_rows(self, args: TrainArguments, attention: str | None = None) -> None:
+        super().share_rows(args, attention)
+        if attention and args.sequence_parallel_size > 1:
+            raise UserError(
+                "--class_type vanilla and liger cannot share rows with FSDP: torch's ring "
+                "attention takes each row for one document; use --deepspeed ds_configs/zero3.json, "
+                "or --class_type custom"
             )
 
     @property
@@ -80,6 +88,7 @@ class FSDP2(Engine):
         among them, to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        super().configure(trainer, args)
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.cpu_ram_efficient_loading = True  # shards come from the first process
         if args.bf16 or args.fp16:
@@ -87,18 +96,10 @@ class FSDP2(Engine):
             plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        # The schedule exchanges tokens itself: accelerate would patch attention for a ring.
-        trainer.accelerator._prepare_cp = lambda *prepared: prepared
         # Or each process would hold whole gradients until the last of a step's batches.
         trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         if args.process_index > 0:
             keep_shapes_only(trainer.model, mixed=args.bf16 or args.fp16)
-
-    def row_group(self, accelerator: Accelerator) -> Any | None:
-        """accelerate's group for context parallelism, whose mesh shards states over it too."""
-        mesh = accelerator.torch_device_mesh
-        shared = accelerator.parallelism_config and accelerator.parallelism_config.cp_enabled
-        return mesh["cp"].get_group() if shared else None
 
     def clip_grad_norm(
         self, accelerator: Accelerator, parameters: Iterable[Any], max_norm: float
@@ -170,16 +171,3 @@ def _refuse_cpus(args: TrainArguments) -> None:
             "FSDP needs GPUs (on CPUs accelerate silently runs DDP instead): "
             "use DeepSpeed there, or no engine"
         )
-
-
-def share_rows(args: TrainArguments) -> None:
-    """Tells accelerate which processes share rows: neighbours. Raises UserError where they do not
-    come out even."""
-    size = args.sequence_parallel_size
-    if size == 1:
-        return
-    if args.world_size % size:
-        raise UserError(
-            f"--sequence_parallel_size {size} does not divide the {args.world_size} processes"
-        )
-    args.parallelism_config = ParallelismConfig(cp_size=size, dp_shard_size=args.world_size // size)

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, Trainer
 
 from longctx.config import TrainArguments
 from longctx.engines.collectives import destroy_process_group
+from longctx.engines.rows import asked_parallelism, share_rows
 from longctx.errors import UserError
 from longctx.limits import given
 from longctx.memory.plan import Pending, pending_bytes
@@ -68,23 +69,25 @@ class Engine(ABC):
 
         Raises UserError where it would fail later, or would silently be another one.
         """
-        if not self.shares_rows and args.sequence_parallel_size > 1:
-            raise UserError(
-                "--sequence_parallel_size needs FSDP, which shards weights and states beside the "
-                "rows: add --fsdp true --fsdp_config fsdp_configs/fsdp2.json"
-            )
-        if args.parallelism_config or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-            raise UserError(
-                "a parallelism_config is not supported (tensor, context, sequence or replicated "
-                "data parallelism): engines shard over all processes, and with FSDP "
-                "--sequence_parallel_size N lets N of them share each row"
-            )
+        self.share_rows(args)
         ours = ("optimizer_states", "place", "gpu_memory_gib", "plan", "save_fp32")
         if not self.exact_states and (asked := [f"--{n}" for n in ours if n in given(args)]):
             raise UserError(
                 f"{', '.join(asked)}: {self.name} keeps fp32 states itself and decides where: "
                 "leave it out, or run without an engine"
             )
+
+    def share_rows(self, args: TrainArguments, attention: str | None = None) -> None:
+        """Tells accelerate which processes share rows; `attention` is Hugging Face's name of it in
+        a model that is not patched. Raises UserError where they cannot."""
+        asked = asked_parallelism(args.parallelism_config)
+        shards = args.sequence_parallel_size > 1 or (asked is not None and asked.total_size > 1)
+        if shards and not self.shares_rows:
+            raise UserError(
+                "--sequence_parallel_size and a parallelism_config need an engine that shards "
+                "weights and states: add --fsdp true --fsdp_config fsdp_configs/fsdp2.json"
+            )
+        share_rows(args, attention)
 
     # --- the model ---------------------------------------------------------------------------
 
@@ -105,10 +108,17 @@ class Engine(ABC):
 
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
         """Completes the engine's settings where its file leaves them open ("auto" or absent)."""
-        return None
+        # The schedule exchanges tokens itself: accelerate would patch attention for a ring.
+        trainer.accelerator._prepare_cp = lambda *prepared: prepared
 
     def row_group(self, accelerator: Accelerator) -> Any | None:
-        """The process group of those that share each row with this one."""
+        """The process group of those that share each row with this one: accelerate's for context
+        parallelism."""
+        mesh, shared = accelerator.torch_device_mesh, accelerator.parallelism_config
+        return mesh["cp"].get_group() if shared and shared.cp_enabled else None
+
+    def cut_group(self, accelerator: Accelerator) -> Any | None:
+        """The group of those that share rows which accelerate has cut for them."""
         return None
 
     def clip_grad_norm(

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from longctx.annotate import annotate, annotated, each
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, take_turns
 from longctx.kernels.launch import once_differentiable
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
@@ -346,7 +346,7 @@ def attended(
 def unattended_(
     dq: Tensor,  # (T, h, d)
     dk: Tensor,  # (T, k, d)
-    qkv: Tensor,  # (T, (h + 2 k) d), as projected
+    qkv: Tensor | None,  # (T, (h + 2 k) d), as projected; needed where q and k have norms
     w: Layer,
     t: Traits,
     s: Schedule,
@@ -355,7 +355,7 @@ def unattended_(
 ) -> None:
     """The way back, in place: gradients of what attention took become those of what was projected.
     Adds to those of the norms."""
-    if w.q_norm is None or w.k_norm is None:
+    if w.q_norm is None or w.k_norm is None or qkv is None:
         s.rotate_(dq, dk, t, inverse=True)
         return
     q, k, _ = heads(qkv, group, s)
@@ -395,17 +395,23 @@ def attention_forward(
     o = w.q.weight.new_empty(T, Hd)
     lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
 
-    def attend(group: Group) -> None:
+    def projected(group: Group) -> QKV:
         qkv = project_qkv(x, w, t, s, group)
-        ready = attended(qkv, w, t, s, group, in_place=kept is None)
-        o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
-        with annotate("attention"):
-            s.attention.forward(ready, s.documents, t.scale, o_group, lse[group.lse], s.window(t))
         if kept is not None:
             kept.append(qkv)
+        return attended(qkv, w, t, s, group, in_place=kept is None)
 
-    for group in each("head group", split_heads(w, s)):
-        attend(group)
+    def attend(group: Group) -> Iterator[None]:
+        qkv = projected(group)
+        o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
+        with annotate("attention"):
+            pauses = s.attention.forward_in_turns(
+                qkv, s.documents, t.scale, o_group, lse[group.lse], s.window(t)
+            )
+        del qkv  # while it pauses, it may go
+        yield from pauses
+
+    take_turns(attend(group) for group in each("head group", split_heads(w, s)))
     return o, lse
 
 
@@ -606,7 +612,7 @@ def attention_backward_(
     narrow = dh.to(s.dtype)
     v = w.o.inner_grad(narrow)
 
-    def run(i: int, group: Group) -> None:
+    def run(i: int, group: Group) -> Iterator[None]:
         qkv = kept[i] if kept else project_qkv(x, w, t, s, group)
         ready = attended(qkv, w, t, s, group, in_place=False)
         do = scaled_mm(narrow, w.o.weight[:, group.q], t.residual)
@@ -616,14 +622,17 @@ def attention_backward_(
         dk, dv = dkv[:, group.kv], dkv[:, Kd:][:, group.kv]
         do, dq, dk, dv = (x.unflatten(1, (-1, s.head_dim)) for x in (do, o[:, group.q], dk, dv))
         with annotate("attention"):
-            s.attention.backward(
+            pauses = s.attention.backward_in_turns(
                 *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
                 out=QKV(dq, dk, dv),
             )
-        unattended_(dq, dk, qkv, w, t, s, group, d_norms)
+        unnormed = None if w.q_norm is None else qkv
+        del qkv, ready, do
+        yield from pauses
+        unattended_(dq, dk, unnormed, w, t, s, group, d_norms)
 
-    for i, group in enumerate(each("head group", split_heads(w, s))):
-        run(i, group)
+    groups = enumerate(each("head group", split_heads(w, s)))
+    take_turns(run(i, group) for i, group in groups)
     for name, d_norm in zip(("q_norm", "k_norm"), d_norms, strict=True):
         grads.finish_norm(name, d_norm)
     return dkv

@@ -24,6 +24,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from longctx.attention.shards import Shards
 from longctx.engines.collectives import any_rank, local_shard
 from longctx.errors import UserError, print_rank0
 from longctx.model.runtime import patched_part
@@ -47,9 +48,11 @@ class NonFinite:
     _batches: list[Batch] = field(default_factory=list)
     _losses: list[Tensor] = field(default_factory=list)
 
-    def record(self, batch: Batch, loss: Tensor) -> None:
-        """Remembers a batch of the current step (references only) and its loss."""
-        self._batches.append(batch)
+    def record(self, batch: Batch | None, loss: Tensor) -> None:
+        """Remembers a batch of the current step (references only) and its loss; None for one that
+        accelerate has cut, which is not run again."""
+        if batch is not None:
+            self._batches.append(batch)
         self._losses.append(loss)
 
     def check(
@@ -173,12 +176,16 @@ def first_nonfinite(model: nn.Module, row: Batch) -> tuple[str, int | None] | No
     `the loss` where only that is not finite; None where all is.
     """
     found: list[tuple[str, int | None]] = []
+    shards, tokens = _shards(model), row["input_ids"].shape[1]
+    own = -(-tokens // shards.ranks) if shards else tokens
 
     def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, given: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if not found and isinstance(first, Tensor) and not _finite(first):
-                found.append((name, _first_token(first, row["input_ids"].shape[1])))
+                token = _first_token(first, own)
+                before = shards.rank * own if shards else 0
+                found.append((name, None if token is None else token + before))
 
         return hook
 
@@ -203,7 +210,15 @@ def _called_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _loss(model: nn.Module, row: Batch) -> Tensor:
-    return model(**{key: tensor for key, tensor in row.items() if key != "documents"}).loss
+    """Of this rank's tokens, where several share the row."""
+    inputs, shards = {key: x for key, x in row.items() if key != "documents"}, _shards(model)
+    loss: Tensor = model(**(shards.cut(inputs) if shards else inputs)).loss
+    return loss
+
+
+def _shards(model: nn.Module) -> Shards | None:
+    patched = patched_part(model)
+    return patched.longctx.shards if patched else None
 
 
 def _first_token(output: Tensor, tokens: int) -> int | None:
@@ -217,6 +232,8 @@ def _first_token(output: Tensor, tokens: int) -> int | None:
 
 def _documents(rows: Sequence[Batch], token: int | None, names: Names) -> str:
     """`at token 7 of a.txt` where the token is known, else `in rows of a.txt, b.txt`."""
+    if not rows:
+        return "in rows that accelerate has cut"
     if not all("documents" in row for row in rows):
         return "in documents without names (--remove_unused_columns dropped them)"
     if token is not None:

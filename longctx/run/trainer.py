@@ -16,6 +16,8 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 from longctx.attention.shards import Shards
 from longctx.config import TrainArguments, with_our_options
 from longctx.engines import Engine, choose_engine
+from longctx.engines.collectives import any_rank
+from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
 from longctx.lora.adapters import Reached, save_config
@@ -82,6 +84,8 @@ class LongTrainer(ExactTrainer):
             )
         args = with_our_options(args)
         self.engine = engine or choose_engine(args)
+        theirs = None if patched_part(model) else model.config._attn_implementation
+        self.engine.share_rows(args, theirs)
         super().__init__(
             model=model,
             args=args,
@@ -104,7 +108,7 @@ class LongTrainer(ExactTrainer):
         self._skipped_steps = 0
         group = self.engine.row_group(self.accelerator)
         self.shards = None if group is None else Shards(group)
-        ranks_a_row = self.shards.ranks if self.shards else 1
+        ranks_a_row = args.sequence_parallel_size
         self.throughput = Throughput(
             model.config,
             matmul_parameters(model),
@@ -135,7 +139,7 @@ class LongTrainer(ExactTrainer):
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self.interrupts, explained_workers():
+        with self.interrupts, explained_workers(), end_with_peers():
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
         self._check_update()
@@ -173,10 +177,27 @@ class LongTrainer(ExactTrainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
-        self.throughput.count(_positions(inputs))
+        group = self.engine.cut_group(self.accelerator)
+        self.throughput.count(_positions(inputs) if group is None else self._joined(inputs, group))
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.nonfinite.record(inputs, loss)
+        self.nonfinite.record(inputs if group is None else None, loss)
         return loss
+
+    def _joined(self, inputs: dict[str, Any], group: Any) -> Tensor:  # (B, S)
+        """Positions of rows that accelerate has cut. Raises UserError for documents that would
+        attend to each other: without flash attention Ulysses drops what keeps them apart."""
+        shards, model = Shards(group), self.model
+        positions = shards.whole(inputs["position_ids"])
+        later = (positions == 0).cumsum(1) > 1  # the first document's tokens see it alone
+        several = bool((later & (shards.whole(inputs["shift_labels"]) != -100)).any())
+        assert isinstance(model, PreTrainedModel)
+        flash = "flash" in str(model.config._attn_implementation)
+        if any_rank(several and not flash, self.args.device):
+            raise UserError(
+                "accelerate's sequence parallelism keeps documents of a row apart with "
+                "--attn_backend fa2 only: give rows of one document, or use --class_type custom"
+            )
+        return positions
 
     @overrides
     def _prepare_context_parallel_inputs(
@@ -241,11 +262,17 @@ class LongTrainer(ExactTrainer):
         labels = inputs["labels"]  # (B, S)
         state = self.accelerator.gradient_state
         if state.end_of_dataloader and state.remainder > 0:  # rows repeated to fill up processes
-            first = self.args.process_index * len(labels)
+            ranks_a_row = self.shards.ranks if self.shards else 1
+            first = self.args.process_index // ranks_a_row * len(labels)
             labels = inputs["labels"] = labels.clone()
             labels[max(0, state.remainder - first) :] = -100
+        targets = labels[:, 1:]
+        if self.shards:
+            inputs["shift_labels"] = torch.nn.functional.pad(targets, (0, 1), value=-100)
+            inputs = self.shards.cut(inputs)
+            targets = inputs["shift_labels"]
         loss_sum = model(**inputs, num_items_in_batch=1).loss
-        tokens = (labels[:, 1:] != -100).sum()
+        tokens = (targets != -100).sum()
         self.evaluated += torch.stack([loss_sum.double(), tokens.double()])
         return loss_sum / tokens.clamp(min=1), None, None
 

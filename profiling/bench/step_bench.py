@@ -22,8 +22,9 @@ which a step has `passes`; `keep` is custom's, and `ladder` what came of it;
 `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the whole machine's
 memory in use. `lora` is the rank of adapters on all linear maps (0: all weights train), `quantize`
 the weights under them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and
-the only peak is the process' own (`peak_host_gib`). `tokens` counts one GPU's row, `tokens_per_s`
-those of all GPUs.
+the only peak is the process' own (`peak_host_gib`). `tokens` counts one row, which
+`sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share
+rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
 What comes after `--` goes to train.py.
 """
 
@@ -51,7 +52,10 @@ GIB = 2**30
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
     *("checkpointing", "keep", "passes", "states", "place", "gpu_gib", "lora", "quantize"),
+    "sequence_parallel",
 )
+SINCE = ("lora", "quantize", "sequence_parallel")
+"""Keys that rows have only where they say something."""
 DEFAULTS: Case = {
     "class_type": "custom",
     "engine": "zero3_cpu",
@@ -69,6 +73,7 @@ DEFAULTS: Case = {
     "gpu_gib": 0,
     "lora": 0,
     "quantize": "none",
+    "sequence_parallel": 1,
     "preset": "llama-3.1-8b",
 }
 
@@ -141,6 +146,7 @@ def train_flags(case: Case, longest: int) -> list[str]:
         log_level="error",
         per_device_train_batch_size=case["rows"],
         gradient_accumulation_steps=case["passes"],
+        sequence_parallel_size=case["sequence_parallel"],
     )
     if case["class_type"] == "custom":
         flags |= dict(offload_activations=case["offload"], keep=case["keep"])
@@ -161,7 +167,12 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     from profiling.build import PhaseMarks, build_trainer
 
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
-    schedule = [min(WARM_UP_TOKENS, *lengths)] + [n for n in lengths for _ in range(repeats)]
+    warm_up = min(WARM_UP_TOKENS, *lengths)
+    if case["class_type"] != "custom" and case["sequence_parallel"] > 1:
+        warm_up = lengths[0]  # Ulysses takes rows of as many steps at a time, of one length
+        if len(lengths) > 1:
+            sys.exit("error: give a peer with sequence_parallel one length a case")
+    schedule = [warm_up] + [n for n in lengths for _ in range(repeats)]
     steps_done: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -236,8 +247,8 @@ class Stopwatch:
 
 
 def row_keys(case: Case) -> dict[str, Any]:
-    """What a row says of its case; older rows have no `lora` and `quantize`."""
-    silent = {"preset", *(key for key in ("lora", "quantize") if case[key] == DEFAULTS[key])}
+    """What a row says of its case; older rows have none of SINCE."""
+    silent = {"preset", *(key for key in SINCE if case[key] == DEFAULTS[key])}
     return {key: value for key, value in case.items() if key not in silent}
 
 
@@ -253,7 +264,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row = {**row_keys(case), "tokens": length}
     row |= {name: statistics.median(step[name] for step in steps) for name in times}
     args = trainer.args
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows: float = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows /= case["sequence_parallel"]  # of one GPU
     row["tokens_per_s"] = args.world_size * rows * length / row["step_s"]
     peak_tflops = device_peak_tflops(args.device)
     one_document = isinstance(trainer.train_dataset, RandomRows)  # a row

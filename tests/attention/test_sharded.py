@@ -4,6 +4,9 @@ them."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +16,7 @@ from torch import Tensor
 from exactness import relative_error
 from longctx.attention.backends import Math
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV, Attention
+from longctx.attention.protocol import QKV, Attention, take_turns
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
 
@@ -76,3 +79,33 @@ def compare(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shards_attend_as_one(ranks, tmp_path) -> None:
     on_ranks(ranks, compare, tmp_path)
+
+
+def test_the_next_group_is_sent_before_this_one_attends() -> None:
+    done: list[str] = []
+
+    def group(i: int) -> Iterator[None]:
+        done.append(f"send {i}")
+        yield
+        done.append(f"attend {i}")
+        yield
+        done.append(f"receive {i}")
+
+    take_turns(map(group, range(3)))
+    assert done == [
+        *("send 0", "send 1", "attend 0", "send 2", "attend 1", "receive 0"),
+        *("attend 2", "receive 1", "receive 2"),
+    ]
+
+
+def test_what_never_pauses_has_the_memory_alone() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def group() -> Iterator[None]:
+        assert not any(x() is not None for x in alive)
+        alive.append(weakref.ref(held := torch.ones(1)))
+        yield from iter(())
+        del held
+
+    take_turns(group() for _ in range(3))
+    assert len(alive) == 3

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
+from accelerate import ParallelismConfig
 from paths import ROOT
 
-from longctx.config import TrainArguments, installed, read_settings
+from longctx.config import (
+    TrainArguments,
+    installed,
+    read_settings,
+)
 from longctx.engines import check_resume, choose_engine
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
+from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -23,16 +32,89 @@ DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 def test_sharded_checkpoints_without_an_optimizer_are_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(TrainArguments, "device", torch.device("cuda"))
+    monkeypatch.setattr(TrainArguments, "world_size", 1)
     args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, save_only_model=True)
     with pytest.raises(UserError, match="--save_only_model is impossible with FSDP"):
         FSDP2().start(args)
 
 
-def test_other_parallelism_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def launched_with(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """What `accelerate launch` sets for its YAML's parallelism_config."""
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(UserError, match="parallelism_config is not supported"):
-        choose_engine(args).start(args)
+    for name, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", str(size))
+
+
+def sharing(
+    tmp_path: Path, processes: int, engine: Engine | None = None, **options: Any
+) -> tuple[int, Any]:
+    """What a run of so many processes is told about shared rows, and accelerate."""
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+    world_size = property(lambda self: processes)
+    with mock.patch.object(TrainArguments, "world_size", world_size):
+        (engine or FSDP2()).share_rows(args)
+    return args.sequence_parallel_size, args.parallelism_config
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+@pytest.mark.parametrize("launched", [True, False])
+def test_accelerates_words_for_shared_rows(name, launched, tmp_path, monkeypatch) -> None:
+    """TrainingArguments and launcher, with and without the flag: one mesh."""
+    given: dict[str, Any] = {}
+    if launched:
+        launched_with(monkeypatch, dp_shard_size=2, **{name: 2})
+    else:
+        given["parallelism_config"] = ParallelismConfig(**{name: 2})
+    for options in (given, given | {"sequence_parallel_size": 2}):
+        size, config = sharing(tmp_path, 4, **options)
+        assert size == 2
+        assert (config.dp_shard_size, config.cp_size, config.sp_size) == (2, 2, 1)
+    assert sharing(tmp_path, 4, sequence_parallel_size=2)[1] == config  # the launcher's is dropped
+
+
+def test_a_launcher_that_asks_for_nothing(tmp_path: Path, monkeypatch) -> None:
+    launched_with(monkeypatch, dp_shard_size=4)
+    assert sharing(tmp_path, 4) == (1, None)
+    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in os.environ
+    launched_with(monkeypatch, dp_shard_size=1)
+    assert sharing(tmp_path, 1, Plain()) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "processes", "says"),
+    [
+        (dict(cp_size=2), 4, 4, "_size 4, but the parallelism_config has cp_size 2: leave one"),
+        (dict(sp_size=4), 2, 4, "_size 2, but the parallelism_config has sp_size 4: leave one"),
+        (dict(cp_size=2, sp_size=2), 1, 4, "the launcher's parallelism_config: .* exclusive"),
+        (dict(cp_size=2, dp_shard_size=4), 1, 4, "dp_shard_size 4 .* are 2 groups"),
+        (dict(cp_size=2, tp_size=2), 1, 4, "tp_size is not supported"),
+        (dict(dp_replicate_size=2, dp_shard_size=2), 1, 4, "dp_replicate_size is not supported"),
+        (dict(cp_size=3), 1, 4, "_size 3 does not divide the 4 processes"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else None,
+)
+def test_contradictions_of_shared_rows(
+    sizes, asked, processes, says, tmp_path, monkeypatch
+) -> None:
+    launched_with(monkeypatch, **sizes)
+    with pytest.raises(UserError, match=says):
+        sharing(tmp_path, processes, sequence_parallel_size=asked)
+
+
+def test_attention_that_accelerates_exchange_does_not_take(tmp_path: Path, monkeypatch) -> None:
+    args = TrainArguments(output_dir=str(tmp_path), use_cpu=True, sequence_parallel_size=2)
+    monkeypatch.setattr(TrainArguments, "world_size", 2)
+    with pytest.raises(UserError, match="ring attention takes each row for one document"):
+        FSDP2().share_rows(args, "sdpa")
+    with pytest.raises(UserError, match="does not take flash_attention_4: choose another"):
+        DeepSpeed().share_rows(args, "flash_attention_4")
+    DeepSpeed().share_rows(args, "sdpa")
+    assert (args.parallelism_config.cp_size, args.parallelism_config.sp_size) == (1, 2)
+
+
+def test_rows_are_not_shared_without_an_engine(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="need an engine that shards"):
+        sharing(tmp_path, 2, Plain(), parallelism_config=ParallelismConfig(cp_size=2))
 
 
 def test_each_yaml_says_what_its_json_says() -> None:
@@ -47,6 +129,19 @@ def test_each_yaml_says_what_its_json_says() -> None:
         ours["offload_params"] = ours.pop("cpu_offload")
         assert "transformer_layer_cls_to_wrap" not in ours  # the model knows the name of its layer
         assert theirs == {f"fsdp_{key}": value for key, value in ours.items()}
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_the_yaml_of_shared_rows_is_fsdp2s(gpus: int) -> None:
+    """But for who shares them."""
+    settings = yaml.safe_load((ROOT / "fsdp_configs" / f"shared_{gpus}gpu.yaml").read_text())
+    sizes = settings.pop("parallelism_config")
+    prefix = "parallelism_config_"
+    assert sizes.pop(f"{prefix}cp_size") == settings.pop("num_processes") == gpus
+    assert sizes.pop(f"{prefix}cp_comm_strategy") == "alltoall"  # or accelerate has no default
+    assert {*sizes.values()} == {1}
+    plain = yaml.safe_load((ROOT / "fsdp_configs" / "fsdp2.yaml").read_text())
+    assert settings == {key: plain[key] for key in plain if key != "num_processes"}
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,23 @@ def test_fsdp2_through_accelerate(
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_offload"])
+@pytest.mark.parametrize(("config", "groups"), [("shared_2gpu", 1), ("fsdp2_offload", 2)])
 def test_accelerate_launch_with_an_fsdp_yaml(
-    config: str, job: list[str], vanilla: Path, tmp_path: Path
+    config: str, groups: int, job: list[str], vanilla: Path, tmp_path: Path
 ) -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
     launcher += ["--config_file", f"fsdp_configs/{config}.yaml", "tests/engines/fsdp_on_cpu.py"]
-    run([*launcher, *job, "--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(2)])
+    run(
+        [
+            *launcher,
+            *job,
+            "--output_dir",
+            f"{tmp_path}/run",
+            "--save_strategy",
+            "no",
+            *batch(groups),
+        ]
+    )
     assert_same_run(tmp_path / "run", vanilla)
 
 
