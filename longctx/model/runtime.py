@@ -265,7 +265,10 @@ def make_schedule(
         )
     attention = runtime.attention
     if runtime.shards is not None:
-        if not args.head_groups:  # none whose key/value heads several ranks read, if it can be
+        if not args.head_groups:
+            # Several of a long row, whose exchanges run beside attention, and none whose key/value
+            # heads several ranks read, if it can be.
+            head_groups = default_head_groups(tokens * runtime.shards.ranks, heads)
             head_groups = gcd(head_groups, max(1, heads // runtime.shards.ranks))
         _check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
         attention = Sharded(attention, runtime.shards, rows)
