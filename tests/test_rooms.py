@@ -12,7 +12,7 @@ from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 ALLOWED = {
     "report": {"plan", "run", "output", "data", "memory"},
     "run": {"plan", "lora", "output", "engines", "model", "attention", "memory", "kernels"},
-    "plan": {"model", "memory"},
+    "plan": {"lora", "model", "memory"},
     "lora": {"output", "model"},
     "output": {"memory"},
     "engines": {"memory"},
