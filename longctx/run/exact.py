@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
@@ -42,6 +43,13 @@ def overrides(method: Method) -> Method:
             "longctx overrides: install the version that pyproject.toml names"
         )
     return method
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """RoPE's frequencies and the like, which are in no block."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 class ExactTrainer(Trainer):
@@ -121,11 +129,12 @@ class ExactTrainer(Trainer):
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Weights that are too large for the GPU go from host memory to their places directly."""
         needed = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
-        if device.type == "cuda" and self._wants_exact:
-            limit = (self.args.gpu_memory_gib or inf) * GIB
-            if self.args.place == "host" or needed >= min(free_gpu_bytes(device), limit):
-                return
-        super()._move_model_to_device(model, device)
+        alone = device.type == "cuda" and self._wants_exact and self.args.world_size == 1
+        limit = (self.args.gpu_memory_gib or inf) * GIB
+        if alone and (self.args.place == "host" or needed >= min(free_gpu_bytes(device), limit)):
+            move_buffers(model, device)
+        else:
+            super()._move_model_to_device(model, device)
 
     def flush(self) -> None:
         """Ends updates that wait for their block's next forward: weights may be read."""

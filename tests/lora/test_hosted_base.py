@@ -5,6 +5,8 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
+from small_run import logged, prepare
+from small_run import run as run_train
 from transformers import AutoModelForCausalLM
 
 import longctx
@@ -16,6 +18,7 @@ from longctx.model.blocks import state_blocks
 from longctx.model.runtime import patched_part
 from longctx.plan.buffers import peak, scheduled_phases
 from longctx.plan.decide import Budget, decide, scheduled_work
+from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config
 
 LAYERS = 6
@@ -76,6 +79,30 @@ def test_steps_of_a_small_model(quantize, reference_kernels) -> None:
     model = adapted(torch.device("cpu"), quantize, tiny=True)
     losses, _ = run(model, torch.device("cpu"), 64, steps=4)
     assert losses[-1] < losses[0] and planned_bytes(model, 64) > 0
+
+
+def test_buffers_move_without_the_weights() -> None:
+    model = adapted(torch.device("cpu"), "none", tiny=True)
+    move_buffers(model, torch.device("meta"))
+    buffers = dict(model.named_buffers())
+    assert "base_model.model.model.rotary_emb.inv_freq" in buffers
+    assert {x.device.type for x in buffers.values()} == {"meta"}
+    assert {x.device.type for x in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_weights_go_from_their_files_to_the_host(quantize, tmp_path) -> None:
+    """A run of train.py on a GPU, from a saved model."""
+    if quantize == "nf4":
+        pytest.importorskip("bitsandbytes")
+    flags = [flag for flag in prepare(tmp_path) if flag != "--use_cpu"]
+    flags += ["--lora_r", "4", "--quantize", quantize, "--dtype", "bfloat16", "--max_steps", "3"]
+    found = []
+    for place in ("gpu", "host"):
+        run_train(flags, tmp_path / place, "--place", place, "--attn_backend", "math")
+        found.append([line["loss"] for line in logged(tmp_path / place)])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
 @pytest.mark.gpu
