@@ -52,16 +52,17 @@ def mean_over_ranks(found):
 
 def check_exact(models, *batches) -> None:
     truth, naive, ours = models
-    expected = [run(model, *batches) for model in (truth, naive)]
     found = mean_over_ranks(run(share(ours), *map(own_part, batches)))
-    assert_exact_run(found, expected[1], expected[0], naive.dtype)
+    if dist.get_rank() == 0:  # the others wait
+        expected = [run(model, *batches) for model in (truth, naive)]
+        assert_exact_run(found, expected[1], expected[0], naive.dtype)
 
 
 def check_llama(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16)[: 4 // ranks]:  # two ranks round as four do
         for settings in SETTINGS:
             models = test_layer.trio(dtype, settings, num_key_value_heads=4)
-            check_exact(models, *(batch(rows, seed) for seed in (1, 2) for rows in ROWS))
+            check_exact(models, *(batch(rows) for rows in ROWS))
 
 
 def check_families(rank: int, ranks: int) -> None:
