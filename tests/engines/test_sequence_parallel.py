@@ -10,14 +10,12 @@ import pytest
 import torch
 from paths import ROOT
 from small_job import Warm, assert_same_run, batch, lines_of, on_cpu
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import train
 from longctx.attention.shards import Shards
 from longctx.config import installed
 from longctx.errors import UserError
-from longctx.presets import PRESETS
-from longctx.run.trainer import LongTrainer
+from longctx.run.trainer import _joined
 
 SCRIPT = "tests/engines/fsdp_on_cpu.py"
 FSDP2 = "--fsdp true --fsdp_config fsdp_configs/fsdp2.json".split()
@@ -83,14 +81,12 @@ def test_vanilla_with_ulysses(job: list[str], warm: Warm, tmp_path: Path) -> Non
 
 def test_documents_that_ulysses_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shards, "whole", lambda self, own: own)
-    model = LlamaForCausalLM(LlamaConfig(**PRESETS["tiny"], vocab_size=8))
-    model.config._attn_implementation = "sdpa"
-    trainer: Any = SimpleNamespace(model=model, args=SimpleNamespace(device=torch.device("cpu")))
+    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
     rows = {"position_ids": torch.tensor([[0, 1, 2, 0]])}
     padded = rows | {"shift_labels": torch.tensor([[5, 6, -100, -100]])}
-    assert LongTrainer._joined(trainer, padded, None) is rows["position_ids"]
+    assert _joined(padded, model, Shards(None)) is rows["position_ids"]
     packed = rows | {"shift_labels": torch.tensor([[5, 6, -100, 7]])}
     with pytest.raises(UserError, match="with --attn_backend fa2 only"):
-        LongTrainer._joined(trainer, packed, None)
+        _joined(packed, model, Shards(None))
     model.config._attn_implementation = "flash_attention_2"
-    LongTrainer._joined(trainer, packed, None)
+    _joined(packed, model, Shards(None))
