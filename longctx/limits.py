@@ -280,6 +280,10 @@ CONFLICTS: tuple[tuple[Rule, str], ...] = (
         f"--gradient_checkpointing_kwargs takes {', '.join(sorted(_CHECKPOINT_KEYS))}",
     ),
     (
+        lambda m, d, t: m.class_type != "custom" and m.seq_len % t.sequence_parallel_size,
+        "--seq_len must be a multiple of --sequence_parallel_size with vanilla and liger",
+    ),
+    (
         lambda m, d, t: t.world_size > 1 and t.accelerator_config.even_batches is False,
         "--accelerator_config: without even_batches one process would wait for ever for another",
     ),

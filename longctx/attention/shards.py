@@ -69,6 +69,12 @@ class Shards:
         dist.all_reduce(total, group=self.group)
         return total
 
+    def gather(self, found: Any) -> list[Any]:
+        """Of each rank, in their order. Python objects: not for a step."""
+        everyone: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everyone, found, group=self.group)
+        return everyone
+
     def exchange(self, sent: Tensor) -> Exchange:  # (R, ...)
         """Sends part r to rank r, beside what is computed until `received` is called."""
         sent = sent.contiguous()

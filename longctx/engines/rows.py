@@ -74,6 +74,9 @@ def share_rows(args: TrainArguments, attention: str | None = None) -> None:
     args.parallelism_config = None
     if size == 1:
         return
+    # Exchanges start when attention does: with a common priority they would wait until its blocks
+    # leave a multiprocessor free. Read where NCCL makes a group, as those of the mesh are next.
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     sizes: dict[str, Any] = dict(dp_replicate_size=1, dp_shard_size=groups, tp_size=1)
     if attention is None:
         sizes |= dict(cp_size=size, sp_size=1)

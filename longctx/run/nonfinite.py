@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -175,28 +176,32 @@ def first_nonfinite(model: nn.Module, row: Batch) -> tuple[str, int | None] | No
 
     `the loss` where only that is not finite; None where all is.
     """
-    found: list[tuple[str, int | None]] = []
+    found: list[tuple[int, str, int | None]] = []
     shards, tokens = _shards(model), row["input_ids"].shape[1]
     own = -(-tokens // shards.ranks) if shards else tokens
+    before = shards.rank * own if shards else 0
 
-    def look(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def look(order: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, given: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if not found and isinstance(first, Tensor) and not _finite(first):
                 token = _first_token(first, own)
-                before = shards.rank * own if shards else 0
-                found.append((name, None if token is None else token + before))
+                found.append((order, name, None if token is None else token + before))
 
         return hook
 
-    hooks = [module.register_forward_hook(look(name)) for name, module in _called_modules(model)]
+    modules = enumerate(_called_modules(model))
+    hooks = [module.register_forward_hook(look(i, name)) for i, (name, module) in modules]
     try:
         with torch.no_grad():
             loss = _loss(model, row)
     finally:
         for handle in hooks:
             handle.remove()
-    return found[0] if found else None if _finite(loss) else ("the loss", None)
+    if shards:  # attention carries it from one to all
+        everyone = [one for each in shards.gather(found) for one in each]
+        found = sorted(everyone, key=itemgetter(0))
+    return found[0][1:] if found else None if _finite(loss) else ("the loss", None)
 
 
 def _called_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

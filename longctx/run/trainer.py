@@ -178,26 +178,12 @@ class LongTrainer(ExactTrainer):
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         group = self.engine.cut_group(self.accelerator)
-        self.throughput.count(_positions(inputs) if group is None else self._joined(inputs, group))
+        self.throughput.count(
+            _positions(inputs) if group is None else _joined(inputs, self.model, Shards(group))
+        )
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.nonfinite.record(inputs if group is None else None, loss)
         return loss
-
-    def _joined(self, inputs: dict[str, Any], group: Any) -> Tensor:  # (B, S)
-        """Positions of rows that accelerate has cut. Raises UserError for documents that would
-        attend to each other: without flash attention Ulysses drops what keeps them apart."""
-        shards, model = Shards(group), self.model
-        positions = shards.whole(inputs["position_ids"])
-        later = (positions == 0).cumsum(1) > 1  # the first document's tokens see it alone
-        several = bool((later & (shards.whole(inputs["shift_labels"]) != -100)).any())
-        assert isinstance(model, PreTrainedModel)
-        flash = "flash" in str(model.config._attn_implementation)
-        if any_rank(several and not flash, self.args.device):
-            raise UserError(
-                "accelerate's sequence parallelism keeps documents of a row apart with "
-                "--attn_backend fa2 only: give rows of one document, or use --class_type custom"
-            )
-        return positions
 
     @overrides
     def _prepare_context_parallel_inputs(
@@ -425,4 +411,19 @@ def _positions(inputs: dict[str, Any]) -> Tensor:  # (B, S)
     positions: Tensor | None = inputs.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    return positions
+
+
+def _joined(inputs: dict[str, Any], model: Any, shards: Shards) -> Tensor:  # (B, S)
+    """Positions of rows that accelerate has cut. Raises UserError for documents that would attend
+    to each other: without flash attention Ulysses drops what keeps them apart."""
+    positions = shards.whole(inputs["position_ids"])
+    later = (positions == 0).cumsum(1) > 1  # the first document's tokens see it alone
+    several = bool((later & (shards.whole(inputs["shift_labels"]) != -100)).any())
+    flash = "flash" in str(model.config._attn_implementation)
+    if any_rank(several and not flash, positions.device):
+        raise UserError(
+            "accelerate's sequence parallelism keeps documents of a row apart with "
+            "--attn_backend fa2 only: give rows of one document, or use --class_type custom"
+        )
     return positions

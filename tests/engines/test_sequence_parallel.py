@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from paths import ROOT
-from small_job import STEPS, Warm, assert_same_run, batch, on_cpu
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_job import Warm, assert_same_run, batch, lines_of, on_cpu
 
 import train
 from longctx.attention.shards import Shards
 from longctx.config import installed
 from longctx.errors import UserError
-from longctx.output import METRICS
-from longctx.presets import PRESETS
-from longctx.run.trainer import LongTrainer
+from longctx.run.trainer import _joined
 
 SCRIPT = "tests/engines/fsdp_on_cpu.py"
 FSDP2 = "--fsdp true --fsdp_config fsdp_configs/fsdp2.json".split()
@@ -29,43 +25,28 @@ def sharing(ranks: int, processes: int) -> list[str]:
     return [*FSDP2, "--sequence_parallel_size", str(ranks), *batch(processes // ranks)]
 
 
-@pytest.mark.parametrize(("processes", "ranks"), [(2, 2), (4, 2)])
 def test_killed_and_resumed_with_whole_rows(
-    processes: int, ranks: int, job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
+    job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
 ) -> None:
-    """Rows are shared until the run is killed."""
+    """Two groups of two processes share rows until the run is killed."""
     flags = [*job, "--output_dir", f"{tmp_path}/run", "--save_steps", "2"]
-    shared = [*flags, *sharing(ranks, processes)]
-    warm.kill_after_saving(tmp_path / "run", processes, SCRIPT, *shared)
+    warm.kill_after_saving(tmp_path / "run", 4, SCRIPT, *flags, *sharing(2, 4))
     resumed = [*flags, *sharing(1, 2), "--resume_from_checkpoint", "last"]
     warm.run(2, SCRIPT, *resumed, "--allow_changed", "num_processes", "gradient_accumulation_steps")
     assert_same_run(tmp_path / "run", vanilla)
 
 
-def test_evaluation(job: list[str], warm: Warm, tmp_path: Path) -> None:
-    """At the end of a run and of the same without sharing; of rows that fill no two shards."""
-    flags = [
-        *job,
-        "--seq_len",
-        "127",
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        "5",
-        "--save_strategy",
-        "no",
-    ]
-    losses, trained = [], []
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        warm.run(2, SCRIPT, *flags, *sharing(ranks, 2), "--output_dir", str(folder))
-        lines = [*map(json.loads, (folder / METRICS).read_text().splitlines())]
-        losses.append([line["eval_loss"] for line in lines if "eval_loss" in line])
-        trained.append([line["loss"] for line in lines if "loss" in line])
-    assert len(losses[0]) == 2  # after the last step, and when training is over
-    assert losses[0] == pytest.approx(losses[1], rel=2e-5)
-    assert len(trained[0]) == STEPS
-    assert trained[0] == pytest.approx(trained[1], rel=2e-5)
+def test_evaluation_and_rows_that_fill_no_two_shards(
+    job: list[str], warm: Warm, tmp_path: Path
+) -> None:
+    """In a run, and when it is over."""
+    flags = [*job, "--seq_len", "127", "--save_strategy", "no", "--max_steps", "2"]
+    flags += ["--eval_strategy", "steps", "--eval_steps", "2"]
+    alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
+    train.main([*flags, *alone])
+    warm.run(2, SCRIPT, *flags, *sharing(2, 2), "--output_dir", f"{tmp_path}/run")
+    assert len([line for line in lines_of(tmp_path / "run") if "eval_loss" in line]) == 2
+    assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
 needs_deepspeed = pytest.mark.skipif(
@@ -100,14 +81,12 @@ def test_vanilla_with_ulysses(job: list[str], warm: Warm, tmp_path: Path) -> Non
 
 def test_documents_that_ulysses_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shards, "whole", lambda self, own: own)
-    model = LlamaForCausalLM(LlamaConfig(**PRESETS["tiny"], vocab_size=8))
-    model.config._attn_implementation = "sdpa"
-    trainer: Any = SimpleNamespace(model=model, args=SimpleNamespace(device=torch.device("cpu")))
+    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
     rows = {"position_ids": torch.tensor([[0, 1, 2, 0]])}
     padded = rows | {"shift_labels": torch.tensor([[5, 6, -100, -100]])}
-    assert LongTrainer._joined(trainer, padded, None) is rows["position_ids"]
+    assert _joined(padded, model, Shards(None)) is rows["position_ids"]
     packed = rows | {"shift_labels": torch.tensor([[5, 6, -100, 7]])}
     with pytest.raises(UserError, match="with --attn_backend fa2 only"):
-        LongTrainer._joined(trainer, packed, None)
+        _joined(packed, model, Shards(None))
     model.config._attn_implementation = "flash_attention_2"
-    LongTrainer._joined(trainer, packed, None)
+    _joined(packed, model, Shards(None))

@@ -15,6 +15,7 @@ from test_layer import assert_exact_run, batch, run
 
 from longctx.attention.shards import Shards
 from longctx.errors import UserError
+from longctx.run.nonfinite import first_nonfinite
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -52,20 +53,21 @@ def mean_over_ranks(found):
 
 def check_exact(models, *batches) -> None:
     truth, naive, ours = models
-    expected = [run(model, *batches) for model in (truth, naive)]
     found = mean_over_ranks(run(share(ours), *map(own_part, batches)))
-    assert_exact_run(found, expected[1], expected[0], naive.dtype)
+    if dist.get_rank() == 0:  # the others wait
+        expected = [run(model, *batches) for model in (truth, naive)]
+        assert_exact_run(found, expected[1], expected[0], naive.dtype)
 
 
 def check_llama(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16)[: 4 // ranks]:  # two ranks round as four do
         for settings in SETTINGS:
             models = test_layer.trio(dtype, settings, num_key_value_heads=4)
-            check_exact(models, *(batch(rows, seed) for seed in (1, 2) for rows in ROWS))
+            check_exact(models, *(batch(rows) for rows in ROWS))
 
 
 def check_families(rank: int, ranks: int) -> None:
-    for family in ("mistral", "qwen3", "phi3-longrope", "smollm3"):
+    for family in ("mistral", "qwen3", "phi3-longrope", "smollm3")[: 8 // ranks]:
         models = test_every_family.trio(family, torch.float32, num_key_value_heads=4)
         check_exact(models, *(batch(rows) for rows in ROWS))
 
@@ -93,6 +95,23 @@ def check_others(rank: int, ranks: int) -> None:
     model.config.num_attention_heads = 9
     with pytest.raises(UserError, match="2 ranks cannot share a head group of 9 query and 2 key"):
         model(**inputs)
+
+
+def check_report(rank: int, ranks: int) -> None:
+    """Of a row whose second half breaks, and with it keys and values that the first one masks."""
+    *_, model = test_layer.trio(torch.float32)
+    row = {name: x for name, x in batch([[143]]).items() if isinstance(x, torch.Tensor)}
+    row["input_ids"][0, 100] = token = 3
+    row["input_ids"][0, :100].clamp_(min=4)
+    alone = first_nonfinite(model, row)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[token] = torch.nan
+    assert alone is None
+    assert first_nonfinite(share(model), row) == ("model.embed_tokens", 100)
+
+
+def test_the_report_of_a_step_that_is_not_finite(tmp_path) -> None:
+    on_ranks(2, check_report, tmp_path)
 
 
 def test_positions_and_what_is_refused(tmp_path) -> None:
