@@ -22,10 +22,13 @@ when everything is kept buys one head group and one tile.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from longctx.memory.plan import Offload, Placement, Sizes
 
@@ -161,6 +164,8 @@ def host_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> int:
     return _host_bytes(_table(sizes, tokens), _runs(ladder))
 
 
+Numbers = np.ndarray[Any, Any]
+"""One of each ladder."""
 Table = Sequence[int]
 """`rung_bytes` by rung; the last, of no rung at all, is 0."""
 Runs = list[tuple[Keep, int]]
@@ -262,23 +267,12 @@ def _choose(
     offload: Offload,
     states: States,
 ) -> tuple[Ladder, Cost]:
-    batch = batch._replace(row=_attended(sizes, batch.row))
-    count = _Count(
-        _table(sizes, batch.tokens),
-        forward_flops(sizes, batch),
-        [again_flops(sizes, batch, rung) for rung in Rung],
-        batch.passes,
-    )
-    costs = (
-        (ladder, _cost(count, room, rates, states, ladder))
-        for ladder in ladders(sizes.layers, keep, offload)
-    )
-    if keep == "auto" and offload != "all":
-        everything = sizes.layers * (Keep(Rung.ALL),)
-        cost = _cost(count, room, rates, states, everything)
-        if cost <= Cost(0, 3 * sizes.layers * count.forward_flops * batch.passes / rates.flops):
-            return everything, cost  # nothing waits for the link: no other can be faster
-    return min(costs, key=lambda found: found[1])
+    row = _attended(sizes, batch.row)
+    sums = _sums(_shape(sizes), batch._replace(row=row), keep, offload)
+    forward_s = sizes.layers * forward_flops(sizes, batch) / rates.flops
+    missing, seconds = _costs(sums, forward_s, batch.passes, room, rates, states)
+    best = np.lexsort((seconds, missing))[0]
+    return sums.ladders[best], Cost(int(missing[best]), float(seconds[best]))
 
 
 def choose_beside(
@@ -361,68 +355,87 @@ def _ladder(layers: int, hosted: int, host: Rung | None, top: int, base: Rung) -
     return below * (first,) + (above - below) * (between,) + (layers - above) * (Keep(Rung.ALL),)
 
 
-class _Count(NamedTuple):
-    """What does not depend on the ladder."""
+class _Sums(NamedTuple):
+    """What of each ladder its cost depends on: bytes of all layers, FLOPs of backward."""
 
-    table: Table
-    forward_flops: int
-    again_flops: Sequence[int]
-    """By rung."""
-    passes: int
+    ladders: list[Ladder]
+    kept: Numbers
+    lasting: Numbers
+    hosted: Numbers
+    again_flops: Numbers
 
 
-def _cost(count: _Count, room: Room, rates: Rates, states: States, ladder: Ladder) -> Cost:
-    runs, passes = _runs(ladder), count.passes
-    kept, hosted = _gpu_bytes(count.table, runs), _host_bytes(count.table, runs)
+@lru_cache(maxsize=8)  # other cuts, budgets and places ask for the same ones
+def _sums(sizes: Sizes, batch: Batch, keep: Keeping, offload: Offload) -> _Sums:
+    """Of all ladders that are looked at."""
+    table = _table(sizes, batch.tokens)
+    again = [again_flops(sizes, batch, rung) for rung in Rung]
+    found = list(ladders(sizes.layers, keep, offload))
+    runs = [_runs(ladder) for ladder in found]
+    return _Sums(
+        found,
+        np.array([_gpu_bytes(table, r) for r in runs]),
+        np.array([_lasting_bytes(table, ladder[0]) for ladder in found]),
+        np.array([_host_bytes(table, r) for r in runs]),
+        np.array([float(sum(n * again[keep.rung] for keep, n in r)) for r in runs]),
+    )
+
+
+def _shape(sizes: Sizes) -> Sizes:
+    """Without the cut, of which nothing is counted here."""
+    return replace(sizes, tile_tokens=None, head_groups=None)
+
+
+def _costs(
+    sums: _Sums, forward: float, passes: int, room: Room, rates: Rates, states: States
+) -> tuple[Numbers, Numbers]:
+    """Bytes that are missing, and seconds; `forward` is how long all layers' products take."""
+    _, kept, lasting, hosted, again = sums
     at_once = passes == 1  # gradients come as activations go, but the first layer's
-    lasting = _lasting_bytes(count.table, ladder[0])
     away, missing = _make_room(states, room.gpu - lasting, kept - lasting + room.early, at_once)
-    gradients = max(hosted, away.gradients) if at_once else hosted + away.gradients
-    on_host = away.weights + away.moments + gradients
-    missing += max(0, on_host - room.host)
-
-    forward = len(ladder) * count.forward_flops / rates.flops
-    again = sum(n * count.again_flops[keep.rung] for keep, n in runs)
+    together = np.maximum(hosted, away.gradients) if at_once else hosted + away.gradients
+    on_host = away.weights + away.moments + together
+    missing = missing + np.maximum(0, on_host - room.host)
     backward = 2 * forward + again / rates.flops
 
-    def phase(compute: float, *copies: int) -> float:
-        return max(compute, max(copies) / rates.link_bytes)
+    def phase(compute: Any, *copies: Numbers) -> Numbers:
+        return np.maximum(compute, np.maximum.reduce(copies) / rates.link_bytes)
 
     up, down = away.weights, hosted  # in each forward
     first = phase(forward, up + away.moments + away.gradients, down + away.weights + away.moments)
     added_up = 0 if at_once else away.gradients
     last = phase(backward, hosted + away.weights + added_up, away.gradients)
     seconds = first + (passes - 1) * phase(forward, up, down) + passes * last
-    return Cost(missing, seconds * (1 + HOST_PRICE * on_host / max(1, room.host)))
+    return missing, seconds * (1 + HOST_PRICE * on_host / max(1, room.host))
 
 
 class _Away(NamedTuple):
     """Bytes of states on the host."""
 
-    weights: int = 0
-    gradients: int = 0
-    moments: int = 0
+    weights: Numbers
+    gradients: Numbers
+    moments: Numbers
 
 
-def _make_room(s: States, gpu: int, head: int, at_once: bool) -> tuple[_Away, int]:
+def _make_room(s: States, gpu: Numbers, head: Numbers, at_once: bool) -> tuple[_Away, Numbers]:
     """What of the states leaves the GPU, beside `head` bytes that are needed until there are
     gradients, in the order of plan.place_blocks; and what is missing all the same."""
-    shared = head if at_once else 0  # with gradients
-    apart = head - shared
-    everything = s.weights + s.moments + max(s.gradients, shared) + apart
-    if everything <= gpu or s.placement == "gpu":
-        return _Away(), max(0, everything - gpu)
+    shared = head if at_once else np.zeros_like(head)  # with gradients
+    everything = s.weights + s.moments + np.maximum(s.gradients, shared) + head - shared
+    fits = (everything <= gpu) | (s.placement == "gpu")
     stays = s.placement == "auto"
     left = gpu - s.ring - head
-    weights = s.weights
-    if s.weights_move and (weights > left or not stays):
-        left -= s.window
-        weights = min(weights, max(0, left)) if stays else 0
-    left -= weights
-    gradients = s.gradients
+    weights = np.full_like(left, s.weights)
+    if s.weights_move:
+        moves = (weights > left) | (not stays)
+        left = left - s.window * moves
+        weights = np.where(moves, np.clip(left, 0, s.weights) * stays, weights)
+    left = left - weights
+    gradients = np.full_like(left, s.gradients)
     if s.gradients_move:
-        gradients = min(gradients, max(0, left) + shared) if stays else 0
-    left -= max(0, gradients - shared)
-    moments = min(s.moments, max(0, left)) if stays else 0
-    away = _Away(s.weights - weights, s.gradients - gradients, s.moments - moments)
-    return away, max(0, moments - left)
+        gradients = np.minimum(gradients, np.maximum(0, left) + shared) * stays
+    left = left - np.maximum(0, gradients - shared)
+    moments = np.clip(left, 0, s.moments) * stays
+    left = np.where(fits, gpu - everything, left - moments)
+    away = ((s.weights, weights), (s.gradients, gradients), (s.moments, moments))
+    return _Away(*(np.where(fits, 0, all_ - here) for all_, here in away)), np.maximum(0, -left)
