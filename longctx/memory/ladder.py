@@ -270,7 +270,9 @@ def _choose(
     row = _attended(sizes, batch.row)
     sums = _sums(_shape(sizes), batch._replace(row=row), keep, offload)
     forward_s = sizes.layers * forward_flops(sizes, batch) / rates.flops
-    missing, seconds = _costs(sums, forward_s, batch.passes, room, rates, states)
+    missing, seconds = _costs(
+        sums, forward_s, batch.passes, room, rates, states, trained=sizes.trains_weights
+    )
     best = np.lexsort((seconds, missing))[0]
     return sums.ladders[best], Cost(int(missing[best]), float(seconds[best]))
 
@@ -387,22 +389,31 @@ def _shape(sizes: Sizes) -> Sizes:
 
 
 def _costs(
-    sums: _Sums, forward: float, passes: int, room: Room, rates: Rates, states: States
+    sums: _Sums,
+    forward: float,
+    passes: int,
+    room: Room,
+    rates: Rates,
+    states: States,
+    *,
+    trained: bool,
 ) -> tuple[Numbers, Numbers]:
-    """Bytes that are missing, and seconds; `forward` is how long all layers' products take."""
+    """Bytes that are missing, and seconds; `forward` is how long all layers' products take. Of
+    weights that are not `trained` there are no gradients, and they never go down."""
     _, kept, lasting, hosted, again = sums
     at_once = passes == 1  # gradients come as activations go, but the first layer's
     away, missing = _make_room(states, room.gpu - lasting, kept - lasting + room.early, at_once)
     together = np.maximum(hosted, away.gradients) if at_once else hosted + away.gradients
     on_host = away.weights + away.moments + together
     missing = missing + np.maximum(0, on_host - room.host)
-    backward = 2 * forward + again / rates.flops
+    backward = (1 + trained) * forward + again / rates.flops
 
     def phase(compute: Any, *copies: Numbers) -> Numbers:
         return np.maximum(compute, np.maximum.reduce(copies) / rates.link_bytes)
 
     up, down = away.weights, hosted  # in each forward
-    first = phase(forward, up + away.moments + away.gradients, down + away.weights + away.moments)
+    falling = away.weights * trained + away.moments
+    first = phase(forward, up + away.moments + away.gradients, down + falling)
     added_up = 0 if at_once else away.gradients
     last = phase(backward, hosted + away.weights + added_up, away.gradients)
     seconds = first + (passes - 1) * phase(forward, up, down) + passes * last
