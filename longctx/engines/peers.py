@@ -17,7 +17,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch.distributed as dist
 
@@ -51,16 +52,16 @@ def end_with_peers() -> Iterator[None]:
 
 def _peers() -> dict[int, int]:
     """Other ranks that this kernel knows -> their processes' descriptors."""
-    where = os.uname().nodename, os.readlink("/proc/self/ns/pid") if _has_pidfd() else ""
-    everyone: list[tuple[tuple[str, str], int] | None] = [None] * dist.get_world_size()
+    link = "/proc/self/ns/pid"  # ranks in other containers have other numbers
+    where = os.uname().nodename, os.readlink(link) if os.path.islink(link) else ""
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (where, os.getpid()))
-    near = {rank: found[1] for rank, found in enumerate(everyone) if found and found[0] == where}
-    del near[dist.get_rank()]
-    return {rank: os.pidfd_open(pid) for rank, pid in near.items()} if _has_pidfd() else {}
-
-
-def _has_pidfd() -> bool:
-    return hasattr(os, "pidfd_open")  # Linux
+    found: dict[int, int] = {}
+    for rank, (there, pid) in enumerate(everyone):
+        if there == where and rank != dist.get_rank() and hasattr(os, "pidfd_open"):  # Linux
+            with suppress(OSError):  # a sandbox that forbids the call
+                found[rank] = os.pidfd_open(pid)
+    return found
 
 
 @contextmanager
