@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 import longctx
 from longctx.config import ModelArguments
 from longctx.lora.quantise import quantise_
-from longctx.memory.ladder import Keep, Rung
+from longctx.memory.ladder import Chosen, Keep, Rung
 from longctx.memory.plan import GIB
 from longctx.model.blocks import state_blocks
 from longctx.model.runtime import patched_part
 from longctx.plan.buffers import peak, scheduled_phases
-from longctx.plan.decide import Budget, decide, scheduled_work
+from longctx.plan.decide import Budget, decide
 from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config
 
@@ -45,12 +45,10 @@ def planned_bytes(model, tokens: int) -> int:
     decision = decide(
         state_blocks(model, movable=True),
         Budget(80 * GIB, 80 * GIB),
-        scheduled_work(sizes, tokens),
         tokens=tokens,
         placement="host",
         accumulates=False,
-        sizes=sizes,
-        choose=lambda *_: (LAYERS - 1) * (Keep(Rung.O, Rung.O),) + (Keep(Rung.O),),
+        needs=lambda *_: Chosen((LAYERS - 1) * (Keep(Rung.O, Rung.O),) + (Keep(Rung.O),), sizes),
     )
     return peak(scheduled_phases(decision, sizes, tokens, False)).nbytes
 
