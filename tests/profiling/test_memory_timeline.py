@@ -63,6 +63,7 @@ FUNCTIONS = {
     inspect.unwrap(function).__code__: part
     for function, part in (
         (loss.linear_cross_entropy, "loss"),
+        (loss.RowCount.__init__, "loss"),
         (loss._LinearCrossEntropy.forward, "loss"),
         (loss._LinearCrossEntropy.backward, "loss"),
         (ForCausalLMLoss, "loss"),
