@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,21 +155,29 @@ def continued(network: Any, tokenizer: Any, args: argparse.Namespace) -> dict[st
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def parse(document: str, name: str, steps: Sequence[str]) -> tuple[argparse.Namespace, str]:
+    """The options of a script of these steps, and the command that its results record."""
+    parser = argparse.ArgumentParser(description=document.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True, help="of scripts/get_smollm2.py")
     parser.add_argument("--data", type=Path, required=True, help="of scripts/get_long_documents.py")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--runs", type=Path, default=Path("runs/smollm2_32k"), help="for models")
+    parser.add_argument("--runs", type=Path, default=Path("runs", name), help="for models")
     parser.add_argument("--seq_len", type=int, default=32768)
     parser.add_argument("--windows", type=int, default=16, help="for the loss by position")
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS)
-    parser.add_argument("--device", default="cuda", help="for truth and generate (cuda)")
+    parser.add_argument("--only", nargs="+", choices=steps, default=steps)
+    parser.add_argument("--device", default="cuda", help="for what is computed here (cuda)")
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
     args = parser.parse_args()
-    for name in ("model", "data", "output", "runs"):  # the steps run in the repository's root
-        setattr(args, name, getattr(args, name).absolute())
+    for path in ("model", "data", "output", "runs"):  # the steps run in the repository's root
+        setattr(args, path, getattr(args, path).absolute())
     args.runs.mkdir(parents=True, exist_ok=True)
+    words = [f"python profiling/bench/{name}.py --model models/smollm2-135m --data data/long"]
+    words += ["--output", f"profiling/results/{args.output.name}"]
+    return args, " ".join([*words, *(["--", *args.flags] if args.flags else [])])
+
+
+def main() -> None:
+    args, command = parse(__doc__, "smollm2_32k", STEPS)
     run_step = {
         "base": lambda: evaluate("base", args.model, args),
         "yarn": lambda: evaluate("yarn", args.model, args, "--rope_scaling", "yarn"),
@@ -183,10 +192,6 @@ def main() -> None:
         "vanilla": lambda: evaluate("vanilla", args.runs / "vanilla" / "final", args),
         "generate": lambda: generate(args.runs / "custom" / "final", args),
     }
-    published = f"profiling/results/{args.output.name}"
-    words = ["python profiling/bench/smollm2_32k.py --model models/smollm2-135m --data data/long"]
-    words += ["--output", published, *(["--", *args.flags] if args.flags else [])]
-    command = " ".join(words)
     for step in args.only:
         if step in run_step:
             row = run_step[step]()

@@ -32,7 +32,7 @@ from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.lora.merge import merge
 from longctx.run.loading import load_config
-from profiling.bench.smollm2_32k import continued, evaluate, train
+from profiling.bench.smollm2_32k import continued, evaluate, parse, train
 from profiling.results import write_results
 
 LEARNING_RATE = 1e-3
@@ -99,23 +99,7 @@ def run_step(step: str, args: argparse.Namespace) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--model", type=Path, required=True, help="of scripts/get_smollm2.py")
-    parser.add_argument("--data", type=Path, required=True, help="of scripts/get_long_documents.py")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--runs", type=Path, default=Path("runs/smollm2_lora"), help="for models")
-    parser.add_argument("--seq_len", type=int, default=32768)
-    parser.add_argument("--windows", type=int, default=16, help="for the loss by position")
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS)
-    parser.add_argument("--device", default="cuda", help="for generate (cuda)")
-    parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
-    args = parser.parse_args()
-    for name in ("model", "data", "output", "runs"):  # the steps run in the repository's root
-        setattr(args, name, getattr(args, name).absolute())
-    args.runs.mkdir(parents=True, exist_ok=True)
-    words = ["python profiling/bench/smollm2_lora.py --model models/smollm2-135m --data data/long"]
-    words += ["--output", f"profiling/results/{args.output.name}"]
-    command = " ".join([*words, *(["--", *args.flags] if args.flags else [])])
+    args, command = parse(__doc__, "smollm2_lora", STEPS)
     try:
         args.model = scaled(args)
         for step in args.only:

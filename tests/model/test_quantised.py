@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_families import family_config
-from test_adapters import lora, many
+from test_adapters import lora, many, peak_of_llama_8b_layers
 from test_layer import (
     LADDER,
     PACKED,
@@ -178,21 +178,5 @@ def test_llama_8b_dimensions_in_bf16() -> None:
 def test_the_peak_of_llama_8b_layers_on_a_gpu() -> None:
     """Two layers at 32768 tokens: that of adapters over bf16, and one layer's dense weights, 0.41
     GiB, in the place of the fp32 sums of weight gradients."""
-    tokens, device = 32768, torch.device("cuda")
-    config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=tokens), vocab_size=1)
-    config.num_hidden_layers, config.vocab_size = 2, 1024
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    quantised(model)
-    model = peft.get_peft_model(model, lora(r=16))
-    settings = dict(offload_activations="all", head_groups=8, tile_tokens=4096)
-    longctx.patch(model, strict=True, **settings)
-    ids = torch.randint(1024, (1, tokens), device=device)
-    inputs = dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens, device=device)[None])
-    for _ in range(2):
-        torch.cuda.synchronize()
-        before_bytes = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        model(**inputs).loss.backward()
-    peak_gib = (torch.cuda.max_memory_allocated() - before_bytes) / 2**30
+    peak_gib = peak_of_llama_8b_layers(quantised)
     assert peak_gib < 2.2, f"{peak_gib:.2f} GiB"
