@@ -150,9 +150,7 @@ def spend(model: Any, tokens: int, budget_bytes: int) -> str:
     device, runtime = model.device, model.longctx
     capacity = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / capacity), device)
-    runtime.pending_bytes = lambda model: Pending(
-        gradients=sum(p.nbytes for p in model.parameters())
-    )
+    runtime.pending_bytes = _gradients
     runtime.reserved_tokens = 0
     runtime.reserve(model, tokens)
     return runtime.describe()
