@@ -321,7 +321,8 @@ def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:
 def free_gpu_bytes(device: torch.device) -> int:
     """What the driver has free and what torch's allocator holds without using it, within the share
     of the GPU that this process was given (torch.cuda.set_per_process_memory_fraction)."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    limit_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
-    held_bytes = torch.cuda.memory_reserved(device)
-    return min(free_bytes + held_bytes, limit_bytes) - torch.cuda.memory_allocated(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    limit_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))
+    held_bytes = torch.cuda.memory_reserved(index)
+    return min(free_bytes + held_bytes, limit_bytes) - torch.cuda.memory_allocated(index)

@@ -12,10 +12,11 @@ document is no label. `step_s` is the mean of `--repeats` steps after two more, 
 torch's profiler saw it, which recorded nothing of the host.
 
 class_type `trl` is SFTTrainer with packing (attention by documents over bounds that its collator
-makes, with an int as the longest), flash-attn-4, Liger's kernels, and its own lm_head with loss in
-chunks. checkpointing `selective` is its `gradient_checkpointing_kwargs={"selective": True}`, which
-needs attention to be an operator of torch (peers.py); offload=all its `activation_offloading`.
-`liger`, `vanilla` and `custom` are train.py's trainer, as in step_bench.py.
+makes, with an int as the longest), flash-attn-4, and `layers_by` liger (its `use_liger_kernel`),
+transformers (with its own loss in chunks) or longctx (the model is patched before). checkpointing
+`selective` is its `gradient_checkpointing_kwargs={"selective": True}`, which needs attention to be
+an operator of torch (peers.py); offload=all its `activation_offloading`. `liger`, `vanilla` and
+`custom` are train.py's trainer, as in step_bench.py.
 
 `gpu_gib` is custom's budget of GPU memory (0: all).
 
@@ -43,6 +44,7 @@ from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import longctx
 from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
 
@@ -52,6 +54,7 @@ WARM_UP_STEPS, IDLE_STEPS = 2, 4
 GIB = 2**30
 DEFAULTS: Case = {
     "class_type": "trl",
+    "layers_by": None,
     "preset": "llama-3.2-1b",
     "layers": None,
     "tokens": 32768,
@@ -65,14 +68,23 @@ PUBLISHED = [
     dict(class_type=class_type, checkpointing=checkpointing)
     for class_type in ("trl", "liger")
     for checkpointing in ("none", "layers", "selective")
-] + [dict(class_type="custom")]
+] + [
+    dict(class_type="custom"),
+    dict(class_type="custom", gpu_gib=12),
+    dict(layers_by="longctx"),
+    dict(layers_by="transformers", checkpointing="none"),
+    dict(layers_by="transformers", checkpointing="selective"),
+]
 
 
 def complete(case: Case) -> Case:
     """With its defaults: as train.py runs custom, and a peer that keeps all on the GPU."""
-    case = settled({**DEFAULTS, **case})
-    offload = "auto" if case["class_type"] == "custom" else "none"
-    return {**case, "offload": case["offload"] or offload}
+    case = {**DEFAULTS, **case}
+    if case["class_type"] == "trl":
+        case["layers_by"] = case["layers_by"] or "liger"
+    ours = "custom" if case["layers_by"] == "longctx" else case["class_type"]
+    case = {**settled({**case, "class_type": ours}), "class_type": case["class_type"]}
+    return {**case, "offload": case["offload"] or ("auto" if ours == "custom" else "none")}
 
 
 # --- rows ------------------------------------------------------------------------------------
@@ -128,7 +140,8 @@ def trl_trainer(case: Case, rows: PackedRows, config: Any, folder: Path) -> Any:
     from trl import SFTConfig, SFTTrainer
 
     on_gpu = torch.cuda.is_available()
-    checkpointing = case["checkpointing"]
+    checkpointing = case["checkpointing"] or "none"
+    ours = case["layers_by"] == "longctx"
     args = SFTConfig(
         output_dir=str(folder),
         max_steps=len(rows),
@@ -136,14 +149,14 @@ def trl_trainer(case: Case, rows: PackedRows, config: Any, folder: Path) -> Any:
         packing=True,
         max_length=case["tokens"],
         dataset_kwargs={"skip_prepare_dataset": True},  # the rows are packed
-        use_liger_kernel=on_gpu,
+        use_liger_kernel=on_gpu and case["layers_by"] == "liger",
         bf16=case["states"] == "fp32",
         gradient_checkpointing=checkpointing != "none",
         gradient_checkpointing_kwargs={
             "use_reentrant": False,
             "selective": checkpointing == "selective",
         },
-        activation_offloading=case["offload"] != "none",
+        activation_offloading=case["offload"] != "none" and not ours,
         learning_rate=5e-5,
         logging_steps=1,
         save_strategy="no",
@@ -153,14 +166,17 @@ def trl_trainer(case: Case, rows: PackedRows, config: Any, folder: Path) -> Any:
         use_cpu=not on_gpu,
     )
     set_seed(args.seed)
-    fa4 = case["backend"] == "fa4" and checkpointing != "selective"
+    fa4 = case["backend"] == "fa4" and checkpointing != "selective" and not ours
     with args.device:
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32 if case["states"] == "fp32" else torch.bfloat16,
             attn_implementation="flash_attention_4" if fa4 else "sdpa",
         )
-    if case["backend"] == "fa4" and not fa4:
+    if ours:
+        options = dict(attn_backend=case["backend"], offload_activations=case["offload"])
+        longctx.patch(model, strict=True, **options)
+    elif case["backend"] == "fa4" and not fa4:
         attend_by_documents(model)
         assert model.config._attn_implementation == FA4_BY_DOCUMENTS
     return SFTTrainer(

@@ -36,9 +36,11 @@ def test_documents_have_the_lengths_that_are_said(tokens: int) -> None:
 
 def test_cases_say_their_settings() -> None:
     cases = [trl_bench.complete(case) for case in trl_bench.PUBLISHED]
-    assert len({tuple(case.items()) for case in cases}) == len(cases) == 7
-    assert cases[-1]["class_type"] == "custom" and cases[-1]["offload"] == "auto"
-    assert all(case["offload"] == "none" for case in cases[:-1])
+    assert len({tuple(case.items()) for case in cases}) == len(cases) == 11
+    for case in cases:
+        ours = case["class_type"] == "custom" or case["layers_by"] == "longctx"
+        assert case["offload"] == ("auto" if ours else "none")
+        assert (case["checkpointing"] is None) == ours
 
 
 @pytest.mark.parametrize(
@@ -69,13 +71,20 @@ def test_our_trainer_is_timed(ours) -> None:
     assert ours["tokens_per_s"] == pytest.approx(1536 / ours["step_s"], rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "layers", "selective"])
-def test_trl_trains_the_same_rows(ours, checkpointing: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(checkpointing="none", backend="sdpa"),
+        dict(checkpointing="layers", backend="sdpa"),
+        dict(checkpointing="selective", backend="fa4"),
+        dict(layers_by="longctx", backend="auto"),
+    ],
+)
+def test_trl_trains_the_same_rows(ours, settings, reference_kernels) -> None:
     """With the same loss and gradients: its packing, positions and labels are ours. On a CPU only
     `selective` has attention by documents; sdpa gets it from a mask."""
     pytest.importorskip("trl")
-    backend = "fa4" if checkpointing == "selective" else "sdpa"
-    row = measured(checkpointing=checkpointing, backend=backend)
-    assert row["status"] == "ok" and row["checkpointing"] == checkpointing
+    row = measured(**settings)
+    assert row["status"] == "ok" and row["class_type"] == "trl"
     assert row["loss"] == pytest.approx(ours["loss"], rel=1e-4)
     assert row["grad_norm"] == pytest.approx(ours["grad_norm"], rel=5e-3)  # bf16 autocast
