@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
 from longctx.config import TrainArguments, means_no, read_settings
-from longctx.engines.collectives import become_one_process, gathered_bytes, local_shard
+from longctx.engines.collectives import (
+    become_one_process,
+    gathered_bytes,
+    local_shard,
+    whole_numel,
+)
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 from longctx.memory.plan import Pending, pending_bytes
@@ -124,7 +129,9 @@ class FSDP2(Engine):
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
         pending = pending_bytes(shards)
-        return pending._replace(states=pending.states + gathered_bytes(model))
+        # lm_head's gradient is summed in fp32, and copied for it.
+        summed = 4 * whole_numel(model.get_output_embeddings().weight)
+        return pending._replace(states=pending.states + gathered_bytes(model) + summed)
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         # accelerate would go on with an optimizer that starts from zero.

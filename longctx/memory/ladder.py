@@ -270,8 +270,9 @@ def _choose(
     row = _attended(sizes, batch.row)
     sums = _sums(_shape(sizes), batch._replace(row=row), keep, offload)
     forward_s = sizes.layers * forward_flops(sizes, batch) / rates.flops
+    waits = waited_for(sizes, batch.tokens, sums.hosted, rates)
     missing, seconds = _costs(
-        sums, forward_s, batch.passes, room, rates, states, trained=sizes.trains_weights
+        sums, forward_s, waits, batch.passes, room, rates, states, trained=sizes.trains_weights
     )
     best = np.lexsort((seconds, missing))[0]
     return sums.ladders[best], Cost(int(missing[best]), float(seconds[best]))
@@ -320,6 +321,36 @@ def cut_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> tuple[int, int]:
     return sizes.layers * groups * n1, again * groups * n1 + sizes.layers * sums
 
 
+class Hosted(NamedTuple):
+    """What waits on the host: a number, or one of each ladder."""
+
+    nbytes: Any
+    layers: Any
+    late: Any
+    """Bytes of what the MLP leaves, tile by tile: it has the rest of them to go down beside."""
+
+
+def on_host(sizes: Sizes, tokens: int, ladder: Ladder) -> Hosted:
+    return _hosted(_table(sizes, tokens), _runs(ladder))
+
+
+def _hosted(table: Table, runs: Runs) -> Hosted:
+    mlp = [table[Rung.H] - table[Rung.O], table[Rung.ALL] - table[Rung.QKV]]
+    hosted = [(keep.host, n) for keep, n in runs if keep.host is not None]
+    late = sum(n * (mlp[0] * (h >= Rung.H) + mlp[1] * (h >= Rung.ALL)) for h, n in hosted)
+    return Hosted(_host_bytes(table, runs), sum(n for _, n in hosted), late)
+
+
+def waited_for(sizes: Sizes, tokens: int, hosted: Hosted, rates: Rates) -> tuple[Any, Any]:
+    """Seconds of forward and of backward in which nothing is computed while kept activations move.
+    The last tile of what the MLP leaves goes down alone. Up comes a tile while the layer above
+    finishes its own later ones (layer.input_backward_): a single one comes alone."""
+    tiles, link = -(-tokens // sizes.cut(tokens).tile_tokens), rates.link_bytes
+    finished = (1 + sizes.trains_weights) * _qkv_flops(sizes, Batch(tokens, 0)) / rates.flops
+    beside = hosted.layers * finished * (tiles - 1)
+    return hosted.late / link / tiles, np.maximum(0, hosted.nbytes / link - beside) / tiles
+
+
 def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:
     """All that are looked at: the first layers wait on the host, the last keep all."""
     counts = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
@@ -363,7 +394,7 @@ class _Sums(NamedTuple):
     ladders: list[Ladder]
     kept: Numbers
     lasting: Numbers
-    hosted: Numbers
+    hosted: Hosted
     again_flops: Numbers
 
 
@@ -378,7 +409,7 @@ def _sums(sizes: Sizes, batch: Batch, keep: Keeping, offload: Offload) -> _Sums:
         found,
         np.array([_gpu_bytes(table, r) for r in runs]),
         np.array([_lasting_bytes(table, ladder[0]) for ladder in found]),
-        np.array([_host_bytes(table, r) for r in runs]),
+        Hosted(*np.array([_hosted(table, r) for r in runs]).T),
         np.array([float(sum(n * again[keep.rung] for keep, n in r)) for r in runs]),
     )
 
@@ -390,7 +421,8 @@ def _shape(sizes: Sizes) -> Sizes:
 
 def _costs(
     sums: _Sums,
-    forward: float,
+    forward: Any,
+    waits: tuple[Numbers, Numbers],
     passes: int,
     room: Room,
     rates: Rates,
@@ -398,15 +430,17 @@ def _costs(
     *,
     trained: bool,
 ) -> tuple[Numbers, Numbers]:
-    """Bytes that are missing, and seconds; `forward` is how long all layers' products take. Of
-    weights that are not `trained` there are no gradients, and they never go down."""
-    _, kept, lasting, hosted, again = sums
+    """Bytes that are missing, and seconds; `forward` is how long all layers' products take, `waits`
+    how long they and backward compute nothing. Of weights that are not `trained` there are no
+    gradients, and they never go down."""
+    _, kept, lasting, (hosted, *_), again = sums
+    computed, forward = forward, forward + waits[0]
     at_once = passes == 1  # gradients come as activations go, but the first layer's
     away, missing = _make_room(states, room.gpu - lasting, kept - lasting + room.early, at_once)
     together = np.maximum(hosted, away.gradients) if at_once else hosted + away.gradients
     on_host = away.weights + away.moments + together
     missing = missing + np.maximum(0, on_host - room.host)
-    backward = (1 + trained) * forward + again / rates.flops
+    backward = (1 + trained) * computed + again / rates.flops + waits[1]
 
     def phase(compute: Any, *copies: Numbers) -> Numbers:
         return np.maximum(compute, np.maximum.reduce(copies) / rates.link_bytes)

@@ -25,9 +25,12 @@ def usable_bytes(free: int) -> int:
     return free - int(max(SPARE * free, min(SPARE_BYTES, MOST_SPARED * free)))
 
 
-def default_head_groups(tokens: int, kv_heads: int) -> int:
-    """One group is fastest; from 64K tokens on its q, k, v (up to 3 units) are worth splitting."""
-    return kv_heads if tokens >= 65536 else 1
+def default_head_groups(tokens: int, kv_heads: int, ranks: int = 1) -> int:
+    """One group is fastest; from 64K tokens on its q, k, v (up to 3 units) are worth splitting.
+    Where ranks share rows a group's exchange runs beside attention of another, and no key/value
+    head should be read by several ranks."""
+    groups = kv_heads if tokens * ranks >= 65536 else 1
+    return math.gcd(groups, max(1, kv_heads // ranks)) if ranks > 1 else groups
 
 
 def default_tile_tokens(intermediate: int) -> int:
@@ -89,6 +92,8 @@ class Sizes:
     """None: by size."""
     head_groups: int | None = None
     """None: by length."""
+    ranks: int = 1
+    """That share each row: tokens are those of one."""
 
     @property
     def stream_bytes(self) -> int:
@@ -98,15 +103,16 @@ class Sizes:
         """Of batches of so many tokens: as asked for, else with little memory."""
         return Cut(
             self.tile_tokens or default_tile_tokens(self.intermediate),
-            self.head_groups or default_head_groups(tokens, self.kv_heads),
+            self.head_groups or default_head_groups(tokens, self.kv_heads, self.ranks),
         )
 
     def cuts(self, tokens: int) -> Iterator[Sizes]:
         """With every cut worth a look, from the least memory on: one head group, then tiles of
-        twice the size up to a single one. What was asked for stays."""
+        twice the size up to a single one. What was asked for stays, and groups that take turns
+        with their exchanges."""
         tile, groups = self.cut(tokens)
         yield replace(self, tile_tokens=tile, head_groups=groups)
-        if groups > 1 and not self.head_groups:
+        if groups > 1 and not self.head_groups and self.ranks == 1:
             groups = 1
             yield replace(self, tile_tokens=tile, head_groups=groups)
         while tile < tokens and not self.tile_tokens:
@@ -186,8 +192,16 @@ class Sizes:
             "the MLP's gradients": weights * self.hidden * self.itemsize * self.trains_weights,
             "dk, dv": tokens * 2 * narrow * self.itemsize,
             "a head group": tokens * (group // groups + self._rank_bytes()),
+            **self._exchange_parts(tokens),
             **self._dense_parts(),
         }
+
+    def _exchange_parts(self, tokens: int) -> dict[str, int]:
+        """Of the group before and of the next, both ways (attention/sharded.py)."""
+        if self.ranks == 1:
+            return {}
+        numbers = 8 * (self.heads + self.kv_heads) * self.head_dim
+        return {"exchanges": tokens * (numbers // self.cut(tokens).head_groups) * self.itemsize}
 
     def _unit(self, tokens: int) -> int:
         return tokens * self.hidden * self.stream_bytes

@@ -310,7 +310,7 @@ def _scheduled_forward(
 ) -> Tensor:  # (B, S, D)
     """Embedding, scheduled layers, final norm. Padding is left out, and its output zero."""
     runtime = _runtime(base)
-    x = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    x = _embedded(base, runtime, input_ids) if inputs_embeds is None else inputs_embeds
     B, S, D = x.shape
     runtime.follow(x, _compute_dtype(x), base.config)
     if (multiplier := embedding_multiplier(base)) != 1.0:
@@ -320,9 +320,9 @@ def _scheduled_forward(
         positions = torch.arange(S * (shards.ranks if shards else 1), device=x.device)[None]
         position_ids = shards.own(positions) if shards else positions
     position_ids = position_ids.expand(B, S)
+    whole = shards.whole(position_ids) if shards else position_ids  # NCCL takes its memory first
     if torch.is_grad_enabled():
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
-    whole = shards.whole(position_ids) if shards else position_ids
     documents, real = Documents.of_batch(whole, attention_mask, bounds)
     if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
         base.rotary_emb(x[:1, :1], whole.max().view(1, 1))
@@ -339,6 +339,15 @@ def _scheduled_forward(
     if real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)
+
+
+def _embedded(base: Any, runtime: Runtime, input_ids: Tensor | None) -> Tensor:  # (B, S, D)
+    """Nobody reads the gradient that transformers asks of a frozen embedding's output, for the sake
+    of checkpoints, and its graph would hold on to that output until backward ends."""
+    x: Tensor = base.embed_tokens(input_ids)
+    models = (base, runtime.whole and runtime.whole())
+    asked = any(getattr(model, "_require_grads_hook", None) is not None for model in models)
+    return x.detach() if asked and x.is_leaf else x
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -6,8 +6,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from math import gcd
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -165,7 +164,7 @@ class Runtime:
         """Of one batch."""
         cut = Cut(
             self.args.tile_tokens or default_tile_tokens(intermediate),
-            self.args.head_groups or default_head_groups(tokens, kv_heads),
+            self.args.head_groups or default_head_groups(tokens, kv_heads, self.ranks),
         )
         if self.cut is None or tokens > self.reserved_tokens:
             return cut
@@ -178,7 +177,13 @@ class Runtime:
 
     def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
-        return model_sizes(model, self.args, self.dtype, self.stream_dtype)
+        sizes = model_sizes(model, self.args, self.dtype, self.stream_dtype)
+        return replace(sizes, ranks=self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """That share each row."""
+        return self.shards.ranks if self.shards else 1
 
 
 def model_sizes(
@@ -256,7 +261,7 @@ def make_schedule(
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
     the key/value heads, and heads that the ranks of a row cannot share."""
-    config, args, tokens = base.config, runtime.args, position_ids.numel()
+    config, tokens = base.config, position_ids.numel()
     heads = kv_heads(config)
     tile_tokens, head_groups = runtime.cut_of(tokens, config.intermediate_size, heads)
     if heads % head_groups:
@@ -265,11 +270,6 @@ def make_schedule(
         )
     attention = runtime.attention
     if runtime.shards is not None:
-        if not args.head_groups:
-            # Several of a long row, whose exchanges run beside attention, and none whose key/value
-            # heads several ranks read, if it can be.
-            head_groups = default_head_groups(tokens * runtime.shards.ranks, heads)
-            head_groups = gcd(head_groups, max(1, heads // runtime.shards.ranks))
         _check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
         attention = Sharded(attention, runtime.shards, rows)
     return Schedule(

@@ -29,6 +29,8 @@ from longctx.memory.ladder import (
     again_flops,
     cut_bytes,
     forward_flops,
+    on_host,
+    waited_for,
 )
 from longctx.memory.plan import (
     BlockSizes,
@@ -102,6 +104,8 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
     rates, link = machine.attention_at(backend, task.document), machine.link_bytes
     moved = list(zip(decision.specs, decision.blocks, decision.places, strict=True))
     hosted = decision.kept.host_bytes
+    away = on_host(task.sizes, task.tokens, task.ladder)
+    waits = waited_for(task.sizes, task.tokens, away, machine.rates)
 
     def computed(load: Load) -> Seconds:
         attention = load.attention_flops / rates.forward
@@ -112,9 +116,14 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
 
     def beside(compute: Seconds, slowest: float, *copies: int) -> Seconds:
         slowest = max(compute.step, slowest, *(nbytes / link for nbytes in copies))
-        return compute._replace(waits=slowest - compute.step, link=max(copies) / link)
+        waits = compute.waits + slowest - compute.step
+        return compute._replace(waits=waits, link=max(copies) / link)
+
+    def waiting(compute: Seconds, seconds: float) -> Seconds:
+        return compute._replace(waits=compute.waits + seconds)
 
     layers, loss, backward, update = map(computed, _loads(task))
+    layers, backward = waiting(layers, waits[0]), waiting(backward, waits[1])
     forward = _sum(layers, loss)
     # What is on the GPU is updated while the first of the rest comes.
     resident = sum(block.states for _, block, place in moved if place.states)

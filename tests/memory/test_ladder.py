@@ -27,8 +27,10 @@ from longctx.memory.ladder import (
     gpu_bytes,
     host_bytes,
     ladders,
+    on_host,
     rung_bytes,
     uniform,
+    waited_for,
 )
 from longctx.memory.plan import GIB, Cut
 
@@ -109,8 +111,20 @@ def test_little_memory_is_cut_small(asked) -> None:
 def test_free_memory_makes_one_group_and_one_tile() -> None:
     everything = 32 * ALL_BYTES / GIB
     assert cut(everything + 20, offload="none") == Cut(T, 1)
-    assert cut(everything) == Cut(T, 1)  # some of it waits on the host, where it costs nothing
     assert cut(200, tokens=8192) == Cut(8192, 1)  # a short batch is one tile anyway
+
+
+def test_what_waits_on_the_host_comes_up_beside_several_tiles() -> None:
+    tiles = T // cut(32 * ALL_BYTES / GIB).tile_tokens
+    assert tiles > 1
+    sizes = replace(LLAMA_8B, tile_tokens=T)
+    ladder = 31 * (Keep(Rung.H, Rung.H),) + (Keep(),)
+    hosted = on_host(sizes, T, ladder)
+    assert hosted == (host_bytes(sizes, T, ladder), 31, 31 * (T * 8192 + 512))
+    alone = [nbytes / H100.link_bytes for nbytes in (hosted.late, hosted.nbytes)]
+    assert waited_for(sizes, T, hosted, H100) == pytest.approx(alone)
+    down, up = waited_for(replace(sizes, tile_tokens=T // 16), T, hosted, H100)
+    assert (down, up) == (pytest.approx(alone[0] / 16), 0)
 
 
 def test_pieces_are_worth_less_than_attention() -> None:

@@ -4,6 +4,7 @@ tests/exactness.py; what is left to Hugging Face's layers; what they cost."""
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -404,6 +405,23 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     again, grads = gradients(ours, batch(PACKED))
     assert torch.equal(loss, again)
     assert all(torch.equal(plain[n], grads[n]) for n in plain)
+
+
+def test_no_graph_holds_a_frozen_embeddings_output() -> None:
+    """Though PEFT, TRL and Trainer ask for its gradient. Embeddings of a user's own have theirs."""
+    model, found = adapted("llama", torch.float32), list[weakref.ref[Tensor]]()
+    longctx.patch(model, strict=True, offload_activations="all")
+    inner = model.get_base_model()
+    inner.enable_input_require_grads()
+    embed = inner.get_input_embeddings()
+    embed.register_forward_hook(lambda *given: found.append(weakref.ref(given[-1])))
+    loss = model(**batch([[48]])).loss
+    assert found[0]() is None
+    loss.backward()
+    inputs = {name: x for name, x in batch([[48]]).items() if name != "input_ids"}
+    own = embed(batch([[48]])["input_ids"]).detach().requires_grad_()
+    model(inputs_embeds=own, **inputs).loss.backward()
+    assert own.grad is not None and own.grad.count_nonzero() > 0
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["patched first", "patched then"])
