@@ -294,24 +294,31 @@ def choose_beside(
     cuts = list(sizes.cuts(batch.tokens))
     if rates is None:
         return Chosen(uniform(sizes.layers, keep, offload), cuts[0])
-    best: tuple[Cost, Chosen] | None = None
-    for cut in cuts[:1] if offload == "all" else cuts:
+
+    def weighed(cut: Sizes) -> tuple[Cost, Chosen]:
         early_bytes = cut.early_bytes(batch.tokens, batch.passes > 1)
         room = Room(gpu - cut.layer_bytes(batch.tokens), host, early_bytes)
         ladder, cost = _choose(cut, batch, room, rates, keep, offload, states or States())
         moved = batch.passes * sum(cut_bytes(cut, batch.tokens, ladder))
-        cost = cost._replace(seconds=cost.seconds + moved / rates.memory_bytes)
-        if best is not None and cost >= best[0]:
+        return cost._replace(seconds=cost.seconds + moved / rates.memory_bytes), Chosen(ladder, cut)
+
+    best = weighed(cuts[0])
+    for cut in cuts[1:] if offload != "all" else []:
+        larger = weighed(cut)
+        if larger[0] >= best[0]:
             break
-        best = cost, Chosen(ladder, cut)
-    assert best is not None
+        best = larger
+    for cut in best[1].sizes.fewer_logits(batch.tokens):
+        if not best[0].missing_bytes:
+            break
+        best = min(best, weighed(cut), key=lambda found: found[0])
     return best[1]
 
 
 def cut_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> tuple[int, int]:
     """What forward and backward of all layers read and write for their work to be in pieces: n1 for
     each head group, the sums of weight gradients for each tile (model/layer.py)."""
-    tile_tokens, groups = sizes.cut(tokens)
+    tile_tokens, groups, _ = sizes.cut(tokens)
     n1 = 2 * tokens * sizes.hidden * sizes.stream_bytes
     tiles = -(-tokens // tile_tokens)
     wide, narrow = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
@@ -416,7 +423,7 @@ def _sums(sizes: Sizes, batch: Batch, keep: Keeping, offload: Offload) -> _Sums:
 
 def _shape(sizes: Sizes) -> Sizes:
     """Without the cut, of which nothing is counted here."""
-    return replace(sizes, tile_tokens=None, head_groups=None)
+    return replace(sizes, tile_tokens=None, head_groups=None, logits_bytes=None)
 
 
 def _costs(

@@ -48,15 +48,22 @@ def default_logits_bytes(vocab: int, hidden: int, trained: bool = True) -> int:
     return max(2**30, 4 * vocab * hidden * trained)
 
 
+LEAST_LOGITS_BYTES = 2**28
+"""Fewer are slower: 1000 rows of Llama-3.1-8B in the 16 bits of their gradients."""
+
+
 class Cut(NamedTuple):
-    """How a layer's work on a batch is cut: fewer and larger pieces are faster and need more."""
+    """How the work on a batch is cut: fewer and larger pieces are faster and need more."""
 
     tile_tokens: int
     head_groups: int
+    logits_bytes: int
+    """At a time."""
 
     def __str__(self) -> str:
         groups = "1 head group" if self.head_groups == 1 else f"{self.head_groups} head groups"
-        return f"{groups}, tiles of {self.tile_tokens} tokens"
+        logits = f"{self.logits_bytes / GIB:.3g} GiB of logits"
+        return f"{groups}, tiles of {self.tile_tokens} tokens, {logits}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +99,8 @@ class Sizes:
     """None: by size."""
     head_groups: int | None = None
     """None: by length."""
+    logits_bytes: int | None = None
+    """None: by size."""
     ranks: int = 1
     """That share each row: tokens are those of one."""
 
@@ -104,13 +113,14 @@ class Sizes:
         return Cut(
             self.tile_tokens or default_tile_tokens(self.intermediate),
             self.head_groups or default_head_groups(tokens, self.kv_heads, self.ranks),
+            self.logits_bytes or default_logits_bytes(self.vocab, self.hidden, self.trains_head),
         )
 
     def cuts(self, tokens: int) -> Iterator[Sizes]:
         """With every cut worth a look, from the least memory on: one head group, then tiles of
         twice the size up to a single one. What was asked for stays, and groups that take turns
         with their exchanges."""
-        tile, groups = self.cut(tokens)
+        tile, groups, _ = self.cut(tokens)
         yield replace(self, tile_tokens=tile, head_groups=groups)
         if groups > 1 and not self.head_groups and self.ranks == 1:
             groups = 1
@@ -119,13 +129,17 @@ class Sizes:
             tile *= 2
             yield replace(self, tile_tokens=tile, head_groups=groups)
 
-    @property
-    def logits_bytes(self) -> int:
-        return default_logits_bytes(self.vocab, self.hidden, self.trains_head)
+    def fewer_logits(self, tokens: int) -> Iterator[Sizes]:
+        """Of the same cut: with half as many at a time, and half of those."""
+        cut = self.cut(tokens)
+        logits_bytes = cut.logits_bytes // 2
+        while logits_bytes >= LEAST_LOGITS_BYTES:
+            yield replace(self, **cut._replace(logits_bytes=logits_bytes)._asdict())
+            logits_bytes //= 2
 
-    def working_bytes(self, tokens: int, logits_bytes: int | None = None) -> int:
+    def working_bytes(self, tokens: int) -> int:
         """What a step needs besides what layers keep, and weights and gradients of other layers."""
-        return max(self.layer_bytes(tokens), self.loss_bytes(tokens, logits_bytes))
+        return max(self.layer_bytes(tokens), self.loss_bytes(tokens))
 
     def early_bytes(self, tokens: int, accumulates: bool) -> int:
         """What is needed besides a layer's work while there are no layers' gradients yet: by the
@@ -133,14 +147,14 @@ class Sizes:
         head = 0 if accumulates else self.itemsize * self.hidden * self.vocab * self.trains_head
         return max(head, self.loss_bytes(tokens) - self.layer_bytes(tokens), 0)
 
-    def loss_bytes(self, tokens: int, logits_bytes: int | None = None) -> int:
-        return sum(self.loss_parts(tokens, logits_bytes).values())
+    def loss_bytes(self, tokens: int) -> int:
+        return sum(self.loss_parts(tokens).values())
 
-    def loss_parts(self, tokens: int, logits_bytes: int | None = None) -> dict[str, int]:
-        """While the loss is computed; the workspace of logits goes before the gradient is
-        rounded."""
+    def loss_parts(self, tokens: int) -> dict[str, int]:
+        """While the loss is computed; the workspace of logits, which a short batch does not fill,
+        goes before the gradient is rounded."""
         unit, head = self._unit(tokens), self.hidden * self.vocab * self.trains_head
-        logits = logits_bytes or self.logits_bytes
+        logits = min(self.cut(tokens).logits_bytes, 4 * tokens * self.vocab)
         rounded = self.itemsize * head
         return {
             "last layer's output": unit,

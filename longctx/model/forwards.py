@@ -182,6 +182,7 @@ def causal_forward(
         num_items=num_items_in_batch,
         logits_scaling=scaling,
         label_smoothing=runtime.label_smoothing if self.training else 0.0,
+        logits_bytes=runtime.cut and runtime.cut.logits_bytes,
     )
     return CausalLMOutputWithPast(
         loss=loss,

@@ -160,15 +160,13 @@ class Runtime:
             states=states,
         )
 
-    def cut_of(self, tokens: int, intermediate: int, kv_heads: int) -> Cut:
-        """Of one batch."""
-        cut = Cut(
-            self.args.tile_tokens or default_tile_tokens(intermediate),
-            self.args.head_groups or default_head_groups(tokens, kv_heads, self.ranks),
-        )
+    def pieces(self, tokens: int, intermediate: int, kv_heads: int) -> tuple[int, int]:
+        """Tokens of a tile, and head groups, of one batch."""
+        tile_tokens = self.args.tile_tokens or default_tile_tokens(intermediate)
+        groups = self.args.head_groups or default_head_groups(tokens, kv_heads, self.ranks)
         if self.cut is None or tokens > self.reserved_tokens:
-            return cut
-        return Cut(self.cut.tile_tokens, min(self.cut.head_groups, cut.head_groups))
+            return tile_tokens, groups
+        return self.cut.tile_tokens, min(self.cut.head_groups, groups)
 
     def describe(self) -> str:
         """In one line: what is kept for backward, and where; how the work is cut."""
@@ -263,7 +261,7 @@ def make_schedule(
     the key/value heads, and heads that the ranks of a row cannot share."""
     config, tokens = base.config, position_ids.numel()
     heads = kv_heads(config)
-    tile_tokens, head_groups = runtime.cut_of(tokens, config.intermediate_size, heads)
+    tile_tokens, head_groups = runtime.pieces(tokens, config.intermediate_size, heads)
     if heads % head_groups:
         raise UserError(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"

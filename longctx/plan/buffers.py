@@ -162,7 +162,7 @@ def scheduled_phases(
         **states.base(),
         "gradients": states.all_gradients() if accumulates else 0,
         "kept activations": kept_below[-1],
-        **sizes.loss_parts(tokens, _logits_bytes(sizes, tokens)),
+        **sizes.loss_parts(tokens),
         "rows of the loss": _loss_rows_bytes(sizes, tokens),
     }
     embedding = {
@@ -193,14 +193,9 @@ def _forward_work(sizes: Sizes, tokens: int, keep: Keep) -> Buffers:
     }
 
 
-def _logits_bytes(sizes: Sizes, tokens: int) -> int:
-    """Of the workspace, which a short batch does not fill."""
-    return min(sizes.logits_bytes, 4 * tokens * sizes.vocab)
-
-
 def _loss_rows_bytes(sizes: Sizes, tokens: int) -> int:
     """Of a group of pieces (model/loss.py): hidden and its gradient, without ignored labels."""
-    lines = sizes.logits_bytes // (2 * sizes.vocab)
+    lines = sizes.cut(tokens).logits_bytes // (2 * sizes.vocab)
     rows = lines * 7 // 8 if sizes.itemsize < 4 else lines // 2
     return 2 * min(tokens, rows) * sizes.hidden * sizes.itemsize
 

@@ -21,7 +21,7 @@ from longctx.plan.decide import Budget, Choose, Decision
 from longctx.plan.predict import Plan, Run
 from longctx.recipe import read_text
 
-FORMAT = 1
+FORMAT = 2
 OPTIONS = (
     *("class_type", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("place", "gpu_memory_gib", "keep", "offload_activations", "head_groups", "tile_tokens"),

@@ -32,7 +32,7 @@ from longctx.memory.ladder import (
     uniform,
     waited_for,
 )
-from longctx.memory.plan import GIB, Cut
+from longctx.memory.plan import GIB, Cut, default_logits_bytes
 
 T = 131072
 H100 = Rates(flops=680e12, link_bytes=47e9, memory_bytes=3e12)
@@ -99,19 +99,20 @@ def cut(gpu_gib: float, tokens: int = T, rates: Rates | None = H100, **asked) ->
     return choose_beside(sizes, Batch(tokens, tokens), *budgets, rates, **asked).sizes.cut(tokens)
 
 
-LITTLE = Cut(8192, 8)
+LOGITS = default_logits_bytes(128256, 4096)
+LITTLE = Cut(8192, 8, LOGITS)
 
 
 @pytest.mark.parametrize("asked", [{"offload": "all"}, {"rates": None}, {"offload": "none"}])
 def test_little_memory_is_cut_small(asked) -> None:
-    assert cut(20, **asked) == LITTLE
-    assert cut(2000, **asked) == (Cut(T, 1) if asked == {"offload": "none"} else LITTLE)
+    assert cut(20, **asked)[:2] == LITTLE[:2]
+    assert cut(2000, **asked) == (Cut(T, 1, LOGITS) if asked == {"offload": "none"} else LITTLE)
 
 
 def test_free_memory_makes_one_group_and_one_tile() -> None:
     everything = 32 * ALL_BYTES / GIB
-    assert cut(everything + 20, offload="none") == Cut(T, 1)
-    assert cut(200, tokens=8192) == Cut(8192, 1)  # a short batch is one tile anyway
+    assert cut(everything + 20, offload="none") == Cut(T, 1, LOGITS)
+    assert cut(200, tokens=8192) == Cut(8192, 1, LOGITS)  # a short batch is one tile anyway
 
 
 def test_what_waits_on_the_host_comes_up_beside_several_tiles() -> None:
@@ -133,15 +134,30 @@ def test_pieces_are_worth_less_than_attention() -> None:
 
 
 def test_what_was_asked_for_stays() -> None:
-    assert cut(2000, groups=4) == Cut(T, 4)
-    assert cut(2000, tile=512) == Cut(512, 1)
-    assert cut(2000, tile=512, groups=2) == Cut(512, 2)
+    assert cut(2000, groups=4) == Cut(T, 4, LOGITS)
+    assert cut(2000, tile=512) == Cut(512, 1, LOGITS)
+    assert cut(2000, tile=512, groups=2) == Cut(512, 2, LOGITS)
 
 
 def test_frozen_weights_have_no_sums_that_tiles_would_spare() -> None:
     sizes = replace(LLAMA_8B, trains_weights=False)
     found = choose_beside(sizes, Batch(T, T), 2000 * GIB, 0, H100)
-    assert found.sizes.cut(T) == Cut(8192, 1)
+    assert found.sizes.cut(T) == Cut(8192, 1, LOGITS)
+
+
+def test_logits_are_fewer_only_where_nothing_else_fits() -> None:
+    """Four layers in 8 GiB, 3.6 of them weights, as many gradients."""
+    four, tokens = replace(LLAMA_8B, layers=4), 8192
+    states = States(gradients=int(3.58 * GIB))
+
+    def found(gib: float) -> Cut:
+        free, batch = int((gib - 3.58) * GIB), Batch(tokens, tokens)
+        chosen = choose_beside(four, batch, free, 500 * GIB, H100, offload="none", states=states)
+        return chosen.sizes.cut(tokens)
+
+    assert found(12).logits_bytes == LOGITS
+    assert 2**28 <= found(7.75).logits_bytes < LOGITS
+    assert found(4).logits_bytes >= 2**28
 
 
 # --- choices ---------------------------------------------------------------------------------

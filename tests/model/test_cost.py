@@ -151,7 +151,7 @@ def test_the_peak_is_what_the_plan_leaves_room_for(groups) -> None:
         step.forward().backward()
     peak = activations(tracker.get_tracker_snapshot("peak")[CPU])
     sizes, ladder = step.model.longctx.sizes(step.model), step.model.longctx.store.ladder
-    planned = gpu_bytes(sizes, T, ladder) + sizes.working_bytes(T, logits_bytes=T * V * 4)
+    planned = gpu_bytes(sizes, T, ladder) + sizes.working_bytes(T)
     # torch's flash op for CPUs wants k and v for every query head, and returns gradients of each.
     repeated = 3 * UNIT_BYTES // groups
     assert planned <= peak <= planned + repeated + 16 * T
@@ -187,7 +187,7 @@ def over_plan(step: Step) -> int:
     with tracker:
         step.forward().backward()
     sizes, ladder = step.model.longctx.sizes(step.model), step.model.longctx.store.ladder
-    planned = gpu_bytes(sizes, T, ladder) + sizes.working_bytes(T, logits_bytes=T * V * 4)
+    planned = gpu_bytes(sizes, T, ladder) + sizes.working_bytes(T)
     return activations(tracker.get_tracker_snapshot("peak")[CPU]) - planned
 
 

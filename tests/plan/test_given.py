@@ -80,7 +80,7 @@ def test_another_model_is_refused(tmp_path) -> None:
         ('{"fits": false, "problem": "too large"}', "does not fit its machine: too large"),
         ('{"fits": true}', "a run with torch's AdamW, whose states nobody places"),
         ('{"fits": true, "plan": {"format": 0}}', "written by another version"),
-        ('{"fits": true, "plan": {"format": 1, "budget_bytes": [1]}}', "is no plan"),
+        ('{"fits": true, "plan": {"format": 2, "budget_bytes": [1]}}', "is no plan"),
     ],
 )
 def test_what_is_no_plan(tmp_path, text, says) -> None:
