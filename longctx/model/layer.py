@@ -696,14 +696,13 @@ def keep(
     w: Layer,
     s: Schedule,
 ) -> Residuals:
-    """Keeps what is there already, and returns room for what the MLP will leave."""
+    """Keeps what attention left beside x, and returns room for what the MLP will leave."""
     T, F = x.shape[0], len(w.gate.weight)
-    s.store.add(saved, Rung.X, x=x)
     if saved.keeps(Rung.O):
         s.store.add(saved, Rung.O, o=o, lse=lse)
     if saved.keeps(Rung.QKV):
         s.store.add(saved, Rung.QKV, **{_part(i): part for i, part in enumerate(qkv)})
-    s.store.send(saved, *saved.entries)
+    s.store.send(saved, *(name for name in saved.entries if name != "x"))
     if not saved.keeps(Rung.H):
         return NOTHING
     h = torch.empty_like(x)
@@ -735,6 +734,8 @@ class _ScheduledLayer(torch.autograd.Function):
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
+            s.store.add(saved, Rung.X, x=x)
+            s.store.send(saved, "x")  # beside attention, the rest beside the MLP
         qkv: list[Tensor] = []
         keeps_qkv = saved is not None and saved.keeps(Rung.QKV)
         o, lse = attention_forward(x, w, t, s, qkv if keeps_qkv else None)
