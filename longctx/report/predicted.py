@@ -27,6 +27,7 @@ from longctx.errors import UserError, print_rank0, printable
 from longctx.memory.ladder import Ladder
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB, Place
+from longctx.model.runtime import patched_part
 from longctx.plan.buffers import peak
 from longctx.plan.changes import changes
 from longctx.plan.given import read_given
@@ -66,7 +67,8 @@ def foresee(
     if machine is None or why_not is not None:
         print_rank0(f"nothing is predicted: {why_not}")
         return None
-    subject, run, host = Subject(config), run_of(model_args, args), host_share_bytes()
+    subject, run = Subject(config, model_args), run_of(model_args, args)
+    host = host_share_bytes()
     foreseen = Foreseen(subject, machine, host, plan(subject, run, machine, host), args)
     foreseen.refuse()
     return foreseen
@@ -86,7 +88,7 @@ def check_given(
         )
     if args.world_size > 1:
         raise UserError(f"--plan {path} is of one process, and this run has {args.world_size}")
-    given.check(run, Subject(config).sizes(run))
+    given.check(run, Subject(config, model_args).sizes(run))
 
 
 def why_unknown(model_args: ModelArguments, args: TrainArguments, sharded: bool) -> str | None:
@@ -97,8 +99,6 @@ def why_unknown(model_args: ModelArguments, args: TrainArguments, sharded: bool)
         return "only runs of one process are"
     if model_args.class_type != "custom":
         return f"only --class_type custom is; `longctx plan` knows {model_args.class_type}"
-    if model_args.lora_r is not None:
-        return "only runs that train all weights are"
     if compute_dtype(model_args, args.device) != torch.bfloat16:
         return "only runs in bfloat16 are"
     return None
@@ -155,7 +155,9 @@ class Foreseen:
 
     def compare(self, trainer: Any, first_step: int) -> None:
         """Logs predicted beside measured, of the steps after `first_step`, and says what is off."""
-        ladder = trainer.model.longctx.store.ladder
+        model = patched_part(trainer.model)
+        assert model is not None
+        ladder = model.longctx.store.ladder
         places = [block.place for block in trainer.exact.stream.blocks] if trainer.exact else None
         measured = measure(trainer, first_step)
         found = compare(self.planned, measured, as_planned(self.planned, ladder, places))

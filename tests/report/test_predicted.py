@@ -91,7 +91,6 @@ def test_nothing_is_foreseen_without_a_gpu(capsys) -> None:
         ({"sharded": True}, {}, "only runs without an engine are"),
         ({"args": arguments(world_size=2)}, {}, "only runs of one process are"),
         ({}, {"class_type": "liger"}, "only --class_type custom is; `longctx plan` knows liger"),
-        ({}, {"lora_r": 8}, "only runs that train all weights are"),
         ({}, {"dtype": "float32"}, "only runs in bfloat16 are"),
         ({}, {"attn_backend": "math"}, "--attn_backend math was not measured on this GPU"),
         ({"machine": None}, {}, "the rates of this GPU are not known; `longctx doctor` measures"),
@@ -162,12 +161,14 @@ def test_the_first_logged_step_compiles(monkeypatch) -> None:
     assert "step_s" not in measure(trainer, 6)
 
 
-def test_a_run_from_its_prediction_to_the_comparison(tmp_path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("more", [[], ["--lora_r", "4"]], ids=["whole", "lora"])
+def test_a_run_from_its_prediction_to_the_comparison(tmp_path, monkeypatch, capsys, more) -> None:
     monkeypatch.setattr(predicted, "DEVICE", "cpu")
     monkeypatch.setattr(predicted, "known_machine", lambda: MACHINES["h100"])
-    flags = [*prepare(tmp_path), "--dtype", "bfloat16", "--max_steps", "3"]
+    flags = [*prepare(tmp_path), "--dtype", "bfloat16", "--max_steps", "3", *more]
     run(flags, tmp_path / "run")
     said = capsys.readouterr().out
+    assert ("fp32 adapters over frozen weights" in said) == bool(more)
     assert "seconds a step" in said and said.count("predicted and measured: host") == 1
     assert "batches below 4096 tokens wait for launches" in said
     last = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
