@@ -4,19 +4,21 @@
 
 A row that was measured before the ladder and the larger pieces (rows without `keep`) is predicted
 with what was then: x and o kept, tiles of 4096 tokens, 1 GiB of logits; where states live is always
-decided as today. Host memory is compared where a row is of a process of its own, on a machine that
-nothing else used.
+decided as today. Rows of the front (forward and backward alone, by budget) are predicted with the
+ladder and the cut that their text names; those that ran out of memory must be refused. Host memory
+is compared where a row is of a process of its own, on a machine that nothing else used.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,10 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
 from longctx.memory import plan as memory_plan
-from longctx.memory.plan import GIB, default_head_groups
+from longctx.memory.ladder import Keep, Ladder, Rung
+from longctx.memory.plan import GIB, Place, default_head_groups
+from longctx.model.blocks import state_blocks
+from longctx.plan.buffers import other_phases, scheduled_phases
+from longctx.plan.decide import Budget, Decision, HostRoom, Kept, keeping
 from longctx.plan.machines import MACHINES
 from longctx.plan.predict import Plan, Run, Subject, plan
+from longctx.plan.seconds import Task, seconds
+from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
+from profiling.build import VOCABULARY
+from profiling.front import MODELS, batches
 
 RESULTS = Path(__file__).parent / "results"
 PRESET, KV_HEADS = "llama-3.1-8b", 8
@@ -58,9 +68,10 @@ def logits_of_1_gib() -> Iterator[None]:
         yield
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
+def rows_of(name: str, *others: str) -> list[dict[str, Any]]:
+    """Those that ran, and those of `others`."""
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return [row for row in rows if row["status"] == "ok"]
+    return [row for row in rows if row["status"] in ("ok", *others)]
 
 
 def subject(layers: int = 32, vocab: int | None = None) -> Subject:
@@ -140,16 +151,119 @@ def layer_cells() -> Iterator[Cell]:
             yield Cell(name=f"h200 layers: {what}", plan=planned, measured=measured)
 
 
+# --- the front -------------------------------------------------------------------------------
+
+NAMES = ("x", "o", "h", "q k v", "gate up")
+
+
+def read_ladder(text: str) -> tuple[Ladder, dict[str, int]]:
+    """From what `Runtime.describe` says: the ladder, and how the work is cut."""
+    kept, _, cut = text.removeprefix("kept for backward: ").rpartition("; ")
+    ladder: list[Keep] = []
+    for first, last, what in re.findall(r"layers (\d+) to (\d+): ([^;]+)", kept):
+        places = {place: names for names, place in re.findall(r"([a-z ]+?) on the (\w+)", what)}
+        hosted, on_gpu = (_count(places.get(place, "")) for place in ("host", "GPU"))
+        keep = Keep(Rung(hosted + on_gpu - 1), Rung(hosted - 1) if hosted else None)
+        ladder += (int(last) - int(first) + 1) * [keep]
+    found = re.match(r"(\d+) head groups?, tiles of (\d+) tokens", cut)
+    assert found is not None, text
+    return tuple(ladder), dict(head_groups=int(found[1]), tile_tokens=int(found[2]))
+
+
+def _count(names: str) -> int:
+    return sum(f" {name} " in f" {names.strip()} " for name in NAMES)
+
+
+def front_cells() -> Iterator[Cell]:
+    """Forward and backward alone: no states, no update. Of the peers, checkpointing by layer."""
+    found = batches()
+    documents = {k: round(equal_tokens(b["position_ids"].numpy())) for k, b in found.items()}
+    for row in rows_of("h200_front", "oom"):
+        if row["class_type"] == "custom" or (row["checkpointing"], row["offload"]) == (
+            "layers",
+            "none",
+        ):
+            yield front_cell(row, found[row["rows"]]["input_ids"].numel(), documents[row["rows"]])
+
+
+def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
+    machine, ours = MACHINES["h200"], row["class_type"] == "custom"
+    preset, layers = MODELS[row["model"]]
+    args = ModelArguments(
+        preset=preset,  # type: ignore[arg-type]
+        class_type=row["class_type"],
+        seq_len=tokens,
+        extend_context=True,
+        attn_backend="fa4",
+    )
+    config = load_config(args, vocab_size=VOCABULARY)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    subject_, run = Subject(config), Run(model=args, exact=False)
+    sizes, ladder = subject_.sizes(run), ()
+    if ours:
+        ladder, cut = read_ladder(row["ladder"])
+        sizes = replace(sizes, **cut)
+    specs = state_blocks(subject_.model, movable=ours)
+    places, kept = [Place() for _ in specs], keeping(sizes, tokens, ladder) if ours else Kept()
+    limit = int(row.get("budget_gib", machine.gpu_gib) * GIB)
+    decision = Decision(
+        specs=specs,
+        blocks=[replace(spec.sizes(accumulates=False), states=0) for spec in specs],
+        places=places,
+        kept=kept,
+        host=HostRoom(specs, places, accumulates=False, activation_bytes=kept.host_bytes),
+        budget=Budget(limit, 0),
+        needed_bytes=0,
+        sizes=sizes if ours else None,
+    )
+    phases = (
+        scheduled_phases(decision, sizes, tokens, False)
+        if ours
+        else other_phases(decision, sizes, tokens, False, row["class_type"])
+    )
+    task = Task(
+        sizes=sizes,
+        tokens=tokens,
+        document=document,
+        class_type=row["class_type"],
+        ladder=ladder,
+        trained=0,
+        exact=False,
+    )
+    planned = Plan(
+        run=run,
+        machine=machine,
+        sizes=sizes,
+        backend="fa4",
+        decision=decision,
+        phases=[phase for phase in phases if phase.name != "update"],
+        seconds=seconds(task, decision, machine, "fa4", 1),
+        gpu_limit=limit,
+        problem=None,
+    )
+    ran = row["status"] == "ok"
+    if not ran and planned.gpu_bytes <= limit:
+        sys.exit(f"error: not refused: {row}")
+    budget = f" in {row['budget_gib']:g} GiB" if ours else ""
+    name = f"{row['model']}, {row['rows']}: {row['class_type']}{budget}"
+    measured = {"gpu_gib": row["peak_gib"], "step_s": row["s"]} if ran else {}
+    return Cell(name=name if ran else f"{name}: refused", plan=planned, measured=measured)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    cells = [*step_cells(), *layer_cells()]
-    for cell in cells:
-        errors = ", ".join(f"{key} {error:+.1%}" for key, error in cell.errors().items())
-        print(f"{cell.name:62} {errors}")
-    for key in ("gpu_gib", "host_gib", "step_s"):
-        errors = [abs(e[key]) for cell in cells if key in (e := cell.errors())]
-        mean, worst = statistics.mean(errors), max(errors)
-        print(f"{key}: {len(errors)} cells, mean {mean:.1%}, worst {worst:.1%}")
+    for title, cells in (
+        ("whole steps and layers", [*step_cells(), *layer_cells()]),
+        ("the front", [*front_cells()]),
+    ):
+        for cell in cells:
+            found = ", ".join(f"{key} {error:+.1%}" for key, error in cell.errors().items())
+            print(f"{cell.name:74} {found}")
+        for key in ("gpu_gib", "host_gib", "step_s"):
+            errors = [abs(e[key]) for cell in cells if key in (e := cell.errors())]
+            if errors:
+                mean, worst = statistics.mean(errors), max(errors)
+                print(f"{title}, {key}: {len(errors)} cells, mean {mean:.1%}, worst {worst:.1%}")
 
 
 if __name__ == "__main__":

@@ -295,10 +295,14 @@ def choose_beside(
     if rates is None:
         return Chosen(uniform(sizes.layers, keep, offload), cuts[0])
 
+    states = states or States()
+
     def weighed(cut: Sizes) -> tuple[Cost, Chosen]:
         early_bytes = cut.early_bytes(batch.tokens, batch.passes > 1)
-        room = Room(gpu - cut.layer_bytes(batch.tokens), host, early_bytes)
-        ladder, cost = _choose(cut, batch, room, rates, keep, offload, states or States())
+        work = cut.layer_bytes(batch.tokens)
+        room = Room(gpu - work, host, early_bytes)
+        there = replace(states, gradients=states.gradients - _not_yet(cut, batch, states, work))
+        ladder, cost = _choose(cut, batch, room, rates, keep, offload, there)
         moved = batch.passes * sum(cut_bytes(cut, batch.tokens, ladder))
         return cost._replace(seconds=cost.seconds + moved / rates.memory_bytes), Chosen(ladder, cut)
 
@@ -313,6 +317,16 @@ def choose_beside(
             break
         best = min(best, weighed(cut), key=lambda found: found[0])
     return best[1]
+
+
+def _not_yet(sizes: Sizes, batch: Batch, states: States, work: int) -> int:
+    """Bytes of gradients that come after the work of the first layer's backward has gone, as far as
+    that is more than what comes with them. Where gradients may leave the GPU, placing counts all
+    (plan.place_blocks)."""
+    if batch.passes > 1 or states.gradients_move:
+        return 0
+    room = max(0, work - sizes.embedding_bytes(batch.tokens))
+    return min(states.gradients, sizes.last_gradients(), room)
 
 
 def cut_bytes(sizes: Sizes, tokens: int, ladder: Ladder) -> tuple[int, int]:

@@ -89,6 +89,8 @@ class Sizes:
     """Some layer's; else they have no gradients."""
     trains_head: bool = True
     """lm_head's too."""
+    tied: bool = False
+    """lm_head is the embedding."""
     dense_bytes: int = 0
     """Of a layer's weights while it computes, where they are quantised."""
     rank: int = 0
@@ -147,6 +149,19 @@ class Sizes:
         head = 0 if accumulates else self.itemsize * self.hidden * self.vocab * self.trains_head
         return max(head, self.loss_bytes(tokens) - self.layer_bytes(tokens), 0)
 
+    def last_gradients(self) -> int:
+        """What is not there yet while the first layer's backward works: its own gradients, and the
+        embedding's, unless it is lm_head."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = 3 * self.intermediate + 2 * wide + 2 * narrow
+        embedding = 0 if self.tied else self.vocab * self.trains_head
+        return self.itemsize * self.hidden * (layer * self.trains_weights + embedding)
+
+    def embedding_bytes(self, tokens: int) -> int:
+        """What is needed besides gradients when the last one is made (plan/buffers.py)."""
+        segments = tokens // 10 + min(tokens, self.vocab)
+        return 4 * segments * self.hidden + self._unit(tokens)
+
     def loss_bytes(self, tokens: int) -> int:
         return sum(self.loss_parts(tokens).values())
 
@@ -164,21 +179,31 @@ class Sizes:
             "logits" if logits >= rounded else "the same, rounded": max(logits, rounded),
         }
 
+    def loss_rows_bytes(self, tokens: int) -> int:
+        """Of a group of pieces (model/loss.py): hidden and its gradient, where labels that do not
+        count are left out."""
+        lines = self.cut(tokens).logits_bytes // (2 * self.vocab)
+        rows = lines * 7 // 8 if self.itemsize < 4 else lines // 2
+        return 2 * min(tokens, rows) * self.hidden * self.itemsize
+
     def layer_bytes(self, tokens: int) -> int:
         return sum(self.layer_parts(tokens).values())
 
-    def layer_parts(self, tokens: int) -> dict[str, int]:
-        """While a layer's backward runs: dy, and the MLP's step or attention's."""
-        mlp, attention = self._mlp_parts(tokens), self._attention_parts(tokens)
-        larger = mlp if sum(mlp.values()) >= sum(attention.values()) else attention
+    def layer_parts(self, tokens: int, *, qkv: bool = False, mlp: bool = False) -> dict[str, int]:
+        """While a layer's backward runs: dy, and the MLP's step or attention's. `qkv`, `mlp`:
+        forward kept q, k, v, and gate and up."""
+        mlp_parts, attention = self._mlp_parts(tokens, mlp), self._attention_parts(tokens, qkv)
+        larger = max(mlp_parts, attention, key=lambda parts: sum(parts.values()))
         return {"dy": self._unit(tokens), **larger}
 
-    def _mlp_parts(self, tokens: int) -> dict[str, int]:
+    def _mlp_parts(self, tokens: int, kept: bool) -> dict[str, int]:
         """Gradients of gate, up, down and o in fp32, one of them rounded; a tile's gate, up, their
-        product, and h, n2 and their gradients."""
+        product, and h, n2 and their gradients. gate, up and h may be `kept`."""
         rows = min(tokens, self.cut(tokens).tile_tokens)
         gradients = (12 + self.itemsize) * self.intermediate + 4 * self.heads * self.head_dim
-        tile = (3 * self.intermediate + 4 * self.hidden) * self.itemsize
+        numbers = 3 * self.intermediate + 4 * self.hidden
+        numbers -= 2 * (self.intermediate + self.hidden) * kept
+        tile = numbers * self.itemsize
         tile += 2 * self.intermediate * self.itemsize if self.drops else 0  # masked, and the mask
         return {
             "the MLP's gradients, fp32": gradients * self.hidden * self.trains_weights,
@@ -193,14 +218,16 @@ class Sizes:
     def _dense_parts(self) -> dict[str, int]:
         return {"a layer's dense weights": self.dense_bytes} if self.dense_bytes else {}
 
-    def _attention_parts(self, tokens: int) -> dict[str, int]:
-        """The MLP's gradients, rounded; dk and dv; a group's q, k, v and do, and their gradients,
-        which flash-attention sums in fp32; q and k once more, if they are normed."""
+    def _attention_parts(self, tokens: int, kept: bool) -> dict[str, int]:
+        """The MLP's gradients, rounded; dk and dv; a group's q, k, v, unless they are `kept`, and
+        do, and their gradients, which flash-attention sums in fp32; q and k once more, if they are
+        normed."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = 3 * self.intermediate + wide
         groups = self.cut(tokens).head_groups
         group = (3 * wide + 4 * narrow) * self.itemsize
         group += 4 * (wide + 2 * narrow) if self.itemsize < 4 else 0
+        group -= (wide + 2 * narrow) * self.itemsize if kept else 0
         group += (wide + narrow) * self.itemsize if self.qk_norms else 0
         return {
             "the MLP's gradients": weights * self.hidden * self.itemsize * self.trains_weights,

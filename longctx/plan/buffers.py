@@ -150,11 +150,12 @@ def scheduled_phases(
         return Phase("forward", buffers)
 
     def backward(i: int) -> Phase:
+        rung = ladder[i].rung
         buffers = {
             **states.base(layers_only=True),
             "gradients": states.new_gradients(i),
             "kept activations": kept_below[i] + lasting_bytes(sizes, tokens, ladder[i:]),
-            **sizes.layer_parts(tokens),
+            **sizes.layer_parts(tokens, qkv=rung >= Rung.QKV, mlp=rung == Rung.ALL),
         }
         return Phase("backward", buffers)
 
@@ -163,7 +164,7 @@ def scheduled_phases(
         "gradients": states.all_gradients() if accumulates else 0,
         "kept activations": kept_below[-1],
         **sizes.loss_parts(tokens),
-        "rows of the loss": _loss_rows_bytes(sizes, tokens),
+        "rows of the loss": sizes.loss_rows_bytes(tokens),
     }
     embedding = {
         **states.base(layers_only=True),
@@ -185,19 +186,13 @@ def _forward_work(sizes: Sizes, tokens: int, keep: Keep) -> Buffers:
     heads = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     group = tokens * (heads // cut.head_groups) * sizes.itemsize
     rows = min(tokens, cut.tile_tokens)
-    tile = rows * (2 * sizes.intermediate + 2 * sizes.hidden) * sizes.itemsize
+    wide = 1 if keep.rung == Rung.ALL else 2  # gate and up, or their product beside them
+    tile = rows * (wide * sizes.intermediate + 2 * sizes.hidden) * sizes.itemsize
     return {
         "this layer's": rung_bytes(sizes, tokens, max(keep.rung, Rung.O)),
         "its output": unit,
         "a head group or a tile": max(group - unit, tile),
     }
-
-
-def _loss_rows_bytes(sizes: Sizes, tokens: int) -> int:
-    """Of a group of pieces (model/loss.py): hidden and its gradient, without ignored labels."""
-    lines = sizes.cut(tokens).logits_bytes // (2 * sizes.vocab)
-    rows = lines * 7 // 8 if sizes.itemsize < 4 else lines // 2
-    return 2 * min(tokens, rows) * sizes.hidden * sizes.itemsize
 
 
 # --- vanilla and liger -----------------------------------------------------------------------

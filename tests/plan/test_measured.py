@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 
-from profiling.plan_cells import Cell, layer_cells, step_cells
+from longctx.memory.ladder import Keep, Rung
+from profiling.plan_cells import Cell, front_cells, layer_cells, read_ladder, step_cells
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +29,38 @@ def test_errors(cells, key, count, mean, worst) -> None:
 
 def test_what_ran_was_not_refused(cells) -> None:
     assert all(cell.plan.fits for cell in cells), [c.plan.problem for c in cells]
+
+
+# --- the front: no rate was taken from it ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def front() -> list[Cell]:
+    return [*front_cells()]
+
+
+@pytest.mark.parametrize(
+    ("key", "mean", "worst"), [("gpu_gib", 0.01, 0.07), ("step_s", 0.021, 0.075)]
+)
+def test_errors_of_the_front(front, key, mean, worst) -> None:
+    errors = [abs(cell.errors()[key]) for cell in front if cell.measured]
+    assert len(errors) == 51
+    assert statistics.mean(errors) <= mean
+    assert max(errors) <= worst
+
+
+def test_what_ran_out_of_memory_is_refused(front) -> None:
+    gone = [cell for cell in front if not cell.measured]
+    assert len(gone) == 5 and all(c.plan.gpu_bytes > c.plan.gpu_limit for c in gone)
+    ran = [cell for cell in front if cell.measured]
+    assert all(c.plan.gpu_bytes <= c.plan.gpu_limit for c in ran)
+
+
+def test_what_a_run_says_is_read() -> None:
+    text = (
+        "kept for backward: layers 0 to 1: x o h on the host; layers 2 to 2: x o h q k v on the "
+        "host, gate up on the GPU; layers 3 to 3: x o on the GPU; 1 head group, tiles of 16 tokens"
+    )
+    two = 2 * (Keep(Rung.H, Rung.H),)
+    ladder = (*two, Keep(Rung.ALL, Rung.QKV), Keep(Rung.O))
+    assert read_ladder(text) == (ladder, dict(head_groups=1, tile_tokens=16))
