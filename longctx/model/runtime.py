@@ -211,7 +211,7 @@ def model_sizes(
         qk_norms=weights[0].q_norm is not None,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),
         trains_head=head is None or any(p.requires_grad for p in head.parameters()),
-        tied=head is not None and head.weight is base.embed_tokens.weight,
+        tied=getattr(head, "weight", None) is base.embed_tokens.weight,
         dense_bytes=sum(math.prod(state.shape) * dtype.itemsize for state in packed),
         rank=max((len(x.a) for x in adapters), default=0),
         drops=any(x.dropout for x in adapters),

@@ -27,7 +27,6 @@ from longctx.errors import UserError, print_rank0, printable
 from longctx.memory.ladder import Ladder
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB, Place
-from longctx.model.runtime import patched_part
 from longctx.plan.buffers import peak
 from longctx.plan.changes import changes
 from longctx.plan.given import read_given
@@ -155,9 +154,7 @@ class Foreseen:
 
     def compare(self, trainer: Any, first_step: int) -> None:
         """Logs predicted beside measured, of the steps after `first_step`, and says what is off."""
-        model = patched_part(trainer.model)
-        assert model is not None
-        ladder = model.longctx.store.ladder
+        ladder = trainer.runtime.store.ladder
         places = [block.place for block in trainer.exact.stream.blocks] if trainer.exact else None
         measured = measure(trainer, first_step)
         found = compare(self.planned, measured, as_planned(self.planned, ladder, places))

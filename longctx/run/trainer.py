@@ -117,8 +117,9 @@ class LongTrainer(ExactTrainer):
             ranks_a_row,
         )
         announce_compiling()
+        self.runtime = None
         if patched := patched_part(model):
-            runtime = patched.longctx
+            self.runtime = runtime = patched.longctx
             self.engine.gather_whole(patched, patched.model.layers)
             runtime.pending_bytes = self.engine.pending_bytes
             runtime.passes, runtime.shards = args.gradient_accumulation_steps, self.shards
