@@ -179,10 +179,8 @@ def front_cells() -> Iterator[Cell]:
     found = batches()
     documents = {k: round(equal_tokens(b["position_ids"].numpy())) for k, b in found.items()}
     for row in rows_of("h200_front", "oom"):
-        if row["class_type"] == "custom" or (row["checkpointing"], row["offload"]) == (
-            "layers",
-            "none",
-        ):
+        settings = row.get("checkpointing"), row.get("offload")
+        if row["class_type"] == "custom" or settings == ("layers", "none"):
             yield front_cell(row, found[row["rows"]]["input_ids"].numel(), documents[row["rows"]])
 
 
@@ -198,12 +196,12 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     )
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = layers or config.num_hidden_layers
-    subject_, run = Subject(config), Run(model=args, exact=False)
-    sizes, ladder = subject_.sizes(run), ()
+    made, run = Subject(config), Run(model=args, exact=False)
+    sizes, ladder = made.sizes(run), ()
     if ours:
         ladder, cut = read_ladder(row["ladder"])
         sizes = replace(sizes, **cut)
-    specs = state_blocks(subject_.model, movable=ours)
+    specs = state_blocks(made.model, movable=ours)
     places, kept = [Place() for _ in specs], keeping(sizes, tokens, ladder) if ours else Kept()
     limit = int(row.get("budget_gib", machine.gpu_gib) * GIB)
     decision = Decision(

@@ -294,7 +294,6 @@ def choose_beside(
     cuts = list(sizes.cuts(batch.tokens))
     if rates is None:
         return Chosen(uniform(sizes.layers, keep, offload), cuts[0])
-
     states = states or States()
 
     def weighed(cut: Sizes) -> tuple[Cost, Chosen]:
@@ -325,7 +324,7 @@ def _not_yet(sizes: Sizes, batch: Batch, states: States, work: int) -> int:
     (plan.place_blocks)."""
     if batch.passes > 1 or states.gradients_move:
         return 0
-    room = max(0, work - sizes.embedding_bytes(batch.tokens))
+    room = max(0, work - sum(sizes.embedding_parts(batch.tokens).values()))
     return min(states.gradients, sizes.last_gradients(), room)
 
 

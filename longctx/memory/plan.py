@@ -157,10 +157,11 @@ class Sizes:
         embedding = 0 if self.tied else self.vocab * self.trains_head
         return self.itemsize * self.hidden * (layer * self.trains_weights + embedding)
 
-    def embedding_bytes(self, tokens: int) -> int:
-        """What is needed besides gradients when the last one is made (plan/buffers.py)."""
+    def embedding_parts(self, tokens: int) -> dict[str, int]:
+        """While the embedding's gradient, the last one, is made: torch sums the rows of each token
+        in fp32, in segments of 10 (embedding_dense_backward)."""
         segments = tokens // 10 + min(tokens, self.vocab)
-        return 4 * segments * self.hidden + self._unit(tokens)
+        return {"its sums, fp32": 4 * segments * self.hidden, "dx": self._unit(tokens)}
 
     def loss_bytes(self, tokens: int) -> int:
         return sum(self.loss_parts(tokens).values())
@@ -179,12 +180,14 @@ class Sizes:
             "logits" if logits >= rounded else "the same, rounded": max(logits, rounded),
         }
 
-    def loss_rows_bytes(self, tokens: int) -> int:
-        """Of a group of pieces (model/loss.py): hidden and its gradient, where labels that do not
-        count are left out."""
+    def loss_rows(self, tokens: int) -> int:
+        """Of a group of pieces (model/loss.py)."""
         lines = self.cut(tokens).logits_bytes // (2 * self.vocab)
-        rows = lines * 7 // 8 if self.itemsize < 4 else lines // 2
-        return 2 * min(tokens, rows) * self.hidden * self.itemsize
+        return max(1, lines * 7 // 8 if self.itemsize < 4 else lines // 2)
+
+    def loss_rows_bytes(self, tokens: int) -> int:
+        """Of them: hidden and its gradient, where labels that do not count are left out."""
+        return 2 * min(tokens, self.loss_rows(tokens)) * self.hidden * self.itemsize
 
     def layer_bytes(self, tokens: int) -> int:
         return sum(self.layer_parts(tokens).values())
@@ -201,9 +204,8 @@ class Sizes:
         product, and h, n2 and their gradients. gate, up and h may be `kept`."""
         rows = min(tokens, self.cut(tokens).tile_tokens)
         gradients = (12 + self.itemsize) * self.intermediate + 4 * self.heads * self.head_dim
-        numbers = 3 * self.intermediate + 4 * self.hidden
-        numbers -= 2 * (self.intermediate + self.hidden) * kept
-        tile = numbers * self.itemsize
+        wide, narrow = (1, 2) if kept else (3, 4)
+        tile = (wide * self.intermediate + narrow * self.hidden) * self.itemsize
         tile += 2 * self.intermediate * self.itemsize if self.drops else 0  # masked, and the mask
         return {
             "the MLP's gradients, fp32": gradients * self.hidden * self.trains_weights,

@@ -116,16 +116,13 @@ class States:
 
 
 def _gradient_of_embedding(states: States, sizes: Sizes, tokens: int) -> Buffers:
-    """torch sums the rows of each token in fp32, in segments of 10: embedding_dense_backward. A
-    frozen embedding has none."""
+    """A frozen embedding has none."""
     if not states.embedding:
         return {"gradients": states.all_gradients()}
-    segments = tokens // 10 + min(tokens, sizes.vocab)
     return {
         "gradients": max(0, states.all_gradients() - states.embedding),
         "the embedding's gradient": (1 + states.tied) * states.embedding,
-        "its sums, fp32": 4 * segments * sizes.hidden,
-        "dx": tokens * sizes.hidden * sizes.stream_bytes,
+        **sizes.embedding_parts(tokens),
     }
 
 

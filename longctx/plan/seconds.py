@@ -241,8 +241,7 @@ def other_bytes(sizes: Sizes, tokens: int, class_type: str) -> tuple[float, floa
 def loss_bytes_moved(sizes: Sizes, tokens: int) -> float:
     """Logits written and read twice in fp32, their gradient written and read twice in 16 bits; the
     fp32 sum of lm_head's gradient for each group of rows."""
-    lines = sizes.cut(tokens).logits_bytes // (2 * sizes.vocab)
-    groups = -(-tokens // max(1, lines * 7 // 8))
+    groups = -(-tokens // sizes.loss_rows(tokens))
     sums = 8.0 * groups * sizes.vocab * sizes.hidden * sizes.trains_head
     return 18.0 * tokens * sizes.vocab + sums
 

@@ -55,6 +55,14 @@ def planned(gpu_gib: float, host_gib: int, tokens: int, **options) -> Plan:
     return plan(eight_layers(), run(tokens, **options), card(gpu_gib), host_gib * GIB)
 
 
+TOKENS = st.sampled_from([512, 8192, 65536, 131072, 524288])
+OPTIONS = {
+    "keep": st.sampled_from(["x", "o", "all"]),
+    "place": st.sampled_from(["gpu", "host"]),
+    "offload_activations": st.sampled_from(["none", "all"]),
+    "gradient_accumulation_steps": st.just(4),
+    "exact": st.just(False),
+}
 GPUS, HOSTS = [5, 6, 8, 10, 12, 16, 24, 32, 48, 80], [16, 24, 32, 40, 48, 64, 96, 256]
 
 
@@ -62,17 +70,13 @@ GPUS, HOSTS = [5, 6, 8, 10, 12, 16, 24, 32, 48, 80], [16, 24, 32, 40, 48, 64, 96
 @given(
     gpu=st.sampled_from(GPUS),
     host=st.sampled_from(HOSTS),
-    tokens=st.sampled_from([512, 8192, 65536, 131072, 524288]),
+    tokens=TOKENS,
     options=st.fixed_dictionaries(
         {},
         optional={
-            "keep": st.sampled_from(["x", "o", "all"]),
-            "place": st.sampled_from(["gpu", "host"]),
-            "offload_activations": st.sampled_from(["none", "all"]),
-            "gradient_accumulation_steps": st.just(4),
+            **OPTIONS,
             "class_type": st.sampled_from(["vanilla", "liger"]),
             "gpu_memory_gib": st.just(4.5),
-            "exact": st.just(False),
         },
     ),
 )
@@ -97,17 +101,13 @@ def assert_within_budgets(found: Plan, options: dict) -> None:
 @given(
     gpu=st.sampled_from([1, 2, 3, 4, *GPUS]),
     host=st.sampled_from(HOSTS),
-    tokens=st.sampled_from([512, 8192, 65536, 131072, 524288]),
+    tokens=TOKENS,
     what=st.sampled_from([("none",), ("nf4",), ("nf4", "embed_tokens", "lm_head")]),
     options=st.fixed_dictionaries(
         {},
         optional={
-            "keep": st.sampled_from(["x", "o", "all"]),
-            "place": st.sampled_from(["gpu", "host"]),
-            "offload_activations": st.sampled_from(["none", "all"]),
-            "gradient_accumulation_steps": st.just(4),
+            **OPTIONS,
             "gpu_memory_gib": st.just(1.0),
-            "exact": st.just(False),
         },
     ),
 )
