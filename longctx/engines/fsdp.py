@@ -128,11 +128,11 @@ class FSDP2(Engine):
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
-        pending = pending_bytes(shards)
-        # What is gathered comes on a stream of its own, whose memory the computation cannot use
-        # when it is free again. lm_head's gradient is summed in fp32, and copied for it.
-        summed = 4 * whole_numel(model.get_output_embeddings().weight)
-        return pending._replace(states=pending.states + 2 * gathered_bytes(model) + summed)
+        # What is gathered and what is scattered lie in memory of streams of their own, which the
+        # computation cannot use when it is free again: gradients do not come as activations go,
+        # but stay. lm_head's gradient is summed in fp32, and copied for it.
+        lasting = sum(pending_bytes(shards)) + 2 * gathered_bytes(model)
+        return Pending(lasting + 4 * whole_numel(model.get_output_embeddings().weight))
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         # accelerate would go on with an optimizer that starts from zero.

@@ -346,6 +346,8 @@ class Hosted(NamedTuple):
 
     nbytes: Any
     layers: Any
+    first: Any
+    """Bytes of x and o, which backward reads first and gives back last."""
     late: Any
     """Bytes of what the MLP leaves, tile by tile: it has the rest of them to go down beside."""
 
@@ -358,17 +360,18 @@ def _hosted(table: Table, runs: Runs) -> Hosted:
     mlp = [table[Rung.H] - table[Rung.O], table[Rung.ALL] - table[Rung.QKV]]
     hosted = [(keep.host, n) for keep, n in runs if keep.host is not None]
     late = sum(n * (mlp[0] * (h >= Rung.H) + mlp[1] * (h >= Rung.ALL)) for h, n in hosted)
-    return Hosted(_host_bytes(table, runs), sum(n for _, n in hosted), late)
+    first = sum(n * table[np.minimum(h, Rung.O)] for h, n in hosted)
+    return Hosted(_host_bytes(table, runs), sum(n for _, n in hosted), first, late)
 
 
 def waited_for(sizes: Sizes, tokens: int, hosted: Hosted, rates: Rates) -> tuple[Any, Any]:
     """Seconds of forward and of backward in which nothing is computed while kept activations move.
-    The last tile of what the MLP leaves goes down alone. Up comes a tile while the layer above
-    finishes its own later ones (layer.input_backward_): a single one comes alone."""
+    The last tile of what the MLP leaves goes down alone. Up comes the first tile of x and o while
+    the layer above finishes its own later ones (layer.input_backward_): a single comes alone."""
     tiles, link = -(-tokens // sizes.cut(tokens).tile_tokens), rates.link_bytes
     finished = (1 + sizes.trains_weights) * _qkv_flops(sizes, Batch(tokens, 0)) / rates.flops
     beside = hosted.layers * finished * (tiles - 1)
-    return hosted.late / link / tiles, np.maximum(0, hosted.nbytes / link - beside) / tiles
+    return hosted.late / link / tiles, np.maximum(0, hosted.first / link - beside) / tiles
 
 
 def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:

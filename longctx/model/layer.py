@@ -37,9 +37,9 @@ one works with is gone when the next begins.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -69,6 +69,8 @@ from longctx.model.projection import (
     sum_dtype,
 )
 
+Retire = Callable[..., None]
+"""Tells the store that backward is done with a tile of what was kept under some names."""
 NORMS = ("norm1", "norm2", "q_norm", "k_norm")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -552,6 +554,7 @@ def mlp_backward_(
     t: Traits,
     s: Schedule,
     grads: Gradients,
+    retire: Retire,
 ) -> None:
     """Step 1: from dy to dh = dy + rms_norm'(h, dn2), and the gradients of down, gate, up, o."""
     d_o, d_down = grads.projection("o"), grads.projection("down")
@@ -586,6 +589,7 @@ def mlp_backward_(
     for tile in each("tile", s.tiles(x.shape[0])):
         s.store.wait(tile)
         run(tile)
+        retire(tile, *Residuals._fields)
     grads.finish("o", d_o, t.residual)
     grads.finish("down", d_down, t.residual)
     grads.finish_gate_up(d_gate, d_up)
@@ -603,6 +607,7 @@ def attention_backward_(
     t: Traits,
     s: Schedule,
     grads: Gradients,
+    retire: Retire,
 ) -> Tensor:  # (T, 2 K d): dk | dv
     """Step 2: dq, dk, dv of the plain projections, one head group at a time, and the gradients of
     the norms of q and k."""
@@ -630,6 +635,8 @@ def attention_backward_(
         del qkv, ready, do
         yield from pauses
         unattended_(dq, dk, unnormed, w, t, s, group, d_norms)
+        for tile in s.tiles(len(dq)):
+            retire(tile, _part(i))
 
     groups = enumerate(each("head group", split_heads(w, s)))
     take_turns(run(i, group) for i, group in groups)
@@ -648,7 +655,7 @@ def input_backward_(
     s: Schedule,
     grads: Gradients,
     wants_dx: bool,
-    retire: Any,
+    retire: Retire,
 ) -> None:
     """Step 3: from dh to dx = dh + rms_norm'(x, dn1), if it is wanted, and the gradients of q, k,
     v."""
@@ -677,9 +684,11 @@ def input_backward_(
             dn1, dh_t = dn1.to(x.dtype), dh[tile]
             rms_norm_backward(dn1, x[tile], w.norm1, s.eps, d_residual=dh_t, dw=d_norm1, out=dh_t)
 
-    for tile in each("tile", s.tiles(x.shape[0])):
+    tiles = s.tiles(x.shape[0])
+    for i, tile in enumerate(each("tile", tiles)):
         run(tile)
-        retire(tile)
+        if i < len(tiles) // 2:
+            retire(tile, "lse", "x", "o")
     grads.finish_norm("norm1", d_norm1)
     grads.finish_qkv(d_qkv, d_adapters)
 
@@ -772,14 +781,12 @@ class _ScheduledLayer(torch.autograd.Function):
             o, lse = attention_forward(x, w, t, s)
         dx = dy.contiguous()  # nobody else reads it: the layer above made it for this one
         residuals = Residuals(kept.get("h"), kept.get("gate"), kept.get("up"))
-        mlp_backward_(dx, x, o, residuals, w, t, s, grads)
+        retire = partial(s.store.retire, ctx.saved)
+        mlp_backward_(dx, x, o, residuals, w, t, s, grads, retire)
         if wants_dx or grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm"):
             groups = [kept[_part(i)] for i in range(s.head_groups) if _part(i) in kept]
-            dkv = attention_backward_(dx, x, o, lse, groups, w, t, s, grads)
-            input_backward_(
-                *(dx, x, o, dkv, w, s, grads, wants_dx),
-                retire=lambda tile: s.store.retire(ctx.saved, tile),
-            )
+            dkv = attention_backward_(dx, x, o, lse, groups, w, t, s, grads, retire)
+            input_backward_(dx, x, o, dkv, w, s, grads, wants_dx, retire)
         s.store.finish(ctx.saved)
         found = (grads.done.get(name) for name in Weights._fields)
         return dx if wants_dx else None, None, None, None, None, *found

@@ -121,8 +121,9 @@ def test_what_waits_on_the_host_comes_up_beside_several_tiles() -> None:
     sizes = replace(LLAMA_8B, tile_tokens=T)
     ladder = 31 * (Keep(Rung.H, Rung.H),) + (Keep(),)
     hosted = on_host(sizes, T, ladder)
-    assert hosted == (host_bytes(sizes, T, ladder), 31, 31 * (T * 8192 + 512))
-    alone = [nbytes / H100.link_bytes for nbytes in (hosted.late, hosted.nbytes)]
+    x, o, h = (host_bytes(sizes, T, 31 * (Keep(r, r),)) for r in (Rung.X, Rung.O, Rung.H))
+    assert hosted == (h, 31, o, h - o) and o > 2 * x
+    alone = [nbytes / H100.link_bytes for nbytes in (hosted.late, hosted.first)]
     assert waited_for(sizes, T, hosted, H100) == pytest.approx(alone)
     down, up = waited_for(replace(sizes, tile_tokens=T // 16), T, hosted, H100)
     assert (down, up) == (pytest.approx(alone[0] / 16), 0)
