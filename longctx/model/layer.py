@@ -64,6 +64,7 @@ from longctx.model.projection import (
     WeightGradient,
     added_up,
     dense,
+    inners,
     linear,
     scaled_mm,
     sum_dtype,
@@ -280,6 +281,19 @@ def normed(x: Tensor, weight: Tensor, s: Schedule) -> Tensor:  # (T, D), (D,) ->
     return rms_norm_forward(x, weight, s.eps)[0].to(s.dtype)
 
 
+class InnerQKV:
+    """u of q, k and v (projection.py), (T, r) or (T, 3 r) each: made once for all head groups."""
+
+    def __init__(self, w: Layer) -> None:
+        self._qkv = w.qkv
+        self._found: dict[int, list[Tensor | None]] = {}
+
+    def of(self, n1: Tensor, tile: slice) -> list[Tensor | None]:
+        if tile.start not in self._found:
+            self._found[tile.start] = inners(n1, self._qkv, tile)
+        return self._found[tile.start]
+
+
 @annotated("projections")
 def project_qkv(
     x: Tensor,  # (T, D)
@@ -287,6 +301,7 @@ def project_qkv(
     t: Traits,
     s: Schedule,
     group: Group,
+    inner: InnerQKV,
 ) -> Tensor:  # (T, (h + 2 k) d)
     """q, k, v of one head group, side by side: norm, one fused product, rotation. q and k that have
     a norm of their own stay as they are: its gradient needs them so."""
@@ -297,16 +312,13 @@ def project_qkv(
         bias = torch.cat([p.bias[rows] for p, rows in parts if p.bias is not None])
     qkv = weight.new_empty(x.shape[0], weight.shape[0])
     outs = qkv.split([rows.stop - rows.start for _, rows in parts], dim=1)
-    adapters = [
-        (p.adapter.rows(rows), out)
-        for (p, rows), out in zip(parts, outs, strict=True)
-        if p.adapter is not None
-    ]
+    adapters = [None if p.adapter is None else p.adapter.rows(rows) for p, rows in parts]
     for tile in each("tile", s.tiles(x.shape[0])):
         n1 = normed(x[tile], w.norm1, s)
         linear(n1, weight, bias, out=qkv[tile])
-        for adapter, out in adapters:
-            adapter.add_(out[tile], n1, tile)
+        for adapter, out, u in zip(adapters, outs, inner.of(n1, tile), strict=True):
+            if adapter is not None and u is not None:
+                adapter.add_(out[tile], u)
     if w.q_norm is None:
         q, k, _ = heads(qkv, group, s)
         s.rotate_(q, k, t)
@@ -396,9 +408,10 @@ def attention_forward(
     T, Hd = x.shape[0], len(w.q.weight)
     o = w.q.weight.new_empty(T, Hd)
     lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
+    inner = InnerQKV(w)
 
     def projected(group: Group) -> QKV:
-        qkv = project_qkv(x, w, t, s, group)
+        qkv = project_qkv(x, w, t, s, group, inner)
         if kept is not None:
             kept.append(qkv)
         return attended(qkv, w, t, s, group, in_place=kept is None)
@@ -450,7 +463,9 @@ def mlp_forward(
         with annotate("projections"):
             h = w.o.added(x[tile], o[tile], tile, scale=t.residual, out=out.h)
         n2 = normed(h, w.norm2, s)
-        gate, up = w.gate(n2, tile, out=out.gate), w.up(n2, tile, out=out.up)
+        u_gate, u_up = inners(n2, (w.gate, w.up), tile)
+        gate = w.gate(n2, tile, out=out.gate, u=u_gate)
+        up = w.up(n2, tile, out=out.up, u=u_up)
         product = swiglu_forward(gate, up, out=gate if out.gate is None else None)
         w.down.added(h, product, tile, scale=t.residual, out=y[tile])
         if saved is not None:
@@ -568,8 +583,9 @@ def mlp_backward_(
             with annotate("projections"):
                 h = w.o.added(x[tile], o_t, tile, scale=t.residual)
         n2 = normed(h, w.norm2, s)
+        u_gate, u_up = inners(n2, (w.gate, w.up), tile)
         if gate is None or up is None:
-            gate, up = w.gate(n2, tile), w.up(n2, tile)
+            gate, up = w.gate(n2, tile, u=u_gate), w.up(n2, tile, u=u_up)
         # d_product, until the next line writes the product over it.
         narrow = dy_t.to(s.dtype)
         v = w.down.inner_grad(narrow)
@@ -577,8 +593,8 @@ def mlp_backward_(
         swiglu_backward_(product, gate, up, product=product)  # gate, up become their gradients
         d_down.add(narrow, product, v, tile)
         v_gate, v_up = w.gate.inner_grad(gate), w.up.inner_grad(up)
-        d_gate.add(gate, n2, v_gate, tile)
-        d_up.add(up, n2, v_up, tile)
+        d_gate.add(gate, n2, v_gate, tile, u_gate)
+        d_up.add(up, n2, v_up, tile, u_up)
         dn2 = w.gate.input_grad(gate, v_gate, tile)
         dn2 = w.up.input_grad(up, v_up, tile, onto=dn2).to(h.dtype)
         rms_norm_backward(dn2, h, w.norm2, s.eps, d_residual=dy_t, dw=d_norm2, out=dy_t)
@@ -608,6 +624,7 @@ def attention_backward_(
     s: Schedule,
     grads: Gradients,
     retire: Retire,
+    inner: InnerQKV,
 ) -> Tensor:  # (T, 2 K d): dk | dv
     """Step 2: dq, dk, dv of the plain projections, one head group at a time, and the gradients of
     the norms of q and k."""
@@ -618,7 +635,7 @@ def attention_backward_(
     v = w.o.inner_grad(narrow)
 
     def run(i: int, group: Group) -> Iterator[None]:
-        qkv = kept[i] if kept else project_qkv(x, w, t, s, group)
+        qkv = kept[i] if kept else project_qkv(x, w, t, s, group, inner)
         ready = attended(qkv, w, t, s, group, in_place=False)
         do = scaled_mm(narrow, w.o.weight[:, group.q], t.residual)
         if w.o.adapter is not None and v is not None:
@@ -656,6 +673,7 @@ def input_backward_(
     grads: Gradients,
     wants_dx: bool,
     retire: Retire,
+    inner: InnerQKV,
 ) -> None:
     """Step 3: from dh to dx = dh + rms_norm'(x, dn1), if it is wanted, and the gradients of q, k,
     v."""
@@ -675,9 +693,10 @@ def input_backward_(
         dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
         d_qkv.add(dqkv, n1)
         dn1 = dqkv @ whole if wants_dx or d_norm1 is not None else None
-        for p, grad, dy in zip(w.qkv, d_adapters, dqkv.split(rows, dim=1), strict=True):
+        us = inner.of(n1, tile)
+        for p, grad, dy, u in zip(w.qkv, d_adapters, dqkv.split(rows, dim=1), us, strict=True):
             v = p.inner_grad(dy)
-            grad.add(dy, n1, v, tile)
+            grad.add(dy, n1, v, tile, u)
             if dn1 is not None and p.adapter is not None and v is not None:
                 p.adapter.add_input_grad_(dn1, v, tile)
         if dn1 is not None:
@@ -785,8 +804,9 @@ class _ScheduledLayer(torch.autograd.Function):
         mlp_backward_(dx, x, o, residuals, w, t, s, grads, retire)
         if wants_dx or grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm"):
             groups = [kept[_part(i)] for i in range(s.head_groups) if _part(i) in kept]
-            dkv = attention_backward_(dx, x, o, lse, groups, w, t, s, grads, retire)
-            input_backward_(dx, x, o, dkv, w, s, grads, wants_dx, retire)
+            inner = InnerQKV(w)
+            dkv = attention_backward_(dx, x, o, lse, groups, w, t, s, grads, retire, inner)
+            input_backward_(dx, x, o, dkv, w, s, grads, wants_dx, retire, inner)
         s.store.finish(ctx.saved)
         found = (grads.done.get(name) for name in Weights._fields)
         return dx if wants_dx else None, None, None, None, None, *found

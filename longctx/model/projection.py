@@ -8,7 +8,10 @@ bias and a LoRA adapter A, B where there are, s its scale and m a mask of dropou
     dW = dy' x,  dB = dy' u,  dA = v' (m x),  db = sum dy          only for what is trained
 
 An adapter costs 2 r (I + O) FLOPs a token in forward, three times that in backward for what is
-above and 2 r I for u, which is computed again. u and v are (T, r).
+above and 2 r I for u, which is computed again. u and v are (T, r). All that is little; what counts
+is how often x, y and their gradients, (T, I) and (T, O), are read and written for it. So u of
+projections of one x comes from one product (`inners`), and that of q, k, v from one for all head
+groups.
 
 A weight's gradient is a sum over tiles of tokens, dW = sum_t dy_t' x_t. Adding bf16 tiles loses a
 bit with every doubling of their number; here the sum stays in an fp32 buffer that the matrix unit
@@ -29,7 +32,7 @@ T tokens, I features in, O features out, r ranks; weights as Hugging Face holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,17 +233,25 @@ class Adapter:
     def masked(self, x: Tensor, tile: slice) -> Tensor:  # (T, I)
         return x * self.lora.mask(x, tile) if self.lora.dropout else x
 
-    def inner(self, masked: Tensor) -> Tensor:  # (T, I) -> (T, r) or (T, 3 r)
+    @property
+    def inner_factor(self) -> Tensor:  # (I, r) or (I, 2 r)
+        return self._two(self.a.t())
+
+    def inner(self, x: Tensor, tile: slice) -> Tensor:  # (T, I) -> (T, r) or (T, 3 r)
         """u"""
-        return self._reduced(masked, self._two(self.a.t()))
+        return self.spread_out(wide_mm(self.masked(x, tile), self.inner_factor))
 
     def inner_grad(self, dy: Tensor) -> Tensor:  # (T, O) -> (T, r) or (T, 3 r)
         """v"""
-        return self._reduced(dy, self._two(self.b))
+        return self.spread_out(wide_mm(dy, self._two(self.b)))
 
-    def add_(self, y: Tensor, x: Tensor, tile: slice, scale: float = 1.0) -> None:
+    def spread_out(self, u: Tensor) -> Tensor:  # (T, r) or (T, 2 r) -> (T, r) or (T, 3 r)
+        """u or v, of what a product with x or dy gave, in fp32."""
+        u = folded(u, self.rank, 1).mul(self.lora.factor)
+        return spread(u, self.a.dtype, 1, factor=False)
+
+    def add_(self, y: Tensor, u: Tensor, scale: float = 1.0) -> None:
         """y (T, O) += scale u B'"""
-        u = self.inner(self.masked(x, tile))
         torch.addmm(y, u, self.b.t(), alpha=scale, out=y)
 
     def add_input_grad_(
@@ -267,11 +278,12 @@ class Adapter:
         """High and low."""
         return factor[:, self.rank :] if factor.shape[1] > self.rank else factor
 
-    def _reduced(self, x: Tensor, factor: Tensor) -> Tensor:  # (T, I), (I, 2 r) -> (T, 3 r)
-        u = torch.empty(len(x), factor.shape[1], dtype=torch.float32, device=x.device)
-        mm(x, factor, out=u)
-        u = folded(u, self.rank, 1).mul_(self.lora.factor)
-        return spread(u, x.dtype, 1, factor=False)
+
+def wide_mm(a: Tensor, b: Tensor) -> Tensor:
+    """a b, in fp32"""
+    out = torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
+    mm(a, b, out=out)
+    return out
 
 
 # --- a projection ----------------------------------------------------------------------------
@@ -295,10 +307,11 @@ class Projection:
         *,
         scale: float = 1.0,
         out: Tensor | None = None,  # (T, O)
+        u: Tensor | None = None,  # inners(x), if it is known
     ) -> Tensor:  # (T, O)
         y = linear(x, self.weight, self.bias, scale=scale, out=out)
         if self.adapter is not None:
-            self.adapter.add_(y, x, tile, scale)
+            self.adapter.add_(y, self.adapter.inner(x, tile) if u is None else u, scale)
         return y
 
     def added(
@@ -338,6 +351,24 @@ class Projection:
         return dx
 
 
+def inners(
+    x: Tensor,  # (T, I)
+    projections: Sequence[Projection],
+    tile: slice,
+) -> list[Tensor | None]:  # (T, r) or (T, 3 r); None without an adapter
+    """u of each. What no dropout masks is read once for all."""
+    adapters = [p.adapter for p in projections]
+    plain = [i for i, a in enumerate(adapters) if a is not None and not a.lora.dropout]
+    found = [None if a is None or i in plain else a.inner(x, tile) for i, a in enumerate(adapters)]
+    factors = [a.inner_factor for i in plain if (a := adapters[i]) is not None]
+    if factors:
+        parts = wide_mm(x, torch.cat(factors, 1)).split([f.shape[1] for f in factors], 1)
+        for i, part in zip(plain, parts, strict=True):
+            if (adapter := adapters[i]) is not None:
+                found[i] = adapter.spread_out(part)
+    return found
+
+
 class ProjectionGradient:
     """The gradients of a projection over tiles of tokens; nothing for what is frozen."""
 
@@ -354,14 +385,15 @@ class ProjectionGradient:
         x: Tensor,  # (T, I)
         v: Tensor | None,  # the projection's inner_grad(dy)
         tile: slice,
+        u: Tensor | None = None,  # inners(x), if it is known
     ) -> None:
         self.base.add(dy, x)
         if self.adapter is None or v is None or not (self._wants_a or self._wants_b):
             return
-        x = self.adapter.masked(x, tile)
-        self._a.add(self.adapter.halves(v), x)
+        self._a.add(self.adapter.halves(v), self.adapter.masked(x, tile))
         if self._wants_b:
-            self._b.add(dy, self.adapter.halves(self.adapter.inner(x)))
+            u = self.adapter.inner(x, tile) if u is None else u
+            self._b.add(dy, self.adapter.halves(u))
 
     def adapters(self, scale: float = 1.0) -> tuple[Tensor | None, Tensor | None]:
         """`scale` times the gradients of A (r, I) and B (O, r), in fp32."""
