@@ -103,8 +103,10 @@ class ActivationStore:
         self._filled: weakref.ref[Saved] | None = None
         self._coming: set[tuple[str, int]] = set()
         """What of `_filled` is on its way: names and first tokens of tiles,"""
-        self._tile_ready: dict[int, Any] = {}
-        """and by tiles when it is there."""
+        self._coming_ready: dict[int, Any] = {}
+        """and, by these tokens, when it is there;"""
+        self._ready: dict[int, Any] = {}
+        """the same of what `_reader` has not waited for."""
         on_gpu = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if on_gpu else None
         self._in: Any = torch.cuda.Stream(device) if on_gpu else None
@@ -213,11 +215,12 @@ class ActivationStore:
             for tile in tiles:
                 self._fill(saved, tile, saved.hosted)
             self._reader, self._filled = self._watched(saved), None
+            self._ready, self._coming_ready = self._coming_ready, {}
         on_gpu = {n: e.tensor for n, e in saved.entries.items() if e.tensor is not None}
         return on_gpu | (self._buffers if saved.specs else {})
 
     def wait(self, tile: slice) -> None:
-        ready = self._tile_ready.pop(tile.start, None)
+        ready = self._ready.pop(tile.start, None)
         if ready is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
@@ -258,11 +261,11 @@ class ActivationStore:
         if self._in is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._in)
         self._reader, self._filled = None, None
-        self._buffers, self._tile_ready = {}, {}
-        self._coming = set()
+        self._buffers, self._ready = {}, {}
+        self._coming, self._coming_ready = set(), {}
 
     def _fill_begin(self, saved: Saved) -> None:
-        self._filled, self._coming, self._tile_ready = self._watched(saved), set(), {}
+        self._filled, self._coming, self._coming_ready = self._watched(saved), set(), {}
         if self._in is not None:
             self._in.wait_stream(self._out)
 
@@ -280,7 +283,7 @@ class ActivationStore:
                 self._buffers[name][rows].copy_(host[rows], non_blocking=True)
                 self._coming.add((name, tile.start))
             if self._in is not None:
-                self._tile_ready[tile.start] = self._in.record_event()
+                self._coming_ready[tile.start] = self._in.record_event()
 
     def tensors_on_gpu(self) -> list[Tensor]:
         """What layers keep on the GPU now, the buffers of backward included."""

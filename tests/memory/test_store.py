@@ -6,6 +6,7 @@ tests/model/test_layer.py.
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import LlamaForCausalLM
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.memory.ladder import Keep
+from longctx.memory.ladder import Keep, Rung
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
 from longctx.model.patch import patch_as, unpatch
@@ -45,6 +46,58 @@ def test_host_memory_that_is_short_is_named_before_it_is_taken() -> None:
     with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
         store.reserve((Keep(),), 2**31)
     assert store._slab.numel() == 0
+
+
+class Link:
+    """A stream whose events say how many copies were given to it before."""
+
+    def __init__(self, copies: list) -> None:
+        self.copies, self.waited = copies, 0
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def record_event(self) -> int:
+        return len(self.copies)
+
+    def wait_event(self, event: int) -> None:
+        self.waited = max(self.waited, event)
+
+
+def test_every_tile_is_waited_for_though_the_layer_below_comes_early(monkeypatch) -> None:
+    """The order of schedule: h is given back while other tiles have not been waited for."""
+    store = ActivationStore(CPU)
+    store.reserve(3 * (Keep(Rung.H, Rung.H),), 2**16)
+    tiles, names = [slice(0, 4), slice(4, 8), slice(8, 10)], ("x", "o", "lse", "h")
+    saved = []
+    for layer in range(3):
+        saved.append(store.open(2 - layer))
+        kept = {name: torch.full((10, 2), float(layer)) for name in names}
+        store.add(saved[-1], Rung.H, **kept)
+        store.send(saved[-1], *names)
+        store.release(saved[-1])
+    copies: list = []
+    link = Link(copies)
+    monkeypatch.setattr(store, "_in", link)
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: link)
+    host = store._host
+    monkeypatch.setattr(store, "_host", lambda entry: copies.append(entry) or host(entry))
+    link.device = CPU
+    for layer, this in reversed([*enumerate(saved)]):
+        entries = [*this.entries.values()]
+        kept = store.load(this, tiles)
+        for i, tile in enumerate(tiles):
+            link.waited = 0
+            store.wait(tile)
+            last = [n for n, entry in enumerate(copies) if entry in entries]
+            assert link.waited > last[len(names) - 1], f"tile {i} of layer {layer} is not there"
+            assert link.waited > last[-1] or i < 2
+            assert all(bool((kept[name][tile] == layer).all()) for name in names)
+            store.retire(this, tile, "h")
+        store.retire(this, tiles[0], "lse", "x", "o")
+        store.finish(this)
+    assert len(copies) == 3 * (3 * len(tiles) + 1)  # lse comes whole
 
 
 @pytest.mark.gpu
