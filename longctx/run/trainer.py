@@ -418,11 +418,13 @@ def _positions(inputs: dict[str, Any]) -> Tensor:  # (B, S)
 def _joined(inputs: dict[str, Any], model: Any, shards: Shards) -> Tensor:  # (B, S)
     """Positions of rows that accelerate has cut. Raises UserError for documents that would attend
     to each other: without flash attention Ulysses drops what keeps them apart."""
-    positions = shards.whole(inputs["position_ids"])
+    device = model.device  # NCCL takes nothing on a CPU
+    positions = shards.whole(inputs["position_ids"].to(device))
+    labels = shards.whole(inputs["shift_labels"].to(device))
     later = (positions == 0).cumsum(1) > 1  # the first document's tokens see it alone
-    several = bool((later & (shards.whole(inputs["shift_labels"]) != -100)).any())
+    several = bool((later & (labels != -100)).any())
     flash = "flash" in str(model.config._attn_implementation)
-    if any_rank(several and not flash, positions.device):
+    if any_rank(several and not flash, device):
         raise UserError(
             "accelerate's sequence parallelism keeps documents of a row apart with "
             "--attn_backend fa2 only: give rows of one document, or use --class_type custom"
