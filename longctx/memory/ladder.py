@@ -302,7 +302,8 @@ def choose_beside(
         room = Room(gpu - work, host, early_bytes)
         there = replace(states, gradients=states.gradients - _not_yet(cut, batch, states, work))
         ladder, cost = _choose(cut, batch, room, rates, keep, offload, there)
-        moved = batch.passes * sum(cut_bytes(cut, batch.tokens, ladder))
+        moved = sum(cut_bytes(cut, batch.tokens, ladder)) + cut.loss_sums_bytes(batch.tokens)
+        moved *= batch.passes
         return cost._replace(seconds=cost.seconds + moved / rates.memory_bytes), Chosen(ladder, cut)
 
     best = weighed(cuts[0])
@@ -312,8 +313,6 @@ def choose_beside(
             break
         best = larger
     for cut in best[1].sizes.fewer_logits(batch.tokens):
-        if not best[0].missing_bytes:
-            break
         best = min(best, weighed(cut), key=lambda found: found[0])
     return best[1]
 

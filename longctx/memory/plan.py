@@ -132,7 +132,8 @@ class Sizes:
             yield replace(self, tile_tokens=tile, head_groups=groups)
 
     def fewer_logits(self, tokens: int) -> Iterator[Sizes]:
-        """Of the same cut: with half as many at a time, and half of those."""
+        """Of the same cut: with half as many at a time, and half of those. Their room holds
+        activations, and lm_head's gradient is read and written more often."""
         cut = self.cut(tokens)
         logits_bytes = cut.logits_bytes // 2
         while logits_bytes >= LEAST_LOGITS_BYTES:
@@ -184,6 +185,11 @@ class Sizes:
         """Of a group of pieces (model/loss.py)."""
         lines = self.cut(tokens).logits_bytes // (2 * self.vocab)
         return max(1, lines * 7 // 8 if self.itemsize < 4 else lines // 2)
+
+    def loss_sums_bytes(self, tokens: int) -> int:
+        """What groups of pieces read and write of lm_head's gradient, which adds up in fp32."""
+        groups = -(-tokens // self.loss_rows(tokens))
+        return 8 * groups * self.vocab * self.hidden * self.trains_head
 
     def loss_rows_bytes(self, tokens: int) -> int:
         """Of them: hidden and its gradient, where labels that do not count are left out."""

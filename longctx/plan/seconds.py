@@ -220,8 +220,9 @@ for 14336 x 4096 on an H200."""
 
 
 def adapter_bytes(adapted: Adapted, token_bytes: int) -> tuple[int, int]:
-    """What adapters read and write in forward and backward. x A' reads x, u B' is added to y; dy B
-    reads dy, v A is added to dx, dA reads x, dB reads dy, and u is computed again."""
+    """What adapters read and write in forward and backward. x A' reads x, which q, k and v have in
+    common, and gate and up; u B' is added to y; dy B reads dy, v A is added to dx, dA reads x, dB
+    reads dy, and u is computed again."""
     inputs, outputs = adapted.inputs * token_bytes, adapted.outputs * token_bytes
     return inputs + 2 * outputs, 4 * inputs + 2 * outputs
 
@@ -241,9 +242,7 @@ def other_bytes(sizes: Sizes, tokens: int, class_type: str) -> tuple[float, floa
 def loss_bytes_moved(sizes: Sizes, tokens: int) -> float:
     """Logits written and read twice in fp32, their gradient written and read twice in 16 bits; the
     fp32 sum of lm_head's gradient for each group of rows."""
-    groups = -(-tokens // sizes.loss_rows(tokens))
-    sums = 8.0 * groups * sizes.vocab * sizes.hidden * sizes.trains_head
-    return 18.0 * tokens * sizes.vocab + sums
+    return 18.0 * tokens * sizes.vocab + sizes.loss_sums_bytes(tokens)
 
 
 # --- the link --------------------------------------------------------------------------------
