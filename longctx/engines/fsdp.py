@@ -93,6 +93,8 @@ class FSDP2(Engine):
         among them, to bf16."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        from longctx.engines.scatter import GradientsTakeTurns
+
         super().configure(trainer, args)
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.cpu_ram_efficient_loading = True  # shards come from the first process
@@ -103,6 +105,7 @@ class FSDP2(Engine):
             )
         # Or each process would hold whole gradients until the last of a step's batches.
         trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        trainer.add_callback(GradientsTakeTurns())
         if args.process_index > 0:
             keep_shapes_only(trainer.model, mixed=args.bf16 or args.fp16)
 
@@ -128,11 +131,11 @@ class FSDP2(Engine):
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
-        # What is gathered and what is scattered lie in memory of streams of their own, which the
-        # computation cannot use when it is free again: gradients do not come as activations go,
-        # but stay. lm_head's gradient is summed in fp32, and copied for it.
-        lasting = sum(pending_bytes(shards)) + 2 * gathered_bytes(model)
-        return Pending(lasting + 4 * whole_numel(model.get_output_embeddings().weight))
+        pending = pending_bytes(shards)
+        # What is gathered comes on a stream of its own, whose memory the computation cannot use
+        # when it is free again. lm_head's gradient is summed in fp32, and copied for it.
+        summed = 4 * whole_numel(model.get_output_embeddings().weight)
+        return pending._replace(states=pending.states + 2 * gathered_bytes(model) + summed)
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         # accelerate would go on with an optimizer that starts from zero.

@@ -357,16 +357,19 @@ def inners(
     tile: slice,
 ) -> list[Tensor | None]:  # (T, r) or (T, 3 r); None without an adapter
     """u of each. What no dropout masks is read once for all."""
-    adapters = [p.adapter for p in projections]
-    plain = [i for i, a in enumerate(adapters) if a is not None and not a.lora.dropout]
-    found = [None if a is None or i in plain else a.inner(x, tile) for i, a in enumerate(adapters)]
-    factors = [a.inner_factor for i in plain if (a := adapters[i]) is not None]
-    if factors:
-        parts = wide_mm(x, torch.cat(factors, 1)).split([f.shape[1] for f in factors], 1)
-        for i, part in zip(plain, parts, strict=True):
-            if (adapter := adapters[i]) is not None:
-                found[i] = adapter.spread_out(part)
-    return found
+    shared = [a for p in projections if (a := p.adapter) is not None and not a.lora.dropout]
+    found: dict[int, Tensor] = {}
+    if shared:
+        factors = [a.inner_factor for a in shared]
+        products = wide_mm(x, torch.cat(factors, 1)).split([f.shape[1] for f in factors], 1)
+        found = {id(a): a.spread_out(u) for a, u in zip(shared, products, strict=True)}
+
+    def inner(adapter: Adapter | None) -> Tensor | None:
+        if adapter is None:
+            return None
+        return found[id(adapter)] if id(adapter) in found else adapter.inner(x, tile)
+
+    return [inner(p.adapter) for p in projections]
 
 
 class ProjectionGradient:

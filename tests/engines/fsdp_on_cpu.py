@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import train
 from longctx.engines import fsdp
+from longctx.engines.scatter import ScatterFromCompute
 from longctx.errors import UserError
 from longctx.run.trainer import LongTrainer
 
@@ -32,17 +33,30 @@ def begin_as_on_gpus(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: A
             fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
 
+scattered: list[Any] = []
+allocate = ScatterFromCompute.allocate
+
+
+def allocate_and_note(self: Any, size: Any, **kwargs: Any) -> Any:
+    scattered.append(size)
+    return allocate(self, size, **kwargs)
+
+
 class CheckedTrainer(LongTrainer):
-    """Every parameter is sharded, and in the optimizer: either could silently be otherwise."""
+    """Every parameter is sharded, and in the optimizer, and our own code gives gradients memory:
+    any of it could silently be otherwise."""
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         assert all(isinstance(p, DTensor) for p in model.parameters())
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         assert trained == {id(p) for p in model.parameters()}
-        return super().training_step(model, *args, **kwargs)
+        loss = super().training_step(model, *args, **kwargs)
+        assert scattered
+        return loss
 
 
 AcceleratorState.__init__ = begin_as_on_gpus
+ScatterFromCompute.allocate = allocate_and_note  # type: ignore[method-assign]
 train.LongTrainer = CheckedTrainer
 fsdp._refuse_cpus = lambda args: None
 

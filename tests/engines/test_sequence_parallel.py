@@ -81,7 +81,8 @@ def test_vanilla_with_ulysses(job: list[str], warm: Warm, tmp_path: Path) -> Non
 
 def test_documents_that_ulysses_would_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shards, "whole", lambda self, own: own)
-    model: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"))
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    model: Any = SimpleNamespace(config=config, device=torch.device("cpu"))
     rows = {"position_ids": torch.tensor([[0, 1, 2, 0]])}
     padded = rows | {"shift_labels": torch.tensor([[5, 6, -100, -100]])}
     assert _joined(padded, model, Shards(None)) is rows["position_ids"]
