@@ -39,6 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.kernels.spread import spread_sums
+
 ALL = slice(None)
 
 
@@ -169,14 +171,14 @@ class WeightGradient:
 # --- adapters --------------------------------------------------------------------------------
 
 
-def spread(x: Tensor, dtype: torch.dtype, dim: int, *, factor: bool) -> Tensor:
-    """`x` of rank r along `dim`, in `dtype`: as it is where that is wide, else in three parts whose
-    products with three parts of the other kind add up to the product."""
+def spread(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+    """A factor `x` of rank r along `dim`, in `dtype`: as it is where that is wide, else in three
+    parts whose products with those of u or v (kernels/spread.py) add up to the product."""
     if dtype.itemsize >= 4:
         return x.to(dtype)
     high = x.to(dtype)
     low = (x - high).to(dtype)
-    return torch.cat([high, high, low] if factor else [high, low, high], dim)
+    return torch.cat([high, high, low], dim)
 
 
 def folded(x: Tensor, rank: int, dim: int) -> Tensor:
@@ -220,8 +222,8 @@ class Adapter:
         """a (r, I), b (O, r), for products in `dtype`"""
         wide_a, wide_b = a.float(), b.float()
         return cls(
-            a=spread(wide_a, dtype, 0, factor=True),
-            b=spread(wide_b, dtype, 1, factor=True),
+            a=spread(wide_a, dtype, 0),
+            b=spread(wide_b, dtype, 1),
             rank=len(a),
             lora=lora,
         )
@@ -247,8 +249,9 @@ class Adapter:
 
     def spread_out(self, u: Tensor) -> Tensor:  # (T, r) or (T, 2 r) -> (T, r) or (T, 3 r)
         """u or v, of what a product with x or dy gave, in fp32."""
-        u = folded(u, self.rank, 1).mul(self.lora.factor)
-        return spread(u, self.a.dtype, 1, factor=False)
+        if self.a.dtype.itemsize < 4:
+            return spread_sums(u, self.lora.factor, self.a.dtype)
+        return u.mul(self.lora.factor).to(self.a.dtype)
 
     def add_(self, y: Tensor, u: Tensor, scale: float = 1.0) -> None:
         """y (T, O) += scale u B'"""

@@ -28,7 +28,7 @@ def _cases():
     An argument is a pointer type, a constant, or a size. Sizes are those of Llama-3.1-8B,
     configurations those that the public functions choose.
     """
-    from longctx.kernels import adamw, cross_entropy, rms_norm, rope, scale, swiglu
+    from longctx.kernels import adamw, cross_entropy, rms_norm, rope, scale, spread, swiglu
     from longctx.kernels.launch import Config
 
     def norm(c, HEADS=1, **flags):
@@ -87,6 +87,10 @@ def _cases():
             **{"x_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": p, "numel": 2**29, "BLOCK": 2048}
         }
         yield "scale", scale._scale_kernel, t, arguments, Config(block=2048, num_warps=4)
+
+        arguments = {"sums_ptr": "*fp32", "out_ptr": p, "T": 131072, "rank": 16}
+        arguments |= {"stride_sums": 32, "factor": "fp32", "ROWS": 128, "BLOCK": 16}
+        yield "spread", spread._spread_kernel, t, arguments, Config(block=16, num_warps=4)
 
         parts = "*i16" if t == "bf16" else p  # weight and remainder
         arguments = {
@@ -173,7 +177,7 @@ def reports() -> list[dict]:
 
 def test_every_kernel_compiles_for_both_architectures(reports):
     names = {"rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward"}
-    names |= {"swiglu_backward", "cross_entropy", "scale", "adamw"}
+    names |= {"swiglu_backward", "cross_entropy", "scale", "spread", "adamw"}
     compiled = {(r["name"].split()[0], r["arch"], r["dtype"]) for r in reports}
     assert compiled == {(n, a, t) for n in names for a in (80, 90) for t in ("bf16", "fp32")}
 
