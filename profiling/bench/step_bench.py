@@ -20,9 +20,11 @@ wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are t
 which a step has `passes`; `keep` is custom's, and `ladder` what came of it;
 `states`, `place` and `gpu_gib` (0: all) are options of a run without an engine. `peak_gib` and
 `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the whole machine's
-memory in use. `lora` is the rank of adapters on all linear maps (0: all weights train), `quantize`
-the weights under them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and
-the only peak is the process' own (`peak_host_gib`). `tokens` counts one row, which
+memory in use; `alloc_retries` counts how often in a step the allocator was full and gave back what
+it held without using it, which stops the GPU. `lora` is the rank of adapters on all linear maps (0:
+all weights train), `quantize` the weights under them; such rows have no MFU. Without a GPU
+(`gpus=0`) there is none either, and the only peak is the process' own (`peak_host_gib`). `tokens`
+counts one row, which
 `sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share
 rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
 What comes after `--` goes to train.py.
@@ -209,7 +211,7 @@ class Stopwatch:
     def __init__(self, device: Any, steps: list[dict[str, float]]) -> None:
         self.device, self.steps = device, steps
         self.on_gpu = device.type == "cuda"
-        self.phase, self.since = "end", 0.0
+        self.phase, self.since, self.retries = "end", 0.0, 0
 
     def mark(self, phase: str) -> None:
         """Ends the phase that runs, with what the GPU still does for it, and begins this one."""
@@ -222,6 +224,7 @@ class Stopwatch:
             self.step = dict.fromkeys(self.NAMES.values(), 0.0)
             if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
+                self.retries = torch.cuda.memory_stats()["num_alloc_retries"]
         else:
             self.step[self.NAMES[self.phase]] += now - self.since
         self.phase, self.since = phase, now
@@ -238,6 +241,8 @@ class Stopwatch:
         host = psutil.virtual_memory()
         gib = {"host_gib": (host.total - host.available) / GIB}
         if self.on_gpu:
+            retries = torch.cuda.memory_stats()["num_alloc_retries"]
+            gib["alloc_retries"] = retries - self.retries
             gib["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             gib["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
             gib["capacity_gib"] = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -260,7 +265,7 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     from profiling.build import RandomRows
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")
-    peaks = [name for name in steps[0] if name.endswith("_gib")]
+    peaks = [name for name in steps[0] if name.endswith(("_gib", "_retries"))]
     row = {**row_keys(case), "tokens": length}
     row |= {name: statistics.median(step[name] for step in steps) for name in times}
     args = trainer.args
