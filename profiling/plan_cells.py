@@ -238,6 +238,8 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
         seconds=seconds(task, decision, machine, "fa4", 1),
         gpu_limit=limit,
         problem=None,
+        rank_host_bytes=decision.host.nbytes,
+        parameters=made.parameters,
     )
     ran = row["status"] == "ok"
     if not ran and planned.gpu_bytes <= limit:

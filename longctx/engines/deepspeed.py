@@ -9,6 +9,7 @@ Gradients are summed in fp32, over processes and over accumulation steps.
 
 from __future__ import annotations
 
+import os
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -21,9 +22,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, Trainer
 
-from longctx.config import TrainArguments, explained_options, installed, means_no
+from longctx.config import (
+    TrainArguments,
+    explained_options,
+    installed,
+    means_no,
+    read_settings,
+)
 from longctx.engines.builds import build_one_at_a_time
 from longctx.engines.collectives import become_one_process, gathered_bytes, whole_numel
+from longctx.engines.layout import Layout, zero_layout
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 from longctx.memory.plan import Pending, trained_bytes_on_gpu
@@ -44,6 +52,13 @@ class DeepSpeed(Engine):
     @classmethod
     def saved(cls, checkpoint: Path) -> bool:
         return any(checkpoint.glob("global_step*"))
+
+    def read(self, options: Any) -> None:
+        named = options.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        self.settings = read_settings("deepspeed", named)
+
+    def layout(self, processes: int, passes: int) -> Layout:
+        return zero_layout(self.settings, processes, passes)
 
     def prepare(self, flags: Namespace) -> None:
         super().prepare(flags)
