@@ -65,6 +65,9 @@ class Layout:
     """Everything between steps is on the host."""
     process_gib: float = 2.5
     """Of host memory, for Python, torch, CUDA and the engine."""
+    update_bytes: int = 68
+    """A parameter of the update on the GPU, clipping with it, takes as long as so many bytes that
+    are read or written: 40 by count, and 64 ms for 4.0e9 under FSDP2 (h200_step.json)."""
 
     @property
     def states_on_host(self) -> bool:
@@ -147,6 +150,11 @@ def gathering_pending(shards: Pending, gathered: int, head: int) -> Pending:
     activations go, but stay. lm_head's gradient (`head` parameters) is summed in fp32, and copied
     for it."""
     return Pending(sum(shards) + 2 * gathered + FP32 * head)
+
+
+def moments_bytes(numel: int, processes: int) -> int:
+    """AdamW's two of a rank's shard, which torch makes in the first update."""
+    return 2 * FP32 * (numel // processes)
 
 
 def gathered_bytes(layers: int, output: int) -> int:
@@ -232,6 +240,8 @@ class Zero(Layout):
     name: str = "ZeRO"
     process_gib: float = 3.7
     """h200_step.json: two ranks of ZeRO-3 have 7.2 to 7.7 GiB of host memory in use."""
+    update_bytes: int = 109
+    """54 by count, and 103 ms for 4.0e9 (h200_step.json)."""
     stage: int = 3
     accumulates: bool = False
     """Over several batches, in fp32."""
@@ -271,7 +281,7 @@ class Zero(Layout):
         }
 
     def late(self, p: Parameters) -> int:
-        return 0 if self.offloads_states else 2 * FP32 * (p.total // self.processes)
+        return 0 if self.offloads_states else moments_bytes(p.total, self.processes)
 
     @property
     def gradients_stand(self) -> bool:

@@ -13,7 +13,7 @@ Seconds are those of one rank, and what of its exchanges nothing is computed bes
                weights and gradients follow one another; AdamW runs on the host
     rows       of R ranks: q, k, v and o of the first and of the last head group wait
 
-Exchanges that run beside a computation take nothing from it.
+Exchanges that run beside a computation take nothing from it, but those of shared rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from longctx.plan.machines import Machine
 CPU_ADAM = 4.6e9
 """Parameters a second that DeepSpeed's CPU AdamW updates on a host of 32 cores, whichever ranks
 they are of: 1.62 to 2.10 s for 8.03e9 in six runs (h200_step.json, h200_states_step.json)."""
-UPDATE_BYTES = 40
-"""A parameter of torch's AdamW in fp32: it reads 16 and writes 12, the norm reads 4, clipping reads
-and writes 4."""
+SHARED_ATTENTION = 0.92
+"""Of attention's rate is what it reaches while exchanges of shared rows take multiprocessors from
+it, and their packing time: h200_shared_step.json."""
 
 
 def parameters_of(model: Any) -> Parameters:
@@ -155,7 +155,7 @@ def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> E
     forward = gathers / 2 + layout.up(p) / link
     backward = gathers / 2 + layout.reduces(p, passes) / passes / peers + layout.chain(p) / link
     coming = layout.up(p) / link / p.total
-    update = UPDATE_BYTES * p.total / n / machine.memory_bytes
+    update = layout.update_bytes * p.total / n / machine.memory_bytes
     if layout.states_on_host:
         update = p.total / CPU_ADAM
     return Exchanged(

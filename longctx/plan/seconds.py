@@ -5,8 +5,9 @@
                 without a window (fewer with one)
     memory      bytes that norms, rope, swiglu, the loss, sums of weight gradients and the update
                 read and write
-    waits       for the link: for blocks that come later than the computation could use them, for
-                gradients that hold back memory, for what takes longer than the computation beside
+    waits       for the link and for other GPUs: for blocks that come later than the computation
+                could use them, for gradients that hold back memory, for what takes longer than the
+                computation beside (of engines: engines.py)
 
 each over the machine's rate for it (machines.py). Kernel launches are not counted: below about 4096
 tokens a step takes longer than this.
@@ -39,7 +40,7 @@ from longctx.memory.plan import (
 )
 from longctx.memory.states import BlockSpec
 from longctx.plan.decide import Decision
-from longctx.plan.engines import Exchanged
+from longctx.plan.engines import SHARED_ATTENTION, Exchanged
 from longctx.plan.machines import SMALL_HEADS, Machine
 
 
@@ -114,6 +115,7 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
         attention = load.attention_flops / rates.forward
         attention += load.attention_backward_flops / rates.backward
         attention /= 1.0 if task.sizes.head_dim >= 128 else SMALL_HEADS
+        attention /= 1.0 if task.sizes.ranks == 1 else SHARED_ATTENTION
         memory = load.memory_bytes / machine.memory_bytes
         return Seconds(load.product_flops / machine.flops, attention, memory, 0.0, 0.0)
 
