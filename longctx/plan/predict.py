@@ -404,7 +404,8 @@ def _problem(decision: Decision, phases: list[Phase], limit: int, held: int) -> 
             f"{needed / GIB:.1f} GiB of host memory are needed in each process for states and "
             f"activations and {free / GIB:.1f} GiB may be used"
         )
-    if problem := decision.gpu_problem() or decision.host_problem():
+    too_small = decision.gpu_problem() if decision.needed_bytes else None
+    if problem := too_small or decision.host_problem():
         return problem
     most = peak(phases)
     if most.nbytes <= limit:

@@ -68,7 +68,6 @@ def parse_planned(argv: Sequence[str]) -> tuple[ModelArguments, TrainArguments, 
     plain = choose_engine(alone)
     plain.prepare(alone)
     model_args, data_args, args = make_arguments(alone)
-    idle_options(model_args, data_args, args)
     rehearse(args, args.max_steps)
     model_args = _with_dtype(model_args, args, plain)
     _check_adapters(model_args, engine)

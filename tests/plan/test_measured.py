@@ -7,13 +7,19 @@ import statistics
 import pytest
 
 from longctx.memory.ladder import Keep, Rung
+from longctx.memory.plan import GIB
+from longctx.plan.machines import MACHINES
+from longctx.plan.predict import plan
 from profiling.plan_cells import (
     Cell,
     engine_cells,
     front_cells,
     layer_cells,
     read_ladder,
+    rows_of,
+    run_of,
     step_cells,
+    subject,
 )
 
 
@@ -60,6 +66,16 @@ def test_errors_of_engines(engines, key, count, mean, worst) -> None:
 
 def test_engines_that_ran_were_not_refused(engines) -> None:
     assert all(cell.plan.fits for cell in engines), [c.plan.problem for c in engines]
+
+
+def test_the_ladder_of_a_shared_row_is_the_one_that_ran() -> None:
+    """With 220 GiB of the host free, which nobody wrote down."""
+    row = next(row for row in rows_of("h200_shared_step") if row["tokens"] == 262144)
+    planned = plan(subject(), run_of(row, exact=True), MACHINES["h200"], 220 * GIB)
+    ladder, cut = read_ladder(row["ladder"])
+    found = planned.sizes.cut(planned.run.tokens)
+    assert planned.decision.kept.ladder == ladder
+    assert (found.head_groups, found.tile_tokens) == (cut["head_groups"], cut["tile_tokens"])
 
 
 # --- the front: no rate was taken from it ------------------------------------------------------
