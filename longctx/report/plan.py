@@ -155,11 +155,13 @@ def run_of(
     gpus: int,
     document_tokens: int | None = None,
 ) -> Run:
-    """Raises UserError for GPUs that cannot do it together."""
+    """Raises UserError for GPUs that cannot do it together, and what of them no plan knows."""
     ranks, exact = args.sequence_parallel_size, uses_exact_states(args, DTYPE)
     engine.check_shares_rows(ranks > 1)
     groups_of(ranks, gpus)
-    if gpus > 1 and engine.exact_states and not exact:
+    if not exact and engine.shards_states:
+        raise UserError(f"the plan knows AdamW under engines, not --optim {args.optim}")
+    if not exact and gpus > 1:
         raise UserError(
             "the plan knows several GPUs without an engine with exact states: leave out "
             "--optimizer_states as_weights and --optim"

@@ -38,7 +38,6 @@ from longctx.plan.predict import PROCESS_BYTES, Plan, Subject, plan
 from longctx.report.plan import as_json, check_known, lines_of, run_of, title_of
 from longctx.run.loading import compute_dtype
 from longctx.run.metrics import peak_memory
-from longctx.run.states import uses_exact_states
 
 SHOWN = ("fits", "GPU", "host", "seconds a step", "tokens/s", "days")
 DEVICE = "cuda"
@@ -98,11 +97,9 @@ def why_unknown(model_args: ModelArguments, args: TrainArguments, engine: Engine
     if args.world_size > (torch.cuda.device_count() or args.world_size):
         return "only runs on one host are"
     try:
-        engine.layout(args.world_size, args.gradient_accumulation_steps)
+        run_of(model_args, args, engine, args.world_size)
     except UserError as unknown:
         return str(unknown)
-    if args.world_size > 1 and engine.exact_states and not uses_exact_states(args, torch.bfloat16):
-        return "several processes without an engine are with exact states only"
     if model_args.class_type != "custom":
         return f"only --class_type custom is; `longctx plan` knows {model_args.class_type}"
     dtype = torch.bfloat16 if args.bf16 else compute_dtype(model_args, args.device)

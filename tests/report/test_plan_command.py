@@ -96,6 +96,7 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
         ([*FSDP2, "--gpus", "3", "--sequence_parallel_size", "2"], "does not divide the 3 proc"),
         ([*FSDP2, "--gpus", "5", "--sequence_parallel_size", "5"], "5 ranks cannot share a head"),
         (["--gpus", "2", "--sequence_parallel_size", "2"], "need an engine that shards weights"),
+        ([*FSDP2, "--optim", "adafactor"], "the plan knows AdamW under engines, not --optim"),
         (["--gpus", "0"], "--gpus: invalid number value: '0'"),
         (["--gpus", "2", "--optimizer_states", "as_weights"], "without an engine with exact"),
         (

@@ -113,7 +113,7 @@ def test_nothing_is_foreseen_without_a_gpu(capsys) -> None:
         (
             {"args": arguments(world_size=2, optimizer_states="as_weights")},
             {},
-            "several processes without an engine are with exact states only",
+            "the plan knows several GPUs without an engine with exact states",
         ),
         ({}, {"class_type": "liger"}, "only --class_type custom is; `longctx plan` knows liger"),
         ({}, {"dtype": "float32"}, "only runs in bfloat16 are"),
