@@ -39,7 +39,7 @@ def parameters_of(model: Any) -> Parameters:
     numels = [p.numel() for p in model.parameters() if p.requires_grad]
     by_layer = [sum(p.numel() for p in s.trained) for s in specs if s.layer is not None]
     embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", embedding)
     return Parameters(
         numels=numels,
         layer=max(by_layer),
@@ -143,6 +143,8 @@ class Exchanged(NamedTuple):
     """Read and written in forward and backward."""
     update: float | None = None
     """None: exact AdamW's."""
+    link: float = 0.0
+    """For so long the host's link is busy."""
 
 
 def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> Exchanged:
@@ -165,6 +167,7 @@ def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> E
         alone_backward=FP32 * p.embedding * share / peers,
         memory_bytes=layout.moved(p),
         update=update,
+        link=(layout.up(p) + layout.chain(p)) / link,
     )
 
 
@@ -174,9 +177,9 @@ def averaged(p: Parameters, machine: Machine, processes: int) -> Exchanged:
     if processes == 1:
         return Exchanged()
     a_parameter = 2 * FP32 * (processes - 1) / processes / machine.exchange_bytes
-    return Exchanged(
-        backward=a_parameter * p.total, alone_backward=a_parameter * (p.embedding + p.head)
-    )
+    ends = p.embedding + p.head
+    alone = ends if ends < p.total else 0  # frozen, beside adapters
+    return Exchanged(backward=a_parameter * p.total, alone_backward=a_parameter * alone)
 
 
 def shared_rows(sizes: Sizes, tokens: int, machine: Machine) -> Exchanged:

@@ -133,6 +133,7 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
         moved_s = other.memory_bytes / machine.memory_bytes
         if other.update is not None:
             update = Seconds(0.0, 0.0, other.update, 0.0, 0.0)
+        # Weights are gathered twice, gradients are summed beside the second time.
         layers = layers._replace(memory=layers.memory + moved_s / 3)
         backward = backward._replace(memory=backward.memory + moved_s * 2 / 3)
     exchanges = [
@@ -157,7 +158,8 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
         back = _backward_copies(moved, hosted, passes > 1)
         slowest = max(backward.step + back.alone / link, exchanges[1])
         phases.append(beside(backward, slowest, back.up, back.down))
-    return _sum(*phases)
+    step = _sum(*phases)
+    return step._replace(link=step.link + passes * sum(other.link for other in task.exchanges))
 
 
 def _sum(*parts: Seconds) -> Seconds:

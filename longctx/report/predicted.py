@@ -53,8 +53,8 @@ FEWEST_TOKENS = 4096
 def foresee(
     model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig, engine: Engine
 ) -> Foreseen | None:
-    """None where nothing is predicted; on a GPU a line says
-    why. Raises UserError for a run that does not fit, and for a `--plan` of another run."""
+    """None where nothing is predicted; on a GPU a line says why. Raises UserError for a run that
+    does not fit, and for a `--plan` of another run."""
     config = copy.deepcopy(config)  # a model writes its dtype there
     if args.plan:
         check_given(args.plan, model_args, args, config)
