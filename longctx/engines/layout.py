@@ -145,11 +145,10 @@ class Layout:
 
 
 def gathering_pending(shards: Pending, gathered: int, head: int) -> Pending:
-    """FSDP2's, of shards in fp32. What is gathered and what is scattered lie in memory of streams
-    of their own, which the computation cannot use when it is free again: gradients do not come as
-    activations go, but stay. lm_head's gradient (`head` parameters) is summed in fp32, and copied
-    for it."""
-    return Pending(sum(shards) + 2 * gathered + FP32 * head)
+    """FSDP2's, of shards in fp32. What is gathered comes on a stream of its own, whose memory the
+    computation cannot use when it is free again. lm_head's gradient (`head` parameters) is summed
+    in fp32, and copied for it."""
+    return shards._replace(states=shards.states + 2 * gathered + FP32 * head)
 
 
 def moments_bytes(numel: int, processes: int) -> int:
