@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         dtype = compute_dtype(model_args, args.device)
         size_bytes = saved_bytes(model_args, config, args.device)
         check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args, dtype), args)
-        foreseen = foresee(model_args, args, config, sharded=engine.shards_states)
+        foreseen = foresee(model_args, args, config, engine)
 
     # 3. Data: documents -> tokens -> packed rows of seq_len.
     def rows(files: list[str] | None):

@@ -1,12 +1,18 @@
 """Predicted beside measured, for every whole step and layer in profiling/results that a plan knows.
 
-    python profiling/plan_cells.py
+    python profiling/plan_cells.py --output profiling/results/plan_cells
+
+writes plan_cells.json and, one panel for GPU, host and seconds each, plan_cells.png.
 
 A row that was measured before the ladder and the larger pieces (rows without `keep`) is predicted
 with what was then: x and o kept, tiles of 4096 tokens, 1 GiB of logits; where states live is always
 decided as today. Rows of the front (forward and backward alone, by budget) are predicted with the
 ladder and the cut that their text names; those that ran out of memory must be refused. Host memory
 is compared where a row is of a process of its own, on a machine that nothing else used.
+
+So are rows of engines, for which the run's free host memory is not known. Left out are peers that
+`offload=all`: no flag of train.py makes them so. Of the engines' numbers fitted to rows are the
+update's seconds and attention's beside exchanges; bytes are counted.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import json
 import re
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,21 +33,27 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
+from longctx.engines import choose_engine
+from longctx.engines.layout import Layout
 from longctx.memory import plan as memory_plan
-from longctx.memory.ladder import Keep, Ladder, Rung
+from longctx.memory.ladder import Chosen, Keep, Ladder, Rung
 from longctx.memory.plan import GIB, Place, default_head_groups
 from longctx.model.blocks import state_blocks
+from longctx.plan import predict
 from longctx.plan.buffers import other_phases, scheduled_phases
 from longctx.plan.decide import Budget, Decision, HostRoom, Kept, keeping
 from longctx.plan.machines import MACHINES
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.plan.seconds import Task, seconds
+from longctx.report.page import pyplot, with_ending
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
 from profiling.build import VOCABULARY
 from profiling.front import MODELS, batches
+from profiling.results import write_results
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "profiling" / "results"
 PRESET, KV_HEADS = "llama-3.1-8b", 8
 STATES_MD = {131072: 11.65, 8192: 6.94}
 """docs/states.md: peaks with everything on the host, in GiB, by tokens."""
@@ -52,13 +65,33 @@ class Cell:
     plan: Plan
     measured: dict[str, float]
 
-    def errors(self) -> dict[str, float]:
-        """Relative; of what was measured."""
-        predicted = {
+    @property
+    def kind(self) -> str:
+        """Its colour in the plot."""
+        run = self.plan.run
+        if run.engine is None:
+            return "no engine" if run.model.class_type == "custom" else run.model.class_type
+        return f"{run.engine.name}, {run.gpus} GPU{'s' * (run.gpus > 1)}"
+
+    def predicted(self) -> dict[str, float]:
+        return {
             "gpu_gib": self.plan.gpu_bytes / GIB,
             "host_gib": self.plan.host_bytes / GIB,
             "step_s": self.plan.seconds.step,
         }
+
+    def row(self) -> dict[str, Any]:
+        """Of the results file."""
+        row: dict[str, Any] = {"cell": self.name, "kind": self.kind}
+        row |= {"class_type": self.plan.run.model.class_type, "fits": self.plan.fits}
+        for key, value in self.predicted().items():
+            if key in self.measured or not self.measured:
+                row[f"predicted_{key}"] = round(value, 4)
+        return row | {f"measured_{key}": value for key, value in self.measured.items()}
+
+    def errors(self) -> dict[str, float]:
+        """Relative; of what was measured."""
+        predicted = self.predicted()
         return {key: predicted[key] / value - 1 for key, value in self.measured.items()}
 
 
@@ -85,12 +118,13 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
     settings: dict[str, Any] = {}
     tokens = row.get("rows", 1) * row["tokens"]
     if row["class_type"] == "custom":
-        settings = dict(
-            keep="o" if row.get("keep_attention", True) else "x",
-            tile_tokens=4096,
-            head_groups=row.get("head_groups") or default_head_groups(tokens, KV_HEADS),
-            offload_activations=row["offload"],
-        )
+        settings = dict(offload_activations=row["offload"])
+        if "ladder" not in row:
+            settings |= dict(
+                keep="o" if row.get("keep_attention", True) else "x",
+                tile_tokens=4096,
+                head_groups=row.get("head_groups") or default_head_groups(tokens, KV_HEADS),
+            )
     model = ModelArguments(
         preset=PRESET,
         class_type=row["class_type"],
@@ -104,19 +138,37 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
         gpu_memory_gib=row.get("gpu_gib") or None,
         per_device_train_batch_size=row.get("rows", 1),
         exact=exact,
+        gpus=row.get("gpus", 1),
+        sequence_parallel_size=row.get("sequence_parallel", 1),
+        engine=layout_of(row),
     )
+
+
+def layout_of(row: dict[str, Any]) -> Layout | None:
+    name = row.get("engine", "plain")
+    if name == "plain":
+        return None
+    flags = Namespace(deepspeed=None, fsdp=None, fsdp_config=None)
+    if name.startswith("fsdp"):
+        flags.fsdp, flags.fsdp_config = "true", str(ROOT / f"fsdp_configs/{name}.json")
+    else:
+        flags.deepspeed = str(ROOT / f"ds_configs/{name}.json")
+    engine = choose_engine(flags)
+    engine.read(flags)
+    return engine.layout(row["gpus"], row.get("passes", 1))
 
 
 def step_cells() -> Iterator[Cell]:
     """Whole steps, of all 32 layers and of 4."""
     whole, four = subject(), subject(layers=4)
-    for name in ("h100_states_step", "h200_states_step", "h200_step", "h200_compare"):
+    names = "h100_states_step h200_states_step h200_step h200_compare h200_shared_step"
+    for name in names.split():
         for row in rows_of(name):
             if row["engine"] != "plain" or row["tokens"] == 196608:
                 continue  # another engine; a row whose ladder left 20 GiB of the GPU free
             host_gib = 125 if "16 CPU" in row.get("hardware", "") else 252
-            exact = name.endswith("states_step")
-            with logits_of_1_gib():
+            exact = row.get("states") == "fp32"
+            with kept_as(row):
                 planned = plan(
                     whole if row["layers"] == 32 else four,
                     run_of(row, exact),
@@ -124,11 +176,14 @@ def step_cells() -> Iterator[Cell]:
                     host_gib * GIB,
                 )
             measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
-            if exact and row["place"] != "host":  # those two shared a process, and its slab
+            # The first two shared a process, and its slab. The last has 28 GiB more of the host in
+            # use than it keeps there, on a machine of two GPUs.
+            if exact and row["place"] != "host" and "ladder" not in row:
                 measured["host_gib"] = row["host_gib"]
             place = f" of {row['gpu_gib']} GiB" if row.get("gpu_gib") else ""
             place += " on the host" if row.get("place") == "host" else ""
             what = f"{row['class_type']} {row['layers']} layers"
+            place += ", today" if "ladder" in row else ""
             cell = f"{name[:4]}{place}: {what}, {row.get('rows', 1)} x {row['tokens']}"
             yield Cell(name=cell, plan=planned, measured=measured)
     for tokens, peak_gib in STATES_MD.items():
@@ -136,6 +191,48 @@ def step_cells() -> Iterator[Cell]:
         planned = plan(whole, Run(model=model, place="host"), MACHINES["h200"], 252 * GIB)
         cell = f"h200 on the host: custom 32 layers, 1 x {tokens}, today"
         yield Cell(name=cell, plan=planned, measured={"gpu_gib": peak_gib})
+
+
+def engine_cells() -> Iterator[Cell]:
+    """Whole steps under engines, of all 32 layers."""
+    whole = subject()
+    for name in ("h200_step", "h200_states_step", "h200_shared_step"):
+        rows = [row for row in rows_of(name) if row["engine"] != "plain"]
+        longest = max(row["tokens"] for row in rows if row["class_type"] == "custom")
+        for row in rows:
+            if row["class_type"] != "custom" and row["offload"] == "all":
+                continue
+            with kept_as(row):
+                planned = plan(whole, run_of(row, exact=True), MACHINES["h200"], 252 * GIB)
+            measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
+            if row["gpus"] > 1 or "ladder" in row or row["tokens"] == longest:
+                measured["host_gib"] = row["host_gib"]
+            if name == "h200_shared_step" and row["tokens"] < longest:
+                del measured["host_gib"]  # the slab was the longer row's
+            ranks = row.get("sequence_parallel", 1)
+            shared = f", {ranks} a row" if ranks > 1 else ""
+            old = "" if "ladder" in row else ", of an older commit"
+            what = f"{row['class_type']}, 1 x {row['tokens']}{shared}{old}"
+            cell = f"h200 x {row['gpus']}, {row['engine']}: {what}"
+            yield Cell(name=cell, plan=planned, measured=measured)
+
+
+@contextmanager
+def kept_as(row: dict[str, Any]) -> Iterator[None]:
+    """With the ladder and the cut that a row names."""
+    if "ladder" not in row:
+        with logits_of_1_gib():
+            yield
+        return
+    text = row["ladder"]
+    ladder, cut = read_ladder(text if "head group" in text else f"{text}; {FIRST_CUT}")
+    given = lambda sizes, *_: Chosen(ladder, replace(sizes, **cut))  # noqa: E731
+    with patch.object(predict, "_choose", given):
+        yield
+
+
+FIRST_CUT = "1 head group, tiles of 8192 tokens"
+"""Of 8192 tokens, before rows said it."""
 
 
 def layer_cells() -> Iterator[Cell]:
@@ -238,6 +335,8 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
         seconds=seconds(task, decision, machine, "fa4", 1),
         gpu_limit=limit,
         problem=None,
+        rank_host_bytes=decision.host.nbytes,
+        parameters=made.parameters,
     )
     ran = row["status"] == "ok"
     if not ran and planned.gpu_bytes <= limit:
@@ -248,12 +347,63 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     return Cell(name=name if ran else f"{name}: refused", plan=planned, measured=measured)
 
 
+# --- the plot --------------------------------------------------------------------------------
+
+PANELS = (
+    ("gpu_gib", "GPU peak (GiB)"),
+    ("host_gib", "host memory (GiB)"),
+    ("step_s", "a step (s)"),
+)
+MARKERS = {"custom": "o", "liger": "s", "vanilla": "^"}
+BAND = 0.05
+
+
+def draw(groups: dict[str, list[Cell]]) -> Any:
+    """Predicted against measured, on logarithmic axes."""
+    plt = pyplot()
+    fig, panels = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 3.8))
+    kinds = list(dict.fromkeys(cell.kind for cells in groups.values() for cell in cells))
+    colours = plt.get_cmap("tab10")
+    for axes, (key, title) in zip(panels, PANELS, strict=True):
+        shown = [c for cells in groups.values() for c in cells if key in c.measured]
+        for cell in shown:
+            axes.plot(
+                cell.measured[key],
+                cell.predicted()[key],
+                MARKERS[cell.plan.run.model.class_type],
+                color=colours(kinds.index(cell.kind)),
+                markersize=4,
+                alpha=0.8,
+                label=cell.kind,
+            )
+        ends = [f * m(c.measured[key] for c in shown) for f, m in ((0.8, min), (1.25, max))]
+        axes.plot(ends, ends, color="grey", linewidth=0.8)
+        low, high = ([(1 + sign * BAND) * x for x in ends] for sign in (-1, 1))
+        axes.fill_between(ends, low, high, color="grey", alpha=0.2, label="within 5%")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(f"{title}: {len(shown)} cells", fontsize=9)
+        axes.set_xlabel("measured")
+    panels[0].set_ylabel("predicted")
+    found = {
+        t: h for axes in fig.axes for h, t in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    fig.tight_layout()
+    fig.legend(found.values(), found.keys(), loc="upper center", ncols=4, bbox_to_anchor=(0.5, 0))
+    plt.close(fig)
+    return fig
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    for title, cells in (
-        ("whole steps and layers", [*step_cells(), *layer_cells()]),
-        ("the front", [*front_cells()]),
-    ):
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="files are OUTPUT.json, .png")
+    args = parser.parse_args()
+    groups = {
+        "whole steps and layers": [*step_cells(), *layer_cells()],
+        "engines": [*engine_cells()],
+        "the front": [*front_cells()],
+    }
+    for title, cells in groups.items():
         for cell in cells:
             found = ", ".join(f"{key} {error:+.1%}" for key, error in cell.errors().items())
             print(f"{cell.name:74} {found}")
@@ -262,6 +412,11 @@ def main() -> None:
             if errors:
                 mean, worst = statistics.mean(errors), max(errors)
                 print(f"{title}, {key}: {len(errors)} cells, mean {mean:.1%}, worst {worst:.1%}")
+    if args.output:
+        rows = [{"of": title, **cell.row()} for title, cells in groups.items() for cell in cells]
+        write_results(with_ending(args.output, ".json"), rows)
+        drawn = draw(groups)
+        drawn.savefig(with_ending(args.output, ".png"), dpi=110, bbox_inches="tight")
 
 
 if __name__ == "__main__":

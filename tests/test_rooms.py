@@ -10,9 +10,9 @@ from paths import ROOT
 from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
-    "report": {"plan", "run", "output", "data", "attention", "memory"},
+    "report": {"plan", "run", "engines", "output", "data", "attention", "memory"},
     "run": {"plan", "lora", "output", "engines", "model", "attention", "memory", "kernels"},
-    "plan": {"lora", "model", "attention", "memory"},
+    "plan": {"lora", "engines", "model", "attention", "memory"},
     "lora": {"output", "model"},
     "output": {"memory"},
     "engines": {"memory"},

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from longctx.engines import layout
+
 
 def all_reduce_max(number: int, device: torch.device) -> int:
     """The highest `number` of all processes; each must ask in the same order."""
@@ -68,8 +70,7 @@ def whole_numel(parameter: Any) -> int:
 
 
 def gathered_bytes(model: PreTrainedModel) -> int:
-    """What an engine that shards weights gathers in bf16: the layer that runs, the next one, and
-    lm_head with its gradient."""
+    """What an engine that shards weights gathers of a model (layout.py)."""
     layers: Any = model.get_decoder().layers
-    largest = [*layers[:2].parameters(), *2 * [model.get_output_embeddings().weight]]
-    return sum(whole_numel(p) for p in largest) * torch.bfloat16.itemsize
+    output = whole_numel(model.get_output_embeddings().weight)
+    return layout.gathered_bytes(sum(map(whole_numel, layers[:2].parameters())), output)

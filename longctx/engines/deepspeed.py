@@ -9,21 +9,30 @@ Gradients are summed in fp32, over processes and over accumulation steps.
 
 from __future__ import annotations
 
+import os
 import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, Trainer
 
-from longctx.config import TrainArguments, explained_options, installed, means_no
+from longctx.config import (
+    TrainArguments,
+    explained_options,
+    installed,
+    means_no,
+    read_settings,
+)
 from longctx.engines.builds import build_one_at_a_time
 from longctx.engines.collectives import become_one_process, gathered_bytes, whole_numel
+from longctx.engines.layout import Layout, moments_bytes, zero_layout
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 from longctx.memory.plan import Pending, trained_bytes_on_gpu
@@ -36,6 +45,8 @@ class DeepSpeed(Engine):
     steps_itself = True
     shares_rows = True
     keeps_options = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+    makes_moments = False
+    """AdamW's come on the GPU, with the first update."""
 
     @classmethod
     def requested(cls, options: Any) -> bool:
@@ -44,6 +55,13 @@ class DeepSpeed(Engine):
     @classmethod
     def saved(cls, checkpoint: Path) -> bool:
         return any(checkpoint.glob("global_step*"))
+
+    def read(self, options: Any) -> None:
+        named = options.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        self.settings = read_settings("deepspeed", named)
+
+    def layout(self, processes: int, passes: int) -> Layout:
+        return zero_layout(self.settings, processes, passes)
 
     def prepare(self, flags: Namespace) -> None:
         super().prepare(flags)
@@ -110,6 +128,8 @@ class DeepSpeed(Engine):
             )
         config = state.deepspeed_plugin.hf_ds_config.config
         zero = config.setdefault("zero_optimization", {})
+        place = (zero.get("offload_optimizer") or {}).get("device", "none")
+        self.makes_moments = place == "none" and args.device.type == "cuda"
         if zero.get("stage") == 3:  # or `final/` would hold no model
             zero["stage3_gather_16bit_weights_on_model_save"] = True
         if zero.get("stage3_prefetch_bucket_size") == "auto":  # one layer ahead
@@ -131,11 +151,14 @@ class DeepSpeed(Engine):
         return groups._get_sequence_parallel_group()
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
-        """DeepSpeed has made its states; ZeRO-1 and 2 still make gradients, ZeRO-3 gathers."""
+        """DeepSpeed has made its masters; AdamW's moments come with the first update, ZeRO-1 and 2
+        still make gradients, ZeRO-3 gathers."""
         parameters = list(model.parameters())
         sharded = any(hasattr(p, "ds_id") for p in parameters)
         gathered = gathered_bytes(model) if sharded else 0
-        return Pending(trained_bytes_on_gpu(parameters) + gathered)
+        trained = sum(whole_numel(p) for p in parameters if p.requires_grad)
+        moments = moments_bytes(trained, dist.get_world_size()) if self.makes_moments else 0
+        return Pending(trained_bytes_on_gpu(parameters) + gathered + moments)
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         processes = len(list(checkpoint.glob("global_step*/*_optim_states.pt")))
@@ -151,6 +174,7 @@ class DeepSpeed(Engine):
         """DeepSpeed's CPU Adam multiplies its bias corrections up in fp32, step by step, and after
         loading takes a power instead, which has other last bits. So the steps up to the checkpoint
         are repeated, on a single number (a million take seconds)."""
+        self.makes_moments = False  # they were loaded
         optimizer = trainer.optimizer
         while not hasattr(optimizer, "ds_opt_adam"):
             optimizer = getattr(optimizer, "optimizer", None)

@@ -27,6 +27,7 @@ from longctx.engines.collectives import (
     local_shard,
     whole_numel,
 )
+from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 from longctx.memory.plan import Pending, pending_bytes
@@ -46,10 +47,21 @@ class FSDP2(Engine):
     def saved(cls, checkpoint: Path) -> bool:
         return any(checkpoint.glob("pytorch_model_fsdp*"))
 
+    def read(self, options: Any) -> None:
+        self.settings = read_settings("fsdp_config", options.fsdp_config)
+
+    def layout(self, processes: int, passes: int) -> Layout:
+        launched = parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
+        return fully_shard_layout(self._offloads or launched, processes)
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(self.settings.get("cpu_offload"))
+
     def prepare(self, flags: Namespace) -> None:
         super().prepare(flags)
         become_one_process()
-        if read_settings("fsdp_config", flags.fsdp_config).get("cpu_offload"):
+        if self._offloads:
             # As accelerate's launcher does: what lies on the host is summed by gloo, beside NCCL.
             os.environ["ACCELERATE_USE_FSDP"] = os.environ["FSDP_OFFLOAD_PARAMS"] = "true"
 
@@ -131,11 +143,8 @@ class FSDP2(Engine):
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
-        pending = pending_bytes(shards)
-        # What is gathered comes on a stream of its own, whose memory the computation cannot use
-        # when it is free again. lm_head's gradient is summed in fp32, and copied for it.
-        summed = 4 * whole_numel(model.get_output_embeddings().weight)
-        return pending._replace(states=pending.states + 2 * gathered_bytes(model) + summed)
+        head = whole_numel(model.get_output_embeddings().weight)
+        return gathering_pending(pending_bytes(shards), gathered_bytes(model), head)
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         # accelerate would go on with an optimizer that starts from zero.

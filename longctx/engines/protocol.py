@@ -1,5 +1,6 @@
 """What an engine is asked by the rest of longctx; the answers here are plain PyTorch's.
 
+read, layout  the plan                                     what its file says, and means in bytes
 prepare    before transformers opens the process group     the environment, defaults of options
 start      before the model is made                        checks, what must run by then
 random_weights, fills_weights, gather_whole                while the model is made
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel, Trainer
 
 from longctx.config import TrainArguments
 from longctx.engines.collectives import destroy_process_group
+from longctx.engines.layout import Layout
 from longctx.engines.rows import asked_parallelism, share_rows
 from longctx.errors import UserError
 from longctx.limits import given
@@ -55,11 +57,21 @@ class Engine(ABC):
         """Whether the options (flags or TrainingArguments), or `accelerate launch` through the
         environment, ask for this engine."""
 
+    def read(self, options: Any) -> None:
+        """Reads its file, which the options name, or `accelerate launch`. Raises UserError."""
+        return None
+
+    def layout(self, processes: int, passes: int) -> Layout | None:
+        """Where it keeps a model's bytes, by what it read; None where longctx's own optimizer
+        decides. Raises UserError for what no plan knows."""
+        return None
+
     # --- before the model --------------------------------------------------------------------
 
     def prepare(self, flags: Namespace) -> None:
         """Sets what must stand in the environment before transformers opens the process group,
         and the defaults of options that depend on the engine."""
+        self.read(flags)
         if flags.bf16 is None:
             on_gpu = torch.cuda.is_available() and not flags.use_cpu
             flags.bf16 = self.shards_states and on_gpu and not flags.fp16
@@ -70,6 +82,10 @@ class Engine(ABC):
         Raises UserError where it would fail later, or would silently be another one.
         """
         self.share_rows(args)
+        self.check_options(args)
+
+    def check_options(self, args: TrainArguments) -> None:
+        """Raises UserError for options of longctx's own optimizer, where that is not this one's."""
         ours = ("optimizer_states", "place", "gpu_memory_gib", "plan", "save_fp32")
         if not self.exact_states and (asked := [f"--{n}" for n in ours if n in given(args)]):
             raise UserError(
@@ -82,12 +98,16 @@ class Engine(ABC):
         a model that is not patched. Raises UserError where they cannot."""
         asked = asked_parallelism(args.parallelism_config)
         shards = args.sequence_parallel_size > 1 or (asked is not None and asked.total_size > 1)
+        self.check_shares_rows(shards)
+        share_rows(args, attention)
+
+    def check_shares_rows(self, shards: bool) -> None:
+        """Raises UserError where processes are to share rows, and have no engine for it."""
         if shards and not self.shares_rows:
             raise UserError(
                 "--sequence_parallel_size and a parallelism_config need an engine that shards "
                 "weights and states: add --fsdp true --fsdp_config fsdp_configs/fsdp2.json"
             )
-        share_rows(args, attention)
 
     # --- the model ---------------------------------------------------------------------------
 

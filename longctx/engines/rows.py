@@ -54,17 +54,23 @@ def ranks_a_row(size: int, config: ParallelismConfig | None) -> int:
     return max(size, theirs)
 
 
+def groups_of(size: int, processes: int) -> int:
+    """How many groups of `size` processes share rows. Raises UserError where some are left."""
+    groups, rest = divmod(processes, size)
+    if rest:
+        raise UserError(
+            f"--sequence_parallel_size {size} does not divide the {processes} processes"
+        )
+    return groups
+
+
 def share_rows(args: TrainArguments, attention: str | None = None) -> None:
     """Neighbours share rows: in accelerate's mesh they are the dimension `cp`, which its data
     loaders know; or `sp`, where Ulysses wraps Hugging Face's `attention`. Raises UserError where
     the processes do not come out even, and for attention that Ulysses does not take."""
     asked = asked_parallelism(args.parallelism_config)
     size = args.sequence_parallel_size = ranks_a_row(args.sequence_parallel_size, asked)
-    groups, rest = divmod(args.world_size, size)
-    if rest:
-        raise UserError(
-            f"--sequence_parallel_size {size} does not divide the {args.world_size} processes"
-        )
+    groups = groups_of(size, args.world_size)
     if asked and asked.dp_shard_size not in (1, groups):
         raise UserError(
             f"dp_shard_size {asked.dp_shard_size} of the parallelism_config: {args.world_size} "

@@ -269,7 +269,7 @@ def make_schedule(
         )
     attention = runtime.attention
     if runtime.shards is not None:
-        _check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
+        check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
         attention = Sharded(attention, runtime.shards, rows)
     return Schedule(
         traits=model_traits(base),
@@ -294,7 +294,7 @@ def follows_positions(base: Any) -> bool:
     return "dynamic" in kind or kind == "longrope"
 
 
-def _check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:
+def check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:
     kv_share = kv_heads // groups
     if heads // groups % ranks or kv_share % ranks and ranks % kv_share:
         raise UserError(

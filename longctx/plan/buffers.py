@@ -93,9 +93,24 @@ class States:
         self.embedding = decision.blocks[0].grad
         self.tied = len(decision.specs[0].modules) > 1
 
-    def base(self, *, layers_only: bool = False) -> Buffers:
-        window = self._layers_window if layers_only else self._window
-        return {**self._always, "weights on their way": window}
+    def forward(self) -> Buffers:
+        """Weights and states while a layer's forward runs,"""
+        return {**self._always, "weights on their way": self._window}
+
+    def loss(self) -> Buffers:
+        return self.forward()
+
+    def backward(self, layer: int) -> Buffers:
+        """while this layer's backward does; -1: the embedding's,"""
+        return {**self._always, "weights on their way": self._layers_window}
+
+    def update(self) -> Buffers:
+        """and while they are updated."""
+        return self.forward()
+
+    def others(self, kept: int, unit: int) -> list[Phase]:
+        """Moments that only an engine has; `kept` activations, a unit of T D numbers, in bytes."""
+        return []
 
     def all_gradients(self) -> int:
         return sum(self._stay.values())
@@ -106,6 +121,20 @@ class States:
             return self.all_gradients()
         return sum(nbytes for at, nbytes in self._wait.items() if at >= layer)
 
+    def loss_gradients(self) -> int:
+        """Before backward."""
+        return self.all_gradients() if self.accumulates else 0
+
+    def of_embedding(self, sizes: Sizes, tokens: int) -> Buffers:
+        """All gradients, while the embedding's is made; a frozen one has none."""
+        if not self.embedding:
+            return {"gradients": self.all_gradients()}
+        return {
+            "gradients": max(0, self.all_gradients() - self.embedding),
+            "the embedding's gradient": (1 + self.tied) * self.embedding,
+            **sizes.embedding_parts(tokens),
+        }
+
     def new_gradients(self, layer: int) -> int:
         """When backward is at this layer: those that stay, and one that leaves."""
         if self.accumulates:
@@ -115,31 +144,25 @@ class States:
         return leaving + done + (self._stay[-1] if self.tied else 0)
 
 
-def _gradient_of_embedding(states: States, sizes: Sizes, tokens: int) -> Buffers:
-    """A frozen embedding has none."""
-    if not states.embedding:
-        return {"gradients": states.all_gradients()}
-    return {
-        "gradients": max(0, states.all_gradients() - states.embedding),
-        "the embedding's gradient": (1 + states.tied) * states.embedding,
-        **sizes.embedding_parts(tokens),
-    }
-
-
 # --- custom ----------------------------------------------------------------------------------
 
 
 def scheduled_phases(
-    decision: Decision, sizes: Sizes, tokens: int, accumulates: bool
+    decision: Decision,
+    sizes: Sizes,
+    tokens: int,
+    accumulates: bool,
+    states: States | None = None,
 ) -> list[Phase]:
-    """Of a patched model."""
-    states, ladder = States(decision, accumulates), decision.kept.ladder
+    """Of a patched model. `states`: an engine's."""
+    states = states or States(decision, accumulates)
+    ladder = decision.kept.ladder
     last = len(ladder) - 1
     kept_below = [0, *accumulate(on_gpu(sizes, tokens, keep) for keep in ladder)]
 
     def forward(i: int) -> Phase:
         buffers = {
-            **states.base(),
+            **states.forward(),
             "gradients": states.old_gradients(i),
             "kept activations": kept_below[i],
             **_forward_work(sizes, tokens, ladder[i]),
@@ -149,7 +172,7 @@ def scheduled_phases(
     def backward(i: int) -> Phase:
         rung = ladder[i].rung
         buffers = {
-            **states.base(layers_only=True),
+            **states.backward(i),
             "gradients": states.new_gradients(i),
             "kept activations": kept_below[i] + lasting_bytes(sizes, tokens, ladder[i:]),
             **sizes.layer_parts(tokens, qkv=rung >= Rung.QKV, mlp=rung == Rung.ALL),
@@ -157,22 +180,20 @@ def scheduled_phases(
         return Phase("backward", buffers)
 
     loss = {
-        **states.base(),
-        "gradients": states.all_gradients() if accumulates else 0,
+        **states.loss(),
+        "gradients": states.loss_gradients(),
         "kept activations": kept_below[-1],
         **sizes.loss_parts(tokens),
         "rows of the loss": sizes.loss_rows_bytes(tokens),
     }
-    embedding = {
-        **states.base(layers_only=True),
-        **_gradient_of_embedding(states, sizes, tokens),
-    }
+    embedding = {**states.backward(-1), **states.of_embedding(sizes, tokens)}
     return [
         peak(forward(i) for i in range(last + 1)),
         Phase("loss", loss),
+        *states.others(kept_below[-1], tokens * sizes.hidden * sizes.stream_bytes),
         peak(backward(i) for i in range(last, -1, -1)),
         Phase("embedding", embedding),
-        Phase("update", {**states.base(), "gradients": states.all_gradients()}),
+        Phase("update", {**states.update(), "gradients": states.all_gradients()}),
     ]
 
 
@@ -196,10 +217,16 @@ def _forward_work(sizes: Sizes, tokens: int, keep: Keep) -> Buffers:
 
 
 def other_phases(
-    decision: Decision, sizes: Sizes, tokens: int, accumulates: bool, class_type: str
+    decision: Decision,
+    sizes: Sizes,
+    tokens: int,
+    accumulates: bool,
+    class_type: str,
+    states: States | None = None,
 ) -> list[Phase]:
     """Of Hugging Face's layers with checkpointing by layer."""
-    states, unit = States(decision, accumulates), tokens * sizes.hidden * sizes.itemsize
+    states = states or States(decision, accumulates)
+    unit = tokens * sizes.hidden * sizes.itemsize
     work = OTHERS[class_type]
     numbers = work.hidden * sizes.hidden + work.intermediate * sizes.intermediate
     layer = int(tokens * numbers) * sizes.itemsize
@@ -207,19 +234,20 @@ def other_phases(
     logits = {"logits": 12 * tokens * sizes.vocab + unit}  # and gradients, in bf16 and fp32
     if class_type == "liger":  # its fused loss: h200_kernels.json
         logits = {"lm_head's gradient": head, "logits": 2 * unit}
-    base, kept = states.base(), {"kept activations": sizes.layers * unit}
+    kept = {"kept activations": sizes.layers * unit}
     old = {"gradients": states.old_gradients(0)}
-    before = {"gradients": states.all_gradients() if accumulates else 0}
+    before = {"gradients": states.loss_gradients()}
 
     def backward(i: int) -> Phase:
         grads = {"gradients": states.new_gradients(i)}
         below = {"kept activations": i * unit}
-        return Phase("backward", {**base, **grads, **below, "a layer": layer})
+        return Phase("backward", {**states.backward(i), **grads, **below, "a layer": layer})
 
     return [
-        Phase("forward", {**base, **old, **kept, "a layer": layer // 2}),
-        Phase("loss", {**base, **before, **kept, **logits}),
+        Phase("forward", {**states.forward(), **old, **kept, "a layer": layer // 2}),
+        Phase("loss", {**states.loss(), **before, **kept, **logits}),
+        *states.others(sizes.layers * unit, unit),
         peak(backward(i) for i in range(sizes.layers)),
-        Phase("embedding", {**base, **_gradient_of_embedding(states, sizes, tokens)}),
-        Phase("update", {**base, "gradients": states.all_gradients()}),
+        Phase("embedding", {**states.backward(-1), **states.of_embedding(sizes, tokens)}),
+        Phase("update", {**states.update(), "gradients": states.all_gradients()}),
     ]

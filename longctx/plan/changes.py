@@ -65,15 +65,18 @@ def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
 
 
 def _known(subject: Subject, run: Run) -> Iterator[Options]:
+    if run.engine is not None and run.sequence_parallel_size == 1:
+        yield {"engine": None}
     if run.gpu_memory_gib:
         yield {"gpu_memory_gib": None}
-    if not run.exact:
+    if not run.exact and run.engine is None:
         yield {"exact": True}
     if run.per_device_train_batch_size > 1:
         passes = run.per_device_train_batch_size * run.gradient_accumulation_steps
         yield {"per_device_train_batch_size": 1, "gradient_accumulation_steps": passes}
-    yield {"place": "auto"}
-    yield {"place": "host"}
+    if run.engine is None:
+        yield {"place": "auto"}
+        yield {"place": "host"}
     if run.model.class_type != "custom":
         yield {"class_type": "custom", "attn_backend": "auto"}
         return
@@ -105,6 +108,8 @@ def _words(options: Options) -> str:
     def said(name: str, value: Any) -> str:
         if name == "exact":
             return "--optimizer_states fp32"
+        if name == "engine":
+            return "without --deepspeed and --fsdp"
         return f"without --{name}" if value is None else f"--{name} {value}"
 
     return " ".join(said(name, value) for name, value in options.items())

@@ -125,6 +125,7 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
         attention={**longest, "cudnn": torchs},  # with Hugging Face's layers torch takes what runs
         memory_bytes=measured.memory_bytes,
         link_bytes=measured.link.both,
+        peer_bytes=profile.peer_bytes if profile else None,  # nobody else runs to be asked
         measured=True,
         here=True,
         held_bytes=_held(gpu),
@@ -143,6 +144,7 @@ def profiled_machine(gpu: Gpu, profile: Machine) -> Machine:
         attention=profile.attention,
         memory_bytes=profile.memory_bytes,
         link_bytes=profile.link_bytes,
+        peer_bytes=profile.peer_bytes,
         measured=profile.measured,
         held_bytes=_held(gpu),
     )

@@ -1,5 +1,6 @@
-"""The plan of a run without an engine: a model, a run and a machine in; fits or not, bytes and
-seconds out. Where everything lives is asked of the function that decides in the run (decide.py).
+"""The plan of a run: a model, a run and a machine in; fits or not, bytes and seconds out. Where
+everything lives is asked of the function that decides in the run (decide.py), or, where an engine
+has weights and states, of its layout (engines.py).
 
 The model has its parameters' shapes and no storage (`meta`), which takes 10 ms a layer; a plan
 takes about 20 ms then.
@@ -15,16 +16,17 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longctx.config import ModelArguments
+from longctx.engines.layout import Layout, Parameters
 from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
 from longctx.memory.ladder import Batch, Chosen, States, choose_beside
-from longctx.memory.plan import GIB, Place, Placement, Sizes
+from longctx.memory.plan import GIB, Place, Placement, Sizes, usable_bytes
 from longctx.memory.settle import HostRoom
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
 from longctx.model.families import base_of, head_dim, layer_adapters
-from longctx.model.runtime import kv_heads, model_sizes
+from longctx.model.runtime import check_shares, kv_heads, model_sizes
 from longctx.plan.buffers import Phase, other_phases, peak, scheduled_phases
 from longctx.plan.decide import (
     Budget,
@@ -36,6 +38,7 @@ from longctx.plan.decide import (
     host_budget,
     keeping,
 )
+from longctx.plan.engines import Exchanged, Sharded, averaged, exchanged, parameters_of, shared_rows
 from longctx.plan.machines import Machine
 from longctx.plan.seconds import Adapted, Seconds, Task, seconds
 
@@ -60,11 +63,17 @@ class Run:
     """fp32 states and masters; else torch's AdamW, with states in the weights' dtype."""
     document_tokens: int | None = None
     """Of a document; None: as long as a row."""
+    gpus: int = 1
+    """A process each."""
+    sequence_parallel_size: int = 1
+    """Of them share each row."""
+    engine: Layout | None = None
 
     @property
     def tokens(self) -> int:
-        """Of a batch."""
-        return self.per_device_train_batch_size * self.model.seq_len
+        """Of a batch, on one GPU."""
+        rows = self.per_device_train_batch_size * self.model.seq_len
+        return -(-rows // self.sequence_parallel_size)
 
     def value(self, option: str) -> Any:
         return getattr(self if option in _OF_RUN else self.model, option)
@@ -106,6 +115,7 @@ class Subject:
                 self.model = with_lora(self.model, args)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.adapted = self._adapted()
+        self.parameters = parameters_of(self.model)
 
     def _adapted(self) -> Adapted:
         base = base_of(inside_peft(self.model))
@@ -120,7 +130,8 @@ class Subject:
 
     def sizes(self, run: Run) -> Sizes:
         if run.model.class_type == "custom":
-            return model_sizes(inside_peft(self.model), run.model, DTYPE)
+            sizes = model_sizes(inside_peft(self.model), run.model, DTYPE)
+            return replace(sizes, ranks=run.sequence_parallel_size)
         config = self.config
         return Sizes(
             layers=config.num_hidden_layers,
@@ -158,13 +169,22 @@ class Plan:
     def gpu_bytes(self) -> int:
         return peak(self.phases).nbytes
 
+    rank_host_bytes: int
+    """Of the host, of one process."""
+    parameters: Parameters
+    """Of the model."""
+
     @property
     def host_bytes(self) -> int:
-        return self.decision.host.nbytes + PROCESS_BYTES
+        """Of all processes."""
+        return self.run.gpus * self.rank_host_bytes
 
     @property
     def step_tokens(self) -> int:
-        return self.run.tokens * self.run.gradient_accumulation_steps
+        """Of all GPUs."""
+        rows = self.run.per_device_train_batch_size * self.run.gradient_accumulation_steps
+        groups = self.run.gpus / self.run.sequence_parallel_size
+        return int(rows * self.run.model.seq_len * groups)
 
     @property
     def tokens_per_s(self) -> float:
@@ -172,16 +192,24 @@ class Plan:
 
 
 def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
-    """`host_bytes` are what the host has free. Raises UserError for what no machine can run."""
+    """`host_bytes` are what the host has free, for all processes. Raises UserError for what no
+    machine can run."""
     backend = _backend(run, machine)
     sizes, passes = subject.sizes(run), run.gradient_accumulation_steps
-    budget, limit = _budget(run, machine, host_bytes)
-    decision = _decide(subject, sizes, run, machine, budget)
+    engine, states = run.engine, None
+    budget, limit = _budget(run, machine, host_bytes // run.gpus)
+    if engine is None:
+        decision = _decide(subject, sizes, run, machine, budget)
+    else:
+        decision = _decide_sharded(subject, sizes, run, machine, budget, engine)
+        states = Sharded(engine, subject.parameters, sizes.layers, passes > 1)
     sizes = decision.sizes or sizes
     if run.model.class_type == "custom":
-        phases = scheduled_phases(decision, sizes, run.tokens, passes > 1)
+        _check_ranks(sizes, run.tokens)
+        phases = scheduled_phases(decision, sizes, run.tokens, passes > 1, states)
     else:
-        phases = other_phases(decision, sizes, run.tokens, passes > 1, run.model.class_type)
+        kind = run.model.class_type
+        phases = other_phases(decision, sizes, run.tokens, passes > 1, kind, states)
     task = Task(
         sizes=sizes,
         tokens=run.tokens,
@@ -191,7 +219,11 @@ def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
         trained=subject.trained,
         exact=run.exact,
         adapted=subject.adapted,
+        exchanges=_exchanges(subject, sizes, run, machine),
     )
+    process, held = PROCESS_BYTES, 0
+    if engine is not None:
+        process, held = int(engine.process_gib * GIB), engine.host(subject.parameters)
     return Plan(
         run=run,
         machine=machine,
@@ -201,7 +233,9 @@ def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
         phases=phases,
         seconds=seconds(task, decision, machine, backend, passes),
         gpu_limit=limit,
-        problem=_problem(decision, phases, limit),
+        problem=_problem(decision, phases, limit, held),
+        rank_host_bytes=decision.host.nbytes + process + held,
+        parameters=subject.parameters,
     )
 
 
@@ -250,7 +284,7 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
 def _decide(subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: Budget) -> Decision:
     tokens, passes = run.tokens, run.gradient_accumulation_steps
     custom = run.model.class_type == "custom"
-    specs = state_blocks(subject.model, movable=custom)
+    specs = state_blocks(subject.model, movable=custom and run.gpus == 1)
     choose = partial(_choose, sizes, run, machine)
     if not run.exact:
         return _as_weights(specs, run, budget, choose if custom else None)
@@ -273,6 +307,7 @@ def _decide(subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: 
         tokens=tokens,
         placement=run.place,
         accumulates=passes > 1,
+        several=run.gpus > 1,
         needs=needs,
     )
 
@@ -316,8 +351,61 @@ def _as_weights(specs: Any, run: Run, budget: Budget, choose: Any | None) -> Dec
     )
 
 
-def _problem(decision: Decision, phases: list[Phase], limit: int) -> str | None:
-    if problem := decision.gpu_problem() or decision.host_problem():
+def _decide_sharded(
+    subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: Budget, engine: Layout
+) -> Decision:
+    """An engine has weights and states; activations get what is free when training begins."""
+    p = subject.parameters
+    pending = engine.pending(p)
+    stand = engine.gradient(p.total) if engine.gradients_stand else 0
+    taken = sum(engine.standing(p).values()) - engine.late(p) + stand
+    budget = Budget(
+        usable_bytes(machine.gpu_bytes - machine.held_bytes - taken),
+        budget.host - engine.host(p),
+    )
+    kept, chosen = Kept(), None
+    if run.model.class_type == "custom":
+        states = States(gradients=pending.gradients, moments=pending.states)
+        chosen = _choose(sizes, run, machine, budget.gpu, max(0, budget.host), states)
+        kept = keeping(chosen.sizes, run.tokens, chosen.ladder)
+    specs = state_blocks(subject.model, movable=False)
+    places = [Place() for _ in specs]
+    return Decision(
+        specs=specs,
+        blocks=[spec.sizes(accumulates=False) for spec in specs],
+        places=places,
+        kept=kept,
+        host=HostRoom(specs, places, accumulates=False, activation_bytes=kept.host_bytes),
+        budget=budget,
+        needed_bytes=0,  # the phases' peak tells
+        sizes=chosen.sizes if chosen else None,
+    )
+
+
+def _exchanges(subject: Subject, sizes: Sizes, run: Run, machine: Machine) -> list[Exchanged]:
+    passes, p = run.gradient_accumulation_steps, subject.parameters
+    if run.engine is None:
+        return [averaged(p, machine, run.gpus)]
+    found = exchanged(run.engine, p, machine, passes)
+    return [found, shared_rows(sizes, run.tokens, machine)]
+
+
+def _check_ranks(sizes: Sizes, tokens: int) -> None:
+    if sizes.ranks > 1:
+        groups = sizes.cut(tokens).head_groups
+        check_shares(sizes.heads, sizes.kv_heads, groups, sizes.ranks)
+
+
+def _problem(decision: Decision, phases: list[Phase], limit: int, held: int) -> str | None:
+    """`held` bytes of the host are an engine's."""
+    if held and decision.budget.host < decision.host.nbytes:
+        needed, free = held + decision.host.nbytes, held + decision.budget.host
+        return (
+            f"{needed / GIB:.1f} GiB of host memory are needed in each process for states and "
+            f"activations and {free / GIB:.1f} GiB may be used"
+        )
+    too_small = decision.gpu_problem() if decision.needed_bytes else None
+    if problem := too_small or decision.host_problem():
         return problem
     most = peak(phases)
     if most.nbytes <= limit:

@@ -5,8 +5,9 @@
                 without a window (fewer with one)
     memory      bytes that norms, rope, swiglu, the loss, sums of weight gradients and the update
                 read and write
-    waits       for the link: for blocks that come later than the computation could use them, for
-                gradients that hold back memory, for what takes longer than the computation beside
+    waits       for the link and for other GPUs: for blocks that come later than the computation
+                could use them, for gradients that hold back memory, for what takes longer than the
+                computation beside (of engines: engines.py)
 
 each over the machine's rate for it (machines.py). Kernel launches are not counted: below about 4096
 tokens a step takes longer than this.
@@ -39,6 +40,7 @@ from longctx.memory.plan import (
 )
 from longctx.memory.states import BlockSpec
 from longctx.plan.decide import Decision
+from longctx.plan.engines import SHARED_ATTENTION, Exchanged
 from longctx.plan.machines import SMALL_HEADS, Machine
 
 
@@ -97,6 +99,8 @@ class Task:
     """Parameters that are updated."""
     exact: bool
     adapted: Adapted = Adapted()
+    exchanges: Sequence[Exchanged] = ()
+    """Of a batch, with other GPUs and of an engine."""
 
 
 def seconds(task: Task, decision: Decision, machine: Machine, backend: str, passes: int) -> Seconds:
@@ -111,6 +115,7 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
         attention = load.attention_flops / rates.forward
         attention += load.attention_backward_flops / rates.backward
         attention /= 1.0 if task.sizes.head_dim >= 128 else SMALL_HEADS
+        attention /= 1.0 if task.sizes.ranks == 1 else SHARED_ATTENTION
         memory = load.memory_bytes / machine.memory_bytes
         return Seconds(load.product_flops / machine.flops, attention, memory, 0.0, 0.0)
 
@@ -124,6 +129,19 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
 
     layers, loss, backward, update = map(computed, _loads(task))
     layers, backward = waiting(layers, waits[0]), waiting(backward, waits[1])
+    for other in task.exchanges:
+        moved_s = other.memory_bytes / machine.memory_bytes
+        if other.update is not None:
+            update = Seconds(0.0, 0.0, other.update, 0.0, 0.0)
+        # Weights are gathered twice, gradients are summed beside the second time.
+        layers = layers._replace(memory=layers.memory + moved_s / 3)
+        backward = backward._replace(memory=backward.memory + moved_s * 2 / 3)
+    exchanges = [
+        max((getattr(other, phase) for other in task.exchanges), default=0.0)
+        for phase in ("forward", "backward")
+    ]
+    layers = waiting(layers, sum(other.alone_forward for other in task.exchanges))
+    backward = waiting(backward, sum(other.alone_backward for other in task.exchanges))
     forward = _sum(layers, loss)
     # What is on the GPU is updated while the first of the rest comes.
     resident = sum(block.states for _, block, place in moved if place.states)
@@ -135,10 +153,13 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
         up = sum(nbytes for _, nbytes in rising)
         down = hosted + sum(_falls(block, place, first=first) for _, block, place in moved)
         arrived = _arrives(rising, layers.step, loss.step, link, early_s if first else 0.0)
+        arrived = max(arrived, exchanges[0])
         phases.append(beside(forward, arrived, up - int(early_s * link) * first, down))
         back = _backward_copies(moved, hosted, passes > 1)
-        phases.append(beside(backward, backward.step + back.alone / link, back.up, back.down))
-    return _sum(*phases)
+        slowest = max(backward.step + back.alone / link, exchanges[1])
+        phases.append(beside(backward, slowest, back.up, back.down))
+    step = _sum(*phases)
+    return step._replace(link=step.link + passes * sum(other.link for other in task.exchanges))
 
 
 def _sum(*parts: Seconds) -> Seconds:
@@ -153,7 +174,7 @@ def _loads(task: Task) -> tuple[Load, Load, Load, Load]:
     s, tokens = task.sizes, task.tokens
     batch = Batch(tokens, row=0)  # attention is counted apart
     products = s.layers * forward_flops(s, batch)
-    attention = attention_flops(s, tokens, task.document)
+    attention = attention_flops(s, tokens * s.ranks, task.document) / s.ranks
     loss = (6 if s.trains_head else 4) * tokens * s.vocab * s.hidden
     dx_dw = 2 if s.trains_weights else 1
     if task.class_type == "custom":

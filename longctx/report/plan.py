@@ -4,10 +4,10 @@
     longctx plan --config recipes/llama-3.2-1b_32k.yaml
 
 takes train.py's flags and recipes. Arithmetic alone (longctx/plan): no GPU is needed, no weight and
-no text is read. Runs without an engine, in bfloat16, on one GPU. Without --gpu the machine is this
-one, whose rates are measured once, in about ten seconds, and kept (longctx doctor); with it
-`--host_memory_gib` is the memory that machine's host has free (default: what is free here). Ends
-with status 1 where the run does not fit.
+no text is read. Runs in bfloat16, under any engine, on --gpus GPUs of one host. Without --gpu the
+machine is this one, whose rates are measured once, in about ten seconds, and kept (longctx doctor);
+with it `--host_memory_gib` is the memory that machine's host has free (default: what is free here).
+Ends with status 1 where the run does not fit.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from rich.table import Table
 
 from longctx.config import ModelArguments, TrainArguments
 from longctx.data.tokenizer import VOCAB_SIZE
+from longctx.engines import Engine
+from longctx.engines.rows import groups_of
 from longctx.errors import UserError, check_writable, printable
 from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
@@ -39,7 +41,7 @@ from longctx.plan.predict import DTYPE, Plan, Run, Subject, longest, plan
 from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
 from longctx.run.loading import load_config
-from longctx.run.options import engine_asked_for, parse_args
+from longctx.run.options import parse_planned
 from longctx.run.states import describe_states, uses_exact_states
 
 SWEEP_FROM = 4096
@@ -48,10 +50,8 @@ DAY = 24 * 60 * 60
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, flags = _parse(argv)
-    if engine_asked_for(flags).shards_states:
-        raise UserError("longctx plan knows runs without an engine: leave out --deepspeed, --fsdp")
     with redirect_stdout(io.StringIO()):  # what options do without a GPU
-        model_args, _, train_args, _ = parse_args(flags)
+        model_args, train_args, engine = parse_planned(flags)
     if not (model_args.model_name_or_path or model_args.preset):
         raise UserError("name the model to plan for: --model_name_or_path, --preset or --config")
     if train_args.plan:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
         subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE), model_args)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
-    run = run_of(model_args, train_args, args.document_tokens)
+    run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
     host = host_share_bytes()
     if args.gpu and model_args.host_memory_gib is not None:
         host = int(model_args.host_memory_gib * GIB)
@@ -94,6 +94,9 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     )
     parser.add_argument("--gpu", help=f"{', '.join(MACHINES)}; default: the one that is here")
     parser.add_argument(
+        "--gpus", type=number, default=1, help="of the host, a process each; default: 1"
+    )
+    parser.add_argument(
         "--document_tokens", type=number, help="of a document; default: one document a row"
     )
     parser.add_argument(
@@ -125,6 +128,11 @@ def check_known(
             f"{who} knows adapters of --class_type custom, not of {model_args.class_type}: leave "
             "out --lora_r or --class_type"
         )
+    if model_args.class_type != "custom" and args.sequence_parallel_size > 1:
+        raise UserError(
+            f"{who} knows shared rows of --class_type custom, not of {model_args.class_type}: "
+            "leave out --sequence_parallel_size or --class_type"
+        )
     if model_args.class_type != "custom" and not args.gradient_checkpointing:
         raise UserError(
             f"{who} knows --class_type {model_args.class_type} with checkpointing by layer: "
@@ -141,16 +149,34 @@ def _check_dtype(model_args: ModelArguments) -> None:
 
 
 def run_of(
-    model_args: ModelArguments, args: TrainArguments, document_tokens: int | None = None
+    model_args: ModelArguments,
+    args: TrainArguments,
+    engine: Engine,
+    gpus: int,
+    document_tokens: int | None = None,
 ) -> Run:
+    """Raises UserError for GPUs that cannot do it together, and what of them no plan knows."""
+    ranks, exact = args.sequence_parallel_size, uses_exact_states(args, DTYPE)
+    engine.check_shares_rows(ranks > 1)
+    groups_of(ranks, gpus)
+    if not exact and engine.shards_states:
+        raise UserError(f"the plan knows AdamW under engines, not --optim {args.optim}")
+    if not exact and gpus > 1:
+        raise UserError(
+            "the plan knows several GPUs without an engine with exact states: leave out "
+            "--optimizer_states as_weights and --optim"
+        )
     return Run(
         model=model_args,
         place=args.place,
         gpu_memory_gib=args.gpu_memory_gib,
         per_device_train_batch_size=args.per_device_train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
-        exact=uses_exact_states(args, DTYPE),
+        exact=exact,
         document_tokens=document_tokens,
+        gpus=gpus,
+        sequence_parallel_size=ranks,
+        engine=engine.layout(gpus, args.gradient_accumulation_steps),
     )
 
 
@@ -177,6 +203,9 @@ def as_json(
         "model": model.preset or model.model_name_or_path,
         "class_type": model.class_type,
         "gpu": planned.machine.name,
+        "gpus": planned.run.gpus,
+        "sequence_parallel_size": planned.run.sequence_parallel_size,
+        "engine": engine.name if (engine := planned.run.engine) else None,
         "rates": _rates(planned.machine),
         "attn_backend": planned.backend,
         "rows": planned.run.per_device_train_batch_size,
@@ -185,11 +214,9 @@ def as_json(
         "fits": planned.fits,
         "problem": planned.problem,
         "gpu_limit_gib": _gib(planned.gpu_limit),
-        "host_locked_gib": _gib(decision.host.nbytes),
-        "host_limit_gib": _gib(decision.budget.host),
-        "states": describe_states(decision, DTYPE)
-        if planned.run.exact
-        else "states: torch's AdamW, in bfloat16, on the GPU",
+        "host_locked_gib": _gib(planned.run.gpus * decision.host.nbytes),
+        "host_limit_gib": _gib(planned.run.gpus * decision.budget.host),
+        "states": _states(planned),
         "kept": _kept(planned),
         "parts_s": {
             name: round(value, 4)
@@ -202,7 +229,7 @@ def as_json(
             for phase in planned.phases
         ],
     }
-    if planned.fits and planned.run.exact:
+    if planned.fits and planned.run.exact and engine is None and planned.run.gpus == 1:
         result["plan"] = written(planned)
     if data_tokens:
         result |= {"data_tokens": data_tokens, "days": data_tokens / planned.tokens_per_s / DAY}
@@ -211,6 +238,22 @@ def as_json(
     if swept:
         result["sweep"] = [{**_short(other), "kept": _kept(other)} for other in swept]
     return result
+
+
+def _states(planned: Plan) -> str:
+    run, parameters = planned.run, planned.parameters
+    if run.engine is not None:
+        standing = run.engine.standing(parameters)
+        standing["gradients"] = run.engine.gradient(parameters.total)
+        shown = ", ".join(f"{name} {_gib(size):.2f}" for name, size in standing.items() if size)
+        host = f"; {run.engine.host(parameters) / GIB:.2f} GiB of the host a process"
+        return (
+            f"states: {run.engine.name}, on each GPU: {shown or 'nothing'} GiB"
+            f"{host if run.engine.host(parameters) else ''}"
+        )
+    if not run.exact:
+        return "states: torch's AdamW, in bfloat16, on the GPU"
+    return describe_states(planned.decision, DTYPE)
 
 
 def _kept(planned: Plan) -> str:
@@ -262,7 +305,8 @@ def lines_of(result: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "host",
             f"{result['host_locked_gib']:.1f} GiB locked of {result['host_limit_gib']:.1f} that "
-            f"may be; {result['host_gib']:.1f} with the process",
+            f"may be; {result['host_gib']:.1f} with the process{'es' * (result['gpus'] > 1)}"
+            f"{' and the engine' * bool(result['engine'])}",
         ),
         ("", result["states"]),
         ("", result["kept"]),
@@ -279,9 +323,13 @@ def lines_of(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 def title_of(result: dict[str, Any]) -> str:
     rows = f"{result['rows'] * result['passes']} rows" if result["rows"] > 1 else "rows"
+    several, ranks = result["gpus"] > 1, result["sequence_parallel_size"]
+    where = f"{result['gpus']} x {result['gpu']}" if several else result["gpu"]
+    where += f", {ranks} a row" if ranks > 1 else ""
+    engine = f" under {result['engine']}" if result["engine"] else ""
     return (
-        f"{result['model']}, {result['class_type']}, {rows} of {result['seq_len']} tokens on "
-        f"{result['gpu']} (rates {result['rates']}, {result['attn_backend']} attention)"
+        f"{result['model']}, {result['class_type']}{engine}, {rows} of {result['seq_len']} tokens "
+        f"on {where} (rates {result['rates']}, {result['attn_backend']} attention)"
     )
 
 

@@ -2,8 +2,9 @@
 
 A run that cannot fit ends here, in one line with the flags that would make it fit. Nothing of it
 changes where a run puts its bytes: that is decided when the model is there (run/states.py), by the
-same function and mostly the same numbers. Predicted are runs without an engine on one GPU, of
-class_type custom in bfloat16, on GPUs whose rates are known; a line says why another is not.
+same function and mostly the same numbers. Predicted are runs of class_type custom in bfloat16, of
+any engine, on the GPUs of one host whose rates are known; a line says why another is not. Bytes are
+those of one process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import PretrainedConfig
 
 from longctx.config import ModelArguments, TrainArguments
 from longctx.data.rows import as_arrays
+from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0, printable
 from longctx.memory.ladder import Ladder
 from longctx.memory.machine import host_share_bytes
@@ -49,25 +51,25 @@ FEWEST_TOKENS = 4096
 
 
 def foresee(
-    model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig, *, sharded: bool
+    model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig, engine: Engine
 ) -> Foreseen | None:
-    """`sharded`: an engine has the states. None where nothing is predicted; on a GPU a line says
-    why. Raises UserError for a run that does not fit, and for a `--plan` of another run."""
+    """None where nothing is predicted; on a GPU a line says why. Raises UserError for a run that
+    does not fit, and for a `--plan` of another run."""
     config = copy.deepcopy(config)  # a model writes its dtype there
     if args.plan:
         check_given(args.plan, model_args, args, config)
     if args.device.type != DEVICE:
         return None
     machine = None
-    why_not = why_unknown(model_args, args, sharded)
+    why_not = why_unknown(model_args, args, engine)
     if why_not is None:
         machine = known_machine()
         why_not = why_unknown_here(machine, model_args)
     if machine is None or why_not is not None:
         print_rank0(f"nothing is predicted: {why_not}")
         return None
-    subject, run = Subject(config, model_args), run_of(model_args, args)
-    host = host_share_bytes()
+    subject, run = Subject(config, model_args), run_of(model_args, args, engine, args.world_size)
+    host = args.world_size * host_share_bytes()
     foreseen = Foreseen(subject, machine, host, plan(subject, run, machine, host), args)
     foreseen.refuse()
     return foreseen
@@ -79,26 +81,29 @@ def check_given(
     """Raises UserError for a plan of another run."""
     given = read_given(path)
     check_known(model_args, args, f"--plan {path}")
-    run = run_of(model_args, args)
+    if args.world_size > 1:
+        raise UserError(f"--plan {path} is of one process, and this run has {args.world_size}")
+    run = run_of(model_args, args, choose_engine(args), 1)
     if compute_dtype(model_args, args.device) != torch.bfloat16 or not run.exact:
         raise UserError(
             f"--plan {path} is of a run with exact states in bfloat16: add --dtype bfloat16, and "
             "leave out --bf16, --fp16 and --optimizer_states as_weights"
         )
-    if args.world_size > 1:
-        raise UserError(f"--plan {path} is of one process, and this run has {args.world_size}")
     given.check(run, Subject(config, model_args).sizes(run))
 
 
-def why_unknown(model_args: ModelArguments, args: TrainArguments, sharded: bool) -> str | None:
+def why_unknown(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> str | None:
     """Why such a run is not predicted, in a few words."""
-    if sharded:
-        return "only runs without an engine are"
-    if args.world_size > 1:
-        return "only runs of one process are"
+    if args.world_size > (torch.cuda.device_count() or args.world_size):
+        return "only runs on one host are"
+    try:
+        run_of(model_args, args, engine, args.world_size)
+    except UserError as unknown:
+        return str(unknown)
     if model_args.class_type != "custom":
         return f"only --class_type custom is; `longctx plan` knows {model_args.class_type}"
-    if compute_dtype(model_args, args.device) != torch.bfloat16:
+    dtype = torch.bfloat16 if args.bf16 else compute_dtype(model_args, args.device)
+    if dtype != torch.bfloat16 or (args.bf16 and engine.exact_states):
         return "only runs in bfloat16 are"
     return None
 
@@ -228,7 +233,7 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
     most, seconds = peak(planned.phases), planned.seconds
     largest = max(most.buffers, key=lambda name: most.buffers[name])
     slowest = max(("products", "attention", "memory", "waits"), key=lambda n: getattr(seconds, n))
-    locked = planned.decision.host.nbytes / GIB
+    locked = planned.rank_host_bytes / GIB - PROCESS_BYTES / GIB
     whys = {
         "gpu_gib": f"the peak was planned in {most.name}, most of it {largest}",
         "step_s": f"most of it was planned for {slowest}, {getattr(seconds, slowest):.3g} s",
@@ -245,7 +250,7 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
         whys["step_s"] = f"batches below {FEWEST_TOKENS} tokens wait for launches, not planned"
     rows = (
         ("gpu_gib", "GPU", "GiB", planned.gpu_bytes / GIB, 0.1),
-        ("host_gib", "host", "GiB", planned.host_bytes / GIB, 1.0),
+        ("host_gib", "host", "GiB", planned.rank_host_bytes / GIB, 1.0),
         ("step_s", "a step", "s", seconds.step, 0.01),
     )
     return [

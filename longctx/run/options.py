@@ -46,19 +46,43 @@ def parse_args(
         print_rank0(line)
     rehearse(args, args.max_steps)
     model_args = _with_dtype(model_args, args, engine)
-    if model_args.lora_r is not None and engine.shards_states:
-        raise UserError(
-            "--lora_r is for runs without an engine, which hold an adapter's states on one GPU: "
-            "leave out --deepspeed and --fsdp"
-        )
+    _check_adapters(model_args, engine)
     if engine.exact_states:
         uses_exact_states(args, compute_dtype(model_args, args.device))
     return model_args, data_args, args, engine
 
 
-def engine_asked_for(argv: Sequence[str]) -> Engine:
-    """Nothing of it is started."""
-    return choose_engine(parse_flags(argv))
+def parse_planned(argv: Sequence[str]) -> tuple[ModelArguments, TrainArguments, Engine]:
+    """The same for a run that is not started here, nor its engine: options are made as without one,
+    so that no process group is opened. Raises UserError."""
+    flags = parse_flags(argv)
+    engine = choose_engine(flags)
+    engine.read(flags)
+    alone = copy.copy(flags)
+    if engine.shards_states:
+        if flags.bf16 is False or flags.fp16:
+            raise UserError(
+                "longctx plan knows engines in bfloat16: leave out --fp16, --bf16 false"
+            )
+        alone.deepspeed = alone.fsdp = alone.fsdp_config = alone.bf16 = None
+    plain = choose_engine(alone)
+    plain.prepare(alone)
+    model_args, data_args, args = make_arguments(alone)
+    rehearse(args, args.max_steps)
+    model_args = _with_dtype(model_args, args, plain)
+    _check_adapters(model_args, engine)
+    engine.check_options(args)
+    if engine.exact_states:
+        uses_exact_states(args, compute_dtype(model_args, args.device))
+    return model_args, args, engine
+
+
+def _check_adapters(model_args: ModelArguments, engine: Engine) -> None:
+    if model_args.lora_r is not None and engine.shards_states:
+        raise UserError(
+            "--lora_r is for runs without an engine, which hold an adapter's states on one GPU: "
+            "leave out --deepspeed and --fsdp"
+        )
 
 
 def check_rows(args: TrainArguments, train_rows: Any, eval_rows: Any) -> None:

@@ -11,6 +11,7 @@ from paths import ROOT
 from longctx.errors import UserError
 from longctx.report.plan import main
 
+FSDP2 = ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs/fsdp2.json")]
 MODEL = ["--preset", "llama-3.2-1b", "--gpu", "rtx-4090", "--host_memory_gib", "64"]
 
 
@@ -84,7 +85,20 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
         (["--gpu", "h10"], "--gpu h10: no such machine is known; did you mean h100"),
         (["--gpu_memory_gib", "32"], "--gpu_memory_gib 32 is more than the 23.5 GiB of rtx-4090"),
         (["--dtype", "float32"], "knows runs in bfloat16, and this one is in float32"),
-        (["--deepspeed", "ds_configs/zero3.json"], "knows runs without an engine"),
+        (
+            ["--deepspeed", str(ROOT / "ds_configs/zero3_nvme.json")],
+            "--deepspeed: offload to nvme is not known to the plan: cpu, or none",
+        ),
+        (["--deepspeed", "nowhere.json"], "nowhere.json"),
+        ([*FSDP2, "--place", "host"], "--place: fsdp keeps fp32 states itself"),
+        ([*FSDP2, "--bf16", "false"], "knows engines in bfloat16"),
+        ([*FSDP2, "--lora_r", "8"], "--lora_r is for runs without an engine"),
+        ([*FSDP2, "--gpus", "3", "--sequence_parallel_size", "2"], "does not divide the 3 proc"),
+        ([*FSDP2, "--gpus", "5", "--sequence_parallel_size", "5"], "5 ranks cannot share a head"),
+        (["--gpus", "2", "--sequence_parallel_size", "2"], "need an engine that shards weights"),
+        ([*FSDP2, "--optim", "adafactor"], "the plan knows AdamW under engines, not --optim"),
+        (["--gpus", "0"], "--gpus: invalid number value: '0'"),
+        (["--gpus", "2", "--optimizer_states", "as_weights"], "without an engine with exact"),
         (
             ["--class_type", "vanilla", "--gradient_checkpointing", "false"],
             "--class_type vanilla with checkpointing by layer",
@@ -104,6 +118,23 @@ def test_what_is_wrong_is_one_line(words, says) -> None:
     with pytest.raises(UserError) as error:
         main([*MODEL, *words])
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_engine_on_several_gpus(capsys, tmp_path) -> None:
+    page = tmp_path / "plan.html"
+    words = ["--preset", "llama-3.2-1b", "--seq_len", "32768", "--gpu", "h100"]
+    words += ["--host_memory_gib", "256"]
+    main([*words, *FSDP2, "--gpus", "2", "--html", str(page)])
+    said = capsys.readouterr().out
+    assert "under FSDP2" in said and "2 x h100" in said and "gathered weights" in said
+    assert "under FSDP2" in page.read_text()
+    main([*words, *FSDP2, "--gpus", "2", "--json"])
+    two = json.loads(capsys.readouterr().out)
+    assert (two["engine"], two["gpus"]) == ("FSDP2", 2) and "plan" not in two
+    assert two["tokens_per_s"] == pytest.approx(2 * 32768 / two["step_s"], rel=1e-3)
+    main([*words, *FSDP2, "--gpus", "4", "--sequence_parallel_size", "2", "--json", "--sweep"])
+    four = json.loads(capsys.readouterr().out)
+    assert four["gpu_gib"] < two["gpu_gib"] and len(four["sweep"]) > 2
 
 
 def test_a_model_and_a_machine_have_names(monkeypatch) -> None:

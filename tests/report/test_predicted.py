@@ -15,6 +15,8 @@ from small_run import add_callback, prepare, run
 from transformers import TrainerCallback
 
 from longctx.config import ModelArguments
+from longctx.engines.deepspeed import DeepSpeed
+from longctx.engines.plain import Plain
 from longctx.errors import UserError
 from longctx.memory.plan import GIB, KINDS
 from longctx.output import METRICS
@@ -43,6 +45,8 @@ OPTIONS = dict(
     fp16=False,
     max_steps=-1,
     num_train_epochs=2.0,
+    sequence_parallel_size=1,
+    bf16=False,
 )
 
 
@@ -50,17 +54,23 @@ def arguments(**options) -> SimpleNamespace:
     return SimpleNamespace(**{**OPTIONS, "device": GPU, **options})
 
 
+def zero(**settings) -> DeepSpeed:
+    engine = DeepSpeed()
+    engine.settings = {"zero_optimization": settings}
+    return engine
+
+
 def model(**options) -> ModelArguments:
     return ModelArguments(**{"preset": "llama-3.2-1b", "seq_len": 32768, **options})
 
 
-def foreseen(machine, args=None, sharded: bool = False, **options):
+def foreseen(machine, args=None, engine=None, **options):
     asked = model(**options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(predicted, "known_machine", lambda: machine)
         patch.setattr(predicted, "host_share_bytes", lambda: 64 * GIB)
         config = load_config(asked, vocab_size=1)
-        return foresee(asked, args or arguments(), config, sharded=sharded)
+        return foresee(asked, args or arguments(), config, engine or Plain())
 
 
 def rows_of(*documents: int, rows: int = 40) -> Dataset:
@@ -80,6 +90,17 @@ def test_the_table_has_the_documents_and_the_data(capsys) -> None:
     assert f"{days:.3g} for 2.62e+06 tokens" in said
 
 
+def test_engines_and_several_processes_are_foreseen(capsys) -> None:
+    """Bytes are of one process; tokens are of all."""
+    alone = foreseen(MACHINES["h100"]).planned
+    zero3 = foreseen(MACHINES["h100"], arguments(world_size=2, bf16=True), zero(stage=3)).planned
+    both = foreseen(MACHINES["h100"], arguments(world_size=2)).planned
+    assert zero3.step_tokens == both.step_tokens == 2 * alone.step_tokens
+    assert zero3.run.engine.name == "ZeRO-3" and both.run.engine is None
+    assert zero3.rank_host_bytes * 2 == zero3.host_bytes
+    assert capsys.readouterr().out == ""
+
+
 def test_nothing_is_foreseen_without_a_gpu(capsys) -> None:
     assert foreseen(None, arguments(device=torch.device("cpu"))) is None
     assert capsys.readouterr().out == ""
@@ -88,8 +109,12 @@ def test_nothing_is_foreseen_without_a_gpu(capsys) -> None:
 @pytest.mark.parametrize(
     ("args", "options", "says"),
     [
-        ({"sharded": True}, {}, "only runs without an engine are"),
-        ({"args": arguments(world_size=2)}, {}, "only runs of one process are"),
+        ({"engine": zero(stage=0)}, {}, "--deepspeed: ZeRO stage 0 is not known to the plan"),
+        (
+            {"args": arguments(world_size=2, optimizer_states="as_weights")},
+            {},
+            "the plan knows several GPUs without an engine with exact states",
+        ),
         ({}, {"class_type": "liger"}, "only --class_type custom is; `longctx plan` knows liger"),
         ({}, {"dtype": "float32"}, "only runs in bfloat16 are"),
         ({}, {"attn_backend": "math"}, "--attn_backend math was not measured on this GPU"),

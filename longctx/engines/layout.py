@@ -1,0 +1,429 @@
+"""What an engine keeps on each of n GPUs, in bytes, by phase of a step; nothing of it is started.
+
+N parameters of which a layer has L, lm_head h and the embedding e; bytes of one rank:
+
+                  between steps                        gathered, bf16, while it computes
+    ZeRO-1, 2     2 N + 12 N / n, gradients 2 N        everything is there
+    ZeRO-3        16 N / n (8 of them come with the    2 x 2 L in forward, 3 x 2 L in backward,
+                  first update)                        h and two layers at the loss
+    FSDP2         12 N / n, gradients 4 N / n          2 L and the next, as it came, 2 L; h twice
+
+ZeRO-3 fetches a layer more at each module that it enters, the final norm too, up to
+`stage3_max_live_parameters`; FSDP2 copies what it gathered (all_gather_copy_out), and sums whole
+gradients in fp32 (4 L) while the layer below computes. With offload everything between steps waits
+on the host. DeepSpeed pins there, and torch rounds each pinned block up to a power of two.
+
+Sources: DeepSpeed 0.19 (runtime/zero/stage3.py, partitioned_param_coordinator.py), torch 2.11
+(distributed/fsdp/_fully_shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.errors import UserError
+from longctx.memory.plan import Pending
+
+BF16, FP32 = 2, 4
+Buffers = dict[str, int]
+"""Name -> bytes."""
+LEAST_PINNED = 2**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Of a model, in numbers."""
+
+    numels: Sequence[int]
+    """Of each that is trained, in the model's order."""
+    layer: int
+    """Of the largest decoder layer, L,"""
+    embedding: int
+    head: int
+    """and of lm_head, h; 0: it is the embedding."""
+    hidden: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.numels)
+
+    @property
+    def output(self) -> int:
+        """What makes logits, whichever tensor it is."""
+        return self.head or self.embedding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """An engine's answer to where everything is. Bytes are of one rank."""
+
+    name: str
+    processes: int = 1
+    offloads: bool = False
+    """Everything between steps is on the host."""
+    process_gib: float = 2.5
+    """Of host memory, for Python, torch, CUDA and the engine."""
+    update_bytes: int = 68
+    """A parameter of the update on the GPU, clipping with it, takes as long as so many bytes that
+    are read or written: 40 by count, and 64 ms for 4.0e9 under FSDP2 (h200_step.json)."""
+
+    @property
+    def states_on_host(self) -> bool:
+        """Where AdamW runs, too."""
+        return self.offloads
+
+    @property
+    def gradients_stand(self) -> bool:
+        """All of them are allocated from the beginning."""
+        return False
+
+    def standing(self, p: Parameters) -> Buffers:
+        """On the GPU between steps, but for gradients."""
+        raise NotImplementedError
+
+    def late(self, p: Parameters) -> int:
+        """Of it what the first update makes: AdamW's two moments."""
+        raise NotImplementedError
+
+    def gradient(self, numel: int) -> int:
+        """Of so many parameters, from their backward to the update, on the GPU."""
+        raise NotImplementedError
+
+    def whole(self, numel: int) -> int:
+        """Bytes of so many gradients as backward makes them."""
+        return BF16 * numel
+
+    def forward(self, p: Parameters) -> Buffers:
+        """Gathered while a layer's forward runs."""
+        return {}
+
+    def loss(self, p: Parameters) -> Buffers:
+        return {}
+
+    def backward(self, p: Parameters, above: int) -> Buffers:
+        """While a layer's runs; `above` are the parameters of the block above."""
+        return {}
+
+    def reducing(self, p: Parameters, numel: int) -> Buffers:
+        """While whole gradients of so many parameters, lm_head's or the embedding's, are summed."""
+        return {"whole gradients": BF16 * numel}
+
+    def update(self, p: Parameters) -> Buffers:
+        return {}
+
+    def host(self, p: Parameters) -> int:
+        """Bytes of this rank on the host, for weights, gradients and states."""
+        return 0
+
+    def pending(self, p: Parameters) -> Pending:
+        """What the first step adds on the GPU, as a run counts it before: the ladder's room."""
+        raise NotImplementedError
+
+    # --- seconds: bytes of one rank in a step --------------------------------------------------
+
+    def gathers(self, p: Parameters, passes: int) -> int:
+        """Bytes that come from other ranks."""
+        return 0
+
+    def reduces(self, p: Parameters, passes: int) -> int:
+        """Bytes of gradients that go to other ranks."""
+        return 0
+
+    def moved(self, p: Parameters) -> int:
+        """Read and written on the GPU for gathering and summing, in a batch."""
+        return 0
+
+    def up(self, p: Parameters) -> int:
+        """Bytes over the link in forward: weights."""
+        return BF16 * p.total // self.processes if self.offloads else 0
+
+    def chain(self, p: Parameters) -> int:
+        """The same in backward, one copy after the other."""
+        return 0
+
+
+def gathering_pending(shards: Pending, gathered: int, head: int) -> Pending:
+    """FSDP2's, of shards in fp32. What is gathered comes on a stream of its own, whose memory the
+    computation cannot use when it is free again. lm_head's gradient (`head` parameters) is summed
+    in fp32, and copied for it."""
+    return shards._replace(states=shards.states + 2 * gathered + FP32 * head)
+
+
+def moments_bytes(numel: int, processes: int) -> int:
+    """AdamW's two of a rank's shard, which torch makes in the first update."""
+    return 2 * FP32 * (numel // processes)
+
+
+def gathered_bytes(layers: int, output: int) -> int:
+    """In bf16: `layers` parameters of the layer that runs and the next one, and lm_head with its
+    gradient."""
+    return BF16 * (layers + 2 * output)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyShard(Layout):
+    """FSDP2: fp32 shards; layers, the embedding, and final norm with lm_head are its groups."""
+
+    name: str = "FSDP2"
+
+    def standing(self, p: Parameters) -> Buffers:
+        if self.offloads:
+            return {}
+        shard = p.total // self.processes
+        return {"weights": FP32 * shard, "AdamW's states": 2 * FP32 * shard}
+
+    def late(self, p: Parameters) -> int:
+        return 0 if self.offloads else 2 * FP32 * (p.total // self.processes)
+
+    def gradient(self, numel: int) -> int:
+        return 0 if self.offloads else FP32 * numel // self.processes
+
+    def forward(self, p: Parameters) -> Buffers:
+        return {"gathered weights": 2 * BF16 * p.layer}
+
+    def loss(self, p: Parameters) -> Buffers:
+        """They stay until backward."""
+        return {"gathered weights": 2 * BF16 * p.output}
+
+    def backward(self, p: Parameters, above: int) -> Buffers:
+        return {
+            "gathered weights": 2 * BF16 * p.layer,
+            "gradients to sum, fp32": FP32 * above,
+        }
+
+    def reducing(self, p: Parameters, numel: int) -> Buffers:
+        return {
+            "whole gradients": BF16 * numel,
+            "gradients to sum, fp32": FP32 * numel + FP32 * numel // self.processes,
+            "gathered weights": BF16 * p.layer,
+        }
+
+    def host(self, p: Parameters) -> int:
+        """Shards, gradients and states, pinned as they are."""
+        return 4 * FP32 * p.total // self.processes if self.offloads else 0
+
+    def pending(self, p: Parameters) -> Pending:
+        on_gpu = 0 if self.offloads else p.total // self.processes
+        shards = Pending(2 * FP32 * on_gpu, FP32 * on_gpu)
+        gathered = gathered_bytes(2 * p.layer, p.output)
+        return gathering_pending(shards, gathered, p.output)
+
+    def gathers(self, p: Parameters, passes: int) -> int:
+        """In forward and again in backward, but lm_head."""
+        times = 2 * p.total - p.head
+        return passes * BF16 * times * (self.processes - 1) // self.processes
+
+    def reduces(self, p: Parameters, passes: int) -> int:
+        return passes * FP32 * p.total * (self.processes - 1) // self.processes
+
+    def moved(self, p: Parameters) -> int:
+        """A shard is read in fp32 and written in bf16; what was gathered is read and written; whole
+        gradients are read in bf16, written and summed in fp32."""
+        gathered = (FP32 + BF16) / self.processes + BF16 + 2 * BF16
+        return int(p.total * (2 * gathered + BF16 + 2 * FP32 + FP32 / self.processes))
+
+    def up(self, p: Parameters) -> int:
+        """fp32 shards, cast on the GPU."""
+        return FP32 * p.total // self.processes if self.offloads else 0
+
+    def chain(self, p: Parameters) -> int:
+        return 2 * FP32 * p.total // self.processes if self.offloads else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero(Layout):
+    """DeepSpeed's, of any stage."""
+
+    name: str = "ZeRO"
+    process_gib: float = 3.7
+    """h200_step.json: two ranks of ZeRO-3 have 7.2 to 7.7 GiB of host memory in use."""
+    update_bytes: int = 109
+    """54 by count, and 103 ms for 4.0e9 (h200_step.json)."""
+    stage: int = 3
+    accumulates: bool = False
+    """Over several batches, in fp32."""
+    reduce_bucket: int | None = None
+    """In elements; None ("auto"): D^2."""
+    max_live: int = 1_000_000_000
+    sub_group: int = 1_000_000_000
+    offloads_weights: bool = False
+    offloads_states: bool = False
+    pins: bool = True
+
+    @property
+    def states_on_host(self) -> bool:
+        return self.offloads_states
+
+    @property
+    def _grad_bytes(self) -> int:
+        return FP32 if self.accumulates else BF16
+
+    @property
+    def _summed_bytes(self) -> int:
+        """Gradients of several ranks are summed in fp32."""
+        return FP32 if self.processes > 1 else BF16
+
+    def _bucket(self, p: Parameters) -> int:
+        bucket = p.hidden**2 if self.reduce_bucket is None else self.reduce_bucket
+        return self._summed_bytes * bucket * (1 if self.stage == 3 else 2)
+
+    def standing(self, p: Parameters) -> Buffers:
+        shard = p.total // self.processes
+        weights = shard if self.stage == 3 else p.total
+        states = 0 if self.offloads_states else shard
+        return {
+            "weights": 0 if self.offloads_weights else BF16 * weights,
+            "AdamW's states": 3 * FP32 * states,
+            "buckets": self._bucket(p),
+        }
+
+    def late(self, p: Parameters) -> int:
+        return 0 if self.offloads_states else moments_bytes(p.total, self.processes)
+
+    @property
+    def gradients_stand(self) -> bool:
+        return self.stage == 3
+
+    def gradient(self, numel: int) -> int:
+        if self.offloads_states:
+            return 0
+        share = numel if self.stage == 1 else numel // self.processes
+        return self._grad_bytes * share
+
+    def _gathered(self, p: Parameters, numel: int) -> Buffers:
+        if self.stage < 3:
+            return {}
+        return {"gathered weights": BF16 * min(numel, max(self.max_live, p.layer, p.output))}
+
+    def forward(self, p: Parameters) -> Buffers:
+        return self._gathered(p, 2 * p.layer)
+
+    def loss(self, p: Parameters) -> Buffers:
+        return self._gathered(p, p.output + 2 * p.layer)
+
+    def backward(self, p: Parameters, above: int) -> Buffers:
+        return self._gathered(p, 3 * p.layer)
+
+    def reducing(self, p: Parameters, numel: int) -> Buffers:
+        """One rank that offloads takes them up again to make them fp32."""
+        if self.processes > 1:
+            sums = FP32 * numel + self._grad_bytes * numel // self.processes
+        else:
+            sums = (BF16 + FP32) * numel if self.offloads_states else 0
+        return {
+            "whole gradients": BF16 * numel,
+            "gradients to sum, fp32": sums,
+            **self._gathered(p, 3 * p.layer),
+        }
+
+    def update(self, p: Parameters) -> Buffers:
+        if self.offloads_states:
+            return {}
+        shard = p.total // self.processes
+        if self.stage == 3:
+            return {"gradients, fp32": FP32 * min(shard, self.sub_group)}
+        return {"gradients, fp32": (FP32 + self._grad_bytes * (self.stage == 1)) * shard}
+
+    def host(self, p: Parameters) -> int:
+        shards = [numel // self.processes for numel in p.numels]
+        total, pinned = sum(shards), _pinned if self.pins else int
+        states = weights = 0
+        if self.offloads_states:
+            groups = _sub_groups(shards, self.sub_group) if self.stage == 3 else [total]
+            states = 3 * FP32 * total  # masters and moments, not pinned
+            states += sum(pinned(FP32 * numel) for numel in groups)
+            states += pinned(self._grad_bytes * total)
+        if self.offloads_weights:  # by parameter, kept by torch when they are in one flat buffer
+            weights = sum(pinned(BF16 * numel) for numel in shards) + pinned(BF16 * total)
+        return states + weights
+
+    def pending(self, p: Parameters) -> Pending:
+        if self.stage < 3:
+            return Pending(self.late(p) + BF16 * p.total)
+        return Pending(self.late(p) + gathered_bytes(2 * p.layer, p.output))
+
+    def gathers(self, p: Parameters, passes: int) -> int:
+        times = (2 * p.total - p.head) * passes if self.stage == 3 else p.total
+        return BF16 * times * (self.processes - 1) // self.processes
+
+    def reduces(self, p: Parameters, passes: int) -> int:
+        times = passes if self.stage > 1 else 1
+        ring = 1 if self.stage > 1 else 2  # an all-reduce
+        return times * ring * FP32 * p.total * (self.processes - 1) // self.processes
+
+    def moved(self, p: Parameters) -> int:
+        """Gathered weights are read and written once more (torch.cat); gradients are read in bf16,
+        written, copied and summed in fp32."""
+        if self.processes == 1:
+            return 0
+        gathered = 2 * 3 * BF16 if self.stage == 3 else 0
+        return int(p.total * (gathered + BF16 + 3 * FP32 + FP32 / self.processes))
+
+    def up(self, p: Parameters) -> int:
+        return BF16 * p.total // self.processes if self.offloads_weights else 0
+
+    def chain(self, p: Parameters) -> int:
+        """Weights come up; a gradient goes down, comes back to be made fp32, and goes down so."""
+        shard = p.total // self.processes
+        gradients = (BF16 + BF16 + FP32) * shard if self.offloads_states else 0
+        return gradients + (BF16 * shard if self.offloads_weights else 0)
+
+
+def _pinned(nbytes: int) -> int:
+    """A block of torch's pinned memory."""
+    return 1 << (max(nbytes, LEAST_PINNED) - 1).bit_length()
+
+
+def _sub_groups(numels: Iterable[int], size: int) -> list[int]:
+    """DeepSpeed's: whole parameters, until there are `size` elements or more."""
+    groups, numel = [], 0
+    for one in numels:
+        numel += one
+        if numel >= size:
+            groups.append(numel)
+            numel = 0
+    return [*groups, numel] if numel else groups
+
+
+def zero_layout(settings: Mapping[str, Any], processes: int, passes: int) -> Zero:
+    """Of DeepSpeed's settings. Raises UserError for stages and places that no plan knows."""
+    zero = settings.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise UserError(f"--deepspeed: ZeRO stage {stage!r} is not known to the plan: 1, 2 or 3")
+    places = {
+        part: (zero.get(f"offload_{part}") or {}).get("device", "none")
+        for part in ("param", "optimizer")
+    }
+    if unknown := [place for place in places.values() if place not in ("none", "cpu")]:
+        raise UserError(
+            f"--deepspeed: offload to {unknown[0]} is not known to the plan: cpu, or none"
+        )
+
+    def number(key: str, default: int | None) -> Any:
+        value = zero.get(key, "auto")
+        return default if value == "auto" else int(value)
+
+    offloads = [word for word, place in places.items() if place == "cpu"]
+    suffix = " with CPU offload" if len(offloads) == 2 else ""
+    if len(offloads) == 1:
+        suffix = f" with the {'weights' if offloads == ['param'] else 'optimizer'} on the CPU"
+    return Zero(
+        name=f"ZeRO-{stage}{suffix}",
+        processes=processes,
+        stage=stage,
+        accumulates=passes > 1,
+        reduce_bucket=number("reduce_bucket_size", None),
+        max_live=number("stage3_max_live_parameters", 1_000_000_000),
+        sub_group=number("sub_group_size", 1_000_000_000),
+        offloads_weights=places["param"] == "cpu",
+        offloads_states=places["optimizer"] == "cpu",
+        pins=bool((zero.get("offload_optimizer") or {}).get("pin_memory", False)),
+    )
+
+
+def fully_shard_layout(offloads: bool, processes: int) -> FullyShard:
+    name = "FSDP2 with CPU offload" if offloads else "FSDP2"
+    return FullyShard(name=name, processes=processes, offloads=offloads)
