@@ -358,7 +358,9 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) and value < 1e4 else f"{value}"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+    return f"{value}"
 
 
 def write_html(path: Path, result: dict[str, Any]) -> None:
