@@ -69,6 +69,8 @@ class Cell:
     def kind(self) -> str:
         """Its colour in the plot."""
         run = self.plan.run
+        if run.model.lora_r is not None:
+            return "adapters"
         if run.engine is None:
             return "no engine" if run.model.class_type == "custom" else run.model.class_type
         return f"{run.engine.name}, {run.gpus} GPU{'s' * (run.gpus > 1)}"
@@ -107,11 +109,13 @@ def rows_of(name: str, *others: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["status"] in ("ok", *others)]
 
 
-def subject(layers: int = 32, vocab: int | None = None) -> Subject:
+def subject(
+    layers: int = 32, vocab: int | None = None, args: ModelArguments | None = None
+) -> Subject:
     config = load_config(ModelArguments(preset=PRESET, seq_len=8192), vocab_size=1)
     config.num_hidden_layers = layers
     config.vocab_size = vocab or config.vocab_size
-    return Subject(config)
+    return Subject(config, args)
 
 
 def run_of(row: dict[str, Any], exact: bool) -> Run:
@@ -130,6 +134,8 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
         class_type=row["class_type"],
         seq_len=row["tokens"],
         attn_backend=row["backend"],
+        lora_r=row.get("lora"),
+        quantize=row.get("quantize", "none"),
         **settings,
     )
     return Run(
@@ -217,6 +223,21 @@ def engine_cells() -> Iterator[Cell]:
             yield Cell(name=cell, plan=planned, measured=measured)
 
 
+def adapter_cells() -> Iterator[Cell]:
+    """Whole steps of LoRA and QLoRA. Something else ran on the machine: its host is left out."""
+    for row in rows_of("h200_lora_step"):
+        if row["class_type"] != "custom":
+            continue
+        run = run_of(row, exact=True)
+        with kept_as(row):
+            planned = plan(subject(args=run.model), run, MACHINES["h200"], 252 * GIB)
+        kind = "LoRA over bf16" if run.model.quantize == "none" else "QLoRA"
+        place = ", weights on the host" if row["place"] == "host" else ""
+        cell = f"h200 of {row['gpu_gib']} GiB: {kind}{place}, 1 x {row['tokens']}"
+        measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
+        yield Cell(name=cell, plan=planned, measured=measured)
+
+
 @contextmanager
 def kept_as(row: dict[str, Any]) -> Iterator[None]:
     """With the ladder and the cut that a row names."""
@@ -262,9 +283,12 @@ def read_ladder(text: str) -> tuple[Ladder, dict[str, int]]:
         hosted, on_gpu = (_count(places.get(place, "")) for place in ("host", "GPU"))
         keep = Keep(Rung(hosted + on_gpu - 1), Rung(hosted - 1) if hosted else None)
         ladder += (int(last) - int(first) + 1) * [keep]
-    found = re.match(r"(\d+) head groups?, tiles of (\d+) tokens", cut)
+    found = re.match(r"(\d+) head groups?, tiles of (\d+) tokens(?:, ([\d.]+) GiB of logits)?", cut)
     assert found is not None, text
-    return tuple(ladder), dict(head_groups=int(found[1]), tile_tokens=int(found[2]))
+    pieces = dict(head_groups=int(found[1]), tile_tokens=int(found[2]))
+    return tuple(ladder), pieces | (
+        {"logits_bytes": int(float(found[3]) * GIB)} if found[3] else {}
+    )
 
 
 def _count(names: str) -> int:
@@ -297,7 +321,7 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     sizes, ladder = made.sizes(run), ()
     if ours:
         ladder, cut = read_ladder(row["ladder"])
-        sizes = replace(sizes, **cut)
+        sizes = replace(sizes, writes_gradients=True, **cut)
     specs = state_blocks(made.model, movable=ours)
     places, kept = [Place() for _ in specs], keeping(sizes, tokens, ladder) if ours else Kept()
     limit = int(row.get("budget_gib", machine.gpu_gib) * GIB)
@@ -401,6 +425,7 @@ def main() -> None:
     groups = {
         "whole steps and layers": [*step_cells(), *layer_cells()],
         "engines": [*engine_cells()],
+        "adapters": [*adapter_cells()],
         "the front": [*front_cells()],
     }
     for title, cells in groups.items():

@@ -70,13 +70,7 @@ def choose_attention(
         raise UserError(NO_WINDOWS)
     if name == "fa4" and (reason := flash4.why_not(device, head_dim)):
         raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use flash or cudnn")
-    backends: dict[str, type[Attention]] = {
-        "fa4": FlashAttention4,
-        "cudnn": Cudnn,
-        "flash": Flash,
-        "math": Math,
-    }
-    return name, backends[name]()
+    return name, BACKENDS[name]()
 
 
 NO_WINDOWS = (
@@ -105,6 +99,8 @@ def _sm(device: torch.device) -> str:
 
 class FlashAttention4(Attention):
     """flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`), variable-length form."""
+
+    writes_gradients = True
 
     def __init__(self) -> None:
         interface = flash4.load()
@@ -393,3 +389,11 @@ def _scores(
     columns = torch.arange(L, device=scores.device)
     unseen = columns > rows if window is None else (columns > rows) | (columns <= rows - window)
     return scores.masked_fill_(unseen, float("-inf"))
+
+
+BACKENDS: dict[str, type[Attention]] = {
+    "fa4": FlashAttention4,
+    "cudnn": Cudnn,
+    "flash": Flash,
+    "math": Math,
+}

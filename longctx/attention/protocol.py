@@ -46,6 +46,9 @@ class QKV(NamedTuple):
 class Attention(ABC):
     """A backend. Tensors may be strided views; o and lse are written where they lie."""
 
+    writes_gradients = False
+    """dq, dk and dv too; else they are made, and copied there."""
+
     @abstractmethod
     def forward(
         self,

@@ -85,6 +85,8 @@ class Sizes:
     """Of each layer's attention; empty: none has any."""
     qk_norms: bool = False
     """q and k have norms, which take copies of them."""
+    writes_gradients: bool = False
+    """Attention's backward writes dq, dk and dv where they belong."""
     trains_weights: bool = True
     """Some layer's; else they have no gradients."""
     trains_head: bool = True
@@ -228,12 +230,13 @@ class Sizes:
 
     def _attention_parts(self, tokens: int, kept: bool) -> dict[str, int]:
         """The MLP's gradients, rounded; dk and dv; a group's q, k, v, unless they are `kept`, and
-        do, and their gradients, which flash-attention sums in fp32; q and k once more, if they are
-        normed."""
+        do; their gradients, which flash-attention sums in fp32, and makes before they are copied,
+        unless it writes them; q and k once more, if they are normed."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         weights = 3 * self.intermediate + wide
         groups = self.cut(tokens).head_groups
-        group = (3 * wide + 4 * narrow) * self.itemsize
+        group = (2 * wide + 2 * narrow) * self.itemsize
+        group += (wide + 2 * narrow) * self.itemsize * (not self.writes_gradients)
         group += 4 * (wide + 2 * narrow) if self.itemsize < 4 else 0
         group -= (wide + 2 * narrow) * self.itemsize if kept else 0
         group += (wide + narrow) * self.itemsize if self.qk_norms else 0

@@ -176,7 +176,8 @@ class Runtime:
     def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""
         sizes = model_sizes(model, self.args, self.dtype, self.stream_dtype)
-        return replace(sizes, ranks=self.ranks)
+        writes = self.attention.writes_gradients and self.shards is None
+        return replace(sizes, ranks=self.ranks, writes_gradients=writes)
 
     @property
     def ranks(self) -> int:

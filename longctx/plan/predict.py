@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from longctx.attention.backends import BACKENDS
 from longctx.config import ModelArguments
 from longctx.engines.layout import Layout, Parameters
 from longctx.errors import UserError, one_line
@@ -196,6 +197,8 @@ def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
     machine can run."""
     backend = _backend(run, machine)
     sizes, passes = subject.sizes(run), run.gradient_accumulation_steps
+    writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
+    sizes = replace(sizes, writes_gradients=writes)
     engine, states = run.engine, None
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     if engine is None:

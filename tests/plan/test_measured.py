@@ -13,6 +13,7 @@ from longctx.plan.machines import MACHINES
 from longctx.plan.predict import plan
 from profiling.plan_cells import (
     Cell,
+    adapter_cells,
     engine_cells,
     front_cells,
     layer_cells,
@@ -31,7 +32,7 @@ def cells() -> list[Cell]:
 
 @pytest.mark.parametrize(
     ("key", "count", "mean", "worst"),
-    [("gpu_gib", 29, 0.006, 0.015), ("host_gib", 8, 0.025, 0.06), ("step_s", 43, 0.02, 0.055)],
+    [("gpu_gib", 29, 0.006, 0.02), ("host_gib", 8, 0.025, 0.06), ("step_s", 43, 0.02, 0.055)],
 )
 def test_errors(cells, key, count, mean, worst) -> None:
     """Rates were taken from these rows; bytes were counted."""
@@ -85,6 +86,19 @@ def test_the_ladder_of_a_shared_row_is_the_one_that_ran(monkeypatch) -> None:
     assert (found.head_groups, found.tile_tokens) == (cut["head_groups"], cut["tile_tokens"])
 
 
+# --- adapters: no rate was taken from them -----------------------------------------------------
+
+
+@pytest.mark.parametrize(("key", "mean", "worst"), [("gpu_gib", 0.05, 0.1), ("step_s", 0.075, 0.1)])
+def test_errors_of_adapters(key, mean, worst) -> None:
+    pytest.importorskip("peft")
+    cells = [*adapter_cells()]
+    errors = [abs(cell.errors()[key]) for cell in cells]
+    assert len(errors) == 4 and all(cell.plan.fits for cell in cells)
+    assert statistics.mean(errors) <= mean
+    assert max(errors) <= worst
+
+
 # --- the front: no rate was taken from it ------------------------------------------------------
 
 
@@ -94,7 +108,7 @@ def front() -> list[Cell]:
 
 
 @pytest.mark.parametrize(
-    ("key", "mean", "worst"), [("gpu_gib", 0.01, 0.07), ("step_s", 0.021, 0.075)]
+    ("key", "mean", "worst"), [("gpu_gib", 0.006, 0.02), ("step_s", 0.021, 0.075)]
 )
 def test_errors_of_the_front(front, key, mean, worst) -> None:
     errors = [abs(cell.errors()[key]) for cell in front if cell.measured]
@@ -117,4 +131,6 @@ def test_what_a_run_says_is_read() -> None:
     )
     two = 2 * (Keep(Rung.H, Rung.H),)
     ladder = (*two, Keep(Rung.ALL, Rung.QKV), Keep(Rung.O))
-    assert read_ladder(text) == (ladder, dict(head_groups=1, tile_tokens=16))
+    cut = dict(head_groups=1, tile_tokens=16)
+    assert read_ladder(text) == (ladder, cut)
+    assert read_ladder(f"{text}, 0.5 GiB of logits") == (ladder, cut | dict(logits_bytes=2**29))
