@@ -300,5 +300,5 @@ def check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:
     if heads // groups % ranks or kv_share % ranks and ranks % kv_share:
         raise UserError(
             f"{ranks} ranks cannot share a head group of {heads // groups} query and {kv_share} "
-            f"key/value heads: the model has {heads} and {kv_heads} in {groups} groups"
+            f"key/value heads: the model has {heads} and {kv_heads}, --head_groups {groups}"
         )
