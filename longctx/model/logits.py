@@ -7,8 +7,10 @@ for them: 31 GiB in bf16 at 131072 tokens and a vocabulary of 128256.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ LIMIT_BYTES = 8 * 2**30
 
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in "shape dtype device layout ndim".split()),
-    *(getattr(Tensor, name).__get__ for name in "is_cuda is_cpu requires_grad is_leaf".split()),
+    *(getattr(Tensor, name).__get__ for name in "is_cuda is_cpu is_meta is_sparse".split()),
+    *(getattr(Tensor, name).__get__ for name in "requires_grad grad_fn grad is_leaf".split()),
     *(getattr(Tensor, name) for name in "size dim numel nelement element_size".split()),
     *(getattr(Tensor, name) for name in "is_floating_point is_complex __len__".split()),
 }
@@ -110,6 +113,7 @@ def lazy_logits(
     loss: Tensor,
 ) -> LazyLogits:
     """`head(hidden)`, (..., vocab), when it is read: until the backward of `loss` begins."""
+    _pass_zero3_hooks()
     source = _Source(hidden, head)
     if loss.grad_fn is not None:
         alive = weakref.ref(source)  # only as long as somebody holds the logits
@@ -125,3 +129,19 @@ def lazy_logits(
 
 def _autocast(hidden: Tensor) -> bool:
     return torch.is_autocast_enabled(hidden.device.type)
+
+
+def _pass_zero3_hooks() -> None:
+    """DeepSpeed's ZeRO-3 sends whatever a module returns through an autograd.Function, whose
+    `detach` would compute the logits: they pass beside it."""
+    offload: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    apply = getattr(offload, "apply_to_tensors_only", None)
+    if apply is not None and not isinstance(apply, partial):
+        offload.apply_to_tensors_only = partial(_but_to_lazy, apply)
+
+
+def _but_to_lazy(apply: Any, function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def passed(tensor: Tensor) -> Any:
+        return tensor if isinstance(tensor, LazyLogits) else function(tensor)
+
+    return apply(passed, value, *args, **kwargs)

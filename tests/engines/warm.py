@@ -31,6 +31,7 @@ from small_run import add_callback, fork_ranks
 from transformers import TrainerCallback
 
 from longctx.config import installed
+from longctx.model import logits
 
 
 class WaitForDeath(TrainerCallback):
@@ -91,6 +92,7 @@ if __name__ == "__main__":
     if installed("deepspeed"):
         import deepspeed  # noqa: F401
     torch.set_num_threads(1)
+    logits.LIMIT_BYTES = 0  # no engine may read them in training or evaluation
     gc.freeze()  # or every child's first collection copies the memory of all that was imported
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), file=answers, flush=True)
