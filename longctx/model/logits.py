@@ -7,10 +7,8 @@ for them: 31 GiB in bf16 at 131072 tokens and a vocabulary of 128256.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,24 +36,9 @@ class _Source:
     def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
         self.hidden: Tensor | None = hidden  # (..., D)
         self.head = head
-        self.logits: Tensor | None = None
-
-    def compute(self, nbytes: int) -> Tensor:
-        if self.hidden is None:
-            raise RuntimeError("logits can be read until backward has begun")
-        differentiable = torch.is_grad_enabled() and self.hidden.requires_grad
-        if self.logits is None or (differentiable and not self.logits.requires_grad):
-            if nbytes > LIMIT_BYTES:
-                raise UserError(
-                    f"all logits of this batch are {nbytes / 2**30:.1f} GiB: read the loss alone, "
-                    "or pass logits_to_keep=N for those of the last N tokens"
-                )
-            with torch.set_grad_enabled(differentiable):  # as where hidden was computed
-                self.logits = self.head(self.hidden)
-        return self.logits
 
     def forget(self) -> None:
-        self.hidden = self.logits = None
+        self.hidden = None
 
 
 class LazyLogits(Tensor):
@@ -65,18 +48,38 @@ class LazyLogits(Tensor):
     """
 
     _source: _Source
+    _logits: Tensor | None
 
     @staticmethod
     def __new__(cls, source: _Source, shape: Iterable[int], like: Tensor, dtype: Any) -> LazyLogits:
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, tuple(shape), dtype=dtype, device=like.device
         )
-        self._source = source
+        self._source, self._logits = source, None
         return self
 
     def forget(self) -> None:
         """Lets go of what the logits would be computed from."""
         self._source.forget()
+
+    def read(self) -> Tensor:
+        """The logits, computed once: in-place changes stay."""
+        hidden, known = self._source.hidden, self._logits
+        if hidden is None:
+            if known is None:
+                raise RuntimeError("logits can be read until backward has begun")
+            return known
+        differentiable = torch.is_grad_enabled() and hidden.requires_grad
+        if known is None or (differentiable and not known.requires_grad):
+            nbytes = self.numel() * self.element_size()
+            if nbytes > LIMIT_BYTES:
+                raise UserError(
+                    f"all logits of this batch are {nbytes / 2**30:.1f} GiB: read the loss alone, "
+                    "or pass logits_to_keep=N for those of the last N tokens"
+                )
+            with torch.set_grad_enabled(differentiable):  # as where hidden was computed
+                known = self._logits = self._source.head(hidden).to(self.dtype)
+        return known
 
     @classmethod
     def __torch_function__(
@@ -86,24 +89,29 @@ class LazyLogits(Tensor):
             if func in _METADATA:
                 return func(*args, **(kwargs or {}))
             lazy = args[0] if args else None
-            if func is Tensor.float and isinstance(lazy, LazyLogits):  # as accelerate's autocast
-                hidden = lazy._source.hidden
-                if hidden is not None:
-                    return LazyLogits(lazy._source, lazy.shape, hidden, torch.float32)
-            args, kwargs = tree_map_only(LazyLogits, _computed, (args, kwargs or {}))
+            if isinstance(lazy, LazyLogits) and (copy := lazy._unread_copy(func)) is not None:
+                return copy
+            args, kwargs = tree_map_only(LazyLogits, LazyLogits.read, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _unread_copy(self, func: Any) -> LazyLogits | None:
+        """What accelerate's autocast makes of them, and the autograd.Functions (which alone have
+        forward-mode gradients off) through which DistributedDataParallel and DeepSpeed send
+        whatever a model returns."""
+        if func is Tensor.float:
+            same = self.dtype == torch.float32
+            return self if same else LazyLogits(self._source, self.shape, self, torch.float32)
+        passes = not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
+        if passes and func in (Tensor.detach, Tensor.clone):
+            return LazyLogits(self._source, self.shape, self, self.dtype)
+        return None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(LazyLogits, _computed, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.read, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _computed(lazy: LazyLogits) -> Tensor:
-    logits = lazy._source.compute(lazy.numel() * lazy.element_size())
-    return logits.to(lazy.dtype)
 
 
 def lazy_logits(
@@ -113,7 +121,6 @@ def lazy_logits(
     loss: Tensor,
 ) -> LazyLogits:
     """`head(hidden)`, (..., vocab), when it is read: until the backward of `loss` begins."""
-    _pass_zero3_hooks()
     source = _Source(hidden, head)
     if loss.grad_fn is not None:
         alive = weakref.ref(source)  # only as long as somebody holds the logits
@@ -129,19 +136,3 @@ def lazy_logits(
 
 def _autocast(hidden: Tensor) -> bool:
     return torch.is_autocast_enabled(hidden.device.type)
-
-
-def _pass_zero3_hooks() -> None:
-    """DeepSpeed's ZeRO-3 sends whatever a module returns through an autograd.Function, whose
-    `detach` would compute the logits: they pass beside it."""
-    offload: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
-    apply = getattr(offload, "apply_to_tensors_only", None)
-    if apply is not None and not isinstance(apply, partial):
-        offload.apply_to_tensors_only = partial(_but_to_lazy, apply)
-
-
-def _but_to_lazy(apply: Any, function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    def passed(tensor: Tensor) -> Any:
-        return tensor if isinstance(tensor, LazyLogits) else function(tensor)
-
-    return apply(passed, value, *args, **kwargs)

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from small_model import packed_batch, tiny_config
+from small_run import on_ranks
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithFlattening,
@@ -229,16 +231,18 @@ def test_labels_that_padding_predicts_run_hugging_faces_layers(scheduled, capsys
 
 
 @pytest.fixture
-def heads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """How often all logits were computed."""
-    computed: list[bool] = []
-    compute = logits._Source.compute
+def heads(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Of all logits, as often as they were computed."""
+    computed: list[torch.dtype] = []
+    read = logits.LazyLogits.read
 
-    def counted(self: Any, nbytes: int) -> Tensor:
-        computed.append(self.logits is None)
-        return compute(self, nbytes)
+    def counted(self: logits.LazyLogits) -> Tensor:
+        known, found = self._logits, read(self)
+        if found is not known:
+            computed.append(found.dtype)
+        return found
 
-    monkeypatch.setattr(logits._Source, "compute", counted)
+    monkeypatch.setattr(logits.LazyLogits, "read", counted)
     return computed
 
 
@@ -251,7 +255,7 @@ def test_logits_are_there_for_who_reads_them(heads) -> None:
     torch.testing.assert_close(found[1] + 0, truth[1], rtol=1e-5, atol=1e-6)
     loss, values = ours(**packed_batch(), return_dict=False)
     torch.testing.assert_close(values[:, -1], truth.logits[:, -1], rtol=1e-5, atol=1e-6)
-    assert heads == [True, False, True]
+    assert heads == 2 * [torch.float32]
 
 
 def test_who_reads_the_loss_pays_for_no_logits(heads) -> None:
@@ -291,7 +295,63 @@ def test_accelerates_autocast_reads_no_logits(heads) -> None:
     _, ours = pair()
     output = convert_to_fp32(ours.bfloat16()(**packed_batch()))
     assert output["logits"].dtype == torch.float32 and heads == []
-    assert output["logits"].sum().isfinite() and heads == [True]
+    assert output["logits"].sum().isfinite() and heads == [torch.float32]
+
+
+class Passing(torch.autograd.Function):
+    """As DeepSpeed's hooks and DistributedDataParallel: all outputs of a module go through it."""
+
+    @staticmethod
+    def forward(tensor: Tensor, copy: Any) -> Tensor:
+        return copy(tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.parametrize("copy", [Tensor.detach, Tensor.clone])
+def test_hooks_around_outputs_read_no_logits_and_keep_their_gradient(heads, copy) -> None:
+    vanilla, ours = pair()
+
+    def loss(model: Any) -> Tensor:
+        output = model(**packed_batch())
+        found = Passing.apply(output.logits, copy)
+        assert found.grad_fn is None or model is vanilla
+        assert heads == [] or model is vanilla
+        return output.loss + 1e-2 * found.square().mean()
+
+    assert_same(vanilla, ours, loss)
+    assert heads == [torch.float32]
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+def test_distributed_data_parallel_reads_no_logits(heads, options, tmp_path) -> None:
+    """The first is what Hugging Face's Trainer asks for on several GPUs."""
+
+    def check(rank: int, processes: int) -> None:
+        wrapped = DistributedDataParallel(pair()[1], **options)
+        wrapped(**packed_batch()).loss.backward()
+        assert heads == []
+
+    on_ranks(2, check, tmp_path)
+
+
+def test_copies_of_logits_are_what_they_are_of_tensors() -> None:
+    _, ours = pair()
+    output = ours.bfloat16()(**packed_batch())
+    values = output.logits.float()
+    values.neg_()  # in place, of another dtype: a copy
+    assert torch.equal(values, -output.logits.float())
+    output.logits.zero_()
+    assert not output.logits.any()
+    with torch.no_grad():
+        kept = ours(**packed_batch()).logits.detach()
+    assert not kept.requires_grad and type(kept) is Tensor
 
 
 def test_ignore_index_and_a_loss_of_another_kind(capsys) -> None:
