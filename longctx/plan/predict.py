@@ -143,6 +143,8 @@ class Subject:
             head_dim=head_dim(config),
             vocab=config.vocab_size,
             itemsize=DTYPE.itemsize,
+            ranks=run.sequence_parallel_size,
+            head_groups=1,
         )
 
 

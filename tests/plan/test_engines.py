@@ -205,9 +205,14 @@ def test_a_phase_of_fsdp2_holds_what_the_layout_says(small) -> None:
     assert small.model.num_parameters() == p.total
 
 
-def test_ranks_that_share_rows_have_their_tokens_and_heads(small) -> None:
-    alone = planned(small, FullyShard(processes=2), 2)
-    both = planned(small, FullyShard(processes=2), 2, ranks=2)
+@pytest.mark.parametrize("class_type", ["custom", "liger"])
+def test_ranks_that_share_rows_have_their_tokens_and_heads(small, class_type) -> None:
+    """A peer by accelerate's Ulysses."""
+    options = {"class_type": class_type}
+    if class_type != "custom":
+        options |= {"keep": "auto", "offload_activations": "auto"}
+    alone = planned(small, FullyShard(processes=2), 2, **options)
+    both = planned(small, FullyShard(processes=2), 2, ranks=2, **options)
     assert both.run.tokens == alone.run.tokens // 2
     assert both.step_tokens == alone.step_tokens // 2
     slower = both.seconds.attention * planned_engines.SHARED_ATTENTION
