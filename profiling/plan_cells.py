@@ -54,6 +54,7 @@ from profiling.results import write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "profiling" / "results"
+LONGEST = "h200_longest_step"
 PRESET, KV_HEADS = "llama-3.1-8b", 8
 STATES_MD = {131072: 11.65, 8192: 6.94}
 """docs/states.md: peaks with everything on the host, in GiB, by tokens."""
@@ -134,6 +135,7 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
         class_type=row["class_type"],
         seq_len=row["tokens"],
         attn_backend=row["backend"],
+        host_memory_gib=row.get("host_memory_gib"),
         lora_r=row.get("lora"),
         quantize=row.get("quantize", "none"),
         **settings,
@@ -168,10 +170,10 @@ def step_cells() -> Iterator[Cell]:
     """Whole steps, of all 32 layers and of 4."""
     whole, four = subject(), subject(layers=4)
     names = "h100_states_step h200_states_step h200_step h200_compare h200_shared_step"
-    for name in names.split():
+    for name in (*names.split(), LONGEST):
         for row in rows_of(name):
-            if row["engine"] != "plain" or row["tokens"] == 196608:
-                continue  # another engine; a row whose ladder left 20 GiB of the GPU free
+            if row["engine"] != "plain" or row["tokens"] == 196608 or row.get("lora"):
+                continue  # not of these cells; a row whose ladder left 20 GiB of the GPU free
             host_gib = 125 if "16 CPU" in row.get("hardware", "") else 252
             exact = row.get("states") == "fp32"
             with kept_as(row):
@@ -211,13 +213,13 @@ def engine_cells() -> Iterator[Cell]:
             with kept_as(row):
                 planned = plan(whole, run_of(row, exact=True), MACHINES["h200"], 252 * GIB)
             measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
-            if row["gpus"] > 1 or "ladder" in row or row["tokens"] == longest:
+            alone = row["gpus"] > 1 or "ladder" in row or row["tokens"] == longest
+            if alone and "host_gib" in row:
                 measured["host_gib"] = row["host_gib"]
-            if name == "h200_shared_step" and row["tokens"] < longest:
-                del measured["host_gib"]  # the slab was the longer row's
             ranks = row.get("sequence_parallel", 1)
             shared = f", {ranks} a row" if ranks > 1 else ""
-            old = "" if "ladder" in row else ", of an older commit"
+            custom = row["class_type"] == "custom"
+            old = ", of an older commit" if custom and "ladder" not in row else ""
             what = f"{row['class_type']}, 1 x {row['tokens']}{shared}{old}"
             cell = f"h200 x {row['gpus']}, {row['engine']}: {what}"
             yield Cell(name=cell, plan=planned, measured=measured)
@@ -225,8 +227,8 @@ def engine_cells() -> Iterator[Cell]:
 
 def adapter_cells() -> Iterator[Cell]:
     """Whole steps of LoRA and QLoRA. Something else ran on the machine: its host is left out."""
-    for row in rows_of("h200_lora_step"):
-        if row["class_type"] != "custom":
+    for row in (*rows_of("h200_lora_step"), *rows_of(LONGEST)):
+        if row["class_type"] != "custom" or not row.get("lora"):
             continue
         run = run_of(row, exact=True)
         with kept_as(row):

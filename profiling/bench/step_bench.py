@@ -6,6 +6,8 @@ peaks.
     python profiling/bench/step_bench.py --cases h200_x2 --output profiling/results/h200_step.json
     python profiling/bench/step_bench.py --cases states --output h100_states_step.json
     python profiling/bench/step_bench.py --cases lora --output profiling/results/h200_lora_step.json
+    python profiling/bench/step_bench.py --cases longest \
+        --output profiling/results/h200_longest_step.json
 
 A case runs train.py's own trainer on rows of random tokens, one document a row, with the engine's
 file from ds_configs/ or fsdp_configs/ (`engine=plain`: none), one process a GPU. Several lengths
@@ -17,16 +19,16 @@ into host memory.
 
 `fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass, of
-which a step has `passes`; `keep` is custom's, and `ladder` what came of it;
-`states`, `place` and `gpu_gib` (0: all) are options of a run without an engine. `peak_gib` and
+which a step has `passes`; `keep` is custom's, and `ladder` what came of it; `states`, `place`,
+`gpu_gib` and `host_memory_gib` (0: all) are options of a run without an engine. `peak_gib` and
 `reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the whole machine's
 memory in use; `alloc_retries` counts how often in a step the allocator was full and gave back what
 it held without using it, which stops the GPU. `lora` is the rank of adapters on all linear maps (0:
 all weights train), `quantize` the weights under them; such rows have no MFU. Without a GPU
 (`gpus=0`) there is none either, and the only peak is the process' own (`peak_host_gib`). `tokens`
-counts one row, which
-`sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share
-rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
+counts one row, which `sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu`
+is of each. Peers share rows by accelerate's Ulysses: with an engine of DeepSpeed and
+`backend=sdpa` or `fa2`.
 What comes after `--` goes to train.py.
 """
 
@@ -54,9 +56,9 @@ GIB = 2**30
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
     *("checkpointing", "keep", "passes", "states", "place", "gpu_gib", "lora", "quantize"),
-    "sequence_parallel",
+    *("sequence_parallel", "host_memory_gib"),
 )
-SINCE = ("lora", "quantize", "sequence_parallel")
+SINCE = ("lora", "quantize", "sequence_parallel", "host_memory_gib")
 """Keys that rows have only where they say something."""
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -73,6 +75,7 @@ DEFAULTS: Case = {
     "states": "fp32",
     "place": "auto",
     "gpu_gib": 0,
+    "host_memory_gib": 0,
     "lora": 0,
     "quantize": "none",
     "sequence_parallel": 1,
@@ -123,6 +126,15 @@ def published_cases(name: str) -> list[Case]:
             dict(**peer, **lora, checkpointing="layers"),
             dict(**peer, **nf4, checkpointing="layers"),
         ]
+    if name == "longest":  # of docs/plan.md and docs/lora.md, with some of a card's memory in use
+        nf4 = dict(lora=16, quantize="nf4")
+        return [
+            dict(**exact, tokens=122880, gpu_gib=11.5, host_memory_gib=124),
+            dict(**exact, tokens=169984, gpu_gib=23.5, host_memory_gib=124),
+            dict(**exact, tokens=160256, gpu_gib=79, host_memory_gib=60),
+            dict(**exact, **nf4, tokens=239616, gpu_gib=15.5, host_memory_gib=60),
+            dict(**exact, **nf4, tokens=261632, gpu_gib=23.5, host_memory_gib=60),
+        ]
     return [
         {**dict(engine=engine, gpus=2, tokens=32768, backend="fa4", offload="none"), **settings}
         for engine in ("zero3", "fsdp2")
@@ -156,8 +168,8 @@ def train_flags(case: Case, longest: int) -> list[str]:
         flags["gradient_checkpointing"] = False  # it is prepare_peer's
     if case["engine"] == "plain":
         flags |= dict(optimizer_states=case["states"], place=case["place"])
-        if case["gpu_gib"]:
-            flags["gpu_memory_gib"] = case["gpu_gib"]
+        budgets = dict(gpu_memory_gib=case["gpu_gib"], host_memory_gib=case["host_memory_gib"])
+        flags |= {name: gib for name, gib in budgets.items() if gib}
     if case["lora"]:
         flags |= dict(lora_r=case["lora"], quantize=case["quantize"])
     return [f"--{k}={v}" for k, v in flags.items()] + engine_flags(case["engine"])
@@ -300,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--cases",
-        choices=["h200", "h200_x2", "states", "states_host", "lora"],
+        choices=["h200", "h200_x2", "states", "states_host", "lora", "longest"],
         help="the published tables",
     )
     parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")

@@ -29,8 +29,15 @@ def parse_case(text: str, defaults: Case) -> Case:
             sys.exit(f"error: unknown key {key!r} in --case; known: {', '.join(defaults)}")
         nothing = "none" if key in ("offload", "checkpointing", "quantize") else None
         words = {"true": True, "false": False, "none": nothing}
-        case[key] = words.get(value, int(value) if value.isdigit() else value)
+        case[key] = words[value] if value in words else _number(value)
     return case
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def case_text(case: Case, defaults: Case) -> str:

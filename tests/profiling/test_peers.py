@@ -204,7 +204,7 @@ def test_cases_say_their_settings() -> None:
 def test_published_cases_are_settled_and_differ() -> None:
     cases = [peers.settled({**layer_bench.DEFAULTS, **case}) for case in layer_bench.h200_cases()]
     cases += [train_bench.complete(case) for case in train_bench.PUBLISHED]
-    for name in ("h200", "h200_x2", "lora"):
+    for name in ("h200", "h200_x2", "lora", "longest"):
         published = [{**step_bench.DEFAULTS, **c} for c in step_bench.published_cases(name)]
         cases += map(peers.settled, published)
     texts = [json.dumps(case, sort_keys=True) for case in cases]
