@@ -374,7 +374,8 @@ def waited_for(sizes: Sizes, tokens: int, hosted: Hosted, rates: Rates) -> tuple
 
 
 def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:
-    """All that are looked at: the first layers wait on the host, the last keep all."""
+    """All that are looked at: the first layers wait on the host, of them the first ones perhaps a
+    rung less than the others; the last keep all."""
     counts = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
     counts = counts[:: -(-len(counts) // 32)]
     if keep != "auto":
@@ -392,6 +393,11 @@ def ladders(layers: int, keep: Keeping, offload: Offload) -> Iterator[Ladder]:
             for top in tops:
                 for base in (Rung.O,) if n else (Rung.O, Rung.X):
                     yield _ladder(layers, n, host, top, base)
+            if host is not None and host > Rung.X:  # a host that is full in between
+                fewer = Keep(Rung(host - 1), Rung(host - 1))
+                for first in range(1, n):
+                    rest = _ladder(layers - first, n - first, host, 0, Rung.O)
+                    yield first * (fewer,) + rest
 
 
 def uniform(layers: int, keep: Keeping, offload: Offload) -> Ladder:

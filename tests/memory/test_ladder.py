@@ -215,6 +215,15 @@ def test_what_does_not_fit_is_computed_again() -> None:
     assert host_bytes(LLAMA_8B, T, ladder) <= 40 * GIB
 
 
+def test_a_host_that_is_full_in_between_holds_more_of_the_later_layers() -> None:
+    """Of x and o, 2 GiB a layer, 10 GiB of GPU and 40 of host hold 50 of 64."""
+    ladder = chosen(10, 40)
+    assert {Keep(Rung.X, Rung.X), Keep(Rung.O, Rung.O)} <= {*ladder}
+    assert [*ladder] == sorted(ladder, key=lambda keep: keep.rung)
+    assert gpu_bytes(LLAMA_8B, T, ladder) <= 10 * GIB
+    assert 38.9 * GIB < host_bytes(LLAMA_8B, T, ladder) <= 40 * GIB
+
+
 def test_one_long_batch_moves_its_states_and_keeps_them_for_a_short_one() -> None:
     """23 GiB hold all of 8192 tokens' activations: for 16 batches a step worth more than states on
     the GPU, for one not."""

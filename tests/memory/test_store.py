@@ -119,8 +119,11 @@ def test_a_forked_process_has_no_copy_of_the_slab() -> None:
     assert with_gib < without_gib + 0.1
 
 
+MIXED = (Keep(Rung.X, Rung.X), Keep(Rung.O, Rung.O), Keep(Rung.ALL, Rung.H), Keep(Rung.O))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("keep", ["x", "o", "h", "qkv", "all"])
+@pytest.mark.parametrize("keep", ["x", "o", "h", "qkv", "all", "mixed"])
 def test_copies_beside_compute_change_no_bit(keep: str) -> None:
     """Four layers of Llama-3.1-8B, steps of random lengths, the slab poisoned before each one:
     losses and gradients are those of a store that keeps x alone and on the GPU. A copy that starts
@@ -139,7 +142,7 @@ def test_copies_beside_compute_change_no_bit(keep: str) -> None:
         args = ModelArguments(
             offload_activations=offload,
             attn_backend="math",
-            keep=keep if offload == "all" else "x",
+            keep="x" if offload == "none" else "all" if keep == "mixed" else keep,
             tile_tokens=tile,
             head_groups=groups,
         )
@@ -154,6 +157,8 @@ def test_copies_beside_compute_change_no_bit(keep: str) -> None:
         ids = torch.randint(1024, (1, tokens), generator=generator, device=device)
         positions = torch.arange(tokens, device=device)[None] % 1500  # documents of 1500 tokens
         model.longctx.reserve(model, tokens)
+        if offload == "all" and keep == "mixed":
+            model.longctx.store.ladder = MIXED
         slab = model.longctx.store._slab
         if slab.numel():
             torch.cuda.synchronize()
