@@ -32,7 +32,7 @@ def cells() -> list[Cell]:
 
 @pytest.mark.parametrize(
     ("key", "count", "mean", "worst"),
-    [("gpu_gib", 29, 0.006, 0.02), ("host_gib", 8, 0.025, 0.06), ("step_s", 43, 0.02, 0.055)],
+    [("gpu_gib", 32, 0.006, 0.02), ("host_gib", 8, 0.025, 0.06), ("step_s", 46, 0.02, 0.055)],
 )
 def test_errors(cells, key, count, mean, worst) -> None:
     """Rates were taken from these rows; bytes were counted."""
@@ -56,7 +56,7 @@ def engines() -> list[Cell]:
 
 @pytest.mark.parametrize(
     ("key", "count", "mean", "worst"),
-    [("gpu_gib", 9, 0.01, 0.025), ("host_gib", 7, 0.03, 0.05), ("step_s", 9, 0.04, 0.105)],
+    [("gpu_gib", 10, 0.01, 0.025), ("host_gib", 8, 0.055, 0.23), ("step_s", 10, 0.04, 0.105)],
 )
 def test_errors_of_engines(engines, key, count, mean, worst) -> None:
     """Bytes were counted. The same step of ZeRO-3 with CPU offload was 12% apart in two runs."""
@@ -89,12 +89,14 @@ def test_the_ladder_of_a_shared_row_is_the_one_that_ran(monkeypatch) -> None:
 # --- adapters: no rate was taken from them -----------------------------------------------------
 
 
-@pytest.mark.parametrize(("key", "mean", "worst"), [("gpu_gib", 0.05, 0.1), ("step_s", 0.075, 0.1)])
+@pytest.mark.parametrize(
+    ("key", "mean", "worst"), [("gpu_gib", 0.006, 0.01), ("step_s", 0.03, 0.065)]
+)
 def test_errors_of_adapters(key, mean, worst) -> None:
     pytest.importorskip("peft")
     cells = [*adapter_cells()]
     errors = [abs(cell.errors()[key]) for cell in cells]
-    assert len(errors) == 4 and all(cell.plan.fits for cell in cells)
+    assert len(errors) == 6 and all(cell.plan.fits for cell in cells)
     assert statistics.mean(errors) <= mean
     assert max(errors) <= worst
 
@@ -108,18 +110,18 @@ def front() -> list[Cell]:
 
 
 @pytest.mark.parametrize(
-    ("key", "mean", "worst"), [("gpu_gib", 0.006, 0.02), ("step_s", 0.021, 0.075)]
+    ("key", "mean", "worst"), [("gpu_gib", 0.006, 0.02), ("step_s", 0.021, 0.05)]
 )
 def test_errors_of_the_front(front, key, mean, worst) -> None:
     errors = [abs(cell.errors()[key]) for cell in front if cell.measured]
-    assert len(errors) == 51
+    assert len(errors) == 52
     assert statistics.mean(errors) <= mean
     assert max(errors) <= worst
 
 
 def test_what_ran_out_of_memory_is_refused(front) -> None:
     gone = [cell for cell in front if not cell.measured]
-    assert len(gone) == 5 and all(c.plan.gpu_bytes > c.plan.gpu_limit for c in gone)
+    assert len(gone) == 4 and all(c.plan.gpu_bytes > c.plan.gpu_limit for c in gone)
     ran = [cell for cell in front if cell.measured]
     assert all(c.plan.gpu_bytes <= c.plan.gpu_limit for c in ran)
 

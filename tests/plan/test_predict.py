@@ -169,13 +169,13 @@ def test_adapters_take_less_than_all_weights() -> None:
 
 @pytest.mark.parametrize("tokens", [8192, 131072])
 def test_more_memory_makes_no_plan_slower(tokens) -> None:
-    """By more than 0.5%: HOST_PRICE keeps a run from locking memory for less."""
+    """By more than 0.6%: HOST_PRICE keeps a run from locking memory for less."""
     plans = {(gpu, host): planned(gpu, host, tokens) for gpu in GPUS for host in HOSTS}
     for less, more in product(plans, repeat=2):
         if plans[less].fits and less[0] <= more[0] and less[1] <= more[1]:
             assert plans[more].fits, (less, more)
             slower = plans[more].seconds.step / plans[less].seconds.step
-            assert slower <= 1.005, (less, more)
+            assert slower <= 1.006, (less, more)
 
 
 def test_gradients_have_no_room_in_the_first_layers_activations() -> None:
