@@ -332,7 +332,7 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
         blocks=[replace(spec.sizes(accumulates=False), states=0) for spec in specs],
         places=places,
         kept=kept,
-        host=HostRoom(specs, places, accumulates=False, activation_bytes=kept.host_bytes),
+        host=HostRoom(specs, places, accumulates=False, kept_bytes=kept.hosted),
         budget=Budget(limit, 0),
         needed_bytes=0,
         sizes=sizes if ours else None,

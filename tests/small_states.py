@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longctx.config import ModelArguments
-from longctx.memory.ladder import Keep, Ladder, Rung, host_bytes, rung_bytes
+from longctx.memory.ladder import Keep, Ladder, Rung, host_bytes
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import Place
 from longctx.memory.settle import HostRoom
@@ -127,17 +127,15 @@ def place(
     specs = state_blocks(module, movable=runtime is not None) if specs is None else specs
     layers = sum(spec.layer is not None for spec in specs)
     ladder = layers * (Keep(),) if ladder is None else ladder
-    layer_bytes = activation_bytes = 0
+    kept_bytes: list[int] = []
     if runtime:
         sizes = runtime.sizes(patched)
-        activation_bytes = host_bytes(sizes, tokens, ladder)
-        layer_bytes = rung_bytes(sizes, tokens, max(keep.host or Rung.X for keep in ladder))
+        kept_bytes = [host_bytes(sizes, tokens, (keep,)) for keep in ladder]
     room = HostRoom(
         specs,
         [where(spec) for spec in specs],
         accumulates=accumulates,
-        activation_bytes=activation_bytes,
-        layer_bytes=layer_bytes,
+        kept_bytes=kept_bytes,
     )
     if runtime:
         runtime.reserved_tokens = tokens

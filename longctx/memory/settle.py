@@ -4,16 +4,18 @@
                                                                     | or gradients of layers    |
 
 A layer's activations live from its forward to its backward, its gradient from its backward to the
-next step's forward: where a step is one batch they share their room. Layer i's gradient begins at i
-times `stride`, the larger of the two, and takes the place of activations that its own backward has
-just read; activations below it are those of lower layers, above it there are none any more. Both
-sides look before they write (`has_room`, `is_free`), for loops that run several forwards at once.
+next step's forward: where a step is one batch they share their room. Layer i's gradient begins
+where its activations do, or where the gradient below ends, and takes the place of activations that
+its own backward has just read; activations below it are those of lower layers, above it there are
+none any more. Both sides look before they write (`has_room`, `is_free`), for loops that run several
+forwards at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,11 +36,10 @@ class HostRoom:
         places: Sequence[Place],
         *,
         accumulates: bool,
-        activation_bytes: int = 0,
-        layer_bytes: int = 0,
+        kept_bytes: Sequence[int] = (),
     ) -> None:
-        """`activation_bytes` is what all layers keep on the host, `layer_bytes` what one keeps;
-        `accumulates`: a step has several batches, and gradients outlive a forward."""
+        """`kept_bytes` is what each layer keeps on the host; `accumulates`: a step has several
+        batches, and gradients outlive a forward."""
         sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
         self.blocks = [Block(spec, place) for spec, place in zip(specs, places, strict=True)]
         self._grad_dtype = torch.float32 if accumulates else None  # the weights'
@@ -47,11 +48,14 @@ class HostRoom:
             for block, size in zip(self.blocks, sizes, strict=True)
             if block.spec.layer is not None and not block.place.grad and not accumulates
         }
-        stride = whole_lines(max([layer_bytes, *(grad for _, grad in layers.values())]))
-        self._starts = {block: stride * layer for block, (layer, _) in layers.items()}
+        below = [*accumulate(kept_bytes, initial=0)]
+        self._starts: dict[Block, int] = {}
         """Where in the shared part a layer's gradient begins."""
-        ends = [stride * (layer + 1) for layer, _ in layers.values()]
-        self.shared_bytes = max([activation_bytes, *ends])
+        end = 0
+        for block, (layer, grad) in layers.items():
+            self._starts[block] = whole_lines(max(end, below[min(layer, len(kept_bytes))]))
+            end = self._starts[block] + grad
+        self.shared_bytes = max(end, below[-1])
         self.states_bytes = sum(
             whole_lines(size.on_host(block.place) - (size.grad if block in layers else 0))
             + 4 * LINE

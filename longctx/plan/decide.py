@@ -92,9 +92,12 @@ class Kept(NamedTuple):
     gpu_bytes: int = 0
     lasting_bytes: int = 0
     """Of them what is there until all gradients are."""
-    host_bytes: int = 0
-    layer_bytes: int = 0
-    """Of one layer's on the host."""
+    hosted: tuple[int, ...] = ()
+    """Each layer's bytes on the host."""
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.hosted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +185,7 @@ def decide(
             specs,
             places,
             accumulates=accumulates,
-            activation_bytes=kept.host_bytes,
-            layer_bytes=kept.layer_bytes,
+            kept_bytes=kept.hosted,
         )
         return Decision(
             specs=specs,
@@ -225,7 +227,6 @@ def decide(
 
 def keeping(sizes: Sizes, tokens: int, ladder: Ladder) -> Kept:
     """The bytes of a ladder."""
-    hosted = host_bytes(sizes, tokens, ladder)
-    layers = sum(keep.host is not None for keep in ladder)
     lasting = lasting_bytes(sizes, tokens, ladder)
-    return Kept(ladder, gpu_bytes(sizes, tokens, ladder), lasting, hosted, hosted // max(1, layers))
+    hosted = tuple(host_bytes(sizes, tokens, (keep,)) for keep in ladder)
+    return Kept(ladder, gpu_bytes(sizes, tokens, ladder), lasting, hosted)

@@ -343,7 +343,7 @@ def _as_weights(specs: Any, run: Run, budget: Budget, choose: Any | None) -> Dec
     chosen = choose(budget.gpu - weights, budget.host, states) if choose else None
     kept = keeping(chosen.sizes, run.tokens, chosen.ladder) if chosen else Kept()
     places = [Place() for _ in specs]
-    host = HostRoom(specs, places, accumulates=False, activation_bytes=kept.host_bytes)
+    host = HostRoom(specs, places, accumulates=False, kept_bytes=kept.hosted)
     return Decision(
         specs=specs,
         blocks=blocks,
@@ -380,7 +380,7 @@ def _decide_sharded(
         blocks=[spec.sizes(accumulates=False) for spec in specs],
         places=places,
         kept=kept,
-        host=HostRoom(specs, places, accumulates=False, activation_bytes=kept.host_bytes),
+        host=HostRoom(specs, places, accumulates=False, kept_bytes=kept.hosted),
         budget=budget,
         needed_bytes=0,  # the phases' peak tells
         sizes=chosen.sizes if chosen else None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from test_plan import LLAMA_8B
 
 from longctx.memory.ladder import (
     Batch,
+    Cost,
     Keep,
     Ladder,
     Rates,
@@ -19,6 +21,8 @@ from longctx.memory.ladder import (
     Rung,
     States,
     _attended,
+    _choose,
+    _sums,
     again_flops,
     choose,
     choose_beside,
@@ -222,6 +226,30 @@ def test_a_host_that_is_full_in_between_holds_more_of_the_later_layers() -> None
     assert [*ladder] == sorted(ladder, key=lambda keep: keep.rung)
     assert gpu_bytes(LLAMA_8B, T, ladder) <= 10 * GIB
     assert 38.9 * GIB < host_bytes(LLAMA_8B, T, ladder) <= 40 * GIB
+
+
+def test_no_ladder_of_four_layers_is_much_faster(monkeypatch) -> None:
+    """Of all in which no layer has more on the host than one below it: what is lost is a part of a
+    layer's work. And where any fits, one fits."""
+    keeps = [Keep(rung, host) for rung in Rung for host in (None, *[*Rung][: rung + 1])]
+    keeps.sort(key=lambda keep: -1 if keep.host is None else keep.host, reverse=True)
+    every = [*combinations_with_replacement(keeps, 4)]
+    sizes, whole = replace(LLAMA_8B, layers=4), 4 * ALL_BYTES
+    shares = product(range(1, 22), range(0, 22, 3))
+    rooms = [Room(whole * gpu // 20, whole * host // 20) for gpu, host in shares]
+
+    def costs() -> list[Cost]:
+        _sums.cache_clear()
+        batch, states = Batch(T, T), States()
+        return [_choose(sizes, batch, r, H100, "auto", "auto", states)[1] for r in rooms]
+
+    ours = costs()
+    monkeypatch.setattr("longctx.memory.ladder.ladders", lambda *_: every)
+    best = costs()
+    _sums.cache_clear()
+    assert [c.missing_bytes for c in ours] == [c.missing_bytes for c in best]
+    lost = [a.seconds / b.seconds - 1 for a, b in zip(ours, best, strict=True)]
+    assert max(lost) < 0.05 and statistics.mean(lost) < 0.012
 
 
 def test_one_long_batch_moves_its_states_and_keeps_them_for_a_short_one() -> None:

@@ -80,11 +80,10 @@ def test_a_frozen_weight_has_neither_states_nor_gradient() -> None:
     assert (sizes["lm_head"].states, sizes["lm_head"].grad) == (0, 0)
 
 
-@pytest.mark.parametrize("activation_bytes", [0, 1000, 10**6])
-@pytest.mark.parametrize("layer_bytes", [0, 10**5])
-def test_a_layer_has_12_bytes_a_parameter_and_shares_the_rest(
-    activation_bytes, layer_bytes
-) -> None:
+@pytest.mark.parametrize(
+    "kept_bytes", [(), (1000, 0, 0), (10**5, 10**5, 10**5), (1000, 1000, 10**6), (1000, 10**6, 0)]
+)
+def test_a_layer_has_12_bytes_a_parameter_and_shares_the_rest(kept_bytes) -> None:
     """Its gradients take the room of activations. Embedding and lm_head have 14, nothing to share:
     their gradients are there before and after all activations."""
     specs = state_blocks(llama(), movable=True)
@@ -92,16 +91,17 @@ def test_a_layer_has_12_bytes_a_parameter_and_shares_the_rest(
         specs,
         [nothing_on_gpu(spec) for spec in specs],
         accumulates=False,
-        activation_bytes=activation_bytes,
-        layer_bytes=layer_bytes,
+        kept_bytes=kept_bytes,
     )
     sizes = [sum(p.numel() for p in spec.parameters.values()) for spec in specs[:-1]]
     embedding, *layers, head = sizes
     states = 14 * (embedding + head) + 12 * sum(layers)
     assert states <= room.states_bytes <= states + 5 * LINE * len(sizes)
-    stride = max(layer_bytes, 2 * layers[0])
-    assert max(activation_bytes, 3 * stride) <= room.shared_bytes
-    assert room.shared_bytes <= max(activation_bytes, 3 * (stride + LINE))
+    gradient, end = 2 * layers[0], 0
+    for i in range(3):  # above all that lower layers keep
+        end = max(end, sum(kept_bytes[:i])) + gradient
+    shared = max(end, sum(kept_bytes))
+    assert shared <= room.shared_bytes <= shared + 3 * LINE
     assert room.nbytes == room.states_bytes + room.shared_bytes
 
 
@@ -109,7 +109,7 @@ def test_gradients_that_add_up_share_nothing() -> None:
     """They outlive a forward, in fp32."""
     specs = state_blocks(llama(), movable=True)
     places = [nothing_on_gpu(spec) for spec in specs]
-    room = HostRoom(specs, places, accumulates=True, activation_bytes=777, layer_bytes=259)
+    room = HostRoom(specs, places, accumulates=True, kept_bytes=(259, 259, 259))
     numel = sum(p.numel() for spec in specs[:-1] for p in spec.parameters.values())
     assert 16 * numel <= room.states_bytes <= 16 * numel + 5 * LINE * len(specs)
     assert room.shared_bytes == 777
@@ -118,8 +118,8 @@ def test_gradients_that_add_up_share_nothing() -> None:
 def test_what_is_on_the_gpu_takes_nothing_of_the_host() -> None:
     specs = state_blocks(llama(), movable=True)
     places = [Place() for _ in specs]
-    assert HostRoom(specs, places, accumulates=False, layer_bytes=10**6).nbytes == 0
-    room = HostRoom(specs, places, accumulates=False, activation_bytes=10**6, layer_bytes=10**6)
+    assert HostRoom(specs, places, accumulates=False).nbytes == 0
+    room = HostRoom(specs, places, accumulates=False, kept_bytes=(0, 10**6, 0))
     assert room.nbytes == 10**6
 
 
