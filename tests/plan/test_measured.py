@@ -32,7 +32,7 @@ def cells() -> list[Cell]:
 
 @pytest.mark.parametrize(
     ("key", "count", "mean", "worst"),
-    [("gpu_gib", 32, 0.006, 0.02), ("host_gib", 8, 0.025, 0.06), ("step_s", 46, 0.02, 0.055)],
+    [("gpu_gib", 32, 0.006, 0.02), ("host_gib", 8, 0.035, 0.08), ("step_s", 46, 0.02, 0.055)],
 )
 def test_errors(cells, key, count, mean, worst) -> None:
     """Rates were taken from these rows; bytes were counted."""
