@@ -5,6 +5,7 @@ On CPUs as tests/engines/fsdp_on_cpu.py makes them pass for GPUs. Prints what th
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import fsdp_on_cpu  # noqa: F401
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 import longctx
+from longctx.engines.collectives import destroy_process_group
 from longctx.model import forwards
 
 source, folder, class_type = sys.argv[1:]
@@ -55,5 +57,8 @@ if args.process_index == 0:
     print(
         json.dumps(
             found | {"meta": [int(c[0]) for c in counts], "ran": [int(c[1]) for c in counts]}
-        )
+        ),
+        flush=True,
     )
+destroy_process_group()
+os._exit(0)  # gloo's thread may abort a process that ends by itself
