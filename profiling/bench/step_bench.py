@@ -20,15 +20,15 @@ into host memory.
 `fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass, of
 which a step has `passes`; `keep` is custom's, and `ladder` what came of it; `states`, `place`,
-`gpu_gib` and `host_memory_gib` (0: all) are options of a run without an engine. `peak_gib` and
-`reserved_gib` are one GPU's peaks over the steps of that length, `host_gib` the whole machine's
-memory in use; `alloc_retries` counts how often in a step the allocator was full and gave back what
-it held without using it, which stops the GPU. `lora` is the rank of adapters on all linear maps (0:
-all weights train), `quantize` the weights under them; such rows have no MFU. Without a GPU
-(`gpus=0`) there is none either, and the only peak is the process' own (`peak_host_gib`). `tokens`
-counts one row, which `sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu`
-is of each. Peers share rows by accelerate's Ulysses: with an engine of DeepSpeed and
-`backend=sdpa` or `fa2`.
+`gpu_gib` and `host_memory_gib` (0: all) are options of a run without an engine; under an engine
+`gpu_gib` is the most that PyTorch's allocator may take of each GPU. `peak_gib` and `reserved_gib`
+are one GPU's peaks over the steps of that length, `host_gib` the whole machine's memory in use;
+`alloc_retries` counts how often in a step the allocator was full and gave back what it held without
+using it, which stops the GPU. `lora` is the rank of adapters on all linear maps (0: all weights
+train), `quantize` the weights under them; such rows have no MFU. Without a GPU (`gpus=0`) there is
+none either, and the only peak is the process' own (`peak_host_gib`). `tokens` counts one row, which
+`sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share
+rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
 What comes after `--` goes to train.py.
 """
 
@@ -129,11 +129,12 @@ def published_cases(name: str) -> list[Case]:
     if name == "longest":  # of docs/plan.md and docs/lora.md, with some of a card's memory in use
         nf4 = dict(lora=16, quantize="nf4")
         return [
-            dict(**exact, tokens=122880, gpu_gib=11.5, host_memory_gib=124),
-            dict(**exact, tokens=169984, gpu_gib=23.5, host_memory_gib=124),
+            dict(**exact, tokens=138240, gpu_gib=11.5, host_memory_gib=124),
+            dict(**exact, tokens=180224, gpu_gib=23.5, host_memory_gib=124),
             dict(**exact, tokens=160256, gpu_gib=79, host_memory_gib=60),
             dict(**exact, **nf4, tokens=239616, gpu_gib=15.5, host_memory_gib=60),
             dict(**exact, **nf4, tokens=261632, gpu_gib=23.5, host_memory_gib=60),
+            dict(**exact, **nf4, tokens=473088, gpu_gib=79, host_memory_gib=60),
         ]
     return [
         {**dict(engine=engine, gpus=2, tokens=32768, backend="fa4", offload="none"), **settings}
@@ -180,6 +181,8 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     from longctx.run.oom import OutOfMemory
     from profiling.build import PhaseMarks, build_trainer
 
+    if case["engine"] != "plain":
+        limit_gpu_gib(case["gpu_gib"])
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     warm_up = min(WARM_UP_TOKENS, *lengths)
     if case["class_type"] != "custom" and case["sequence_parallel"] > 1:
@@ -213,6 +216,16 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
         rows.append({**row_keys(case), "tokens": length, "status": "oom"})
     return rows
+
+
+def limit_gpu_gib(gib: float) -> None:
+    """Of this process' GPU, for PyTorch's allocator; 0: all of it."""
+    import torch
+
+    if gib:
+        index = int(os.environ.get("LOCAL_RANK", 0))
+        total_bytes = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(gib * GIB / total_bytes, 1.0), index)
 
 
 class Stopwatch:
