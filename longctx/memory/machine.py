@@ -13,7 +13,12 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+from longctx.memory.plan import GIB
+
 PROC = Path("/proc/self")
+SPARE, MOST_SPARED_GIB = 0.1, 4
+"""Of what the host has free, and at most: for the process itself, compilers, and the block that is
+copied when states are saved."""
 
 
 def available_host_bytes() -> int:
@@ -24,6 +29,12 @@ def available_host_bytes() -> int:
 def host_share_bytes() -> int:
     """Of that, what each of a run's processes on this machine may take."""
     return available_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_budget(available: int, limit_gib: float | None) -> int:
+    """Of the bytes that are free, what a run may lock."""
+    available -= int(min(SPARE * available, MOST_SPARED_GIB * GIB))
+    return available if limit_gib is None else min(available, int(limit_gib * GIB))
 
 
 def _rooms(proc: Path) -> Iterator[int]:

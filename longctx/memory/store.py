@@ -33,7 +33,7 @@ from torch import Tensor
 from longctx.annotate import annotate
 from longctx.errors import UserError
 from longctx.memory.ladder import Keep, Ladder, Rung
-from longctx.memory.machine import host_share_bytes
+from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.plan import GIB
 from longctx.memory.slab import PinnedSlab, whole_lines
 
@@ -113,11 +113,12 @@ class ActivationStore:
 
     # --- before the first step -------------------------------------------------------------
 
-    def reserve(self, ladder: Ladder, nbytes: int) -> None:
-        """Keeps by this ladder, which needs `nbytes` of the host. A slab that is large enough
-        stays. Raises UserError if host memory is short."""
+    def reserve(self, ladder: Ladder, nbytes: int, host_bytes: int | None = None) -> None:
+        """Keeps by this ladder, which needs `nbytes` of the host, where `host_bytes` may be taken
+        (default: as of now). A slab that is large enough stays. Raises UserError if host memory is
+        short."""
         if nbytes > self._slab.numel() and not self._alive():
-            self._check_host(nbytes - self._pinned.data.numel())
+            _check_host(nbytes, self.host_bytes() if host_bytes is None else host_bytes)
             self._lent = None
             self._pinned = PinnedSlab(0, self.device)  # gives the old one back first
             self._pinned = PinnedSlab(nbytes, self.device)
@@ -134,18 +135,7 @@ class ActivationStore:
 
     def host_bytes(self) -> int:
         """What the slab may take, the present one's room included."""
-        if self.host_limit_gib is not None:
-            return int(self.host_limit_gib * GIB)
-        return host_share_bytes() + self._pinned.data.numel()
-
-    def _check_host(self, more_bytes: int) -> None:
-        missing_gib = (more_bytes + self._pinned.data.numel() - self.host_bytes()) / GIB
-        if missing_gib > 0:
-            raise UserError(
-                f"host memory is {missing_gib:.1f} GiB short of the {more_bytes / GIB:.1f} GiB "
-                "that offloaded activations need: set --keep x or auto (less of it), "
-                "--offload_activations auto or none (GPU memory first), or a shorter --seq_len"
-            )
+        return host_budget(host_share_bytes() + self._pinned.data.numel(), self.host_limit_gib)
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -325,6 +315,16 @@ def _after_compute(stream: Any) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield
+
+
+def _check_host(needed_bytes: int, host_bytes: int) -> None:
+    missing_gib = (needed_bytes - host_bytes) / GIB
+    if missing_gib > 0:
+        raise UserError(
+            f"host memory is {missing_gib:.1f} GiB short of the {needed_bytes / GIB:.1f} GiB that "
+            "offloaded activations need: set --keep x or auto (less of it), --offload_activations "
+            "auto or none (GPU memory first), or a shorter --seq_len"
+        )
 
 
 def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:

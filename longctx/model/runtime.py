@@ -128,9 +128,10 @@ class Runtime:
         )
         return _remake, (self.args, settings)
 
-    def reserve(self, model: Any, tokens: int) -> bool:
+    def reserve(self, model: Any, tokens: int, host_room: int | None = None) -> bool:
         """Makes room for the activations of `tokens` tokens, once per longest batch so far; whether
-        it did."""
+        it did. `host_room`: bytes that it may take of the host (default: its share of what is
+        free)."""
         if tokens <= self.reserved_tokens:
             return False
         self.reserved_tokens = tokens
@@ -138,9 +139,10 @@ class Runtime:
         on_gpu = self.store.device.type == "cuda"
         free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
         states = States(gradients=pending.gradients, moments=pending.states)
-        chosen = self.choose(sizes, tokens, free_bytes, self.store.host_bytes(), states)
+        room = self.store.host_bytes() if host_room is None else host_room
+        chosen = self.choose(sizes, tokens, free_bytes, room, states)
         self.cut = chosen.sizes.cut(tokens)
-        self.store.reserve(chosen.ladder, host_bytes(sizes, tokens, chosen.ladder))
+        self.store.reserve(chosen.ladder, host_bytes(sizes, tokens, chosen.ladder), room)
         return True
 
     def choose(

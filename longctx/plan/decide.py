@@ -29,9 +29,6 @@ from longctx.memory.plan import (
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 
-HOST_SPARE, HOST_SPARE_GIB = 0.1, 4
-"""Of what the host has free, and at most: for the process itself, compilers, and the block that is
-copied when states are saved."""
 Choose = Callable[[int, int, States], Chosen]
 """The ladder and cut of a model that keeps activations, beside states, in bytes of GPU and host."""
 
@@ -46,11 +43,6 @@ class Budget(NamedTuple):
 def gpu_budget(free: int, limit_gib: float | None) -> int:
     """What weights, states, gradients and activations may take together."""
     return usable_bytes(min(free, int(limit_gib * GIB)) if limit_gib else free)
-
-
-def host_budget(available: int, limit_gib: float | None) -> int:
-    available -= int(min(HOST_SPARE * available, HOST_SPARE_GIB * GIB))
-    return available if limit_gib is None else min(available, int(limit_gib * GIB))
 
 
 class Work(NamedTuple):

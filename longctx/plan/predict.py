@@ -22,6 +22,7 @@ from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
 from longctx.memory.ladder import Batch, Chosen, States, choose_beside
+from longctx.memory.machine import host_budget
 from longctx.memory.plan import GIB, Place, Placement, Sizes, usable_bytes
 from longctx.memory.settle import HostRoom
 from longctx.model.adapters import inside_peft
@@ -36,7 +37,6 @@ from longctx.plan.decide import (
     decide,
     estimated_work,
     gpu_budget,
-    host_budget,
     keeping,
 )
 from longctx.plan.engines import Exchanged, Sharded, averaged, exchanged, parameters_of, shared_rows

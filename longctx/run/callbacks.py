@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
+from longctx.engines.collectives import all_reduce_max
 from longctx.errors import print_rank0
 from longctx.model.families import base_of, why_not_scheduled
 from longctx.output import METRICS
@@ -20,7 +21,8 @@ from longctx.run.metrics import Throughput
 
 class Reserve(TrainerCallback):
     """Makes room for the activations when everything else has its memory, before the first step:
-    host memory that is short shows there."""
+    host memory that is short shows there. Processes of one host look at what it has free before any
+    takes its share, and go by the least that one of them saw."""
 
     def __init__(self, model: Any, tokens: int) -> None:
         self.model, self.tokens = model, tokens  # patched
@@ -29,10 +31,11 @@ class Reserve(TrainerCallback):
         base = base_of(self.model)
         return base is not None and why_not_scheduled(base) is None
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, *more: Any, **kwargs: Any) -> None:
         if self._covered():
             runtime = self.model.longctx
-            if runtime.reserve(self.model, self.tokens):
+            host_bytes = -all_reduce_max(-runtime.store.host_bytes(), args.device)
+            if runtime.reserve(self.model, self.tokens, host_bytes):
                 print_rank0(runtime.describe())
 
 

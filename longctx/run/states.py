@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
-from longctx.memory.machine import host_share_bytes
+from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.plan import GIB, Placement
 from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
@@ -30,7 +30,6 @@ from longctx.plan.decide import (
     decide,
     estimated_work,
     gpu_budget,
-    host_budget,
 )
 from longctx.plan.given import Given
 

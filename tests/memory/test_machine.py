@@ -127,5 +127,5 @@ def test_without_a_limit_the_machine_counts(cgroups, lines, monkeypatch) -> None
 def test_the_store_is_told(cgroups) -> None:
     cgroups(*CASES["v2"][:2], {"fs/job/memory.max": str(GIB), "fs/job/memory.current": "0"})
     store = ActivationStore(torch.device("cpu"))
-    with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
+    with pytest.raises(UserError, match="host memory is 1.1 GiB short of the 2.0 GiB"):
         store.reserve((Keep(),), 2 * GIB)

@@ -1,0 +1,45 @@
+"""What is done around a step."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from small_model import tiny_config
+from small_run import on_ranks
+from transformers import LlamaForCausalLM
+
+from longctx.config import ModelArguments, TrainArguments
+from longctx.memory import store
+from longctx.model.patch import patch_as
+from longctx.run.callbacks import Reserve
+
+TOKENS = 4096
+FREE_BYTES = 5_000_000
+"""Enough for x and o of both processes, not of one after the other took its own."""
+
+
+def test_processes_share_out_what_their_host_had_free(tmp_path, monkeypatch) -> None:
+    """One that comes later would see less, and keep less than the other."""
+    taken = tmp_path / "taken"
+    taken.touch()
+
+    class Slab(store.PinnedSlab):
+        def __init__(self, nbytes: int, device: torch.device) -> None:
+            super().__init__(nbytes, device)
+            with taken.open("a") as file:
+                file.write(f"{nbytes}\n")
+
+    def share_bytes() -> int:
+        return (FREE_BYTES - sum(map(int, taken.read_text().split()))) // 2
+
+    def check(rank: int, processes: int) -> None:
+        model = LlamaForCausalLM(tiny_config())
+        patch_as(model, ModelArguments(offload_activations="all"), torch.device("cpu"))
+        time.sleep(0.3 * rank)
+        Reserve(model, TOKENS).on_train_begin(TrainArguments(output_dir=str(tmp_path)))
+        assert "x o on the host" in model.longctx.describe()
+
+    monkeypatch.setattr(store, "host_share_bytes", share_bytes)
+    monkeypatch.setattr(store, "PinnedSlab", Slab)
+    on_ranks(2, check, tmp_path)
