@@ -26,7 +26,7 @@ from longctx.model.blocks import state_blocks
 from longctx.plan.buffers import LIBRARY_BYTES, Buffers, Phase, States
 from longctx.plan.machines import Machine
 
-CPU_ADAM = 4.6e9
+CPU_ADAM = 4.3e9
 """Parameters a second that DeepSpeed's CPU AdamW updates on a host of 32 cores, whichever ranks
 they are of: 1.62 to 2.10 s for 8.03e9 in six runs (h200_step.json, h200_states_step.json)."""
 SHARED_ATTENTION = 0.92
@@ -164,7 +164,7 @@ def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> E
         forward=forward,
         backward=backward,
         alone_forward=(ends * whole + coming) * (p.embedding + p.layer),
-        alone_backward=FP32 * p.embedding * share / peers,
+        alone_backward=FP32 * p.embedding * share / peers + layout.waits(p),
         memory_bytes=layout.moved(p),
         update=update,
         link=(layout.up(p) + layout.chain(p)) / link,

@@ -32,7 +32,7 @@ def cells() -> list[Cell]:
 
 @pytest.mark.parametrize(
     ("key", "count", "mean", "worst"),
-    [("gpu_gib", 32, 0.006, 0.02), ("host_gib", 8, 0.035, 0.08), ("step_s", 46, 0.02, 0.055)],
+    [("gpu_gib", 34, 0.006, 0.02), ("host_gib", 8, 0.035, 0.08), ("step_s", 48, 0.021, 0.055)],
 )
 def test_errors(cells, key, count, mean, worst) -> None:
     """Rates were taken from these rows; bytes were counted."""
@@ -56,7 +56,7 @@ def engines() -> list[Cell]:
 
 @pytest.mark.parametrize(
     ("key", "count", "mean", "worst"),
-    [("gpu_gib", 10, 0.01, 0.025), ("host_gib", 8, 0.055, 0.23), ("step_s", 10, 0.04, 0.105)],
+    [("gpu_gib", 10, 0.01, 0.025), ("host_gib", 8, 0.05, 0.12), ("step_s", 10, 0.03, 0.075)],
 )
 def test_errors_of_engines(engines, key, count, mean, worst) -> None:
     """Bytes were counted. The same step of ZeRO-3 with CPU offload was 12% apart in two runs."""
@@ -96,7 +96,7 @@ def test_errors_of_adapters(key, mean, worst) -> None:
     pytest.importorskip("peft")
     cells = [*adapter_cells()]
     errors = [abs(cell.errors()[key]) for cell in cells]
-    assert len(errors) == 6 and all(cell.plan.fits for cell in cells)
+    assert len(errors) == 8 and all(cell.plan.fits for cell in cells)
     assert statistics.mean(errors) <= mean
     assert max(errors) <= worst
 
