@@ -2,9 +2,11 @@
 
     longctx merge runs/lora/final --output merged
     longctx merge runs/lora/final --model ./Llama-3.1-8B --output merged --dtype float32
+    longctx merge runs/qlora/final --output merged --quantize nf4
 
-W + s B A is computed in fp32 and rounded once, to the dtype of the model's files or to `--dtype`.
-Host memory: the model, and one weight in fp32.
+W + s B A is computed in fp32 and rounded once, to the dtype of the model's files or to `--dtype`. W
+is the model's; with `--quantize nf4` it has the values of 4 bits that a run with that flag trained
+the adapter over. Host memory: the model, and one weight in fp32.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ import torch
 
 from longctx.config import expanded, installed
 from longctx.errors import UserError, one_line
+from longctx.lora.quantise import round_to_nf4_
 from longctx.output.removal import staging_path
 from longctx.output.save import disk_problem, publish, remove_staging
 from longctx.program import Parser
 
+QUANTIZE = ("none", "nf4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -31,21 +35,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--model", help="its model, where that has moved")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of what is written")
+    parser.add_argument(
+        "--quantize", choices=QUANTIZE, default="none", help="of the run that made the adapter"
+    )
     args = parser.parse_args(argv)
     adapter, output = expanded(args.adapter), expanded(args.output)
-    merge(adapter, output, model=args.model, dtype=args.dtype)
+    merge(adapter, output, model=args.model, dtype=args.dtype, quantize=args.quantize)
     print(f"{output}: the merged model; AutoModelForCausalLM.from_pretrained loads it")
 
 
-def merge(adapter: Path, output: Path, *, model: str | None = None, dtype: str = "auto") -> None:
+def merge(
+    adapter: Path,
+    output: Path,
+    *,
+    model: str | None = None,
+    dtype: str = "auto",
+    quantize: str = "none",
+) -> None:
     """Raises UserError for what is no adapter, or does not fit its model."""
-    if not installed("peft"):
-        raise UserError("longctx merge needs PEFT: pip install 'longctx[lora]'")
+    for package, needed in {"peft": True, "bitsandbytes": quantize != "none"}.items():
+        if needed and not installed(package):
+            raise UserError(f"longctx merge needs {package}: pip install 'longctx[lora]'")
     if not os.path.isfile(adapter / "adapter_config.json"):
         raise UserError(f"{adapter} holds no adapter (adapter_config.json): give a run's final/")
     if os.path.lexists(output):
         raise UserError(f"{output} exists: give --output a new folder")
-    merged = _merged(adapter, model, dtype)
+    merged = _merged(adapter, model, dtype, quantize)
     output.parent.mkdir(parents=True, exist_ok=True)
     staging = staging_path(output)
     try:
@@ -60,7 +75,7 @@ def merge(adapter: Path, output: Path, *, model: str | None = None, dtype: str =
         remove_staging(staging)
 
 
-def _merged(adapter: Path, name: str | None, dtype: str) -> Any:
+def _merged(adapter: Path, name: str | None, dtype: str, quantize: str) -> Any:
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -72,6 +87,8 @@ def _merged(adapter: Path, name: str | None, dtype: str) -> Any:
         asked = dtype if dtype == "auto" else getattr(torch, dtype)
         config = _config(adapter, base)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=asked, config=config)
+        if quantize != "none":
+            round_to_nf4_(model.get_decoder().layers)
         adapted = peft.PeftModel.from_pretrained(model, str(adapter))
         return adapted.merge_and_unload(safe_merge=True)  # which refuses what is not finite
     except (UserError, torch.OutOfMemoryError):

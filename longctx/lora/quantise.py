@@ -66,6 +66,16 @@ def quantise_(model: Any, device: torch.device) -> None:
     model.is_loaded_in_4bit = True  # PEFT looks for it
 
 
+def round_to_nf4_(layers: nn.Module) -> None:
+    """Linear maps keep their dtype and get the values of 4 bits that a run would compute with."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for linear in layers.modules():
+        if isinstance(linear, nn.Linear):
+            packed = quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True)
+            linear.weight.data = dequantize_4bit(*packed)
+
+
 BLOCK, SCALES = 64, 256
 """Weights that share a scale, and scales that share one."""
 
