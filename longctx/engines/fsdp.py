@@ -82,7 +82,10 @@ class FSDP2(Engine):
 
     def share_rows(self, args: TrainArguments, attention: str | None = None) -> None:
         super().share_rows(args, attention)
-        if attention and args.sequence_parallel_size > 1:
+        self.check_shares_rows(args.sequence_parallel_size > 1, attention is None)
+
+    def check_shares_rows(self, shards: bool, patched: bool = True) -> None:
+        if shards and not patched:
             raise UserError(
                 "--class_type vanilla and liger cannot share rows with FSDP: torch's ring "
                 "attention takes each row for one document; use --deepspeed ds_configs/zero3.json, "

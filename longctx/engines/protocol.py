@@ -101,8 +101,9 @@ class Engine(ABC):
         self.check_shares_rows(shards)
         share_rows(args, attention)
 
-    def check_shares_rows(self, shards: bool) -> None:
-        """Raises UserError where processes are to share rows, and have no engine for it."""
+    def check_shares_rows(self, shards: bool, patched: bool = True) -> None:
+        """Raises UserError where processes are to share rows and no engine lets them, of a model
+        that is patched or of Hugging Face's own."""
         if shards and not self.shares_rows:
             raise UserError(
                 "--sequence_parallel_size and a parallelism_config need an engine that shards "

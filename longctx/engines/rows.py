@@ -87,11 +87,12 @@ def share_rows(args: TrainArguments, attention: str | None = None) -> None:
     if attention is None:
         sizes |= dict(cp_size=size, sp_size=1)
     else:
-        sizes |= dict(cp_size=1, sp_size=size, sp_handler=_ulysses(attention))
+        sizes |= dict(cp_size=1, sp_size=size, sp_handler=ulysses(attention))
     args.parallelism_config = ParallelismConfig(**sizes)
 
 
-def _ulysses(attention: str) -> DeepSpeedSequenceParallelConfig:
+def ulysses(attention: str) -> DeepSpeedSequenceParallelConfig:
+    """Raises UserError for attention that it does not take."""
     try:
         return DeepSpeedSequenceParallelConfig(sp_attn_implementation=attention)
     except ValueError as error:

@@ -28,7 +28,7 @@ from rich.table import Table
 from longctx.config import ModelArguments, TrainArguments
 from longctx.data.tokenizer import VOCAB_SIZE
 from longctx.engines import Engine
-from longctx.engines.rows import groups_of
+from longctx.engines.rows import groups_of, ulysses
 from longctx.errors import UserError, check_writable, printable
 from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
@@ -40,7 +40,7 @@ from longctx.plan.measure import this_machine
 from longctx.plan.predict import DTYPE, Plan, Run, Subject, longest, plan
 from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
-from longctx.run.loading import load_config
+from longctx.run.loading import HF_ATTENTION, load_config
 from longctx.run.options import parse_planned
 from longctx.run.states import describe_states, uses_exact_states
 
@@ -128,11 +128,6 @@ def check_known(
             f"{who} knows adapters of --class_type custom, not of {model_args.class_type}: leave "
             "out --lora_r or --class_type"
         )
-    if model_args.class_type != "custom" and args.sequence_parallel_size > 1:
-        raise UserError(
-            f"{who} knows shared rows of --class_type custom, not of {model_args.class_type}: "
-            "leave out --sequence_parallel_size or --class_type"
-        )
     if model_args.class_type != "custom" and not args.gradient_checkpointing:
         raise UserError(
             f"{who} knows --class_type {model_args.class_type} with checkpointing by layer: "
@@ -157,7 +152,10 @@ def run_of(
 ) -> Run:
     """Raises UserError for GPUs that cannot do it together, and what of them no plan knows."""
     ranks, exact = args.sequence_parallel_size, uses_exact_states(args, DTYPE)
-    engine.check_shares_rows(ranks > 1)
+    patched = model_args.class_type == "custom"
+    engine.check_shares_rows(ranks > 1, patched)
+    if ranks > 1 and not patched:
+        ulysses(HF_ATTENTION.get(model_args.attn_backend, "sdpa"))
     groups_of(ranks, gpus)
     if not exact and engine.shards_states:
         raise UserError(f"the plan knows AdamW under engines, not --optim {args.optim}")

@@ -38,7 +38,7 @@ from longctx.presets import PRESETS
 MOST_LAYERS = 10_000
 """Each takes 10 ms even on the meta device."""
 
-_HF_ATTENTION = {
+HF_ATTENTION = {
     "sdpa": "sdpa",
     "eager": "eager",
     "fa2": "flash_attention_2",
@@ -292,10 +292,10 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
         # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,
         # which it refuses.
         backend = "sdpa"
-    if backend not in _HF_ATTENTION:
+    if backend not in HF_ATTENTION:
         raise UserError(
             f"--attn_backend {backend} is for --class_type custom; {args.class_type} takes "
-            f"{', '.join(_HF_ATTENTION)} or auto"
+            f"{', '.join(HF_ATTENTION)} or auto"
         )
     if backend in ("fa2", "fa4") and device.type != "cuda":
         raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")
@@ -305,7 +305,7 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
         size = head_dim(config) if config else flash4.SMALLEST_HEAD
         if reason := flash4.why_not(device, size):
             raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use sdpa")
-    return _HF_ATTENTION[backend]
+    return HF_ATTENTION[backend]
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -12,6 +12,9 @@ from longctx.errors import UserError
 from longctx.report.plan import main
 
 FSDP2 = ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs/fsdp2.json")]
+ZERO3 = ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
+SHARED = ["--gpus", "2", "--sequence_parallel_size", "2"]
+PEER = ["--class_type", "liger"]
 MODEL = ["--preset", "llama-3.2-1b", "--gpu", "rtx-4090", "--host_memory_gib", "64"]
 
 
@@ -97,6 +100,8 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
         ([*FSDP2, "--gpus", "5", "--sequence_parallel_size", "5"], "5 ranks cannot share a head"),
         (["--gpus", "2", "--sequence_parallel_size", "2"], "need an engine that shards weights"),
         ([*FSDP2, "--optim", "adafactor"], "the plan knows AdamW under engines, not --optim"),
+        ([*FSDP2, *SHARED, "--class_type", "liger"], "cannot share rows with FSDP"),
+        ([*ZERO3, *SHARED, *PEER, "--attn_backend", "fa4"], "does not take flash_attention_4"),
         (["--gpus", "0"], "--gpus: invalid number value: '0'"),
         (["--gpus", "2", "--optimizer_states", "as_weights"], "without an engine with exact"),
         (
@@ -135,6 +140,11 @@ def test_an_engine_on_several_gpus(capsys, tmp_path) -> None:
     main([*words, *FSDP2, "--gpus", "4", "--sequence_parallel_size", "2", "--json", "--sweep"])
     four = json.loads(capsys.readouterr().out)
     assert four["gpu_gib"] < two["gpu_gib"] and len(four["sweep"]) > 2
+    found = []
+    for kind in (PEER, ["--class_type", "custom", "--offload_activations", "none"]):
+        main([*words, *ZERO3, *SHARED, *kind, "--json"])
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["step_s"] > found[1]["step_s"] > 0.6 * found[0]["step_s"]
 
 
 def test_a_model_and_a_machine_have_names(monkeypatch) -> None:
