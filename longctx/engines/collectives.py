@@ -28,6 +28,11 @@ def all_reduce_max(number: int, device: torch.device) -> int:
     return int(answer)
 
 
+def all_reduce_min(number: int, device: torch.device) -> int:
+    """The lowest. Nobody has it before all have asked."""
+    return -all_reduce_max(-number, device)
+
+
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set in any process."""
     return bool(all_reduce_max(int(flag), device))

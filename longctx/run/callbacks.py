@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
-from longctx.engines.collectives import all_reduce_max
+from longctx.engines.collectives import all_reduce_min
 from longctx.errors import print_rank0
 from longctx.model.families import base_of, why_not_scheduled
 from longctx.output import METRICS
@@ -34,7 +34,7 @@ class Reserve(TrainerCallback):
     def on_train_begin(self, args: Any, *more: Any, **kwargs: Any) -> None:
         if self._covered():
             runtime = self.model.longctx
-            host_bytes = -all_reduce_max(-runtime.store.host_bytes(), args.device)
+            host_bytes = all_reduce_min(runtime.store.host_bytes(), args.device)
             if runtime.reserve(self.model, self.tokens, host_bytes):
                 print_rank0(runtime.describe())
 

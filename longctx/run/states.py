@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.config import TrainArguments
+from longctx.engines.collectives import all_reduce_min
 from longctx.errors import UserError, print_rank0
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.plan import GIB, Placement
@@ -89,7 +90,7 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
         if given is not None:
             needs = given.chosen(sizes)
         patched.longctx.reserved_tokens = tokens
-    budget = Budget(_gpu_budget(specs, args), _host_budget(patched))
+    budget = Budget(_gpu_budget(specs, args), _host_budget(patched, args))
     decided = decide(
         specs,
         budget if given is None else given.budget,
@@ -157,9 +158,10 @@ def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:
     return gpu_budget(free_gpu_bytes(args.device) + weights, args.gpu_memory_gib)
 
 
-def _host_budget(patched: Any | None) -> int:
+def _host_budget(patched: Any | None, args: Placing) -> int:
+    """Of this process; those of one host look before any of them takes its share."""
     limit_gib = patched.longctx.args.host_memory_gib if patched else None
-    return host_budget(host_share_bytes(), limit_gib)
+    return all_reduce_min(host_budget(host_share_bytes(), limit_gib), args.device)
 
 
 def describe_states(decided: Decision, dtype: torch.dtype) -> str:

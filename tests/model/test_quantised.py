@@ -91,13 +91,13 @@ def trio(family: str, dtype: torch.dtype, settings: Any = None, **changes: Any):
 @pytest.mark.parametrize("family", ["llama", "qwen3-windows", "granite-biases", "phi3"])
 def test_exactness_on_packed_rows(family, dtype) -> None:
     settings = dict(tile_tokens=31, head_groups=2)
-    truth, naive, ours = (run(m, *many()) for m in trio(family, dtype, settings))
+    truth, naive, ours = (run(m, *many(dtype)) for m in trio(family, dtype, settings))
     assert_exact_run(ours, naive, truth, dtype)
 
 
 def test_some_targets() -> None:
     models = trio("llama", torch.bfloat16, target_modules=["q_proj", "down_proj"])
-    truth, naive, ours = (run(m, *many()) for m in models)
+    truth, naive, ours = (run(m, *many(torch.bfloat16)) for m in models)
     assert_exact_run(ours, naive, truth, torch.bfloat16)
 
 
@@ -133,7 +133,7 @@ def test_norms_train_beside() -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.requires_grad_(True)
-    truth, naive, ours = (run(m, *many()) for m in models)
+    truth, naive, ours = (run(m, *many(torch.bfloat16)) for m in models)
     assert_exact_run(ours, naive, truth, torch.bfloat16)
 
 
