@@ -53,9 +53,9 @@ def merge(
     quantize: str = "none",
 ) -> None:
     """Raises UserError for what is no adapter, or does not fit its model."""
-    for package, needed in {"peft": True, "bitsandbytes": quantize != "none"}.items():
-        if needed and not installed(package):
-            raise UserError(f"longctx merge needs {package}: pip install 'longctx[lora]'")
+    needed = ["peft"] + ["bitsandbytes"] * (quantize == "nf4")
+    if missing := [name for name in needed if not installed(name)]:
+        raise UserError(f"longctx merge needs {missing[0]}: pip install 'longctx[lora]'")
     if not os.path.isfile(adapter / "adapter_config.json"):
         raise UserError(f"{adapter} holds no adapter (adapter_config.json): give a run's final/")
     if os.path.lexists(output):

@@ -97,7 +97,7 @@ class ExactTrainer(Trainer):
             if self.args.world_size > 1 or any(block.streams for block in stream.blocks):
                 self._keep_from_accelerate()
         elif self.optimizer is None:
-            limit_gpu(self.args)
+            limit_gpu(self.args.device, self.args.gpu_memory_gib)
         return super().create_optimizer(model)
 
     def place(self, resume: Path | None = None) -> None:

@@ -120,7 +120,7 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
     if patched is not None and decided.sizes is not None:
         patched.longctx.cut = decided.sizes.cut(tokens)
         print_rank0(patched.longctx.describe())
-    limit_gpu(args)
+    limit_gpu(args.device, args.gpu_memory_gib)
     stream = StateStream(decided.host.blocks, args.device)
     model.register_state_dict_pre_hook(lambda *_: stream.flush())
     return stream
@@ -139,15 +139,14 @@ def _estimated_work(model: Any, tokens: int) -> Work:
     )
 
 
-def limit_gpu(args: Placing) -> None:
-    """To --gpu_memory_gib, in torch's allocator."""
-    if args.device.type != "cuda":
+def limit_gpu(device: torch.device, gib: float | None) -> None:
+    """To so much, as --gpu_memory_gib asks, in torch's allocator."""
+    if device.type != "cuda":
         return
     torch.cuda.empty_cache()
-    if args.gpu_memory_gib:
-        total_bytes = torch.cuda.get_device_properties(args.device).total_memory
-        share = min(1.0, args.gpu_memory_gib * GIB / total_bytes)
-        torch.cuda.set_per_process_memory_fraction(share, args.device)
+    if gib:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total_bytes), device)
 
 
 def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:

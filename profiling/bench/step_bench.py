@@ -178,11 +178,14 @@ def train_flags(case: Case, longest: int) -> list[str]:
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]:
     """Rows of the results, a row per length, from this process (one per GPU)."""
+    import torch
+
     from longctx.run.oom import OutOfMemory
+    from longctx.run.states import limit_gpu
     from profiling.build import PhaseMarks, build_trainer
 
-    if case["engine"] != "plain":
-        limit_gpu_gib(case["gpu_gib"])
+    if case["engine"] != "plain" and case["gpu_gib"]:
+        limit_gpu(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), case["gpu_gib"])
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     warm_up = min(WARM_UP_TOKENS, *lengths)
     if case["class_type"] != "custom" and case["sequence_parallel"] > 1:
@@ -216,16 +219,6 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
         rows.append({**row_keys(case), "tokens": length, "status": "oom"})
     return rows
-
-
-def limit_gpu_gib(gib: float) -> None:
-    """Of this process' GPU, for PyTorch's allocator; 0: all of it."""
-    import torch
-
-    if gib:
-        index = int(os.environ.get("LOCAL_RANK", 0))
-        total_bytes = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(gib * GIB / total_bytes, 1.0), index)
 
 
 class Stopwatch:
