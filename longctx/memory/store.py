@@ -135,7 +135,7 @@ class ActivationStore:
 
     def host_bytes(self) -> int:
         """What the slab may take, the present one's room included."""
-        return host_budget(host_share_bytes() + self._pinned.data.numel(), self.host_limit_gib)
+        return host_budget(host_share_bytes() + self.locked_bytes, self.host_limit_gib)
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -282,6 +282,11 @@ class ActivationStore:
         return [*self._buffers.values(), *(t for t in tensors if t is not None)]
 
     # --- the slab --------------------------------------------------------------------------
+
+    @property
+    def locked_bytes(self) -> int:
+        """Of the host, in a slab of its own."""
+        return self._pinned.data.numel()
 
     @property
     def _slab(self) -> Tensor:

@@ -79,6 +79,8 @@ class Runtime:
     """The longest batch for which the store has room,"""
     cut: Cut | None = None
     """and how the work on it and on shorter ones is cut; None: by their lengths."""
+    host_room: int = 0
+    """Bytes of the host that it might take for that."""
     whole: weakref.ref[Any] | None = None
     """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
@@ -139,10 +141,11 @@ class Runtime:
         on_gpu = self.store.device.type == "cuda"
         free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
         states = States(gradients=pending.gradients, moments=pending.states)
-        room = self.store.host_bytes() if host_room is None else host_room
-        chosen = self.choose(sizes, tokens, free_bytes, room, states)
+        self.host_room = self.store.host_bytes() if host_room is None else host_room
+        chosen = self.choose(sizes, tokens, free_bytes, self.host_room, states)
         self.cut = chosen.sizes.cut(tokens)
-        self.store.reserve(chosen.ladder, host_bytes(sizes, tokens, chosen.ladder), room)
+        needed_bytes = host_bytes(sizes, tokens, chosen.ladder)
+        self.store.reserve(chosen.ladder, needed_bytes, self.host_room)
         return True
 
     def choose(

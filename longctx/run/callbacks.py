@@ -13,6 +13,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from longctx.engines.collectives import all_reduce_min
 from longctx.errors import print_rank0
+from longctx.memory.plan import GIB
 from longctx.model.families import base_of, why_not_scheduled
 from longctx.output import METRICS
 from longctx.output.save import disk_problem
@@ -36,7 +37,14 @@ class Reserve(TrainerCallback):
             runtime = self.model.longctx
             host_bytes = all_reduce_min(runtime.store.host_bytes(), args.device)
             if runtime.reserve(self.model, self.tokens, host_bytes):
-                print_rank0(runtime.describe())
+                print_rank0(runtime.describe() + _locked(runtime.store.locked_bytes, host_bytes))
+
+
+def _locked(nbytes: int, limit: int) -> str:
+    """What the plan says beforehand, of a host with other things in its memory now."""
+    if not nbytes:
+        return ""
+    return f"; {nbytes / GIB:.1f} of {limit / GIB:.1f} GiB of host memory that a process may lock"
 
 
 class Clock(TrainerCallback):

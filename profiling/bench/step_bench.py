@@ -19,16 +19,17 @@ into host memory.
 
 `fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass, of
-which a step has `passes`; `keep` is custom's, and `ladder` what came of it; `states`, `place`,
-`gpu_gib` and `host_memory_gib` (0: all) are options of a run without an engine; under an engine
-`gpu_gib` is the most that PyTorch's allocator may take of each GPU. `peak_gib` and `reserved_gib`
-are one GPU's peaks over the steps of that length, `host_gib` the whole machine's memory in use;
-`alloc_retries` counts how often in a step the allocator was full and gave back what it held without
-using it, which stops the GPU. `lora` is the rank of adapters on all linear maps (0: all weights
-train), `quantize` the weights under them; such rows have no MFU. Without a GPU (`gpus=0`) there is
-none either, and the only peak is the process' own (`peak_host_gib`). `tokens` counts one row, which
-`sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share
-rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
+which a step has `passes`; `keep` is custom's, and `ladder` what came of it, where an engine's
+process may lock `host_room_gib` of the host; `states`, `place`, `gpu_gib` and `host_memory_gib` (0:
+all) are options of a run without an engine; under an engine `gpu_gib` is the most that PyTorch's
+allocator may take of each GPU. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of
+that length, `host_gib` the whole machine's memory in use; `alloc_retries` counts how often in a
+step the allocator was full and gave back what it held without using it, which stops the GPU. `lora`
+is the rank of adapters on all linear maps (0: all weights train), `quantize` the weights under
+them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and the only peak is the
+process' own (`peak_host_gib`). `tokens` counts one row, which `sequence_parallel` GPUs share,
+`tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share rows by accelerate's Ulysses:
+with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
 What comes after `--` goes to train.py.
 """
 
@@ -301,6 +302,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row["status"] = "ok"
     if patched := patched_part(trainer.model):
         row["ladder"] = patched.longctx.describe()
+        if room := patched.longctx.host_room:
+            row["host_room_gib"] = room / GIB
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 
 
