@@ -10,9 +10,9 @@ decided as today. Rows of the front (forward and backward alone, by budget) are 
 ladder and the cut that their text names; those that ran out of memory must be refused. Host memory
 is compared where a row is of a process of its own, on a machine that nothing else used.
 
-So are rows of engines, for which the run's free host memory is not known. Left out are peers that
-`offload=all`: no flag of train.py makes them so. Of the engines' numbers fitted to rows are the
-update's seconds and attention's beside exchanges; bytes are counted.
+So are rows of engines, for which the run's free host memory is not known. Left out are peers with
+`offload=all` or `checkpointing=selective`: no flag of train.py makes them so. Of the engines'
+numbers fitted to rows are the update's seconds and attention's beside exchanges; bytes are counted.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -201,27 +202,37 @@ def step_cells() -> Iterator[Cell]:
         yield Cell(name=cell, plan=planned, measured={"gpu_gib": peak_gib})
 
 
+def is_custom(row: dict[str, Any]) -> bool:
+    return bool(row["class_type"] == "custom")
+
+
+def is_planned(row: dict[str, Any]) -> bool:
+    """Whether flags of train.py ask for what layers keep."""
+    settings = row["offload"], row.get("checkpointing")
+    return is_custom(row) or settings in (("none", None), ("none", "layers"))
+
+
 def engine_cells() -> Iterator[Cell]:
     """Whole steps under engines, of all 32 layers."""
     whole = subject()
     for name in ("h200_step", "h200_states_step", "h200_shared_step"):
         rows = [row for row in rows_of(name) if row["engine"] != "plain"]
-        longest = max(row["tokens"] for row in rows if row["class_type"] == "custom")
-        for row in rows:
-            if row["class_type"] != "custom" and row["offload"] == "all":
-                continue
+        mine = sorted((row for row in rows if is_custom(row)), key=itemgetter("tokens"))
+        slabs = {row.get("ladder"): row["tokens"] for row in mine}  # the longest row's of a process
+        for row in filter(is_planned, rows):
             with kept_as(row):
                 planned = plan(whole, run_of(row, exact=True), MACHINES["h200"], 252 * GIB)
             measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
-            alone = row["gpus"] > 1 or "ladder" in row or row["tokens"] == longest
+            custom, ladder = is_custom(row), row.get("ladder")
+            alone = not custom or row["tokens"] == slabs[ladder]
             if alone and "host_gib" in row:
                 measured["host_gib"] = row["host_gib"]
             ranks = row.get("sequence_parallel", 1)
             shared = f", {ranks} a row" if ranks > 1 else ""
-            custom = row["class_type"] == "custom"
-            old = ", of an older commit" if custom and "ladder" not in row else ""
+            old = ", of an older commit" if custom and ladder is None else ""
             what = f"{row['class_type']}, 1 x {row['tokens']}{shared}{old}"
-            cell = f"h200 x {row['gpus']}, {row['engine']}: {what}"
+            held = f" of {row['gpu_gib']} GiB" if row.get("gpu_gib") else ""
+            cell = f"h200 x {row['gpus']}{held}, {row['engine']}: {what}"
             yield Cell(name=cell, plan=planned, measured=measured)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
-from longctx.engines import layout
 from longctx.memory.ladder import Keep, Rung
-from longctx.memory.plan import GIB, Pending
+from longctx.memory.plan import GIB
 from longctx.plan.machines import MACHINES
 from longctx.plan.predict import plan
 from profiling.plan_cells import (
@@ -56,7 +56,7 @@ def engines() -> list[Cell]:
 
 @pytest.mark.parametrize(
     ("key", "count", "mean", "worst"),
-    [("gpu_gib", 10, 0.01, 0.025), ("host_gib", 8, 0.05, 0.12), ("step_s", 10, 0.03, 0.075)],
+    [("gpu_gib", 12, 0.01, 0.025), ("host_gib", 9, 0.05, 0.12), ("step_s", 12, 0.035, 0.075)],
 )
 def test_errors_of_engines(engines, key, count, mean, worst) -> None:
     """Bytes were counted. The same step of ZeRO-3 with CPU offload was 12% apart in two runs."""
@@ -70,16 +70,11 @@ def test_engines_that_ran_were_not_refused(engines) -> None:
     assert all(cell.plan.fits for cell in engines), [c.plan.problem for c in engines]
 
 
-def test_the_ladder_of_a_shared_row_is_the_one_that_ran(monkeypatch) -> None:
-    """With 220 GiB of the host free, which nobody wrote down; that commit's FSDP2 kept gradients
-    where no activations could lie."""
-
-    def lasting(shards: Pending, gathered: int, head: int) -> Pending:
-        return Pending(sum(shards) + 2 * gathered + 4 * head)
-
-    monkeypatch.setattr(layout, "gathering_pending", lasting)
-    row = next(row for row in rows_of("h200_shared_step") if row["tokens"] == 262144)
-    planned = plan(subject(), run_of(row, exact=True), MACHINES["h200"], 220 * GIB)
+def test_the_ladder_of_a_shared_row_is_the_one_that_ran() -> None:
+    """With 188 GiB of the host free, which nobody wrote down."""
+    row = next(row for row in rows_of("h200_shared_step") if row["gpu_gib"] == 78)
+    held = replace(MACHINES["h200"], gpu_gib=row["gpu_gib"])
+    planned = plan(subject(), run_of(row, exact=True), held, 188 * GIB)
     ladder, cut = read_ladder(row["ladder"])
     found = planned.sizes.cut(planned.run.tokens)
     assert planned.decision.kept.ladder == ladder
