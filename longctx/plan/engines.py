@@ -29,9 +29,10 @@ from longctx.plan.machines import Machine
 CPU_ADAM = 4.3e9
 """Parameters a second that DeepSpeed's CPU AdamW updates on a host of 32 cores, whichever ranks
 they are of: 1.62 to 2.10 s for 8.03e9 in six runs (h200_step.json, h200_states_step.json)."""
-SHARED_ATTENTION = 0.92
-"""Of attention's rate is what it reaches while exchanges of shared rows take multiprocessors from
-it, and their packing time: h200_shared_step.json."""
+BESIDE = 3.9
+"""As often as they take on links of their own, exchanges of shared rows make the computation
+longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
+to 425984 tokens)."""
 
 
 def parameters_of(model: Any) -> Parameters:
@@ -139,6 +140,9 @@ class Exchanged(NamedTuple):
     alone_forward: float = 0.0
     """Of them nothing is computed beside."""
     alone_backward: float = 0.0
+    taken_forward: float = 0.0
+    """From what is computed beside them."""
+    taken_backward: float = 0.0
     memory_bytes: float = 0.0
     """Read and written in forward and backward."""
     update: float | None = None
@@ -183,13 +187,18 @@ def averaged(p: Parameters, machine: Machine, processes: int) -> Exchanged:
 
 
 def shared_rows(sizes: Sizes, tokens: int, machine: Machine) -> Exchanged:
-    """Of `sizes.ranks` that share each row: what waits of each layer's exchanges; `tokens` are one
-    rank's."""
+    """Of `sizes.ranks` that share each row: what waits of each layer's exchanges, and what they
+    take; `tokens` are one rank's."""
     if sizes.ranks == 1:
         return Exchanged()
     groups = sizes.cut(tokens).head_groups
     q, kv = sizes.heads * sizes.head_dim // groups, sizes.kv_heads * sizes.head_dim // groups
     sent = tokens * sizes.itemsize * (sizes.ranks - 1) / sizes.ranks
     forward, backward = q + 2 * kv + q, 3 * q + 2 * kv + q + 2 * kv
-    rate = machine.exchange_bytes / sizes.layers
-    return Exchanged(alone_forward=sent * forward / rate, alone_backward=sent * backward / rate)
+    a_number = sent * sizes.layers / machine.exchange_bytes
+    return Exchanged(
+        alone_forward=a_number * forward,
+        alone_backward=a_number * backward,
+        taken_forward=a_number * forward * groups * BESIDE,
+        taken_backward=a_number * backward * groups * BESIDE,
+    )

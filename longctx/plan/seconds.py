@@ -40,7 +40,7 @@ from longctx.memory.plan import (
 )
 from longctx.memory.states import BlockSpec
 from longctx.plan.decide import Decision
-from longctx.plan.engines import SHARED_ATTENTION, Exchanged
+from longctx.plan.engines import Exchanged
 from longctx.plan.machines import SMALL_HEADS, Machine
 
 
@@ -115,7 +115,6 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
         attention = load.attention_flops / rates.forward
         attention += load.attention_backward_flops / rates.backward
         attention /= 1.0 if task.sizes.head_dim >= 128 else SMALL_HEADS
-        attention /= 1.0 if task.sizes.ranks == 1 else SHARED_ATTENTION
         memory = load.memory_bytes / machine.memory_bytes
         return Seconds(load.product_flops / machine.flops, attention, memory, 0.0, 0.0)
 
@@ -134,8 +133,13 @@ def seconds(task: Task, decision: Decision, machine: Machine, backend: str, pass
         if other.update is not None:
             update = Seconds(0.0, 0.0, other.update, 0.0, 0.0)
         # Weights are gathered twice, gradients are summed beside the second time.
-        layers = layers._replace(memory=layers.memory + moved_s / 3)
-        backward = backward._replace(memory=backward.memory + moved_s * 2 / 3)
+        layers = layers._replace(
+            memory=layers.memory + moved_s / 3, attention=layers.attention + other.taken_forward
+        )
+        backward = backward._replace(
+            memory=backward.memory + moved_s * 2 / 3,
+            attention=backward.attention + other.taken_backward,
+        )
     exchanges = [
         max((getattr(other, phase) for other in task.exchanges), default=0.0)
         for phase in ("forward", "backward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -215,8 +216,9 @@ def test_ranks_that_share_rows_have_their_tokens_and_heads(small, class_type) ->
     both = planned(small, FullyShard(processes=2), 2, ranks=2, **options)
     assert both.run.tokens == alone.run.tokens // 2
     assert both.step_tokens == alone.step_tokens // 2
-    slower = both.seconds.attention * planned_engines.SHARED_ATTENTION
-    assert slower == pytest.approx(alone.seconds.attention / 2)
+    found = shared_rows(both.sizes, both.run.tokens, H200)
+    attention = alone.seconds.attention / 2 + found.taken_forward + found.taken_backward
+    assert both.seconds.attention == pytest.approx(attention)
     assert both.gpu_bytes < alone.gpu_bytes
     with pytest.raises(UserError, match="5 ranks cannot share a head group"):
         planned(small, FullyShard(processes=5), 5, ranks=5)
@@ -251,6 +253,15 @@ def test_seconds_of_exchanges() -> None:
 def test_only_shared_rows_exchange_heads(small) -> None:
     found = planned(small, FullyShard(processes=2), 2)
     assert shared_rows(found.sizes, 100, H200) == planned_engines.Exchanged()
+
+
+def test_fewer_head_groups_wait_for_more_and_exchange_as_much(small) -> None:
+    alone = planned(small, FullyShard(processes=2), 2).sizes
+    one, two = (
+        shared_rows(replace(alone, ranks=2, head_groups=groups), 100, H200) for groups in (1, 2)
+    )
+    assert one.alone_backward == 2 * two.alone_backward > 0
+    assert one.taken_backward == two.taken_backward > one.taken_forward > 0
 
 
 # --- as a run counts -------------------------------------------------------------------------
