@@ -18,6 +18,11 @@ The fp32 weight, the master, is stored in two parts: weight, bf16, is the master
 The model computes with weight as it is, and no copy in another dtype exists. Every master joins
 back to itself; NaN becomes the NaN 0x7FC0.
 
+A remainder belongs to the weight that it was split from. Others may write weights between two
+updates (a checkpoint, a moving average), in ways that no version counter sees. So each CHECKED
+weights have a checksum: where it does not fit the weights that an update finds, their remainders
+count as 0, and the new weights are the masters. It costs 4 bytes for 1024 weights.
+
 Bytes read + written a parameter: weight 2 + 2, remainder 2 + 2, m 4 + 4, v 4 + 4, grad 2: 26.
 With fp32 weights and gradients 28.
 
@@ -43,6 +48,12 @@ from longctx.kernels.launch import (
 )
 
 _NAN = 0x7FC00000  # bits; others, such as CUDA's 0x7FFFFFFF, would round up to -0
+CHECKED = 1024
+"""Weights that share a checksum."""
+_MIX_BITS, _MIX_PLACE, _MIX = 0x2C1B3C6D, 0x297A2D39, 0x1B873593
+"""Odd factors of the checksum's hash; products wrap around in int32. The kernel repeats them."""
+_AT_ONCE = 2**22
+"""Weights that `weight_checksums` hashes at a time: their hashes take 16 MiB."""
 
 
 def split_master(
@@ -75,6 +86,43 @@ def join_master(
     return bits.add_(remainder).view(torch.float32)
 
 
+def weight_checksums(
+    weight: Tensor,  # (n,) bf16
+) -> Tensor:  # (ceil(n / CHECKED),) int32
+    """A checksum of each CHECKED weights, the last ones possibly fewer: the sum, modulo 2^32, of a
+    hash of each weight's bits and place.
+
+    Raises ValueError for a wrong dtype.
+    """
+    check_float("weight", weight, torch.bfloat16)
+    place = torch.arange(CHECKED, dtype=torch.int32, device=weight.device)
+    n = weight.numel()
+    sums = torch.zeros(-(-n // CHECKED), dtype=torch.int32, device=weight.device)
+    for first in range(0, n, _AT_ONCE):
+        bits = weight[first : first + _AT_ONCE].view(torch.int16).int()
+        whole = bits.numel() // CHECKED * CHECKED
+        for part in (bits[:whole].view(-1, CHECKED), bits[whole:].view(1, -1)):
+            if not part.numel():
+                continue
+            mixed = part * _MIX_BITS + place[: part.shape[1]] * _MIX_PLACE
+            mixed = (mixed ^ (mixed >> 15)) * _MIX
+            found = (mixed ^ (mixed >> 13)).sum(1).to(torch.int32)
+            at = first // CHECKED + (0 if part.shape[1] == CHECKED else whole // CHECKED)
+            sums[at : at + len(found)] = found
+    return sums
+
+
+def drop_stale_(
+    remainder: Tensor,  # (n,) int16
+    fits: Tensor,  # (ceil(n / CHECKED),) bool
+) -> None:
+    """Zeroes, in place, the remainders of each CHECKED weights whose checksum did not fit."""
+    whole = remainder.numel() // CHECKED
+    stale = ~fits
+    remainder[: whole * CHECKED].view(-1, CHECKED).masked_fill_(stale[:whole, None], 0)
+    remainder[whole * CHECKED :].masked_fill_(stale[whole:], 0)
+
+
 def adamw_reference(
     weight: Tensor,  # (n,) bf16 or fp32
     remainder: Tensor | None,  # (n,) int16 for bf16
@@ -89,6 +137,7 @@ def adamw_reference(
     weight_decay: float,
     step: int,
     scale: Tensor | None = None,  # () fp32
+    checksums: Tensor | None = None,  # (ceil(n / CHECKED),) int32
 ) -> None:
     """The equations above in plain torch, in place.
 
@@ -96,6 +145,8 @@ def adamw_reference(
     SIMD part. No division by a number, which CUDA replaces by a product. The root is taken in fp64,
     because on the CPU torch's fp32 root is 1 ulp off for 17% of all numbers.
     """
+    if remainder is not None and checksums is not None:
+        drop_stale_(remainder, weight_checksums(weight) == checksums)
     step_size, floor = _step_size(lr, beta1, beta2, eps, step)
     g = grad.float() if scale is None else grad.float() * scale
     exp_avg += (g - exp_avg) * (1 - beta1)
@@ -108,12 +159,23 @@ def adamw_reference(
         high, low = split_master(p)
         weight.copy_(high)
         remainder.copy_(low)
+        if checksums is not None:
+            checksums.copy_(weight_checksums(weight))
 
 
 def _step_size(lr: float, beta1: float, beta2: float, eps: float, step: int) -> tuple[float, float]:
     """(s, f) of the update s m / (sqrt(v) + f): both sides of the fraction times sqrt(bias2)."""
     bias1, bias2 = 1 - beta1**step, 1 - beta2**step
     return lr * math.sqrt(bias2) / bias1, eps * math.sqrt(bias2)
+
+
+@triton.jit
+def _checksum(high, place, mask):
+    """As `weight_checksums`, of one block: int32."""
+    mixed = high * 0x2C1B3C6D + place * 0x297A2D39
+    mixed = (mixed ^ (mixed >> 15)) * 0x1B873593
+    mixed = mixed ^ (mixed >> 13)
+    return tl.sum(tl.where(mask, mixed, 0), axis=0)
 
 
 @triton.jit
@@ -124,6 +186,7 @@ def _adamw_kernel(
     exp_avg_sq_ptr,  # (n,) fp32
     grad_ptr,  # (n,)
     scale_ptr,  # () fp32, unused unless HAS_SCALE
+    checksums_ptr,  # (programs,) int32, unused unless CHECKS
     numel,
     decay,
     one_minus_beta1,
@@ -132,9 +195,11 @@ def _adamw_kernel(
     floor,
     SPLIT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    CHECKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.arange(0, BLOCK)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + place
     mask = offs < numel
     g = tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if HAS_SCALE:
@@ -149,6 +214,9 @@ def _adamw_kernel(
     if SPLIT:
         high = tl.load(weight_ptr + offs, mask=mask, other=0).to(tl.int32)
         low = tl.load(remainder_ptr + offs, mask=mask, other=0).to(tl.int32)
+        if CHECKS:  # one program has the weights of one checksum
+            fits = tl.load(checksums_ptr + tl.program_id(0)) == _checksum(high, place, mask)
+            low = tl.where(fits, low, 0)
         p = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         p = tl.load(weight_ptr + offs, mask=mask, other=0.0)
@@ -159,6 +227,8 @@ def _adamw_kernel(
         low = bits - (high << 16)
         tl.store(weight_ptr + offs, high.to(tl.int16), mask=mask)
         tl.store(remainder_ptr + offs, low.to(tl.int16), mask=mask)
+        if CHECKS:
+            tl.store(checksums_ptr + tl.program_id(0), _checksum(high, place, mask))
     else:
         tl.store(weight_ptr + offs, p, mask=mask)
 
@@ -177,6 +247,7 @@ def _check(
     grad: Tensor,
     scale: Tensor | None,
     step: int,
+    checksums: Tensor | None,
 ) -> None:
     if weight.dim() != 1:
         raise ValueError(f"weight must have shape (n,), got {tuple(weight.shape)}")
@@ -196,8 +267,15 @@ def _check(
     if scale is not None:
         check_shape("scale", scale, ())
         check_float("scale", scale, torch.float32)
+    if checksums is not None:
+        if remainder is None:
+            raise ValueError("checksums are of remainders, and a float32 weight has none")
+        check_shape("checksums", checksums, (-(-weight.numel() // CHECKED),))
+        if checksums.dtype != torch.int32:
+            raise ValueError(f"checksums must have dtype torch.int32, got {checksums.dtype}")
     tensors = {"weight": weight, "remainder": remainder, "exp_avg": exp_avg}
-    for name, t in (tensors | {"exp_avg_sq": exp_avg_sq, "grad": grad}).items():
+    tensors |= {"exp_avg_sq": exp_avg_sq, "grad": grad, "checksums": checksums}
+    for name, t in tensors.items():
         if t is not None and not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tuple(t.stride())}")
     if step < 1:
@@ -218,11 +296,14 @@ def adamw_(
     weight_decay: float,
     step: int,
     scale: Tensor | None = None,  # () fp32
+    checksums: Tensor | None = None,  # (ceil(n / CHECKED),) int32
 ) -> None:
     """One step on weight, its remainder and both moments, in place. Not differentiable.
 
     `step` counts from 1. `scale`, a number on the device such as the clip factor, multiplies the
     gradient; None is 1. All (n,) tensors are contiguous and may be views into larger buffers.
+    `checksums` are of the bf16 weights that the remainders belong to: where others stand now, the
+    remainders count as 0. None: all remainders count.
     A gradient of inf or NaN makes the weight NaN.
 
     Raises ValueError for a wrong shape, dtype, device, layout or step, for a bf16 weight without
@@ -231,8 +312,8 @@ def adamw_(
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101); the
     remainder: TransformerEngine's FusedAdam, store_param_remainders.
     """
-    _check(weight, remainder, exp_avg, exp_avg_sq, grad, scale, step)
-    if not runs_kernel(weight, remainder, exp_avg, exp_avg_sq, grad, scale):
+    _check(weight, remainder, exp_avg, exp_avg_sq, grad, scale, step, checksums)
+    if not runs_kernel(weight, remainder, exp_avg, exp_avg_sq, grad, scale, checksums):
         adamw_reference(
             weight,
             remainder,
@@ -246,6 +327,7 @@ def adamw_(
             weight_decay=weight_decay,
             step=step,
             scale=scale,
+            checksums=checksums,
         )
         return
     numel = weight.numel()
@@ -260,6 +342,7 @@ def adamw_(
             exp_avg_sq,
             grad,
             exp_avg if scale is None else scale,
+            exp_avg if checksums is None else checksums,
             numel,
             lr * weight_decay,
             1 - beta1,
@@ -268,10 +351,11 @@ def adamw_(
             floor,
             SPLIT=remainder is not None,
             HAS_SCALE=scale is not None,
+            CHECKS=checksums is not None,
             BLOCK=CONFIG.block,
             num_warps=CONFIG.num_warps,
             enable_fp_fusion=CONFIG.fp_fusion,
         )
 
 
-CONFIG = Config(block=1024, num_warps=4, fp_fusion=False)
+CONFIG = Config(block=CHECKED, num_warps=4, fp_fusion=False)

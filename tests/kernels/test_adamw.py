@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from exactness import DEVICE, relative_error
-from longctx.kernels.adamw import adamw_, adamw_reference, join_master, split_master
+from longctx.kernels.adamw import (
+    CHECKED,
+    adamw_,
+    adamw_reference,
+    join_master,
+    split_master,
+    weight_checksums,
+)
 
 GRAD_DTYPES = [torch.bfloat16, torch.float32]
 DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "step": 1}
@@ -203,6 +210,54 @@ def test_plain_torch_on_the_cpu(reference_kernels):
     assert _same(join_master(*ours[:2]), join_master(*plain[:2]))
 
 
+@pytest.mark.parametrize("n", [1, 1023, 1024, 1025, 5003])
+def test_remainders_count_under_their_own_weights_alone(n):
+    """Of 1024 weights of which others wrote one, the weights as they are become the masters; the
+    others keep theirs."""
+    before = _state(n, 10)
+    hyper = DEFAULTS | {"step": 10}
+    found = []
+    for op, device in ((adamw_, DEVICE), (adamw_reference, DEVICE), (adamw_reference, "cpu")):
+        weight, remainder = (x.to(device) for x in split_master(before[0]))
+        moments = [x.clone().to(device) for x in before[1:3]]
+        sums = weight_checksums(weight)
+        assert sums.shape == (-(-n // CHECKED),) and sums.dtype == torch.int32
+        weight[n - 1] *= 2
+        expected = [weight.clone(), remainder.clone(), *(x.clone() for x in moments)]
+        expected[1][(n - 1) // CHECKED * CHECKED :] = 0
+        op(weight, remainder, *moments, before[3].to(device), **hyper, checksums=sums)
+        adamw_reference(*expected, before[3].to(device), **hyper)
+        ours = [weight, remainder, *moments]
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+        assert torch.equal(sums, weight_checksums(weight))
+        found.append([x.cpu() for x in (*ours, sums)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.neg_(),
+        lambda w: w.mul_(2),
+        lambda w: w.copy_(w.flip(0)),
+        lambda w: w.copy_(w.roll(1)),
+        lambda w: w[5:7].copy_(w[5:7].flip(0)),
+        lambda w: w[-1:].add_(w[-1:] / 64),
+        lambda w: w.zero_(),
+    ],
+)
+def test_a_checksum_sees_what_others_do_to_weights(change):
+    torch.manual_seed(0)
+    weight = torch.randn(3000).bfloat16().to(DEVICE)
+    before = weight_checksums(weight)
+    assert torch.equal(before, weight_checksums(weight.clone()))
+    changed = weight.clone()
+    change(changed)
+    for i, (old, new) in enumerate(zip(weight.split(CHECKED), changed.split(CHECKED), strict=True)):
+        assert (before[i] == weight_checksums(changed)[i]) == torch.equal(old, new)
+
+
 OPS = [pytest.param(adamw_, id="kernel"), pytest.param(adamw_reference, id="reference")]
 
 
@@ -284,6 +339,12 @@ WRONG = [
     ({"scale": torch.ones(1)}, r"scale must have shape \(\), got \(1,\)"),
     ({"scale": torch.tensor(1.0).double()}, "scale must be.*float64"),
     ({"step": 0}, "step must be at least 1, got 0"),
+    ({"checksums": torch.zeros(2).int()}, r"checksums must have shape \(1,\), got \(2,\)"),
+    ({"checksums": torch.zeros(1)}, "checksums must have dtype torch.int32, got torch.float32"),
+    (
+        {"weight": torch.zeros(6), "remainder": None, "checksums": torch.zeros(1).int()},
+        "checksums are of remainders, and a float32 weight has none",
+    ),
 ]
 
 

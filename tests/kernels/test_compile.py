@@ -98,6 +98,7 @@ def _cases():
             **{"exp_avg_ptr": "*fp32", "exp_avg_sq_ptr": "*fp32", "numel": 2**28},
             **{n: "fp32" for n in ("decay", "one_minus_beta1", "one_minus_beta2")},
             **{"step_size": "fp32", "floor": "fp32", "SPLIT": t == "bf16", "HAS_SCALE": True},
+            **{"checksums_ptr": "*i32", "CHECKS": t == "bf16"},
             "BLOCK": adamw.CONFIG.block,
         }
         yield "adamw", adamw._adamw_kernel, t, arguments, adamw.CONFIG
