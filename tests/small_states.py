@@ -27,7 +27,7 @@ from longctx.model.runtime import patched_part
 
 TOKENS = 48
 """Of the longest batch."""
-PIECE = 5000
+PIECE = 5120
 """Elements that move at a time: a weight takes several pieces, the last one ragged."""
 Where = Callable[[BlockSpec], Place]
 HOST = Place(weight=False, states=False, grad=False)

@@ -1,28 +1,36 @@
-"""What backward delivers: each parameter's gradient, taken as soon as it is finished.
+"""What backward delivers: each parameter's gradient, in `parameter.grad`, as torch's loops want it.
 
-Gradients of several batches add up in fp32; that of a single one stays in the dtype in which it
-arrives, on the GPU as the tensor that autograd made. Where a block's place says so it leaves for
-the host at once, and later batches are added to it there: up, add, down, piece by piece.
+On the GPU that is the tensor that autograd made. Where a block's place says so the gradient leaves
+for the host as soon as it is finished, and a `HeldGradient` stands for it (held.py). In both cases
+`parameter.grad` is the only record: whoever sets it to None, replaces or scales it does so here.
 
-The norm is known when backward ends: the square sum of every piece of PIECE elements is taken while
-the gradient is on the GPU, always of the same pieces, so that it has the same bits wherever the
-gradient goes, and the pieces are added up in fp64. (torch.nn.utils.clip_grad_norm_ would round each
-bf16 gradient's norm to 8 bits.)
+Gradients of several batches add up in fp32, also those of weights in 16 bits; that of a single
+batch stays in the dtype in which it arrives. On the host later batches are added to it there: up,
+add, down, piece by piece.
+
+`norm` is the same wherever gradients are: the square sums of pieces of the same PIECE elements, in
+fp32, are added up in fp64. (torch.nn.utils.clip_grad_norm_ rounds each bf16 gradient's norm to 8
+bits.)
 
 Several processes: the mean over them is taken of the finished gradient, in fp32, while backward
-goes on; it is rounded once. No DDP is needed, which would keep a second copy of every gradient.
+goes on; it is rounded once, and there when backward ends. No DDP is needed, which would keep a
+second copy of every gradient.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx.annotate import annotate
+from longctx.memory.guard import unguarded
+from longctx.memory.held import HeldGradient
 from longctx.memory.states import Block
 from longctx.memory.stream import StateStream
 
@@ -34,7 +42,7 @@ Place = tuple[Block, int]
 
 
 class Gradients:
-    """The gradients of one step, until `take` hands them to the update."""
+    """The gradients of the parameters that are watched."""
 
     def __init__(
         self,
@@ -44,74 +52,110 @@ class Gradients:
     ) -> None:
         """`is_last` says whether the batch whose backward runs is the step's last one."""
         self._stream, self._is_last = stream, is_last
-        self._blocks: Sequence[Block] = stream.blocks
-        self._on_gpu: dict[Place, Tensor] = {}
-        self._on_host: dict[Place, None] = {}
-        self._arrived: dict[Place, None] = {}
-        """All of them, in the order of backward."""
+        self._places: dict[nn.Parameter, Place] = {}
+        self._watched: list[Place] = []
+        self._order: dict[Place, None] = {}
+        """The order in which backward delivered."""
+        self._norms: dict[Place, Tensor] = {}
+        """The norm of each piece, as last measured."""
+        self._clipped: dict[Place, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        """Gradients in 16 bits that `clip` has left as they are: their version then, and factor."""
         self._leaving: deque[tuple[object, int, Tensor]] = deque()
         self._reducing: deque[tuple[Place, Tensor, dist.Work]] = deque()
-        self._first_piece: dict[Place, int] = {}
-        count = 0
-        for block in self._blocks:
-            for i in range(len(block.ranges)):
-                self._first_piece[block, i] = count
-                count += len(block.pieces(i, stream.piece))
-        self._norms = torch.zeros(count, dtype=_norm_dtype(stream.device), device=stream.device)
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
+    def watch(self, parameter: nn.Parameter, place: Place) -> None:
+        """Takes what backward delivers for a parameter, which is the place's."""
+        self._places[parameter] = place
+        self._watched.append(place)
+        parameter.grad_dtype = None  # type: ignore[attr-defined]  # sums have fp32
+        # Hooks hold nothing: garbage collection does not see through those of parameters.
+        me, number = weakref.ref(self), len(self._watched) - 1
+
+        def before(grad: Tensor) -> None:
+            if (alive := me()) is not None:
+                alive._widen(alive._watched[number])
+
+        def after(parameter: Tensor) -> None:
+            if (alive := me()) is not None:
+                alive._arrive(alive._watched[number])
+
+        hooks = [
+            parameter.register_hook(before),
+            parameter.register_post_accumulate_grad_hook(after),
+        ]
+        weakref.finalize(self, _remove, hooks)
+
     def __len__(self) -> int:
-        return len(self._arrived)
+        """How many there are."""
+        return sum(1 for _ in self._present())
+
+    def _present(self) -> Iterator[tuple[Place, Tensor]]:
+        for parameter, place in self._places.items():
+            if (grad := parameter.grad) is not None:
+                yield place, grad
 
     # --- from backward -------------------------------------------------------------------------
 
-    def add(self, block: Block, i: int, grad: Tensor) -> None:
-        """Takes the gradient of the block's i-th parameter over one more batch."""
-        place = (block, i)
-        grad = grad.contiguous()
-        if block.host_grad is not None:
-            if place in self._on_host and block.host_grad.dtype == torch.float32:
-                self._add_on_host(place, grad)
-                return
-            if place not in self._arrived and self._leave(place, grad):
-                self._arrived[place] = None
-                return
-        self._arrived[place] = None
-        earlier = self._back(place) if place in self._on_host else self._on_gpu.pop(place, None)
-        if earlier is not None:
-            grad = (earlier if earlier.dtype == torch.float32 else earlier.float()).add_(grad)
-        self._on_gpu[place] = grad
-        if self._processes > 1:
-            if self._is_last():
-                self._reduce(place)
+    def _widen(self, place: Place) -> None:
+        """Another batch is about to be added to a gradient: in fp32, and to what `clip` left."""
+        parameter = place[0].parameters[place[1]]
+        grad = parameter.grad
+        if grad is None or isinstance(grad, HeldGradient) or grad.dtype == torch.float32:
             return
-        self._measure(place, grad)
+        factor = self.factor(place, grad)
+        grad = grad.float()
+        parameter.grad = grad if factor is None else grad.mul_(factor)
 
-    def _measure(self, place: Place, grad: Tensor) -> None:
+    def _arrive(self, place: Place) -> None:
+        """Autograd has written `parameter.grad`, or added to it."""
         block, i = place
-        for n, piece in enumerate(block.pieces(i, self._stream.piece)):
-            self._measure_piece(place, n, block.grad_at(i, piece, grad))
+        parameter = block.parameters[i]
+        self._order.pop(place, None)
+        self._order[place] = None
+        grad = parameter.grad
+        if grad is None or isinstance(grad, HeldGradient):  # added to where it is
+            return
+        if grad.layout != torch.strided:
+            raise RuntimeError("exact AdamW takes no sparse gradients: use sparse=False")
+        self._settle_block(block)
+        self._norms.pop(place, None)
+        leaves = self._leaves(block, grad)
+        if leaves or block.streams:  # a parameter on the host takes no GPU's tensor as its grad
+            held = HeldGradient(parameter, self, place)
+            parameter.grad = held
+            grad = grad.to(self._stream.device).contiguous()  # a loop may have moved the weight
+            if leaves:
+                self._send(held, grad)
+            else:
+                held.here = grad
+        elif self._processes > 1 and self._is_last():
+            self._reduce(place, grad)
 
-    def _measure_piece(self, place: Place, n: int, grad: Tensor) -> None:
-        norm = self._norms[self._first_piece[place] + n]
-        torch.linalg.vector_norm(grad, dtype=self._norms.dtype, out=norm)
+    def _settle_block(self, block: Block) -> None:
+        """Nothing of the block's gradients is read by an update any more."""
+        if block.update is not None:  # a loop whose forward went past the block's modules
+            self._stream.flush()
+        self._stream.wait(block)
 
-    # --- to the host ---------------------------------------------------------------------------
+    # --- on the host ---------------------------------------------------------------------------
 
-    def _leave(self, place: Place, grad: Tensor) -> bool:
-        """Sends the step's first gradient to the host; False if its room there is in use."""
-        block, i = place
+    def _leaves(self, block: Block, grad: Tensor) -> bool:
         room = block.host_grad
-        if room is None or not block.has_room():
-            return False
-        self._measure(place, grad)
+        fits = room is not None and (room.dtype in (torch.float32, grad.dtype))
+        return fits and block.has_room()
+
+    def _send(self, held: HeldGradient, grad: Tensor) -> None:
+        """To its room on the host, whatever is there."""
+        block, i = held.place
+        room = block.host_grad
+        assert room is not None
+        self._measure(held.place, grad)
         grad = grad.to(room.dtype)
         with annotate("gradient out"), self._stream.down.after(self._stream.compute.mark()):
             room[block.ranges[i]].copy_(grad.view(-1), non_blocking=True)
-        self._on_host[place] = None
-        block.grad_is_on_host = True
+        held.here, held.factor = None, None
         self._hold(grad)
-        return True
 
     def _hold(self, grad: Tensor) -> None:
         """Keeps a gradient until it has left."""
@@ -119,10 +163,22 @@ class Gradients:
         while sum(nbytes for _, nbytes, _ in self._leaving) > IN_FLIGHT_BYTES:
             self._stream.compute.wait(self._leaving.popleft()[0])
 
-    def _add_on_host(self, place: Place, grad: Tensor) -> None:
-        block, i = place
+    def add(self, held: HeldGradient, grad: Tensor) -> None:
+        """Adds another batch's gradient to one that is held, in fp32."""
+        self._settle_block(held.place[0])
+        room = held.place[0].host_grad
+        if held.here is None and room is not None and room.dtype == torch.float32:
+            self._add_on_host(held, grad.to(self._stream.device).contiguous())
+            return
+        total = (self.whole(held) if held.here is None else held.here).float()
+        if held.here is not None and held.factor is not None:
+            total.mul_(held.factor)
+        held.here, held.factor = total.add_(grad.to(total.device)), None
+
+    def _add_on_host(self, held: HeldGradient, grad: Tensor) -> None:
+        block, i = held.place
         assert block.host_grad is not None
-        stream = self._stream
+        stream, factor = self._stream, held.factor
         begin = stream.compute.mark()
         with annotate("gradient out"):
             for n, piece in enumerate(block.pieces(i, stream.piece)):
@@ -133,79 +189,185 @@ class Gradients:
                     total.copy_(home, non_blocking=True)
                     arrived = stream.up.mark()
                 with stream.update.after(arrived):
+                    if factor is not None:
+                        total.mul_(factor)
                     total.add_(block.grad_at(i, piece, grad))
-                    self._measure_piece(place, n, total)
+                    self._measure_piece(held.place, n, total)
                     added = stream.update.mark()
                 with stream.down.after(added):
                     home.copy_(total, non_blocking=True)
                     slot.free = stream.down.mark()
+        held.factor = None
         self._hold(grad)
+        if factor is not None:
+            self._hold(factor)
 
-    def _back(self, place: Place) -> Tensor:
-        """A gradient in 16 bits that left for the host before another batch came."""
-        block, i = place
-        assert block.host_grad is not None
-        self._stream.compute.wait(self._stream.down.mark())
-        grad = block.host_grad[block.ranges[i]].to(self._stream.device)
-        del self._on_host[place]
-        block.grad_is_on_host = any(other is block for other, _ in self._on_host)
-        return grad.view(block.parameters[i].shape)
+    def whole(self, held: HeldGradient) -> Tensor:
+        """A copy of a gradient that is held, on the GPU, in its parameter's shape."""
+        block, i = held.place
+        self._settle_block(block)
+        if held.here is not None:
+            grad = held.here.clone()
+        else:
+            assert block.host_grad is not None
+            self._stream.compute.wait(self._stream.down.mark())
+            grad = block.host_grad[block.ranges[i]].to(self._stream.device)
+            if grad.device.type == "cpu":
+                grad = grad.clone()
+            grad = grad.view(block.parameters[i].shape)
+        return grad if held.factor is None else grad.float().mul_(held.factor)
+
+    def replace(self, held: HeldGradient, grad: Tensor) -> None:
+        """Puts another gradient in the place of one that is held."""
+        self._settle_block(held.place[0])
+        if held.here is None:
+            self._send(held, grad)
+        else:
+            held.here, held.factor = grad, None
+
+    def multiply(self, held: HeldGradient, factor: Any) -> None:
+        """Has the update multiply a gradient that is held."""
+        self._settle_block(held.place[0])
+        factor = torch.as_tensor(factor, dtype=torch.float32).to(self._stream.device)
+        held.factor = factor.clone() if held.factor is None else held.factor * factor
 
     # --- over processes ------------------------------------------------------------------------
 
-    def _reduce(self, place: Place) -> None:
-        total = self._on_gpu[place].float()
+    def _reduce(self, place: Place, grad: Tensor) -> None:
+        if not self._reducing:  # what is on its way when backward ends arrives then
+            torch.autograd.Variable._execution_engine.queue_callback(self.settle)  # type: ignore
+        total = grad.float()
         self._reducing.append((place, total, dist.all_reduce(total, async_op=True)))
         while sum(total.nbytes for _, total, _ in self._reducing) > 2 * IN_FLIGHT_BYTES:
             self._end_reduce()
 
     def _end_reduce(self) -> None:
-        place, total, work = self._reducing.popleft()
+        (block, i), total, work = self._reducing.popleft()
         work.wait()
-        mean = total.div_(self._processes).to(self._on_gpu[place].dtype)
-        self._on_gpu[place] = mean
-        self._measure(place, mean)
+        grad = block.parameters[i].grad
+        mean = total.div_(self._processes)
+        if grad is not None and grad is not mean:
+            grad.copy_(mean)
 
     # --- to the update -------------------------------------------------------------------------
 
-    def norm(self) -> Tensor:
-        """The norm of all gradients, fp32, (). All that backward delivered has arrived after it."""
+    def settle(self) -> None:
+        """All that backward delivered has arrived."""
         while self._reducing:
             self._end_reduce()
         self._stream.compute.wait(self._stream.update.mark())
-        return self._norms.double().square().sum().sqrt().float()
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients, fp32, ()."""
+        self.settle()
+        found = [self._norms_of(place, grad) for place, grad in self._present()]
+        if not found:
+            return torch.zeros((), device=self._stream.device)
+        return torch.cat(found).double().square().sum().sqrt().float()
+
+    def norm_of(self, held: HeldGradient) -> Tensor:
+        """The norm of one that is held, fp32, ()."""
+        self.settle()
+        return self._norms_of(held.place, held).double().square().sum().sqrt().float()
+
+    def _norms_of(self, place: Place, grad: Tensor) -> Tensor:
+        """Of its pieces."""
+        here = grad.here if isinstance(grad, HeldGradient) else grad
+        if here is not None:
+            self._measure(place, here.contiguous())
+        factor = self.factor(place, grad)
+        return self._norms[place] if factor is None else self._norms[place] * factor
+
+    def _measure(self, place: Place, grad: Tensor) -> None:
+        block, i = place
+        for n, piece in enumerate(block.pieces(i, self._stream.piece)):
+            self._measure_piece(place, n, block.grad_at(i, piece, grad))
+
+    def _measure_piece(self, place: Place, n: int, grad: Tensor) -> None:
+        if place not in self._norms:
+            count = len(place[0].pieces(place[1], self._stream.piece))
+            device = self._stream.device
+            self._norms[place] = torch.zeros(count, dtype=_norm_dtype(device), device=device)
+        norms = self._norms[place]
+        torch.linalg.vector_norm(grad, dtype=norms.dtype, out=norms[n])
+
+    def clip(self, max_norm: float | None) -> Tensor:
+        """The norm of all gradients, fp32, (), which are scaled down to `max_norm`: those in 16
+        bits when the update reads them, so that nothing is rounded."""
+        norm = self.norm()
+        if not max_norm:
+            return norm
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
+        for place, grad in self._present():
+            if isinstance(grad, HeldGradient):
+                self.multiply(grad, factor)
+            elif grad.dtype == torch.float32:
+                grad.mul_(factor)
+            else:
+                earlier = self.factor(place, grad)
+                total = factor if earlier is None else earlier * factor
+                self._clipped[place] = weakref.ref(grad), grad._version, total
+        return norm
+
+    def factor(self, place: Place, grad: Tensor) -> Tensor | None:
+        """What the update multiplies the gradient by: fp32, ()."""
+        if isinstance(grad, HeldGradient):
+            return grad.factor
+        reference, version, factor = self._clipped.get(place, (None, 0, None))
+        if reference is None or reference() is not grad:
+            return None
+        if grad._version != version:
+            del self._clipped[place]
+            if not grad.any():  # zero_grad(set_to_none=False)
+                return None
+            raise RuntimeError(
+                "a gradient was changed after optimizer.clip: change gradients first, clip last"
+            )
+        return factor
 
     def broken(self) -> Place | None:
         """Where the first gradient is that is not finite, in the order of backward."""
-        finite = self._norms.isfinite().tolist()
-        for block, i in self._arrived:
-            first = self._first_piece[block, i]
-            if not all(finite[first : first + len(block.pieces(i, self._stream.piece))]):
-                return block, i
+        present = dict(self._present())
+        for place in self._order:
+            if (grad := present.get(place)) is None:
+                continue
+            if place not in self._norms:  # `clip` measures before it scales by what may be NaN
+                self._norms_of(place, grad)
+            if not self._norms[place].isfinite().all():
+                return place
         return None
 
     def tensors(self) -> list[Tensor]:
-        """Those on the GPU."""
-        return [*self._on_gpu.values(), *(grad for *_, grad in self._leaving)]
+        """Those on the GPU that are in no `parameter.grad`."""
+        held = [grad.here for _, grad in self._present() if isinstance(grad, HeldGradient)]
+        return [*(x for x in held if x is not None), *(grad for *_, grad in self._leaving)]
 
-    def take(self) -> dict[Place, Tensor | None]:
-        """All gradients, None for those on the host; a new step begins."""
-        taken: dict[Place, Tensor | None] = {**self._on_gpu, **self._on_host}
+    def take(self, place: Place) -> Tensor | None:
+        """A gradient for its update, on the GPU and contiguous; None for one on the host."""
+        parameter = place[0].parameters[place[1]]
+        grad = parameter.grad
+        assert grad is not None
+        if isinstance(grad, HeldGradient):
+            return grad.here
+        if grad.shape != parameter.shape or grad.layout != torch.strided:
+            raise RuntimeError(
+                f"a gradient of {tuple(grad.shape)} ({grad.layout}) is not that of a parameter of "
+                f"{tuple(parameter.shape)}"
+            )
+        with unguarded():
+            if grad.dtype not in (torch.bfloat16, torch.float32):
+                grad = grad.float()
+            return grad.detach().to(self._stream.device).contiguous()
+
+    def end(self) -> None:
+        """The update is given all gradients: none is on its way."""
         self._stream.compute.wait(self._stream.down.mark())
-        self._on_gpu, self._on_host, self._arrived = {}, {}, {}
         self._leaving.clear()
-        self._norms.zero_()
-        return taken
 
-    def clear(self) -> None:
-        """Forgets them."""
-        if not self._arrived:
-            return
-        while self._reducing:
-            self._end_reduce()
-        for block, _ in self._on_host:
-            block.grad_is_on_host = False
-        self.take()
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _norm_dtype(device: torch.device) -> torch.dtype:

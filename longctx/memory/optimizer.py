@@ -5,35 +5,38 @@
 
 AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. One step is that of torch's fp32 AdamW, for
 bf16 weights too: the remainder beside each holds the rest of its fp32 master (kernels/adamw.py).
+docs/states.md has, as a table, what a loop may do to it; all that torch's AdamW allows.
 
 Updates are lazy, and nobody can see it. `step` updates what lies on the GPU at once. What lies on
 the host is updated just before its block's next forward, with the learning rate, norm and gradients
 of the finished step, while the blocks before it compute: the numbers are those of an update at
-once. `flush` ends what is outstanding. Whoever reads weights or states other than through a
-module's forward calls it first: this file does in `state_dict`, run/states.py in the model's.
+once. `flush` ends what is outstanding; whoever touches such a weight, gradient or state other than
+through a module's forward calls it without knowing (guard.py).
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longctx.kernels.adamw import join_master
+from longctx.kernels.adamw import join_master, weight_checksums
 from longctx.memory.gradients import Gradients
-from longctx.memory.states import Step
+from longctx.memory.plan import Place
+from longctx.memory.states import Block, BlockSpec, Step
 from longctx.memory.stream import StateStream
 
-STATES = ("exp_avg", "exp_avg_sq", "remainder")
+STATES = ("exp_avg", "exp_avg_sq", "remainder", "checksums")
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 class ExactAdamW(torch.optim.Optimizer):
-    """A torch optimizer over the blocks of a model. It takes each gradient from its parameter as
-    backward finishes it: `parameter.grad` is None afterwards.
-    """
+    """A torch optimizer over the blocks of a model."""
 
     def __init__(
         self,
@@ -49,48 +52,78 @@ class ExactAdamW(torch.optim.Optimizer):
         """`stream` has the blocks that hold the parameters; `is_last` says whether the batch whose
         backward runs is the step's last one (several processes average gradients then).
 
-        Raises ValueError for a parameter that is frozen or in no block.
+        Raises ValueError for a parameter that is frozen, and for one in no block whose weights are
+        not on the GPU.
         """
-        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, defaults)
         self.stream = stream
         self.gradients = Gradients(stream, is_last=is_last)
         self.steps: dict[nn.Parameter, int] = {}
         """How often each parameter was updated."""
-        self._scale: Tensor | None = None
+        self._states = States(self)
         self._places = {
             parameter: (block, i)
             for block in stream.blocks
             for i, parameter in enumerate(block.parameters[: len(block.ranges)])
-            if parameter.requires_grad
         }
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._places:
-                    raise ValueError(
-                        f"a parameter of {tuple(parameter.shape)} is frozen or in no block"
-                    )
-                parameter.register_post_accumulate_grad_hook(_capturing(weakref.ref(self)))
+        self._strangers: list[nn.Parameter] = []
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, defaults)
+        mine = {p for group in self.param_groups for p in group["params"]}
+        blocks = (p for block in stream.blocks for p in block.parameters)
+        self._strangers = [p for p in blocks if p not in mine and isinstance(p, nn.Parameter)]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. States of a parameter that was frozen when the model was placed, or is new,
+        are made on the GPU.
+
+        Raises ValueError for a parameter that is frozen, or whose weights wait on the host without
+        states, and for options that exact AdamW does not have.
+        """
+        _check_options(param_group)
+        given = param_group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        tensors = [p[1] if isinstance(p, tuple) else p for p in given]  # (name, parameter)
+        for parameter in tensors:
+            self._check_new(parameter)
+        super().add_param_group(param_group | {"params": given})
+        for parameter in tensors:
+            if parameter not in self._places:
+                self._add_block(parameter)
+            self.gradients.watch(parameter, self._places[parameter])
+        self._strangers = [p for p in self._strangers if all(p is not q for q in tensors)]
+
+    def _check_new(self, parameter: Any) -> None:
+        if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
+            shape = tuple(getattr(parameter, "shape", ()))
+            raise ValueError(
+                f"a parameter of {shape} is frozen: thaw it first (requires_grad_(True))"
+            )
+        if parameter in self._places:
+            return
+        block = next((b for b in self.stream.blocks if parameter in set(b.parameters)), None)
+        if block is not None and block.streams:
+            raise ValueError(
+                f"a parameter of {tuple(parameter.shape)} was frozen when its weights were given a "
+                "place on the host, which has no room for its states: make a new optimizer"
+            )
+        if parameter.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"exact AdamW trains bfloat16 or float32, not {parameter.dtype}")
+
+    def _add_block(self, parameter: nn.Parameter) -> None:
+        names = {p: n for b in self.stream.blocks for n, p in b.spec.parameters.items()}
+        number = len(self.stream.blocks)
+        name = names.get(parameter, f"added.{number}")
+        block = Block(BlockSpec(name=name, parameters={name: parameter}), Place())
+        block.settle(self.stream.device, lambda numel, dtype: torch.zeros(numel, dtype=dtype), None)
+        self.stream.blocks.append(block)
+        self._places[parameter] = block, 0
 
     # --- a step ------------------------------------------------------------------------------
 
-    def _capture(self, parameter: Tensor) -> None:
-        grad = parameter.grad
-        if grad is None:
-            return
-        block, i = self._places[parameter]  # type: ignore[index]
-        if block.update is not None:  # a loop whose forward went past the block's modules
-            self.stream.flush()
-        self.stream.wait(block)  # for an update that still reads the room of this gradient
-        parameter.grad = None
-        self.gradients.add(block, i, grad)
-
     def clip(self, max_norm: float | None = None) -> Tensor:  # () fp32
-        """The norm of all gradients; the step scales them down to `max_norm`."""
-        norm = self.gradients.norm()
-        if max_norm:
-            self._scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
-        return norm
+        """The norm of all gradients; the step scales them down to `max_norm`, exactly."""
+        self._end_updates()
+        return self.gradients.clip(max_norm)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -101,46 +134,63 @@ class ExactAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(block.update is not None for block in self.stream.blocks):
-            self.stream.flush()
-        scale, self._scale = self._scale, None
-        self.gradients.norm()  # all that backward delivered has arrived
-        taken = self.gradients.take()
+        self._end_updates()
+        self._check_strangers()
+        self.gradients.settle()
         for group in self.param_groups:
             for parameter in group["params"]:
-                place = self._places[parameter]
-                if place in taken:
-                    self._outstand(parameter, group, taken[place], scale)
+                if parameter.grad is not None:
+                    self._outstand(parameter, group)
+        self.gradients.end()
         self.stream.begin_updates()
         return loss
 
-    def _outstand(
-        self, parameter: nn.Parameter, group: dict[str, Any], grad: Tensor | None, scale: Any
-    ) -> None:
+    def _outstand(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         """Notes the parameter's step, with the options that hold now."""
-        block, i = self._places[parameter]
+        block, i = place = self._places[parameter]
+        size = block.ranges[i].stop - block.ranges[i].start
+        if parameter.dtype != block.dtypes[i] or parameter.numel() != size:
+            raise ValueError(
+                f"a parameter is now {tuple(parameter.shape)} in {parameter.dtype}, its states are "
+                f"of {size} numbers in {block.dtypes[i]}: make a new optimizer for this model"
+            )
         self.steps[parameter] = step = self.steps.get(parameter, 0) + 1
         beta1, beta2 = group["betas"]
         options = dict(
             lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
             step=step,
-            scale=scale,
+            scale=self.gradients.factor(place, parameter.grad),  # type: ignore[arg-type]
         )
-        block.update = (block.update or {}) | {i: Step(grad=grad, options=options)}
+        taken = Step(grad=self.gradients.take(place), options=options)
+        block.update = (block.update or {}) | {i: taken}
+        if not block.place.all_on_gpu:
+            assert parameter.grad is not None
+            block.shown.append(parameter.grad)
+            block.close(self.stream.settle)
+
+    def _check_strangers(self) -> None:
+        """Torch's AdamW would leave them, too, but it was given the others by name."""
+        found = sum(p.grad is not None and p.requires_grad for p in self._strangers)
+        if found:
+            self._strangers = []
+            warnings.warn(
+                f"{found} parameters of the model have gradients and are in no group of the exact "
+                "AdamW: they were thawed after it was made. To train them: "
+                "optimizer.add_param_group({'params': [...]})",
+                stacklevel=3,
+            )
+
+    def _end_updates(self) -> None:
+        if any(block.update is not None for block in self.stream.blocks):
+            self.stream.flush()
 
     def flush(self) -> None:
         """Ends every outstanding update: weights and states may be read, wherever they are."""
         self.stream.flush()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of this step."""
-        self.gradients.clear()
-        self._scale = None
-        super().zero_grad(set_to_none)
 
     def broken_gradient(self) -> str | None:
         """The parameter whose gradient is not finite, the first in the order of backward."""
@@ -153,23 +203,42 @@ class ExactAdamW(torch.optim.Optimizer):
 
     # --- states, whole -----------------------------------------------------------------------
 
+    @property  # type: ignore[override]
+    def state(self) -> States:
+        """The states by parameter, as those of torch's optimizers; they are views."""
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        if "param_groups" not in vars(self) and not states:
+            return  # torch's constructor
+        for parameter in [*self._places]:
+            self.load_states(parameter, states.get(parameter, {}))
+
     def states_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The parameter's exp_avg, exp_avg_sq and, in 16 bits, remainder: flat, where they live.
-        Call `flush` first."""
+        """The parameter's exp_avg, exp_avg_sq and, in 16 bits, remainder and checksums: flat, where
+        they live. Call `flush` first."""
+        block, i = self._places[parameter]
+        block.renew(i, self.stream.piece)
+        return self._homes(parameter)
+
+    def _homes(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         block, i = self._places[parameter]
         states = block.states_at(i, block.ranges[i])
+        if (checksums := block.checksums_at(i, block.ranges[i])) is not None:
+            states.append(checksums)
         return dict(zip(STATES, states, strict=False))
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, with the remainder of each weight beside its moments. The states
-        are copied to the host, 10 bytes a parameter; a run's checkpoints are written block by block
-        instead (longctx/output/states.py)."""
+        """As torch.optim.AdamW's, with the remainder of each weight beside its moments, and the
+        checksums of the weights that those belong to. The states are copied to the host, 10 bytes a
+        parameter; a run's checkpoints are written block by block instead
+        (longctx/output/states.py)."""
         self.flush()
         packed = super().state_dict()
         numbered = enumerate(p for group in self.param_groups for p in group["params"])
         packed["state"] = {
-            n: {"step": torch.tensor(float(self.steps[p]))}
-            | {name: s.view(p.shape).cpu().clone() for name, s in self.states_of(p).items()}
+            n: {name: x.cpu().clone() for name, x in self.state[p].items()}
             for n, p in numbered
             if p in self.steps
         }
@@ -177,28 +246,49 @@ class ExactAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the states of this optimizer, or of torch's AdamW or Adam: then the master weights
-        are the weights. The options of the groups stay. Raises ValueError for other states."""
-        if not state_dict["state"] and not self.steps:
-            return
+        """Takes states and options of this optimizer, or of torch's AdamW or Adam; of theirs the
+        weights as they are become the masters. Weights may be loaded before or after. Raises
+        ValueError for others, and nothing has changed then."""
         self.flush()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        groups = [[*group["params"]] for group in state_dict["param_groups"]]
-        if [len(g) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+        own, saved = self.param_groups, state_dict["param_groups"]
+        sizes = [[len(group["params"]) for group in groups] for groups in (own, saved)]
+        if sizes[0] != sizes[1]:
             raise ValueError(
-                f"the optimizer has groups of {[len(g['params']) for g in self.param_groups]} "
-                f"parameters, the states are of {[len(g) for g in groups]}"
+                f"the optimizer has groups of {sizes[0]} parameters, the states are of {sizes[1]}"
             )
-        self.steps.clear()
-        numbers = [n for group in groups for n in group]
-        for parameter, n in zip(parameters, numbers, strict=True):
-            self.load_states(parameter, state_dict["state"].get(n, {}))
+        parameters = [p for group in own for p in group["params"]]
+        numbers = [n for group in saved for n in group["params"]]
+        states = [state_dict["state"].get(n, {}) for n in numbers]
+        for parameter, found in zip(parameters, states, strict=True):
+            self._check_states(parameter, found)
+        merged = []
+        for group, given in zip(own, saved, strict=True):
+            _check_options(given)
+            merged.append({name: group[name] for name in OPTIONS} | given)
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": merged})
+        for parameter, found in zip(parameters, states, strict=True):
+            self.load_states(parameter, found)
 
     @torch.no_grad()
     def load_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """One parameter's states, of any shape and floating type; none: as before its first step.
         Raises ValueError for those of another optimizer or parameter."""
-        homes = self.states_of(parameter)
+        self._end_updates()
+        self._check_states(parameter, states)
+        for name, home in self._homes(parameter).items():
+            given = states.get(name)
+            if given is not None:
+                home.copy_(given.reshape(-1))
+            elif name == "checksums" and "remainder" in states:  # of files without any
+                home.copy_(weight_checksums(parameter.detach().to(home.device).flatten()))
+            else:
+                home.zero_()
+        self.steps.pop(parameter, None)
+        if states:
+            self.steps[parameter] = int(states["step"])
+
+    def _check_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        homes = self._homes(parameter)
         for name in ("exp_avg", "exp_avg_sq", "step"):
             if states and name not in states:
                 raise ValueError(f"the states have no {name}: they are not AdamW's")
@@ -206,17 +296,10 @@ class ExactAdamW(torch.optim.Optimizer):
             raise ValueError("the states are of weights in bfloat16, and these have 32 bits")
         for name, home in homes.items():
             given = states.get(name)
-            if given is None:
-                home.zero_()
-                continue
-            if given.numel() != home.numel():
+            if given is not None and given.numel() != home.numel():
                 raise ValueError(
                     f"{name} has {tuple(given.shape)}, its parameter {tuple(parameter.shape)}"
                 )
-            home.copy_(given.reshape(-1))
-        self.steps.pop(parameter, None)
-        if states:
-            self.steps[parameter] = int(states["step"])
 
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's state dict in fp32, on the host: 4 bytes a parameter."""
@@ -240,13 +323,62 @@ class ExactAdamW(torch.optim.Optimizer):
         weight = parameter.detach().flatten()
         return join_master(weight, remainder.to(weight.device)).view(parameter.shape)
 
+    def __getstate__(self) -> Any:
+        raise TypeError("an exact AdamW is not copied or saved itself: save optimizer.state_dict()")
 
-def _capturing(optimizer: weakref.ref[ExactAdamW]) -> Callable[[Tensor], None]:
-    """A parameter's hook. It must not hold the optimizer: garbage collection does not see through
-    hooks of parameters, and a cycle with one would stay for ever."""
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__getstate__()
 
-    def capture(parameter: Tensor) -> None:
-        if (alive := optimizer()) is not None:
-            alive._capture(parameter)
 
-    return capture
+class States(MutableMapping[nn.Parameter, Mapping[str, Any]]):
+    """An optimizer's states by parameter, of those that were updated: views of where they live."""
+
+    def __init__(self, optimizer: ExactAdamW) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> ExactAdamW:
+        found = self._optimizer()
+        assert found is not None, "its optimizer is gone"
+        return found
+
+    def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        optimizer = self.optimizer
+        if parameter not in optimizer.steps:
+            return MappingProxyType({})  # torch's is a defaultdict
+        optimizer._end_updates()
+        found = {
+            name: x if name == "checksums" else x.view(parameter.shape)
+            for name, x in optimizer.states_of(parameter).items()
+        }
+        step = torch.tensor(float(optimizer.steps[parameter]))
+        return MappingProxyType({"step": step} | found)
+
+    def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
+        self.optimizer.load_states(parameter, states)
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        if parameter not in self.optimizer.steps:
+            raise KeyError(parameter)
+        self.optimizer.load_states(parameter, {})
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self.optimizer.steps
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter([*self.optimizer.steps])
+
+    def __len__(self) -> int:
+        return len(self.optimizer.steps)
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Raises ValueError for a group that asks for another AdamW than this one."""
+    for name in ("amsgrad", "maximize", "differentiable"):
+        if group.get(name):
+            raise ValueError(f"exact AdamW has no {name}: leave it out, or use torch.optim.AdamW")
+    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
+        raise ValueError(
+            "the options are Adam's, whose weight decay goes through the moments; AdamW's does "
+            "not: set weight_decay to 0, or use torch.optim.Adam"
+        )

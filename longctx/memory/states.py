@@ -29,6 +29,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longctx.kernels.adamw import CHECKED, drop_stale_, weight_checksums
+from longctx.memory.guard import Settle, guard, release, unguarded
+from longctx.memory.held import HeldGradient
 from longctx.memory.plan import BlockSizes, Place
 
 ALIGN = 64
@@ -45,8 +48,13 @@ class Part(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        found: Tensor = getattr(self.owner, self.name)
-        return found
+        with unguarded():
+            found: Tensor = getattr(self.owner, self.name)
+            return found
+
+    def put(self, tensor: Tensor) -> None:
+        with unguarded():
+            setattr(self.owner, self.name, tensor)
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +71,8 @@ class BlockSpec:
     """By their names in the model."""
     modules: Sequence[nn.Module] = ()
     """Whose forward reads the weights; several in turn, or none known."""
+    ends: Sequence[nn.Module] = ()
+    """Those of the modules after which no other block follows in forward."""
     layer: int | None = None
     """Of a decoder layer its number: backward uses its weights once more."""
     movable: bool = False
@@ -118,17 +128,20 @@ class Block:
     """Weights of a block that streams, as bytes, while they are on the GPU."""
     host_weight: Tensor | None = None
     host_grad: Tensor | None = None
-    grad_is_on_host: bool = False
-    """Nothing may be written over `host_grad`, until the update that"""
+    """Room for the gradient on the host."""
     reads_host_grad: bool = False
-    """is on its way and was waited for."""
+    """An update that reads `host_grad` has begun, and the computation has not waited for it."""
     has_room: Callable[[], bool] = field(default_factory=lambda: _always)
     """Whether a gradient may be written there."""
     exp_avg: Tensor = field(init=False)
     exp_avg_sq: Tensor = field(init=False)
     remainder: Tensor | None = None
+    checksums: Tensor | None = None
+    """Of the weights that the remainders belong to, on the GPU (kernels/adamw.py)."""
     update: dict[int, Step] | None = None
     """Outstanding steps by the parameters' places in the block."""
+    shown: list[Tensor] = field(default_factory=list)
+    """What of `parameter.grad` an update reads: others must not change it before."""
     moving: list[Tensor] = field(default_factory=list)
     """Gradients, and their scale, that the update on its way still reads."""
     ready: Any = None
@@ -140,10 +153,15 @@ class Block:
         self.parts = self.spec.parts
         self.parameters = [part.owner for part in self.parts if part.name == "data"]
         self.ranges, start = [], 0
+        self._first_checksum, checksums = [], 0
         for parameter in self.spec.trained:
             self.ranges.append(slice(start, start + parameter.numel()))
             start += _aligned(parameter.numel())
-        self.trained_numel = start
+            self._first_checksum.append(checksums)
+            checksums += -(-parameter.numel() // CHECKED)
+        self.trained_numel, self._checksums = start, checksums
+        self.dtypes = [parameter.dtype for parameter in self.parameters]
+        self._home_views: list[Tensor] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -182,39 +200,66 @@ class Block:
         self.exp_avg, self.exp_avg_sq = make(numel, torch.float32), make(numel, torch.float32)
         if any(p.element_size() == 2 for p in self.spec.trained):
             self.remainder = make(numel, torch.int16)
+            self.checksums = on_gpu(self._checksums, torch.int32)
         self.host_grad = grad
         if not self.streams:
             for part in self.parts:
-                setattr(*part, part.tensor.to(device).contiguous())
+                part.put(part.tensor.to(device).contiguous())
             return
         self.host_weight = take(self.nbytes, torch.uint8)
-        for part, home in zip(self.parts, self._views(self.host_weight), strict=True):
+        self._home_views = self._views(self.host_weight)
+        for part, home in zip(self.parts, self._home_views, strict=True):
             home.copy_(part.tensor)
-        self._point(self.host_weight)
+            part.put(home)
 
     def arrive(self, weight: Tensor) -> None:
         """The block's weights are, or will be, in the flat `weight`."""
+        for part, home in zip(self.parts, self._home_views, strict=True):
+            if part.tensor.data_ptr() != home.data_ptr():  # others have put a tensor of theirs
+                home.copy_(part.tensor)
         self.weight = weight
-        self._point(weight)
+        for part, view in zip(self.parts, self._views(weight), strict=True):
+            part.put(view)
 
     def leave(self) -> None:
         """The block's weights are those on the host."""
-        assert self.host_weight is not None
         self.weight = None
-        self._point(self.host_weight)
-
-    def _point(self, flat: Tensor) -> None:
-        for part, view in zip(self.parts, self._views(flat), strict=True):
-            setattr(*part, view)
+        for part, home in zip(self.parts, self._home_views, strict=True):
+            part.put(home)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
+        """The parts in flat bytes. On the host each has a storage of its own: files of weights hold
+        whole storages, and refuse weights that share one."""
         views, start = [], 0
         for part in self.parts:
             x = part.tensor
-            view = flat[start : start + x.nbytes].view(x.dtype).view(x.shape)
-            views.append(view)
+            view = flat[start : start + x.nbytes]
+            if flat is self.host_weight:
+                view = torch.from_numpy(view.numpy())
+            views.append(view.view(x.dtype).view(x.shape))
             start += part.nbytes
         return views
+
+    def close(self, settle: Settle) -> None:
+        """Whoever touches the weights calls `settle` first, as long as the block is not open."""
+        for tensor in [*self.parameters, *self.shown]:
+            guard(tensor, settle)
+
+    def open(self) -> None:
+        """Weights, and gradients of updates, are tensors as others."""
+        for tensor in [*self.parameters, *self.shown]:
+            release(tensor)
+        self.shown = []
+
+    @property
+    def grad_is_on_host(self) -> bool:
+        """Nothing may be written over `host_grad`: a gradient is there, or an update reads one."""
+        if self.host_grad is None:
+            return False
+        if self.reads_host_grad or any(s.grad is None for s in (self.update or {}).values()):
+            return True
+        grads = (parameter.grad for parameter in self.parameters[: len(self.ranges)])
+        return any(isinstance(grad, HeldGradient) and grad.here is None for grad in grads)
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -229,7 +274,7 @@ class Block:
         if self.weight is not None:
             return self.weight.view(self.dtype)[piece]
         start = self.ranges[i].start
-        return self.parameters[i].data.view(-1)[piece.start - start : piece.stop - start]
+        return self.parts[i].tensor.view(-1)[piece.start - start : piece.stop - start]
 
     def home_at(self, piece: slice) -> Tensor:
         """The same of weights whose home is the host, there."""
@@ -244,10 +289,29 @@ class Block:
     def states_at(self, i: int, piece: slice) -> list[Tensor]:
         """exp_avg, exp_avg_sq and, of a parameter in 16 bits, remainder: where they live."""
         states = [self.exp_avg[piece], self.exp_avg_sq[piece]]
-        if self.parameters[i].element_size() == 2:
+        if self.dtypes[i].itemsize == 2:
             assert self.remainder is not None
             states.append(self.remainder[piece])
         return states
+
+    def checksums_at(self, i: int, piece: slice) -> Tensor | None:
+        """The checksums of a piece of the i-th parameter, if it has 16 bits."""
+        if self.checksums is None or self.dtypes[i].itemsize != 2:
+            return None
+        first = self._first_checksum[i] + (piece.start - self.ranges[i].start) // CHECKED
+        return self.checksums[first : first - (piece.start - piece.stop) // CHECKED]
+
+    def renew(self, i: int, numel: int) -> None:
+        """Drops the i-th parameter's remainders where others have written its weights. The weights
+        are read on the GPU, `numel` at a time."""
+        for piece in self.pieces(i, numel):
+            saved = self.checksums_at(i, piece)
+            if saved is None or self.remainder is None:
+                return
+            weight = self.weight_at(i, piece).to(saved.device)
+            fits = weight_checksums(weight) == saved
+            if not fits.all():
+                drop_stale_(self.remainder[piece], fits.to(self.remainder.device))
 
     def tensors(self) -> list[Tensor]:
         """The states, and what an update on its way still reads."""

@@ -19,7 +19,8 @@ the computation has waited for the last copy out of it, so that its memory may b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.annotate import annotate
-from longctx.kernels.adamw import adamw_
+from longctx.kernels.adamw import CHECKED, adamw_
 from longctx.memory.plan import AHEAD, MOVING, PIECE, RING
 from longctx.memory.states import Block, Step
 
@@ -96,8 +97,14 @@ class StateStream:
         self._order = [block for block in blocks if block.spec.modules]
         self._layers = [block for block in self._order if block.spec.layer is not None]
         self._ring: list[Slot] = []
+        self._in_backward = False
         self._begun: Any = None
         """Marks when the gradients of the outstanding updates were there."""
+        if piece % CHECKED:
+            raise ValueError(f"a piece must be a multiple of {CHECKED} elements, got {piece}")
+        self.settle = _weakly(self.flush)
+        """For whoever touches what is on its way (guard.py)."""
+        self._opened: Block | None = None
         for block in self._order:
             for module in block.spec.modules:
                 self._attach(block, module)
@@ -105,32 +112,55 @@ class StateStream:
     # --- what forward and backward ask for -----------------------------------------------------
 
     def _attach(self, block: Block, module: nn.Module) -> None:
-        last = module is not block.spec.modules[0]  # a tied lm_head
+        last = any(module is end for end in block.spec.ends)
 
-        def before_forward(module: nn.Module, args: Any) -> None:
+        def before_forward(self: StateStream, block: Block, *_: Any) -> None:
             self.need(block, last=last)
 
-        def before_backward(grad: Tensor) -> None:
+        def before_backward(self: StateStream, block: Block, grad: Tensor) -> None:
+            if not self._in_backward:
+                self._in_backward = True
+                torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore
+                    _weakly(self._end_backward)
+                )
             self.need(block, backward=True)
 
-        def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.is_grad_enabled() and output.requires_grad:
-                output.register_hook(before_backward)
+        def after_forward(self: StateStream, block: Block, _: Any, __: Any, output: Any) -> None:
+            self._close()
+            is_layer = block.spec.layer is not None
+            if is_layer and torch.is_grad_enabled() and output.requires_grad:
+                output.register_hook(Hook(self, block, before_backward))
 
-        module.register_forward_pre_hook(before_forward)
-        if block.streams and block.spec.layer is not None:
-            module.register_forward_hook(after_forward)
+        hooks = [module.register_forward_pre_hook(Hook(self, block, before_forward))]
+        if block.streams:
+            hooks.append(module.register_forward_hook(Hook(self, block, after_forward)))
+        weakref.finalize(self, _remove, hooks)
+
+    def _close(self) -> None:
+        """The block that computed is done: others may read and write its weights where they live,
+        which is not where they are."""
+        if self._opened is not None and self._opened.streams:
+            self._opened.close(self.settle)
+        self._opened = None
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._close()
 
     def need(self, block: Block, *, backward: bool = False, last: bool = False) -> None:
         """What is computed from here on may read the block's weights, updated. `last`: no other
         block follows in forward."""
+        self._in_backward &= backward  # a backward that failed has not ended
         if block.update is not None or block.is_away:
             self.bring(block)
         following = self._following(block, backward, last)
+        self._close()
         for other in self._order:
             if other.streams and not other.is_away and other not in (block, *following):
                 self.drop(other)
         self.wait(block)
+        block.open()
+        self._opened = block
         for other in following:
             if other.update is not None or other.is_away:
                 self.bring(other)
@@ -153,8 +183,7 @@ class StateStream:
         self.compute.wait(block.ready)
         block.ready = None
         block.moving = []
-        if block.reads_host_grad:
-            block.grad_is_on_host = block.reads_host_grad = False
+        block.reads_host_grad = False
 
     # --- moving --------------------------------------------------------------------------------
 
@@ -173,9 +202,8 @@ class StateStream:
         steps, block.update = block.update or {}, None
         if block.place.all_on_gpu:
             for i, step in steps.items():
-                whole, grad = block.ranges[i], step.grad
-                assert grad is not None
-                _adamw(block.weight_at(i, whole), block.states_at(i, whole), grad.view(-1), step)
+                assert step.grad is not None
+                _adamw(block, i, block.ranges[i], block.states_at(i, block.ranges[i]), step)
             return
         begin, arrives = self._begun, block.is_away
         if arrives:
@@ -244,7 +272,7 @@ class StateStream:
         if step is None or grad is None:
             return
         with self.update.after(arrived):
-            _adamw(weight, states, grad, step)
+            _adamw(block, i, piece, states, step, grad)
             updated = self.update.mark()
         with self.down.after(updated):
             _copy(falling)
@@ -272,6 +300,7 @@ class StateStream:
             if block.streams and not block.is_away:
                 self.drop(block)
             self.wait(block)
+            block.open()
         self.down.synchronize()
 
 
@@ -280,7 +309,65 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def _adamw(weight: Tensor, states: Sequence[Tensor], grad: Tensor, step: Step) -> None:
+def _adamw(
+    block: Block,
+    i: int,
+    piece: slice,
+    states: Sequence[Tensor],
+    step: Step,
+    grad: Tensor | None = None,
+) -> None:
+    """Updates a piece of the block's i-th parameter; `states` and `grad` are on the GPU."""
+    if grad is None:
+        assert step.grad is not None
+        grad = block.grad_at(i, piece, step.grad)
     exp_avg, exp_avg_sq, *remainder = states
-    remainder_or_none = remainder[0] if remainder else None
-    adamw_(weight, remainder_or_none, exp_avg, exp_avg_sq, grad, **step.options)
+    adamw_(
+        block.weight_at(i, piece),
+        remainder[0] if remainder else None,
+        exp_avg,
+        exp_avg_sq,
+        grad,
+        checksums=block.checksums_at(i, piece),
+        **step.options,
+    )
+
+
+class Hook:
+    """A hook of a module or tensor. It does not keep the stream alive, and in a copy or a file of
+    the module it is one that does nothing."""
+
+    def __init__(self, stream: StateStream, block: Block, do: Callable[..., None]) -> None:
+        self._stream, self._block, self._do = weakref.ref(stream), weakref.ref(block), do
+
+    def __call__(self, *args: Any) -> None:
+        stream, block = self._stream(), self._block()
+        if stream is not None and block is not None:
+            self._do(stream, block, *args)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method, if its object is still there."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

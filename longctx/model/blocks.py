@@ -24,8 +24,14 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
     dtype = model.get_input_embeddings().weight.dtype
     taken: set[nn.Parameter] = set()
 
-    def block(name: str, modules: Iterable[nn.Module], layer: int | None, movable: bool) -> Any:
-        modules = list(modules)
+    def block(
+        name: str,
+        modules: Iterable[nn.Module],
+        layer: int | None,
+        movable: bool,
+        ends: Iterable[nn.Module] = (),
+    ) -> Any:
+        modules, ends = list(modules), list(ends)
         inside = [p for module in modules for p in module.parameters()]
         mine = {names[p]: p for p in inside if p not in taken and _is_large(p, dtype)}
         taken.update(mine.values())
@@ -33,6 +39,7 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
             name=name,
             parameters=mine,
             modules=modules,
+            ends=ends,
             layer=layer,
             movable=movable,
             beside=[part for parameter in mine.values() for part in scales(parameter)],
@@ -40,15 +47,25 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    ends = [embedding, head] if tied else [embedding]
-    blocks = [block("embedding", ends, None, movable and not tied)]
+    first, last = _owners(embedding), [] if head is None else _owners(head)
+    blocks = [
+        block("embedding", first + last, None, False, last)
+        if tied
+        else block("embedding", first, None, movable)
+    ]
     for i, layer in enumerate(decoder_layers(model)):
         blocks.append(block(f"layer {i}", [layer], i, movable))
     if head is not None and not tied:
-        blocks.append(block("lm_head", [head], None, movable))
+        blocks.append(block("lm_head", last, None, movable, last))
     rest = {name: p for p, name in names.items() if p not in taken}
     blocks.append(BlockSpec(name="norms and the rest", parameters=rest))
     return [block for block in blocks if block.parameters]
+
+
+def _owners(module: nn.Module) -> list[nn.Module]:
+    """The modules inside that hold weights: an adapter's wrapper has several, and one of them may
+    be called without it."""
+    return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
 
 
 def decoder_layers(model: Any) -> Iterable[nn.Module]:

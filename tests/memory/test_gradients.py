@@ -17,7 +17,7 @@ from longctx.memory.plan import Place
 from longctx.memory.states import BlockSpec
 
 SHAPES = [(700, 301), (1000,), (33, 7), (1,)]
-PIECE = 5000
+PIECE = 5120
 BF16 = torch.bfloat16
 
 
@@ -35,7 +35,10 @@ def taker(
     spec = BlockSpec(name="block", parameters=named, modules=[weights], movable=True)
     where = HOST if on_host else Place()
     placed = place(weights, lambda _: where, specs=[spec], accumulates=accumulates, piece=piece)
-    return Gradients(placed.stream), placed.stream.blocks[0]
+    gradients, [block] = Gradients(placed.stream), placed.stream.blocks
+    for i, weight in enumerate(weights):
+        gradients.watch(weight, (block, i))
+    return gradients, block
 
 
 def draw(seed: int, shapes=SHAPES, dtype: torch.dtype = BF16) -> list[Tensor]:
@@ -44,21 +47,48 @@ def draw(seed: int, shapes=SHAPES, dtype: torch.dtype = BF16) -> list[Tensor]:
     return [grad.to(DEVICE, dtype) for grad in grads]
 
 
+class Deliver(torch.autograd.Function):
+    """A use of a weight whose gradient is this tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, grad: Tensor) -> Tensor:
+        ctx.grad = grad
+        return grad.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.grad, None
+
+
+def give(gradients: Gradients, block: Any, i: int, grad: Tensor) -> None:
+    gradients._stream.need(block)
+    Deliver.apply(block.parameters[i], grad).backward()
+
+
 def deliver(gradients: Gradients, block: Any, grads: list[Tensor]) -> None:
     for i, grad in reversed([*enumerate(grads)]):
-        gradients.add(block, i, grad.clone())
+        give(gradients, block, i, grad.clone())
+
+
+def forget(block: Any) -> None:
+    for weight in block.parameters:
+        weight.grad = None
 
 
 def taken(gradients: Gradients, block: Any) -> list[Tensor]:
     """The step's gradients, wherever they are."""
-    found = gradients.take()
+    gradients.settle()
+    found = [gradients.take((block, i)) for i in range(len(block.parameters))]
+    gradients.end()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     flat = [
-        grad.flatten() if grad is not None else block.host_grad[block.ranges[i]]
-        for (_, i), grad in sorted(found.items(), key=lambda item: item[0][1])
+        block.host_grad[block.ranges[i]] if grad is None else grad.flatten()
+        for i, grad in enumerate(found)
     ]
-    return [grad.to(DEVICE) for grad in flat]
+    flat = [grad.to(DEVICE).clone() for grad in flat]
+    forget(block)
+    return flat
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -92,7 +122,7 @@ def test_places_change_no_bit(accumulates, batches, dtype) -> None:
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_batches_add_up_in_fp32(on_host, accumulates) -> None:
     """In bf16 1 + 2^-9 is 1, eight times over."""
-    gradients, block = taker(on_host, accumulates=accumulates, shapes=[(100, 77)], piece=1000)
+    gradients, block = taker(on_host, accumulates=accumulates, shapes=[(100, 77)], piece=1024)
     for value in [1.0] + 8 * [2**-9]:
         deliver(gradients, block, [torch.full((100, 77), value, dtype=BF16, device=DEVICE)])
     expected = 1 + 2**-6
@@ -119,7 +149,7 @@ def test_a_gradient_that_left_comes_back_for_a_second_batch() -> None:
     deliver(gradients, block, second[:1])
     assert block.grad_is_on_host  # the others still are there
     for i in (1, 2, 3):
-        gradients.add(block, i, second[i].clone())
+        give(gradients, block, i, second[i].clone())
     assert not block.grad_is_on_host
     for ours, a, b in zip(taken(gradients, block), first, second, strict=True):
         assert torch.equal(ours, (a.float() + b.float()).flatten())
@@ -131,14 +161,14 @@ def test_where_the_room_is_in_use_a_gradient_stays() -> None:
     grads = draw(0)
     deliver(gradients, block, grads)
     assert not block.grad_is_on_host and not block.host_grad.any()
-    assert [grad is None for grad in gradients.take().values()] == 4 * [False]
+    assert all(gradients.take((block, i)) is not None for i in range(4))
 
 
-def test_clear_forgets_everything() -> None:
+def test_none_forgets_everything() -> None:
     for on_host in (False, True):
         gradients, block = taker(on_host)
         deliver(gradients, block, draw(0))
-        gradients.clear()
+        forget(block)
         assert len(gradients) == 0 and not block.grad_is_on_host and gradients.broken() is None
         deliver(gradients, block, draw(1))
         expected = draw(1)
@@ -154,7 +184,7 @@ def test_what_is_on_its_way_is_bounded(monkeypatch) -> None:
         gradients, block = taker(True, shapes=shapes, accumulates=accumulates)
         for _ in range(1 + accumulates):
             for i, grad in enumerate(draw(0, shapes)):
-                gradients.add(block, i, grad)
+                give(gradients, block, i, grad)
                 assert sum(x.nbytes for x in gradients.tensors()) <= 5000
 
 
@@ -162,7 +192,7 @@ def test_a_gradient_in_any_layout() -> None:
     """Autograd may deliver a transposed one."""
     gradients, block = taker(shapes=[(70, 30)])
     grad = draw(0, [(30, 70)])[0].t()
-    gradients.add(block, 0, grad)
+    give(gradients, block, 0, grad)
     assert torch.equal(taken(gradients, block)[0], grad.flatten())
 
 
@@ -182,6 +212,6 @@ def test_the_norm_of_many_elements_on_a_gpu() -> None:
     """Square sums of 2^24 elements in fp32."""
     gradients, block = taker(shapes=[(2**26 + 3,)], piece=2**24)
     grad = torch.randn(2**26 + 3, device=DEVICE).to(BF16)
-    gradients.add(block, 0, grad)
+    give(gradients, block, 0, grad)
     expected = grad.double().norm().item()
     assert gradients.norm().item() == pytest.approx(expected, rel=1e-6)

@@ -64,7 +64,7 @@ class Small(nn.Module):
 
 def small(where=everything_on_gpu, dtype=torch.float32, module=None) -> Placed:
     module = Small(dtype) if module is None else copy.deepcopy(module)
-    return place(module, where, specs=module.specs(), piece=500)
+    return place(module, where, specs=module.specs(), piece=1024)
 
 
 def draw_gradients(module: nn.Module, step: int) -> Gradients:
@@ -302,6 +302,7 @@ def test_frozen_parameters_are_as_they_were(where) -> None:
     for step in range(2):
         model(**batch(step, DEVICE)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     optimizer.flush()
     for p, weight in zip(frozen, before, strict=True):
         assert torch.equal(p.detach().to(DEVICE), weight)
@@ -315,13 +316,18 @@ def test_frozen_parameters_are_as_they_were(where) -> None:
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_gradients_are_taken_from_their_parameters(where) -> None:
+def test_gradients_are_those_of_their_parameters(where) -> None:
+    """Wherever they are, until somebody forgets them."""
     placed = small(where)
     optimizer = placed.optimizer()
-    deliver(placed.module, draw_gradients(placed.module, 0))
-    assert all(p.grad is None for p in placed.module.parameters())
-    assert len(optimizer.gradients) == 4
-    optimizer.step()
+    grads = draw_gradients(placed.module, 0)
+    deliver(placed.module, grads)
+    for _ in range(2):  # before the step, and after it
+        assert len(optimizer.gradients) == 4
+        for name, p in placed.module.named_parameters():
+            assert torch.equal(p.grad.clone(), grads[name])
+        optimizer.step()
+    placed.module.zero_grad()
     assert len(optimizer.gradients) == 0
 
 
@@ -360,6 +366,7 @@ def test_a_limit_is_that_of_one_step() -> None:
         deliver(placed.module, draw_gradients(placed.module, 0))
         optimizer.clip(1e-3)
         optimizer.step()
+        optimizer.zero_grad()
         deliver(placed.module, draw_gradients(placed.module, 1))
         if clips:
             optimizer.clip(math.inf)
@@ -376,6 +383,8 @@ def test_a_gradient_waits_for_the_update_that_reads_its_room() -> None:
         deliver(placed.module, draw_gradients(placed.module, step))
         assert block.grad_is_on_host and not block.reads_host_grad
         optimizer.step()
+        optimizer.zero_grad()
+        assert block.grad_is_on_host  # for the update
     optimizer.flush()
     assert not block.grad_is_on_host
 
@@ -432,13 +441,12 @@ def test_the_layer_where_backward_broke_is_named(where) -> None:
 # --- as a torch optimizer --------------------------------------------------------------------
 
 
-def test_a_parameter_without_states_is_refused() -> None:
+def test_a_frozen_parameter_is_refused() -> None:
     module = Small()
     module.layers[1].weight.requires_grad_(False)
     placed = small(module=module)
-    stranger = nn.Parameter(torch.zeros(50, 33, device=DEVICE))
-    for parameter in (placed.module.layers[1].weight, stranger):
-        with pytest.raises(ValueError, match=r"of \(50, 33\) is frozen or in no block"):
+    for parameter in (placed.module.layers[1].weight, torch.zeros(50, 33, device=DEVICE)):
+        with pytest.raises((ValueError, TypeError), match=r"is frozen: thaw it first|Parameters"):
             ExactAdamW([parameter], stream=placed.stream)
 
 
@@ -448,6 +456,7 @@ def trained(where=everything_on_gpu, dtype=torch.float32, steps: int = 3):
     for step in range(steps):
         deliver(placed.module, draw_gradients(placed.module, step))
         optimizer.step()
+        optimizer.zero_grad()
     return placed, optimizer
 
 
@@ -523,12 +532,14 @@ def test_torchs_states_are_taken(where, moments) -> None:
         assert all(relative_error(x, expected[name]) < 1e-6 for name, x in found.items())
 
 
-def test_the_options_of_the_groups_stay() -> None:
-    _, first = trained()
-    placed = small()
-    optimizer = placed.optimizer(lr=0.125)
+def test_options_come_with_the_states() -> None:
+    """A scheduler that is resumed trusts the optimizer to have its rate."""
+    placed, first = trained()
+    first.param_groups[0]["lr"], first.param_groups[1]["betas"] = 0.125, (0.5, 0.75)
+    optimizer = small().optimizer()
     optimizer.load_state_dict(first.state_dict())
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 1e-3]
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.75)
 
 
 def momentum(states: dict) -> None:
@@ -593,6 +604,7 @@ def test_a_loop_that_passes_the_modules_by_is_exact() -> None:
             weights = [layer.weight for layer in placed.module.layers]
             sum((w.to(DEVICE) ** 2).sum() * (step + 1) for w in weights).backward()
             optimizer.step()
+            optimizer.zero_grad()
             optimizer.flush()
         found.append(ours(placed.module, optimizer))
     assert same(*found)

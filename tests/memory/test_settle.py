@@ -213,6 +213,7 @@ def assert_places_change_nothing(accumulate) -> None:
             numbers += accumulate(placed.module)
             numbers.append(optimizer.clip(1.0))
             optimizer.step()
+            optimizer.zero_grad()
         optimizer.flush()
         numbers += [optimizer.master(p) for p in placed.module.parameters()]
         found.append([x.detach().to(DEVICE) for x in numbers])
@@ -234,6 +235,8 @@ def test_layers_gradients_take_the_room_of_their_activations() -> None:
             start, stop = span(placed.room._slab.data, grad)
             assert shared + i * layer_bytes <= start and stop <= placed.room.nbytes
         optimizer.step()
+        optimizer.zero_grad()
+        assert leaving(placed) != []  # for the updates
         optimizer.flush()
         assert leaving(placed) == []
 
@@ -304,6 +307,7 @@ def test_a_batch_that_is_longer_than_planned_gets_a_slab_of_its_own(where) -> No
             assert len(kept_on_host(placed)) == 2
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             numbers.append(loss.detach())
         optimizer.flush()
         numbers += [optimizer.master(p).to(DEVICE) for p in placed.module.parameters()]

@@ -40,6 +40,7 @@ def train(placed: Placed, steps: int, *, flushes: bool = True) -> None:
     for step in range(steps):
         placed.module(**batch(step, DEVICE)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     if flushes:
         optimizer.flush()
 

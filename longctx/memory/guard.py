@@ -1,0 +1,109 @@
+"""Tensors whose values are on their way: whoever touches one waits until they are there.
+
+A lazy update (optimizer.py) has not reached its weights yet, and weights that live on the host may
+have a copy on the GPU that is dropped after use. A forward knows that and waits block by block;
+anybody else does not: a moving average, best weights that are loaded back, `torch.save(model)`, a
+loop that reads `parameter.data`. So such a tensor is of a subclass for as long as that is so, and
+any operation on it in Python but a look at its shape and the like first ends what is outstanding.
+It costs an assignment when it begins and one when it ends, and nothing in between.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+Settle = Callable[[], None]
+"""Ends what is outstanding, and releases what is guarded."""
+_settle: dict[int, Settle] = {}
+"""Of each guarded tensor, by its id: its own dictionary would be saved with it."""
+_METADATA = frozenset(
+    """
+    shape dtype device layout ndim requires_grad is_leaf grad grad_fn grad_dtype retains_grad
+    is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn is_nested nbytes itemsize names
+    _version _backward_hooks _post_accumulate_grad_hooks output_nr
+    size dim ndimension numel nelement element_size stride storage_offset get_device __len__
+    is_floating_point is_complex is_signed is_contiguous is_inference is_same_size
+    requires_grad_ register_hook register_post_accumulate_grad_hook
+    """.split()
+)
+"""Attributes and methods that read and write no value of the tensor."""
+
+
+class Guarded:
+    """What the guarded kinds of tensors have in common."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if _name(func) not in _METADATA:
+            for x in tree_leaves((args, kwargs)):
+                if isinstance(x, Guarded):
+                    settle(x)  # type: ignore[arg-type]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        settle(self)  # type: ignore[arg-type]
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settle(self)  # type: ignore[arg-type]
+        return self.__reduce_ex__(protocol)
+
+
+class GuardedParameter(Guarded, nn.Parameter):
+    """A parameter while its values are on their way."""
+
+
+class GuardedTensor(Guarded, Tensor):
+    """A tensor, such as a gradient that an update is still to read, for as long."""
+
+
+_PLAIN: dict[type, type] = {GuardedParameter: nn.Parameter, GuardedTensor: Tensor}
+_GUARDED = {plain: guarded for guarded, plain in _PLAIN.items()}
+
+
+def guard(x: Tensor, settle: Settle) -> None:
+    """Has `settle` called before anything is done with the tensor. Tensors of other classes (such
+    as quantised weights) are left alone."""
+    kind = type(x)
+    if kind in _GUARDED:
+        x.__class__ = _GUARDED[kind]  # type: ignore[assignment]
+    if kind in _GUARDED or kind in _PLAIN:
+        _settle[id(x)] = settle
+
+
+def release(x: Tensor) -> None:
+    """Ends a guard, if there is one."""
+    kind = type(x)
+    if kind in _PLAIN:
+        x.__class__ = _PLAIN[kind]  # type: ignore[assignment]
+        _settle.pop(id(x), None)
+
+
+def settle(x: Tensor) -> None:
+    """What a touch does."""
+    if waits := _settle.get(id(x)):
+        waits()
+    release(x)
+
+
+def unguarded() -> Any:
+    """A context in which guarded tensors are as any others: for whoever moves them."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):  # of an attribute, which the descriptor names
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
