@@ -72,6 +72,10 @@ class ExactAdamW(torch.optim.Optimizer):
         blocks = (p for block in stream.blocks for p in block.parameters)
         self._strangers = [p for p in blocks if p not in mine and isinstance(p, nn.Parameter)]
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is in one of its blocks, trained or not."""
+        return any(p is parameter for block in self.stream.blocks for p in block.parameters)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. States of a parameter that was frozen when the model was placed, or is new,
         are made on the GPU.

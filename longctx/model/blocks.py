@@ -1,13 +1,13 @@
 """A model's parameters in blocks, as longctx/memory moves them: embedding, decoder layers, lm_head.
 
-Works for every transformers model with a decoder: what is in no block (norms, biases, adapters and
-other parameters of another dtype, towers of other modalities) is in a last one that stays on the
-GPU.
+Works for every transformers model with a decoder, and for modules that hold some: what is in no
+block (norms, biases, adapters and other parameters of another dtype, towers of other modalities) is
+in a last one that stays on the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,13 +16,44 @@ from longctx.memory.states import BlockSpec, Part
 
 
 def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
-    """The blocks in the order in which forward uses them; `movable`: weights may wait on the host.
+    """The blocks in the order in which forward uses them; `movable`: weights may wait on the host,
+    of a single model.
 
     A tied lm_head is the embedding's block, and stays on the GPU: forward needs it at both ends.
     """
+    models, taken = language_models(model), set[nn.Parameter]()
     names = {p: name for name, p in model.named_parameters()}
+    blocks = [
+        block
+        for i, one in enumerate(models)
+        for block in _blocks(
+            *(one, names, taken),
+            movable=movable and len(models) == 1,
+            prefix=f"model {i}, " if len(models) > 1 else "",
+        )
+    ]
+    rest = {name: p for p, name in names.items() if p not in taken}
+    blocks.append(BlockSpec(name="norms and the rest", parameters=rest))
+    return [block for block in blocks if block.parameters]
+
+
+def language_models(module: Any) -> list[Any]:
+    """The module itself, also with adapters around it, or the outermost ones inside."""
+    if hasattr(module, "get_input_embeddings"):
+        return [module]
+    return [one for child in module.children() for one in language_models(child)]
+
+
+def _blocks(
+    model: Any,
+    names: Mapping[nn.Parameter, str],
+    taken: set[nn.Parameter],
+    *,
+    movable: bool,
+    prefix: str,
+) -> list[BlockSpec]:
+    """Of one model. Adds to `taken`."""
     dtype = model.get_input_embeddings().weight.dtype
-    taken: set[nn.Parameter] = set()
 
     def block(
         name: str,
@@ -36,7 +67,7 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
         mine = {names[p]: p for p in inside if p not in taken and _is_large(p, dtype)}
         taken.update(mine.values())
         return BlockSpec(
-            name=name,
+            name=prefix + name,
             parameters=mine,
             modules=modules,
             ends=ends,
@@ -57,9 +88,7 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
         blocks.append(block(f"layer {i}", [layer], i, movable))
     if head is not None and not tied:
         blocks.append(block("lm_head", last, None, movable, last))
-    rest = {name: p for p, name in names.items() if p not in taken}
-    blocks.append(BlockSpec(name="norms and the rest", parameters=rest))
-    return [block for block in blocks if block.parameters]
+    return blocks
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """A checkpoint's exact AdamW states: a safetensors file a block, written and read one at a time.
 
-    optimizer.00.safetensors    NAME.exp_avg, NAME.exp_avg_sq, NAME.remainder for each weight NAME
+    optimizer.00.safetensors    NAME.exp_avg, NAME.exp_avg_sq for each weight NAME; in 16 bits
+                                NAME.remainder, and NAME.checksums of the weights it belongs to
                                 metadata "longctx": {"format": ..., "files": how many,
                                                      "steps": {NAME: updates}}
 
@@ -41,7 +42,8 @@ def write_states(optimizer: ExactAdamW, checkpoint: Path) -> None:
                 continue
             steps[name] = optimizer.steps[parameter]
             for kind, states in optimizer.states_of(parameter).items():
-                tensors[f"{name}.{kind}"] = states.view(parameter.shape).cpu()
+                shape = states.shape if kind == "checksums" else parameter.shape
+                tensors[f"{name}.{kind}"] = states.view(shape).cpu()
         path = checkpoint / f"optimizer.{number:02d}.safetensors"
         metadata = {"format": FORMAT, "files": len(blocks), "steps": steps}
         save_file(tensors, path, {KEY: json.dumps(metadata)})  # one key: several have any order

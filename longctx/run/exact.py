@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
@@ -31,6 +32,9 @@ from longctx.plan.given import read_given
 from longctx.run.states import limit_gpu, place_states, uses_exact_states
 
 SHARD_BYTES = 4 * 10**9
+SCHEDULED = "longctx_groups"
+"""What schedulers change of the optimizer's groups, beside their state: they trust the optimizer's
+states to have it, which are written by weights."""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -147,9 +151,13 @@ class ExactTrainer(Trainer):
         base_lrs = list(getattr(self.lr_scheduler, "base_lrs", ()))
         with explained_damage(checkpoint):
             read_states(self.exact, checkpoint)
-            self.lr_scheduler.load_state_dict(
-                torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
-            )
+            state = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
+            scheduled = state.pop(SCHEDULED, [{"lr": rate} for rate in state.get("_last_lr", [])])
+            self.lr_scheduler.load_state_dict(state)
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if not isinstance(scheduler, LambdaLR):  # whose rates this run's options say
+            for group, options in zip(self.exact.param_groups, scheduled, strict=False):
+                group.update(options)
         apply_learning_rate(self.lr_scheduler, base_lrs)
 
     def check_taken(self, checkpoint: Path) -> None:
@@ -186,7 +194,10 @@ class ExactTrainer(Trainer):
         elif self.args.should_save:
             assert self.lr_scheduler is not None
             write_states(self.exact, Path(output_dir))
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            groups = self.exact.param_groups
+            scheduled = [{"lr": group["lr"], "betas": group["betas"]} for group in groups]
+            state = self.lr_scheduler.state_dict() | {SCHEDULED: scheduled}
+            torch.save(state, Path(output_dir) / SCHEDULER_NAME)
 
     @overrides
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

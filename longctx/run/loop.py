@@ -6,14 +6,17 @@
         model(**batch).loss.backward()
         optimizer.clip(1.0)
         optimizer.step()
+        optimizer.zero_grad()
 
-It takes each gradient as backward finishes it (`parameter.grad` is None afterwards), so clipping is
-the optimizer's. Before weights are read outside of the model's forward: `optimizer.flush()`, which
-`state_dict()` of model and optimizer does by itself.
+It keeps the contract of torch.optim.AdamW, wherever its states are (docs/states.md): schedulers,
+clipping by others, moving averages, `state_dict` and `load_state_dict` of model and optimizer.
+`optimizer.clip` is exact; `torch.nn.utils.clip_grad_norm_` rounds gradients in 16 bits once more.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from longctx.errors import UserError
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import Placement
 from longctx.model.runtime import patched_part
@@ -54,9 +58,19 @@ def exact_adamw(
 
     `tokens` are those of the largest batch, `batches` how many add up in a step, `is_last` whether
     the one whose backward runs is the step's last (several processes average then). `place` and
-    `gpu_memory_gib` as train.py's. Matrices decay, norms and biases do not. Raises UserError where
-    GPU or host have too little memory.
+    `gpu_memory_gib` as train.py's. Matrices decay, norms and biases do not.
+
+    `model` may be any module. The weights of one transformers model, patched by longctx, can wait
+    on the host; what several in one module need besides is estimated, and nothing of other modules.
+    Parameters that are thawed later are trained from `optimizer.add_param_group` on.
+
+    Raises UserError where GPU or host have too little memory, where nothing is trained, and where
+    another exact AdamW has the model's states.
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise UserError("exact_adamw: no parameter of the model requires gradients")
+    _check_free(trained)
     if patched := patched_part(model):
         patched.longctx.passes = batches
     on_gpu = torch.cuda.is_available()
@@ -68,10 +82,29 @@ def exact_adamw(
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
     )
     stream = place_states(model, request, tokens)
-    trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() > 1]},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return ExactAdamW(groups, lr, betas, eps, weight_decay, stream=stream, is_last=is_last)
+    optimizer = ExactAdamW(groups, lr, betas, eps, weight_decay, stream=stream, is_last=is_last)
+    _alive.add(optimizer)
+    return optimizer
+
+
+_alive: weakref.WeakSet[ExactAdamW] = weakref.WeakSet()
+
+
+def _check_free(parameters: list[nn.Parameter]) -> None:
+    """Raises UserError where an optimizer that is alive has states of one of the parameters."""
+
+    def is_taken() -> bool:
+        return any(optimizer.has(p) for optimizer in _alive for p in parameters)
+
+    if is_taken():
+        gc.collect()  # schedulers and their optimizers hold each other
+        if is_taken():
+            raise UserError(
+                "exact_adamw: the model has an exact AdamW already, and two would move the same "
+                "weights: delete the first (and its scheduler) before another is made"
+            )

@@ -35,6 +35,7 @@ from longctx.engines.collectives import local_shard
 from longctx.errors import UserError
 from longctx.kernels import cross_entropy
 from longctx.memory import slab, store
+from longctx.memory.held import HeldGradient
 from longctx.memory.plan import GIB
 from longctx.model import layer, loss
 from longctx.model.runtime import patched_part
@@ -211,12 +212,13 @@ def holders(trainer: LongTrainer) -> dict[str, int]:
     model: Any = trainer.model
     parameters = list(model.parameters())
     optimizer: Any = trainer.optimizer
-    states = getattr(optimizer, "state", None) or {}
-    gradients: list[Any] = [p.grad for p in parameters]
-    values = [value for state in states.values() for value in state.values()]
+    gradients: list[Any] = [p.grad for p in parameters if not isinstance(p.grad, HeldGradient)]
     if trainer.exact:
         gradients += trainer.exact.gradients.tensors()
-        values += [tensor for block in trainer.exact.stream.blocks for tensor in block.tensors()]
+        values = [tensor for block in trainer.exact.stream.blocks for tensor in block.tensors()]
+    else:
+        states = getattr(optimizer, "state", None) or {}
+        values = [value for state in states.values() for value in state.values()]
     held = {
         "weights": _bytes([*parameters, *model.buffers()], device),
         "gradients": _bytes(gradients, device),

@@ -21,7 +21,7 @@ from longctx.memory.plan import GIB, Placement
 from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
-from longctx.model.blocks import decoder_layers, state_blocks
+from longctx.model.blocks import decoder_layers, language_models, state_blocks
 from longctx.model.runtime import patched_part
 from longctx.plan.decide import (
     Budget,
@@ -80,6 +80,8 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
     plan; the longest batch has `tokens`. Raises UserError where GPU or host have too little
     memory."""
     patched, several = patched_part(model), args.world_size > 1
+    if len(language_models(model)) != 1:  # whose activations share no budget
+        patched = None
     specs = state_blocks(model, movable=patched is not None and not several)
     needs: Choose | Work
     if patched is None:
@@ -111,7 +113,7 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
             "--place host: nothing of this run can wait on the host. Frozen weights can with "
             "--class_type custom on one GPU; adapters and what they train with stay on the GPU"
         )
-    print_rank0(describe_states(decided, model.dtype))
+    print_rank0(describe_states(decided, next(model.parameters()).dtype))
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
@@ -121,22 +123,25 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
         patched.longctx.cut = decided.sizes.cut(tokens)
         print_rank0(patched.longctx.describe())
     limit_gpu(args.device, args.gpu_memory_gib)
-    stream = StateStream(decided.host.blocks, args.device)
-    model.register_state_dict_pre_hook(lambda *_: stream.flush())
-    return stream
+    return StateStream(decided.host.blocks, args.device)
 
 
-def _estimated_work(model: Any, tokens: int) -> Work:
-    config = model.config.get_text_config()
-    return estimated_work(
-        tokens,
-        layers=len(list(decoder_layers(model))),
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        vocab=config.vocab_size,
-        itemsize=model.dtype.itemsize,
-        liger=str(getattr(model.forward, "__module__", "")).startswith("liger_kernel"),
-    )
+def _estimated_work(module: Any, tokens: int) -> Work:
+    """Of all language models inside; what other modules need is not known."""
+    nbytes = 0
+    for model in language_models(module):
+        config = model.config.get_text_config()
+        work = estimated_work(
+            tokens,
+            layers=len(list(decoder_layers(model))),
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            itemsize=model.dtype.itemsize,
+            liger=str(getattr(model.forward, "__module__", "")).startswith("liger_kernel"),
+        )
+        nbytes += work.nbytes
+    return Work(nbytes, 0)
 
 
 def limit_gpu(device: torch.device, gib: float | None) -> None:

@@ -364,6 +364,8 @@ class LongTrainer(ExactTrainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.exact:
             self.check_taken(Path(checkpoint))
+            for group, options in zip(self.exact.param_groups, asked, strict=True):
+                group.update({name: x for name, x in options.items() if name != "lr"})
         elif not self.engine.steps_itself:
             apply_options(self.optimizer, asked, Path(checkpoint))
         apply_learning_rate(self.lr_scheduler, base_lrs)

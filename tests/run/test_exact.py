@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import train
 from longctx.errors import UserError
-from longctx.kernels.adamw import split_master
+from longctx.kernels.adamw import split_master, weight_checksums
 from longctx.output import METRICS
 from longctx.run.exact import ExactTrainer
 from longctx.run.trainer import LongTrainer
@@ -137,6 +137,8 @@ def test_a_checkpoint_holds_whole_states(finished) -> None:
                 ):
                     found = states.pop(f"{name}.{kind}")
                     assert found.shape == weights[name].shape and found.dtype == dtype
+                checksums = weight_checksums(weights[name].flatten())
+                assert torch.equal(states.pop(f"{name}.checksums"), checksums)
             assert not states
             seen |= steps.keys()
         assert seen == weights.keys()
