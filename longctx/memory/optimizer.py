@@ -16,6 +16,7 @@ through a module's forward calls it without knowing (guard.py).
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -326,6 +327,13 @@ class ExactAdamW(torch.optim.Optimizer):
             return parameter.detach().float()
         weight = parameter.detach().flatten()
         return join_master(weight, remainder.to(weight.device)).view(parameter.shape)
+
+    def __del__(self) -> None:
+        """Whoever lets go of the optimizer after its last step keeps the weights, updated."""
+        stream = vars(self).get("stream")
+        if stream is not None and not sys.is_finalizing():
+            if any(block.update is not None for block in stream.blocks):
+                stream.flush()
 
     def __getstate__(self) -> Any:
         raise TypeError("an exact AdamW is not copied or saved itself: save optimizer.state_dict()")

@@ -133,6 +133,7 @@ class Contract(RuleBasedStateMachine):
 
     # --- gradients -------------------------------------------------------------------------
 
+    @precondition(lambda self: trained(self.truth))
     @rule(magnitude=st.integers(-2, 1))
     def backward(self, magnitude: int) -> None:
         self.batches += 1
