@@ -49,7 +49,7 @@ from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from longctx.kernels.adamw import adamw_, split_master
+from longctx.kernels.adamw import adamw_, split_master, weight_checksums
 from longctx.kernels.cross_entropy import cross_entropy
 from longctx.kernels.rms_norm import rms_norm, rms_norm_reference
 from longctx.kernels.rope import rope, rope_reference
@@ -318,9 +318,11 @@ def adamw_rows(copy: float, rep_ms: int) -> list[dict[str, Any]]:
     master, grad = (torch.randn(n, device="cuda") * s for s in (0.02, 1e-3))
 
     def longctx() -> Callable[[], None]:
-        state = [*split_master(master), *(torch.zeros_like(master) for _ in "mv"), grad.bfloat16()]
-        clip = torch.ones((), device="cuda")
-        return lambda: adamw_(*state, beta1=0.9, beta2=0.999, step=10, scale=clip, **hyper)
+        weight, remainder = split_master(master)
+        moments = (torch.zeros_like(master) for _ in "mv")
+        state = [weight, remainder, *moments, grad.bfloat16()]
+        more = {"scale": torch.ones((), device="cuda"), "checksums": weight_checksums(weight)}
+        return lambda: adamw_(*state, beta1=0.9, beta2=0.999, step=10, **more, **hyper)
 
     def torch_fused() -> Callable[[], None]:
         parameter = master.clone().requires_grad_()
