@@ -2,6 +2,10 @@
 
 A command is a module with `main(argv)`; its docstring's first line is its help. Modules are
 imported when they are called, so `longctx report` does not wait for torch.
+
+A command is one process, also in a job or a shell that a launcher made for several: what torchrun,
+`accelerate launch`, MPI and Slurm say in the environment is not for it. With it, transformers would
+wait for a process group whose other members nobody started.
 """
 
 from __future__ import annotations
@@ -10,8 +14,11 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from longctx.errors import UserError
@@ -27,6 +34,11 @@ COMMANDS = {
     "verify": "longctx.output.verify",
 }
 """Command -> module."""
+LAUNCHERS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|NPROC|NNODES"
+    r"|MPI_LOCAL.*|(TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG|OMPI|PMI|PMIX|MV2|SLURM)_.*)"
+)
+"""Names in the environment that say what one of several processes is to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +55,18 @@ def run(argv: list[str]) -> None:
     if argv[0] not in COMMANDS:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
         raise UserError(f"unknown command {argv[0]!r}; did you mean longctx {close}?")
-    importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+    with started_alone():
+        importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+
+
+@contextmanager
+def started_alone() -> Iterator[None]:
+    """Hides a launcher's variables from what runs within."""
+    hidden = {name: os.environ.pop(name) for name in [*os.environ] if LAUNCHERS.fullmatch(name)}
+    try:
+        yield
+    finally:
+        os.environ |= hidden
 
 
 def usage() -> str:

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, TextIO
 
 MOST_CHARACTERS = 550
@@ -84,34 +80,3 @@ def print_rank0(line: str) -> None:
     """Prints a line, in the first process only."""
     if os.environ.get("RANK", "0") == "0":
         print(printable(line), flush=True)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Makes a file's folder; a full disk or a place that may not be written is a UserError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def check_writable(path: Path, *inputs: Path) -> None:
-    """Raises UserError where a file could not be written after hours of work: where it is one of
-    the `inputs`, also through links, or a pipe, a device, in a folder that takes no files."""
-    for read in inputs:
-        if _same(path, read):
-            raise UserError(f"{path} would overwrite {read}, which is read: give another file")
-    with writing(path):
-        if path.exists() and not path.is_file():
-            raise UserError(f"cannot write {path}: it is no regular file")
-        TemporaryFile(dir=path.parent).close()
-        if path.exists():
-            path.open("ab").close()
-
-
-def _same(a: Path, b: Path) -> bool:
-    """Whether two names are one file, or would be if they existed."""
-    if os.path.exists(a) and os.path.exists(b):
-        return os.path.samefile(a, b)
-    return os.path.realpath(a) == os.path.realpath(b)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from longctx.files import replace_file
+
 _PACKAGES = (
     "torch triton transformers accelerate liger-kernel cut-cross-entropy flash-attn-4 deepspeed trl"
 ).split()
@@ -77,9 +79,7 @@ def write_results(
         fresh = [tuple(row.get(k) for k in key) for row in rows]
         old = json.loads(path.read_text(encoding="utf-8"))["rows"]
         rows = [r for r in old if tuple(r.get(k) for k in key) not in fresh] + rows
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(describe_run(path) | (extra or {}), indent=2).removesuffix("\n}")
-    temporary = path.with_suffix(".tmp")  # an interrupted write loses no rows
-    temporary.write_text(f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
-    os.replace(temporary, path)
+    # As a whole: an interrupted write loses no rows.
+    replace_file(path, f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n'.encode())

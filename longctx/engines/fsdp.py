@@ -27,9 +27,9 @@ from longctx.engines.collectives import (
     local_shard,
     whole_numel,
 )
-from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending
+from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending, is_true
 from longctx.engines.protocol import Engine
-from longctx.errors import UserError
+from longctx.errors import UserError, shortened
 from longctx.memory.plan import Pending, pending_bytes
 
 
@@ -48,15 +48,15 @@ class FSDP2(Engine):
         return any(checkpoint.glob("pytorch_model_fsdp*"))
 
     def read(self, options: Any) -> None:
-        self.settings = read_settings("fsdp_config", options.fsdp_config)
+        """With the names that transformers gives to settings: `fsdp_version` is `version`."""
+        found = read_settings("fsdp_config", options.fsdp_config)
+        self.settings = {name.removeprefix("fsdp_"): value for name, value in found.items()}
+        self._offloads = is_true("fsdp_config", self.settings, "cpu_offload")
+        _check_version(self.settings.get("version", 2))
 
     def layout(self, processes: int, passes: int) -> Layout:
         launched = parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
         return fully_shard_layout(self._offloads or launched, processes)
-
-    @property
-    def _offloads(self) -> bool:
-        return bool(self.settings.get("cpu_offload"))
 
     def prepare(self, flags: Namespace) -> None:
         super().prepare(flags)
@@ -74,11 +74,7 @@ class FSDP2(Engine):
                 "out (final/ is an ordinary model anyway)"
             )
         given = args.fsdp_plugin_args or {}
-        version = given.get("fsdp_version", os.environ.get("FSDP_VERSION", "2"))
-        if str(version) != "2":
-            raise UserError(
-                f"FSDP{version} is not supported: set fsdp_version to 2, see fsdp_configs/"
-            )
+        _check_version(given.get("fsdp_version", os.environ.get("FSDP_VERSION", "2")))
 
     def share_rows(self, args: TrainArguments, attention: str | None = None) -> None:
         super().share_rows(args, attention)
@@ -168,6 +164,14 @@ class FSDP2(Engine):
         if trainer.args.should_save:
             trainer.model.config.dtype = dtype
             trainer._save(str(path), {name: w.to(dtype) for name, w in weights.items()})
+
+
+def _check_version(version: Any) -> None:
+    if str(version) != "2":
+        raise UserError(
+            f"FSDP{shortened(str(version), 40)} is not supported: set fsdp_version to 2, see "
+            "fsdp_configs/"
+        )
 
 
 def keep_shapes_only(model: Any, mixed: bool) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longctx.errors import UserError
+from longctx.errors import UserError, shortened
 from longctx.memory.plan import Pending
 
 BF16, FP32 = 2, 4
@@ -398,24 +398,66 @@ def _sub_groups(numels: Iterable[int], size: int) -> list[int]:
     return [*groups, numel] if numel else groups
 
 
-def zero_layout(settings: Mapping[str, Any], processes: int, passes: int) -> Zero:
-    """Of DeepSpeed's settings. Raises UserError for stages and places that no plan knows."""
-    zero = settings.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    if stage not in (1, 2, 3):
-        raise UserError(f"--deepspeed: ZeRO stage {stage!r} is not known to the plan: 1, 2 or 3")
-    places = {
-        part: (zero.get(f"offload_{part}") or {}).get("device", "none")
-        for part in ("param", "optimizer")
-    }
-    if unknown := [place for place in places.values() if place not in ("none", "cpu")]:
-        raise UserError(
-            f"--deepspeed: offload to {unknown[0]} is not known to the plan: cpu, or none"
-        )
+MOST_ELEMENTS = 10**15
+"""Of a bucket or group: larger ones would overflow 64 bits in bytes."""
 
-    def number(key: str, default: int | None) -> Any:
-        value = zero.get(key, "auto")
-        return default if value == "auto" else int(value)
+
+def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The settings under a key, or none. Raises UserError."""
+    found = settings.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise UserError(f"--deepspeed: {key} must be an object {{...}}, got {_shown(found)}")
+    return found
+
+
+def _elements(zero: Mapping[str, Any], key: str, default: int | None) -> Any:
+    """A number of elements, or the default where DeepSpeed is to find one. Raises UserError."""
+    found = zero.get(key, "auto")
+    if found == "auto":
+        return default
+    if type(found) not in (int, float) or not 0 <= found <= MOST_ELEMENTS:
+        raise UserError(
+            f"--deepspeed: {key} must be a number from 0 to {MOST_ELEMENTS:.0e}, or "
+            f'"auto", got {_shown(found)}'
+        )
+    return int(found)
+
+
+def is_true(option: str, settings: Mapping[str, Any], key: str) -> bool:
+    """What a file says under a key, false without it. Raises UserError for what is neither true nor
+    false: libraries take the word "false" for true."""
+    found = settings.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise UserError(f"--{option}: {key} must be true or false, got {_shown(found)}")
+    return bool(found)
+
+
+def _shown(value: Any) -> str:
+    return shortened(repr(value), 40)
+
+
+def zero_layout(settings: Mapping[str, Any], processes: int, passes: int) -> Zero:
+    """Of DeepSpeed's settings. Raises UserError for stages and places that no plan knows, and for
+    values of the wrong kind."""
+    zero = _object(settings, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise UserError(
+            f"--deepspeed: ZeRO stage {_shown(stage)} is not known to the plan: 1, 2 or 3"
+        )
+    for key in zero:
+        if key.endswith("_bucket_size"):  # also of those that change no byte: a run would refuse it
+            _elements(zero, key, None)
+    offload = {part: _object(zero, f"offload_{part}") for part in ("param", "optimizer")}
+    places = {part: found.get("device") or "none" for part, found in offload.items()}
+    for place in places.values():
+        if place not in ("none", "cpu"):
+            shown = place if isinstance(place, str) else _shown(place)
+            raise UserError(
+                f"--deepspeed: offload to {shown} is not known to the plan: cpu, or none"
+            )
 
     offloads = [word for word, place in places.items() if place == "cpu"]
     suffix = " with CPU offload" if len(offloads) == 2 else ""
@@ -426,12 +468,12 @@ def zero_layout(settings: Mapping[str, Any], processes: int, passes: int) -> Zer
         processes=processes,
         stage=stage,
         accumulates=passes > 1,
-        reduce_bucket=number("reduce_bucket_size", None),
-        max_live=number("stage3_max_live_parameters", 1_000_000_000),
-        sub_group=number("sub_group_size", 1_000_000_000),
+        reduce_bucket=_elements(zero, "reduce_bucket_size", None),
+        max_live=_elements(zero, "stage3_max_live_parameters", 1_000_000_000),
+        sub_group=_elements(zero, "sub_group_size", 1_000_000_000),
         offloads_weights=places["param"] == "cpu",
         offloads_states=places["optimizer"] == "cpu",
-        pins=bool((zero.get("offload_optimizer") or {}).get("pin_memory", False)),
+        pins=is_true("deepspeed", offload["optimizer"], "pin_memory"),
     )
 
 

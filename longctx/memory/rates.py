@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -93,18 +94,33 @@ def rates_path(device: torch.device) -> Path:
 
 def read_rates(device: torch.device) -> Measured | None:
     """None where nothing is kept, or a damaged file."""
+    path = rates_path(device)
+    if not os.path.isfile(path):  # a pipe would be waited for
+        return None
     try:
-        found = json.loads(rates_path(device).read_text())
+        found = json.loads(path.read_text())
         attention = {
             name: {int(tokens): (float(f), float(b)) for tokens, (f, b) in lengths.items()}
             for name, lengths in found["attention"].items()
         }
         measured = Measured(**{**found, "attention": attention, "link": Link(*found["link"])})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    numbers = [measured.flops, measured.memory_bytes, *measured.link]
-    whole = all(isinstance(number, float) and number > 0 for number in numbers)
-    return measured if whole and attention and all(attention.values()) else None
+    return measured if _is_sound(measured) else None
+
+
+def _is_sound(measured: Measured) -> bool:
+    """Whether all that was read are rates and bytes."""
+    attention = measured.attention.values()
+    if not attention or not all(attention):
+        return False
+    counts = [measured.locked_bytes, measured.tried_bytes]
+    counts += [tokens for lengths in attention for tokens in lengths]
+    numbers: list[float] = [measured.flops, measured.memory_bytes, *measured.link]
+    numbers += [rate for lengths in attention for pair in lengths.values() for rate in pair]
+    return all(type(count) is int and count >= 0 for count in counts) and all(
+        isinstance(number, float) and 0 < number < math.inf for number in numbers
+    )
 
 
 def write_rates(device: torch.device, measured: Measured) -> Path | None:

@@ -121,13 +121,20 @@ def read_given(path: str | Path) -> Given:
             path=path,
             run={name: plan["run"][name] for name in OPTIONS},
             model={name: int(plan["model"][name]) for name in DIMENSIONS},
-            budget=Budget(int(gpu), int(host)),
+            budget=Budget(_whole(gpu), _whole(host)),
             ladder=_ladder(plan["layers"]),
-            cut=Cut(*map(int, plan["cut"])),
+            cut=Cut(*(_whole(number, 1) for number in plan["cut"])),
             places=[Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in _lists(plan)],
         )
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"--plan {path} is no plan: write one with longctx plan --json") from error
+
+
+def _whole(number: Any, least: int = 0) -> int:
+    """Raises ValueError for what is no size."""
+    if type(number) is not int or not least <= number < 2**63:
+        raise ValueError(number)
+    return number
 
 
 def _ladder(layers: Sequence[tuple[str, str | None]]) -> Ladder:

@@ -119,9 +119,27 @@ def _total(folder: Path) -> int | None:
 
 
 def _free(folder: Path) -> tuple[int, bool]:
-    """Of the nearest folder above that exists: bytes free, whether it may be written."""
-    here = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    return shutil.disk_usage(here).free, os.access(here, os.W_OK)
+    """Of the nearest folder above that exists: bytes free, whether `folder` is there or can be
+    made, and may be written."""
+    above = [folder, *Path(os.path.abspath(folder)).parents]
+    at = next(i for i, path in enumerate(above) if os.path.isdir(path))  # False for odd names
+    here = above[at]
+    makes = os.access(here, os.W_OK | os.X_OK)
+    if at:
+        makes = makes and not os.path.lexists(above[at - 1]) and _can_be_named(folder)
+    return shutil.disk_usage(here).free, makes
+
+
+def _can_be_named(path: Path) -> bool:
+    """Whether nothing but its absence keeps a path from being there: it is not too long, and no
+    file or circle of links is in its way."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def unfit_packages() -> list[Unfit]:

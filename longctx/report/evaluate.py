@@ -32,7 +32,8 @@ from longctx.config import DataArguments, ModelArguments
 from longctx.data.encoding import encode
 from longctx.data.sources import find_files, read_documents
 from longctx.data.tokenizer import load_tokenizer
-from longctx.errors import UserError, check_writable, one_line, printable, writing
+from longctx.errors import UserError, one_line, printable
+from longctx.files import MARK, check_writable, replace_file
 from longctx.program import Parser
 from longctx.recipe import read_text
 from longctx.report.needle import DEPTHS, needles
@@ -40,6 +41,8 @@ from longctx.report.page import pyplot
 from longctx.run.loading import load_config, load_model
 
 LOGIT_TOKENS = 1024
+PICTURES = {"png": "Software", "pdf": "Creator", "svg": "Creator"}
+"""Ending -> what such a file calls the program that made it."""
 Result = dict[str, Any]
 
 
@@ -78,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     name = args.name or args.model
     if args.output:
-        check_writable(args.output)
+        # What holds no results is refused when it is read.
+        check_writable(args.output, *find_files(args.eval_file), ours=lambda path: True)
         others = read_others(args.output, name)
     if args.plot:
         check_picture(args.plot, others, [args.output, *find_files(args.eval_file)])
@@ -93,9 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = [*read_others(args.output, name), result]
         write_results(args.output, results)
         if args.plot:
-            drawn = picture(results, args.plot)
-            with writing(args.plot):
-                args.plot.write_bytes(drawn)
+            replace_file(args.plot, picture(results, args.plot))
 
 
 def evaluate(
@@ -243,18 +245,13 @@ def read_others(path: Path, name: str) -> list[Result]:
 
 
 def write_results(path: Path, results: list[Result]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        try:
-            temporary.write_text(json.dumps(results, indent=1), encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    replace_file(path, json.dumps(results, indent=1).encode())
 
 
 def check_picture(path: Path, others: list[Result], inputs: Sequence[Path]) -> None:
     """Raises UserError where a picture could not be written after hours of work."""
-    if path.suffix[1:].lower() not in pyplot().figure().canvas.get_supported_filetypes():
+    pyplot()  # where it is not installed, that is said first
+    if path.suffix[1:].lower() not in PICTURES:
         raise UserError(f"cannot write {path}: name it .png, .pdf or .svg")
     check_writable(path, *inputs)
     if others:
@@ -267,7 +264,10 @@ def picture(results: Sequence[Result], path: Path) -> bytes:
     file = io.BytesIO()
     try:
         with pyplot().rc_context({"text.parse_math": False}):  # names may hold dollar signs
-            draw(results).savefig(file, format=path.suffix[1:].lower(), dpi=120)
+            kind = path.suffix[1:].lower()
+            draw(results).savefig(
+                file, format=kind, dpi=120, metadata={PICTURES[kind]: MARK.decode()}
+            )
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise UserError(
             f"--output holds results that cannot be drawn ({one_line(error)}): give another file"

@@ -14,7 +14,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from longctx.errors import UserError, writing
+from longctx.errors import UserError
+from longctx.files import MARK, replace_file
 
 _JINJA = Environment(
     autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -25,6 +26,7 @@ _PAGE = _JINJA.from_string("""\
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="{{ mark }}">
 <title>{{ title }}</title>
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
@@ -133,6 +135,5 @@ def with_ending(output: Path, ending: str) -> Path:
 
 def write_page(path: Path, title: str, parts: Iterable[str]) -> None:
     """Writes the page of `parts` (what the functions above return). Raises UserError."""
-    page = _PAGE.render(title=title, parts=parts)
-    with writing(path):
-        path.write_text(page, encoding="utf-8", errors="backslashreplace")  # lone surrogates
+    page = _PAGE.render(title=title, parts=parts, mark=MARK.decode())
+    replace_file(path, page.encode(errors="backslashreplace"))  # lone surrogates

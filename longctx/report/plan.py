@@ -29,7 +29,8 @@ from longctx.config import ModelArguments, TrainArguments
 from longctx.data.tokenizer import VOCAB_SIZE
 from longctx.engines import Engine
 from longctx.engines.rows import groups_of, ulysses
-from longctx.errors import UserError, check_writable, printable
+from longctx.errors import UserError, printable
+from longctx.files import check_writable
 from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB
@@ -45,6 +46,9 @@ from longctx.run.options import parse_planned
 from longctx.run.states import describe_states, uses_exact_states
 
 SWEEP_FROM = 4096
+MOST_GPUS = 1024
+MOST_TOKENS, MOST_ROWS = 1 << 36, 4096
+"""Of a batch, and rows of a GPU in a step: beyond, no answer comes in seconds, nor would a step."""
 DAY = 24 * 60 * 60
 
 
@@ -153,6 +157,14 @@ def run_of(
     """Raises UserError for GPUs that cannot do it together, and what of them no plan knows."""
     ranks, exact = args.sequence_parallel_size, uses_exact_states(args, DTYPE)
     patched = model_args.class_type == "custom"
+    passes = args.gradient_accumulation_steps
+    rows = args.per_device_train_batch_size
+    if rows * model_args.seq_len > MOST_TOKENS or rows * passes > MOST_ROWS or gpus > MOST_GPUS:
+        raise UserError(
+            f"the plan knows batches of up to {MOST_TOKENS:.0e} tokens, {MOST_ROWS} rows a step "
+            f"and {MOST_GPUS} GPUs: lower --per_device_train_batch_size, "
+            "--gradient_accumulation_steps or --gpus"
+        )
     engine.check_shares_rows(ranks > 1, patched)
     if ranks > 1 and not patched:
         ulysses(HF_ATTENTION.get(model_args.attn_backend, "sdpa"))
@@ -168,13 +180,13 @@ def run_of(
         model=model_args,
         place=args.place,
         gpu_memory_gib=args.gpu_memory_gib,
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=passes,
         exact=exact,
         document_tokens=document_tokens,
         gpus=gpus,
         sequence_parallel_size=ranks,
-        engine=engine.layout(gpus, args.gradient_accumulation_steps),
+        engine=engine.layout(gpus, passes),
     )
 
 

@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.errors import UserError, check_writable, printable
+from longctx.errors import UserError, printable
+from longctx.files import check_writable
 from longctx.output import METRICS
 from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
 
 Line = dict[str, Any]
+LARGEST_BYTES = 1 << 28
+"""Of metrics: a million logged lines."""
 
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "Loss": ("loss", {"loss": "training", "eval_loss": "evaluation"}),
@@ -73,6 +76,8 @@ def read_metrics(path: Path) -> list[Line]:
     """The logged lines in order. Half a line, as a kill or a full disk leaves, is left out and
     said. Raises UserError for a file without any logged step."""
     try:
+        if (size_bytes := path.stat().st_size) > LARGEST_BYTES:
+            raise UserError(f"{path} has {size_bytes >> 20} MiB, which no run logs")
         texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file") from error

@@ -28,15 +28,22 @@ from longctx.attention.backends import NO_WINDOWS, choose_attention
 from longctx.config import ModelArguments, expanded, installed
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
-from longctx.errors import UserError, one_line, print_rank0
+from longctx.errors import UserError, one_line, print_rank0, shortened
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
 from longctx.model.families import FAMILIES, has_windows, head_dim
 from longctx.model.patch import patch_as
 from longctx.presets import PRESETS
 
-MOST_LAYERS = 10_000
-"""Each takes 10 ms even on the meta device."""
+MOST_LAYERS = 512
+"""Each takes 10 ms even on the meta device; the deepest language models have about 130."""
+LARGEST_SIZE = 1 << 22
+"""Of a config.json: products of three such numbers fit in 64 bits, and no model comes near it."""
+SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+)
+"""What must be whole and positive, where a model has it."""
 
 HF_ATTENTION = {
     "sdpa": "sdpa",
@@ -85,7 +92,11 @@ def read_config(args: ModelArguments) -> PretrainedConfig:
     name, where = _pretrained(args)
     try:
         adapter = find_adapter_config_file(name)
+        if "gguf_file" not in where:
+            _check_raw_sizes(args, PretrainedConfig.get_config_dict(name)[0])
         config = AutoConfig.from_pretrained(name, **where)
+    except UserError:
+        raise
     except Exception as error:  # a file's values raise as many types as there are checks
         raise _unreadable(args, error, "its config.json: ") from error
     if adapter:  # transformers would put it into the model, whoever's that is
@@ -93,18 +104,45 @@ def read_config(args: ModelArguments) -> PretrainedConfig:
             f"{args.model_name_or_path} holds an adapter ({Path(adapter).name}) and a run trains "
             "whole models, or new adapters: merge it into its model first (longctx merge)"
         )
-    layers = getattr(config, "num_hidden_layers", 1)
-    if not 1 <= layers <= MOST_LAYERS:
-        raise UserError(f"{args.model_name_or_path}: its config.json has {layers} layers")
-    dropout = getattr(config, "attention_dropout", None) or 0.0
-    if not 0 <= dropout < 1:
-        raise UserError(f"{args.model_name_or_path}: its config.json drops {dropout} of attention")
+    _check_sizes(args, config)
     if "gguf_file" not in where:
         _refuse_quantised(args, config)
     # A kernel of the hub, which would be downloaded and run; a layout over GPUs.
     config._attn_implementation = config._experts_implementation = None
     vars(config).pop("distributed_config", None)
     return config
+
+
+def _check_raw_sizes(args: ModelArguments, found: Mapping[str, Any]) -> None:
+    """Raises UserError for numbers in a config.json that are too large: some configurations make a
+    list of so many layers while they are read."""
+    for name, value in found.items():
+        if isinstance(value, dict):  # the text part of a model
+            _check_raw_sizes(args, value)
+        elif name in SIZES and isinstance(value, (int, float)) and value > 1:
+            _check_size(args, name, value)
+
+
+def _check_sizes(args: ModelArguments, config: PretrainedConfig) -> None:
+    """Raises UserError for numbers of which no model can be made, or none in any memory: not every
+    configuration looks at its values."""
+    for part in (config, config.get_text_config()):
+        for name in SIZES:
+            found = getattr(part, name, None)
+            if found is not None and not isinstance(found, list):  # of numbers for each layer
+                _check_size(args, name, found)
+    dropout = getattr(config, "attention_dropout", None) or 0.0
+    if not 0 <= dropout < 1:
+        raise UserError(f"{args.model_name_or_path}: its config.json drops {dropout} of attention")
+
+
+def _check_size(args: ModelArguments, name: str, found: Any) -> None:
+    most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
+    if type(found) is not int or not 1 <= found <= most:
+        raise UserError(
+            f"{args.model_name_or_path}: its config.json has {name} {shortened(repr(found), 40)}: "
+            f"a whole number from 1 to {most} is needed"
+        )
 
 
 def _refuse_quantised(args: ModelArguments, config: PretrainedConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -177,12 +178,27 @@ def test_kept_by_hardware_and_versions(folder, monkeypatch) -> None:
         json.dumps(asdict(replace(MEASURED, attention={}))),
         json.dumps(asdict(MEASURED) | {"link": [1.0]}),
         json.dumps(asdict(MEASURED) | {"more": 1}),
+        "[" * 100_000,
+        json.dumps(asdict(replace(MEASURED, flops=float("inf")))),
+        json.dumps(asdict(replace(MEASURED, memory_bytes=float("nan")))),
+        json.dumps(asdict(replace(MEASURED, attention={"fa4": {8192: (0.0, 1e12)}}))),
+        json.dumps(asdict(replace(MEASURED, attention={"fa4": {8192: (float("nan"), 1e12)}}))),
+        json.dumps(asdict(MEASURED) | {"locked_bytes": "all"}),
+        json.dumps(asdict(MEASURED) | {"tried_bytes": -1}),
     ],
 )
 def test_a_damaged_file_is_none(folder, text) -> None:
     path = write_rates(CPU, MEASURED)
     assert path is not None
     path.write_text(text)
+    assert read_rates(CPU) is None
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(folder) -> None:
+    path = write_rates(CPU, MEASURED)
+    assert path is not None
+    path.unlink()
+    os.mkfifo(path)
     assert read_rates(CPU) is None
 
 

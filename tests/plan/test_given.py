@@ -102,6 +102,13 @@ def test_what_is_no_plan(tmp_path, text, says) -> None:
         {"budget_bytes": ["many", 1]},
         {"run": {}},
         {"model": {"layers": "four"}},
+        {"budget_bytes": [-1, 1]},
+        {"budget_bytes": [10**30, 1]},
+        {"budget_bytes": [True, 1]},
+        {"cut": [-1, 1, 1]},
+        {"cut": [512, 0, 1]},
+        {"cut": [512, 1, "1"]},
+        {"cut": [512, 1.5, 1]},
     ],
 )
 def test_a_damaged_plan(tmp_path, changes) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 from paths import ROOT
+
+from longctx import cli
 
 
 def longctx(module: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -41,3 +44,32 @@ def test_the_module_is_the_command(module: str) -> None:
     missing = longctx(module, "report", "no/such/run")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert missing.stderr == "error: no such folder or file: no/such/run\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.255.255.1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"},
+        {"RANK": "first", "WORLD_SIZE": "", "LOCAL_RANK": "-", "LOCAL_WORLD_SIZE": "0"},
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "/nowhere"},
+        {"ACCELERATE_USE_FSDP": "perhaps", "FSDP_VERSION": "1"},
+        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "many"},
+        {
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_RANK": "2",
+            "PMI_RANK": "1",
+            "PMI_SIZE": "4",
+        },
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "MV2_COMM_WORLD_RANK": "1"},
+    ],
+    ids=lambda said: next(iter(said.values())) + "-" + next(iter(said)),
+)
+def test_commands_start_alone_whatever_launched_them(said, monkeypatch, capsys) -> None:
+    for name, value in ({"MASTER_PORT": "29999"} | said).items():
+        monkeypatch.setenv(name, value)
+    plan = "plan --preset tiny --seq_len 512 --gpu h100 --host_memory_gib 8 --json"
+    cli.run(plan.split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["engine"] is None and found["gpus"] == 1
+    assert all(os.environ[name] == value for name, value in said.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -140,6 +141,36 @@ def test_this_very_machine(tmp_path, monkeypatch, capsys) -> None:
         "free_gib": pytest.approx(found["folders"]["output"]["free_gib"]),
     }
     assert found["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [
+        ("a/b/c", True),
+        ("", True),
+        (os.fsdecode(b"caf\xe9"), True),
+        ("two\nlines", True),
+        ("x" * 300, False),
+        ("x/" * 3000, False),
+        ("file", False),
+        ("file/below", False),
+        ("pipe", False),
+        ("loop", False),
+        ("loop/below", False),
+        ("dangling", False),
+        ("dangling/below", False),
+    ],
+)
+def test_odd_folders(name, writes, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    monkeypatch.setattr(doctor, "gpu_here", lambda: None)
+    facts = doctor.examine({"output": tmp_path / name})
+    assert facts.folders["output"][2] == writes
+    doctor.show(doctor.as_json(facts))
+    assert ("may not be written" in capsys.readouterr().out) == (not writes)
 
 
 @pytest.mark.gpu

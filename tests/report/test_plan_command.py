@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from paths import ROOT
 
 from longctx.errors import UserError
 from longctx.report.plan import main
+from longctx.run.loading import SIZES
 
 FSDP2 = ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs/fsdp2.json")]
 ZERO3 = ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
@@ -123,6 +125,61 @@ def test_what_is_wrong_is_one_line(words, says) -> None:
     with pytest.raises(UserError) as error:
         main([*MODEL, *words])
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--head_groups", "-1"], "--head_groups must be at least 1"),
+        (["--tile_tokens", "0"], "--tile_tokens must be at least 1"),
+        (["--gpus", "1e9"], "and 1024 GPUs: lower"),
+        (["--gradient_accumulation_steps", "2147483647"], "4096 rows a step"),
+        (["--per_device_train_batch_size", "2147483647"], "4096 rows a step"),
+    ],
+)
+def test_what_is_too_large_is_refused_at_once(words, says) -> None:
+    with pytest.raises(UserError, match=says):
+        main([*MODEL, *words])
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 99}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (name, value)
+            for name in SIZES
+            for value in (0, -1, 10**15, "4", True, 1.5, float("nan"))
+        ),
+        ("num_hidden_layers", 9999),
+        ("num_hidden_layers", 10**400),
+    ],
+)
+def test_odd_sizes_in_a_config(family, name, value, tmp_path) -> None:
+    """Where transformers makes a list of so many layers while it reads, too."""
+    config = LLAMA | {"model_type": family, name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError) as error:
+        main(["--model_name_or_path", str(tmp_path), "--gpu", "h100", "--host_memory_gib", "8"])
+    assert "config.json" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe.yaml", "config.json", "model.safetensors", "link.html", "pipe", "note.html"]
+)
+def test_the_page_overwrites_nothing(name, tmp_path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    for other in ("recipe.yaml", "config.json", "model.safetensors", "note.html"):
+        (tmp_path / other).write_text("preset: tiny\n")
+    (tmp_path / "link.html").symlink_to(recipe)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=f"cannot write .*{name}"):
+        main(["--config", str(recipe), "--gpu", "h100", "--html", str(tmp_path / name)])
+    assert recipe.read_text() == (tmp_path / "config.json").read_text() == "preset: tiny\n"
 
 
 def test_an_engine_on_several_gpus(capsys, tmp_path) -> None:

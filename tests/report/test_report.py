@@ -86,6 +86,8 @@ def test_damaged_lines_are_left_out_and_said(tmp_path: Path, damaged: str, capsy
         ("link", "link would overwrite .*metrics.jsonl"),
         ("same", "same would overwrite .*metrics.jsonl"),
         ("none/../metrics.jsonl", "would overwrite .*metrics.jsonl"),
+        ("elsewhere", "elsewhere: it is a link"),
+        ("notes.html", "notes.html: it is there already and longctx did not write it"),
     ],
 )
 def test_a_page_that_cannot_be_written_changes_nothing(
@@ -95,6 +97,8 @@ def test_a_page_that_cannot_be_written_changes_nothing(
     metrics = run / "metrics.jsonl"
     os.mkfifo(run / "pipe")
     (run / "link").symlink_to("metrics.jsonl")
+    (run / "elsewhere").symlink_to(tmp_path / "nowhere")
+    (run / "notes.html").write_text("<!DOCTYPE html>")
     (run / "same").hardlink_to(metrics)
     before = metrics.read_text()
     with pytest.raises(SystemExit, match=f"error: .*{message}"):

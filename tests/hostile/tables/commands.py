@@ -1,4 +1,5 @@
-"""`longctx cache`, `eval`, `verify` and the command itself, with odd words and odd folders."""
+"""`longctx cache`, `doctor`, `plan`, `eval`, `verify` and the command itself, with odd words, files
+and folders."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from hostile.files import (
     Make,
     base,
     cut,
+    edit,
     empty,
     file,
     flip,
@@ -82,6 +84,19 @@ def verified(change: Change, name: str = "checkpoint-4") -> Make:
     return make
 
 
+def planned(change: Change) -> Make:
+    """`longctx plan` for a model, changed."""
+
+    def make(folder: Path) -> list[str]:
+        copy = shutil.copytree(base(folder) / "model", folder / "broken")
+        change(copy)
+        return ["longctx", "plan", "--model_name_or_path", str(copy), "--gpu", "h100"]
+
+    return make
+
+
+PLAN = "longctx plan --preset tiny --seq_len 512 --gpu h100 --host_memory_gib 8"
+ZERO = '{"zero_optimization": {"stage": 3, "reduce_bucket_size": %s}}'
 OURS = "rows-v1-" + "0" * 20 + ".arrow"
 SAVED = (
     *("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"),
@@ -172,6 +187,89 @@ COMMANDS = {
         fails("cannot read the cache folder .*Permission denied"),
         bound_by_permissions,
     ),
+    # doctor
+    **{
+        f"doctor: {what}": (given(f"longctx doctor --output_dir {name}"), prints(said))
+        for what, name, said in (
+            ("a folder", "FOLDER/new", "free some|train on a machine|another"),
+            ("a name too long", "x" * 300, "may not be written"),
+            ("a file", "BASE/data/1.txt", "1.txt may not be written"),
+            ("below a file", "BASE/data/1.txt/x", "may not be written"),
+        )
+    },
+    "doctor: a circle of links": (
+        lambda f: (f / "a").symlink_to("a") or ["longctx", "doctor", "--cache_dir", str(f / "a")],
+        prints("may not be written"),
+    ),
+    # plan
+    **{
+        f"plan: {what}": (given(f"{PLAN} {words}"), fails(said))
+        for what, words, said in (
+            ("a negative cut", "--head_groups -1", "--head_groups must be at least 1"),
+            ("tiles of nothing", "--tile_tokens 0", "--tile_tokens must be at least 1"),
+            ("steps of a lifetime", "--gradient_accumulation_steps 2147483647", "rows a step"),
+            ("a page over weights", "--html BASE/model/model.safetensors", "did not write it"),
+            ("a page over a config", "--html BASE/model/config.json", "did not write it"),
+            ("a page that is a device", "--html /dev/full", "it is no regular file"),
+        )
+    },
+    "plan: a page over its recipe": (
+        lambda f: (
+            file("r.yaml", "seq_len: 512\n")(f)
+            and given(f"{PLAN} --config FOLDER/r.yaml --html FOLDER/r.yaml")(f)
+        ),
+        fails("r.yaml: it is there already and longctx did not write it"),
+    ),
+    "plan: a page through a planted link": (
+        lambda f: (
+            file("mine", "x")(f)
+            and (f / "p.html").symlink_to("mine")
+            or given(f"{PLAN} --html FOLDER/p.html")(f)
+        ),
+        fails("p.html: it is a link"),
+    ),
+    "plan: a page": (given(f"{PLAN} --html FOLDER/p.html"), prints("wrote .*p.html")),
+    **{
+        f"plan: as rank 1 of {what}": (given(PLAN), prints("tokens/s"), environment(**said))
+        for what, said in {
+            "torchrun": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            "accelerate": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "LOCAL_RANK": "1"},
+            "MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            "Slurm": {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+        }.items()
+    },
+    **{
+        f"plan: {what}": (
+            lambda f, text=text: (
+                file("e.json", text)(f)
+                and given(f"{PLAN} --gpus 2 --deepspeed FOLDER/e.json --extend_context")(f)
+            ),
+            fails(said),
+        )
+        for what, text, said in (
+            ("a bucket of words", ZERO % '"many"', "reduce_bucket_size must be a number"),
+            ("a negative bucket", ZERO % "-1", "reduce_bucket_size must be a number"),
+            ("a bucket of NaN", ZERO % "NaN", "reduce_bucket_size must be a number"),
+            ("settings that are a list", '{"zero_optimization": [3]}', "must be an object"),
+        )
+    },
+    **{
+        f"plan: {name} {value}": (
+            planned(edit("config.json", **{name: value})),
+            fails("config.json"),
+        )
+        for name, value in (
+            ("num_hidden_layers", 9999),
+            ("num_hidden_layers", 10**15),
+            ("hidden_size", 10**15),
+            ("intermediate_size", 0),
+            ("intermediate_size", 10**15),
+            ("vocab_size", 0),
+            ("num_attention_heads", -1),
+            ("num_key_value_heads", 0),
+            ("head_dim", 10**15),
+        )
+    },
     # eval
     "eval: a model": (given(EVAL), prints("needles found in all")),
     "eval: no model": (given("longctx eval"), fails("model|required")),
@@ -209,6 +307,7 @@ COMMANDS = {
             "--output FOLDER/e.json --plot FOLDER": "cannot write",
             "--output FOLDER": "cannot write .*no regular file",
             "--output /dev/full": "cannot write /dev/full: it is no regular file",
+            "--output BASE/long.txt": "long.txt would overwrite .*long.txt",
             "--output FOLDER/e.png --plot FOLDER/e.png": "e.png would overwrite .*e.png",
             f"--output FOLDER/{'x' * 300}": "cannot write .*File name too long",
             "--output BASE/data/1.txt/x": "cannot write",

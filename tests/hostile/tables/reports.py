@@ -245,6 +245,38 @@ REPORTS = {
         ),
         fails("report.html would overwrite .*metrics.jsonl"),
     ),
+    "a run's page that is a planted link": (
+        lambda f: (
+            metrics(GOOD)(f)
+            and (f / "theirs").write_text("x")
+            and (f / "mine/report.html").symlink_to("../theirs")
+            or REPORT
+        ),
+        fails("report.html: it is a link"),
+    ),
+    "a run's page that is a link to nothing": (
+        lambda f: metrics(GOOD)(f) and (f / "mine/report.html").symlink_to("none") or REPORT,
+        fails("report.html: it is a link"),
+    ),
+    **{
+        f"a page over {what}": (
+            lambda f, data=data: (
+                metrics(GOOD)(f)
+                and (f / "theirs.html").write_bytes(data)
+                and [*REPORT, "--output", "FOLDER/theirs.html"]
+            ),
+            fails("theirs.html: it is there already and longctx did not write it"),
+        )
+        for what, data in {
+            "somebody's page": b"<!DOCTYPE html><p>mine",
+            "notes on longctx": b"made with longctx",
+            "weights": bytes(1000),
+        }.items()
+    },
+    "metrics of a terabyte": (
+        lambda f: metrics(GOOD)(f) and os.truncate(f / "mine/metrics.jsonl", 1 << 40) or REPORT,
+        fails("metrics.jsonl has 1048576 MiB"),
+    ),
     "metrics called report.html": (
         lambda f: (
             metrics(GOOD)(f)
