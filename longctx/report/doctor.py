@@ -121,7 +121,7 @@ def _total(folder: Path) -> int | None:
 def _free(folder: Path) -> tuple[int, bool]:
     """Of the nearest folder above that exists: bytes free, whether `folder` is there or can be
     made, and may be written."""
-    above = [folder, *Path(os.path.abspath(folder)).parents]
+    above = [folder, *folder.parents]
     at = next(i for i, path in enumerate(above) if os.path.isdir(path))  # False for odd names
     here = above[at]
     makes = os.access(here, os.W_OK | os.X_OK)

@@ -39,6 +39,7 @@ MOST_LAYERS = 512
 """Each takes 10 ms even on the meta device; the deepest language models have about 130."""
 LARGEST_SIZE = 1 << 22
 """Of a config.json: products of three such numbers fit in 64 bits, and no model comes near it."""
+LARGEST_CONFIG_BYTES = 1 << 24
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
@@ -366,8 +367,11 @@ def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
         return str(path.parent), {**where, "gguf_file": path.name}
     folder = expanded(name)
     if os.path.isdir(folder):
-        if not os.path.isfile(folder / "config.json"):
+        config = folder / "config.json"
+        if not os.path.isfile(config):
             raise UserError(f"--model_name_or_path {name} has no config.json: it holds no model")
+        if (size_bytes := config.stat().st_size) > LARGEST_CONFIG_BYTES:
+            raise UserError(f"{name}: its config.json has {size_bytes >> 20} MiB")
         return str(folder), where
     if os.path.exists(folder) or name.startswith((".", "/", "~")):
         raise UserError(

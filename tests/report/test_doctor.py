@@ -173,6 +173,16 @@ def test_odd_folders(name, writes, tmp_path, monkeypatch, capsys) -> None:
     assert ("may not be written" in capsys.readouterr().out) == (not writes)
 
 
+def test_a_working_folder_that_is_gone(tmp_path, monkeypatch, capsys) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(doctor, "gpu_here", lambda: None)
+    doctor.main([])
+    assert "runs/longctx" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(capsys) -> None:
     doctor.main(["--json"])

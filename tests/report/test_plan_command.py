@@ -168,6 +168,13 @@ def test_odd_sizes_in_a_config(family, name, value, tmp_path) -> None:
     assert "config.json" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_config_without_end(tmp_path) -> None:
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", 1 << 36)
+    with pytest.raises(UserError, match="config.json has 65536 MiB"):
+        main(["--model_name_or_path", str(tmp_path), "--gpu", "h100"])
+
+
 @pytest.mark.parametrize(
     "name", ["recipe.yaml", "config.json", "model.safetensors", "link.html", "pipe", "note.html"]
 )
