@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from longctx.files import replace_file
+from longctx.writing import replace_file
 
 _PACKAGES = (
     "torch triton transformers accelerate liger-kernel cut-cross-entropy flash-attn-4 deepspeed trl"

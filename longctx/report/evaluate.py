@@ -33,12 +33,12 @@ from longctx.data.encoding import encode
 from longctx.data.sources import find_files, read_documents
 from longctx.data.tokenizer import load_tokenizer
 from longctx.errors import UserError, one_line, printable
-from longctx.files import MARK, check_writable, replace_file
 from longctx.program import Parser
 from longctx.recipe import read_text
 from longctx.report.needle import DEPTHS, needles
 from longctx.report.page import pyplot
 from longctx.run.loading import load_config, load_model
+from longctx.writing import MARK, check_writable, replace_file
 
 LOGIT_TOKENS = 1024
 PICTURES = {"png": "Software", "pdf": "Creator", "svg": "Creator"}

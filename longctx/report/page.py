@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from longctx.errors import UserError
-from longctx.files import MARK, replace_file
+from longctx.writing import MARK, replace_file
 
 _JINJA = Environment(
     autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -30,7 +30,6 @@ from longctx.data.tokenizer import VOCAB_SIZE
 from longctx.engines import Engine
 from longctx.engines.rows import groups_of, ulysses
 from longctx.errors import UserError, printable
-from longctx.files import check_writable
 from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB
@@ -44,6 +43,7 @@ from longctx.report.page import figure, heading, paragraph, pyplot, table, write
 from longctx.run.loading import HF_ATTENTION, load_config
 from longctx.run.options import parse_planned
 from longctx.run.states import describe_states, uses_exact_states
+from longctx.writing import check_writable
 
 SWEEP_FROM = 4096
 MOST_GPUS = 1024

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import UserError, printable
-from longctx.files import check_writable
 from longctx.output import METRICS
 from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
+from longctx.writing import check_writable
 
 Line = dict[str, Any]
 LARGEST_BYTES = 1 << 28

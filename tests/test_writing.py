@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from longctx.errors import UserError
-from longctx.files import MARK, check_writable, replace_file
+from longctx.writing import MARK, check_writable, replace_file
 
 PAGE = b"<!DOCTYPE html>\n<meta content='" + MARK + b"'>"
 
