@@ -11,6 +11,7 @@ from longctx import cli
 from longctx.errors import UserError
 from longctx.program import Parser, program
 
+pytestmark = pytest.mark.usefixtures("heard_signals")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
