@@ -24,7 +24,8 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
 from longctx.config import DataArguments, expanded
-from longctx.data.records import Document, as_document, parse_json
+from longctx.data.records import Document, as_document
+from longctx.data.values import parse_json
 from longctx.errors import UserError
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})

@@ -77,7 +77,7 @@ def test_a_long_conversation_may_take_longer_than_one_call(monkeypatch):
         chat.Connection, "recv", lambda self: answers.append(answer(self)) or answers[-1]
     )
     render(PLAIN_CHATML)
-    assert answers[:-1] == [None] * 3 and answers[-1][0].startswith("<|bos|>")
+    assert answers[:-1] == [None] * 3 and answers[-1][0][0].startswith("<|bos|>")
 
 
 def test_a_child_that_is_killed_is_said(monkeypatch):

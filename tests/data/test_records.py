@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from longctx.data.records import as_document, parse_json
+from longctx.data.records import as_document
+from longctx.data.values import parse_json
 from longctx.errors import UserError
 
 
