@@ -172,14 +172,21 @@ def same_at(conversation: Conversation, render: Renderer, number: int) -> str | 
     turns = conversation.messages[: number + 1]
     try:
         prompt, _ = render.own(turns[:-1], add_generation_prompt=True)
-        whole, _ = render.own(turns)
         upto = replace(conversation, messages=turns)
         text, spans = render.training(upto, conversation.training, [number])
+        if len(spans) != 1 or spans[0][0] != len(prompt) or not text.startswith(prompt):
+            return None
+        answer = text[len(prompt) :]
+        if render.own(turns)[0] == prompt + answer:
+            return text
+        # Mistral's shows a system prompt only while the user's turn is the last: the answer is
+        # compared without one.
+        if turns[0]["role"] != "system":
+            return None
+        prompt, _ = render.own(turns[1:-1], add_generation_prompt=True)
+        return text if render.own(turns[1:])[0] == prompt + answer else None
     except UserError:  # what it is will be said when the tokenizer's own template is used
         return None
-    start = spans[0][0] if len(spans) == 1 else -1
-    same = start == len(prompt) and text.startswith(prompt) and whole.endswith(text[start:])
-    return text if same else None
 
 
 def by_markers(conversation: Conversation, render: Renderer) -> Rendered:
@@ -223,7 +230,8 @@ def by_prefixes(conversation: Conversation, render: Renderer) -> Rendered:
         if not (prompt and turn.startswith(prompt) and whole.startswith(turn)):
             raise UserError(
                 f"{conversation.where}: the chat template rewrites earlier turns (turn {i + 1}), "
-                "so the trained tokens cannot be told; use a template with {% generation %} markers"
+                "so the trained tokens cannot be told; use a template with {% generation %} "
+                "markers, or write `train`: false on the earlier answers"
             )
         # Generation stops at the end-of-turn token: the line break after it is never generated.
         end = len(turn.rstrip()) if turn.rstrip().endswith(conversation.ends) else len(turn)
