@@ -191,24 +191,43 @@ def same_at(conversation: Conversation, render: Renderer, number: int) -> str | 
 
 def by_markers(conversation: Conversation, render: Renderer) -> Rendered:
     """The spans of the template's own markers, without those of turns that are not trained."""
-    messages = conversation.messages
-    text, spans = render.own(messages, return_assistant_tokens_mask=True)
-    dropped: set[int] = set()
-    for i in conversation.untrained:
-        before, after = (
-            render.own(messages[:end], return_assistant_tokens_mask=True) if end else ("", [])
-            for end in (i, i + 1)
-        )
-        if (
-            len(after[1]) <= len(before[1])
-            or _texts(*after) != _texts(text, spans)[: len(after[1])]
-        ):
+    text, spans = render.own(conversation.messages, return_assistant_tokens_mask=True)
+    if not conversation.untrained:
+        return text, spans
+    before = _texts(text, spans)
+    owners: dict[int, int] = {}
+    for i, turn in enumerate(conversation.messages):
+        if turn["role"] != "assistant":
+            continue
+        changed = [*conversation.messages]
+        changed[i] = _changed(turn)
+        answers = _texts(*render.own(changed, return_assistant_tokens_mask=True))
+        touched = [k for k, (a, b) in enumerate(zip(before, answers, strict=False)) if a != b]
+        if len(answers) != len(before) or owners.keys() & set(touched):
             raise UserError(
-                f"{conversation.where}: `train` is false on turn {i + 1}, but the chat template's "
-                "{% generation %} markers do not tell turns apart: use another template"
+                f"{conversation.where}: `train` is false on a turn, but the chat template's "
+                f"{{% generation %}} markers do not tell turn {i + 1} from others: use another one"
             )
-        dropped.update(range(len(before[1]), len(after[1])))
-    return text, [span for number, span in enumerate(spans) if number not in dropped]
+        owners |= dict.fromkeys(touched, i)
+    kept, owner = [], min(owners.values(), default=-1)
+    for number, span in enumerate(spans):  # one without words of its own follows the one before
+        owner = owners.get(number, owner)
+        if owner not in conversation.untrained:
+            kept.append(span)
+    return text, kept
+
+
+def _changed(turn: dict[str, Any]) -> dict[str, Any]:
+    """The turn with other words, so that what is rendered of it changes."""
+    texts = {key: turn[key] + "x" for key in ("content", *REASONING) if turn.get(key) is not None}
+    calls = [_renamed(call) for call in turn.get("tool_calls") or []]
+    return {**turn, **texts, **({"tool_calls": calls} if calls else {})}
+
+
+def _renamed(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _renamed(call["function"])}
+    return {key: value + "x" if key == "name" else value for key, value in call.items()}
 
 
 def _texts(text: str, spans: Sequence[Span]) -> list[str]:
