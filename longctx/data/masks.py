@@ -197,8 +197,6 @@ def by_markers(conversation: Conversation, render: Renderer) -> Rendered:
     before = _texts(text, spans)
     owners: dict[int, int] = {}
     for i, turn in enumerate(conversation.messages):
-        if turn["role"] != "assistant":
-            continue
         changed = [*conversation.messages]
         changed[i] = _changed(turn)
         answers = _texts(*render.own(changed, return_assistant_tokens_mask=True))
