@@ -95,20 +95,10 @@ def _message(turn: Mapping[str, Any], names: tuple[str, str], at: str) -> dict[s
     for key, cure in REFUSED.items():
         if extra.pop(key, []) not in ([], {}):
             raise UserError(f"{at} has `{key}`, which is not read: {cure}")
-    for key in REASONING:
-        if not isinstance(extra.get(key, ""), str):
-            raise UserError(f"{at}: `{key}` must be a string, found {kind(extra[key])}")
-    reasoning = {key: extra[key] for key in REASONING if key in extra}
-    if len(set(reasoning.values())) > 1:
-        names_given = " and ".join(f"`{key}`" for key in reasoning)
-        raise UserError(f"{at}: {names_given} differ: leave one out")
-    if "function_call" in extra:  # OpenAI's name of one call, before there were several
-        if extra.get("tool_calls"):
-            raise UserError(f"{at} has `function_call` and `tool_calls`: leave one out")
-        call = extra.pop("function_call")
-        extra["tool_calls"] = [{"type": "function", "function": call}]
-    if "tool_calls" in extra:
-        extra["tool_calls"] = _calls(extra["tool_calls"], at)
+    _check_reasoning(extra, at)
+    if calls := _all_calls(extra, role, content, at):
+        extra["tool_calls"] = calls
+        content = None if role == "function_call" else content
     if isinstance(content, list):
         content = "".join(_text_part(part, at) for part in content)
     if content is None and extra.get("tool_calls"):
@@ -163,14 +153,62 @@ def _text_part(part: Any, at: str) -> str:
     raise UserError(f"{at} has a part that is not text: only text can be trained on")
 
 
-def _calls(calls: Any, at: str) -> Any:
-    """Calls with their arguments as objects. OpenAI's API keeps them as JSON in a string, which
-    most templates would quote a second time."""
-    if isinstance(calls, str):
-        calls = parse_json(calls, f"{at}: `tool_calls`") if calls.strip() else []
+def _check_reasoning(keys: Mapping[str, Any], at: str) -> None:
+    for key in REASONING:
+        if not isinstance(keys.get(key, ""), str):
+            raise UserError(f"{at}: `{key}` must be a string, found {kind(keys[key])}")
+    given = {key: keys[key] for key in REASONING if key in keys}
+    if len(set(given.values())) > 1:
+        names = " and ".join(f"`{key}`" for key in given)
+        raise UserError(f"{at}: {names} differ: leave one out")
+
+
+def _all_calls(keys: dict[str, Any], role: str, content: Any, at: str) -> list[dict[str, Any]]:
+    """The calls of a turn, under whichever name, which are taken out of `keys`; arguments become
+    objects. OpenAI's API keeps them as JSON in a string, which most templates would quote again."""
+    found: dict[str, Any] = {}
+    if one := keys.pop("function_call", None):  # OpenAI's, before there could be several
+        if not isinstance(one, Mapping):
+            raise UserError(f"{at}: `function_call` must be an object, found {kind(one)}")
+        found["function_call"] = [_function(one)]
+    if several := keys.pop("tool_calls", None):
+        found["tool_calls"] = _parsed(several, f"{at}: `tool_calls`")
+    if role == "function_call" and isinstance(content, str):
+        found["role"] = _share_gpt_calls(content, at)
+    if len(found) > 1:
+        raise UserError(
+            f"{at} has calls as {' and '.join(f'`{key}`' for key in found)}: leave one out"
+        )
+    calls: Any = next(iter(found.values()), [])
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise UserError(f"{at}: `tool_calls` must be a list of objects")
     return [_call(call, at) for call in calls]
+
+
+def _share_gpt_calls(text: str, at: str) -> list[Any]:
+    """One call, or a list of them, that is the text of a turn."""
+    try:
+        (calls,) = _parsed(f"[{text}]", at)
+    except (UserError, ValueError) as error:
+        raise UserError(
+            f"{at} is a function_call that is not JSON: give it the role of the assistant to train "
+            "it as text"
+        ) from error
+    return [
+        call if not isinstance(call, Mapping) or "function" in call else _function(call)
+        for call in (calls if isinstance(calls, list) else [calls])
+    ]
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """Datasets keep lists as JSON in a string."""
+    if not isinstance(value, str):
+        return value
+    return parse_json(value, where) if value.strip() else []
+
+
+def _function(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": call}
 
 
 def _call(call: Mapping[str, Any], at: str) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def test_a_users_turn_may_say_that_it_is_not_trained(keys):
         ({"tool_calls": [{"function": {"arguments": "{"}}]}, "`arguments` of a call is not JSON"),
         ({"tool_calls": [{"function": {"arguments": "[1]"}}]}, "must be an object, found a list"),
         ({"tool_calls": [{"arguments": "[" * 200 + "]" * 200}]}, "nested more than 100 levels"),
-        ({"function_call": {"name": "f"}, "tool_calls": [{"name": "f"}]}, "leave one out"),
+        ({"function_call": {"name": "f"}, "tool_calls": [{"name": "f"}]}, "calls as .*: leave one"),
+        ({"function_call": "auto"}, "`function_call` must be an object, found a string"),
         ({"role": "assistant", "from": "human"}, "a `role` and another `from`"),
         ({"content": "a", "value": "b"}, "a `content` and another `value`"),
     ],
@@ -145,6 +146,27 @@ def test_calls_are_objects_for_the_template(keys):
     messages, _ = read(USER, {"role": "assistant", "content": None, **keys})
     expected = [{"type": "function", "function": CALL}]
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": expected}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"name": "f", "arguments": {"x": 1}}',
+        '{"name": "f", "arguments": "{\\"x\\": 1}"}',
+        '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]',
+    ],
+)
+def test_a_turn_of_calls(value):
+    turns = [{"from": "human", "value": "u"}, {"from": "function_call", "value": value}]
+    messages, _ = read(*turns, key="conversations")
+    expected = [{"type": "function", "function": CALL}]
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": expected}
+
+
+@pytest.mark.parametrize("value", ["f(1)", "", "{", "<think>so</think>{}"])
+def test_a_turn_of_calls_that_is_text(value):
+    with pytest.raises(UserError, match="turn 2 .* is a function_call that is not JSON: give it"):
+        read(USER, {"role": "function_call", "content": value})
 
 
 def test_other_keys_reach_the_template():
