@@ -57,6 +57,18 @@ def file(name: str, data: str | bytes, flag: str = "--train_file") -> Make:
     return make
 
 
+def folder_of(name: bytes, data: bytes) -> Make:
+    """A folder to train on with one file, whose name may be any bytes."""
+
+    def make(folder: Path) -> list[str]:
+        path = Path(os.fsdecode(bytes(folder / "given") + b"/" + name))
+        path.parent.mkdir(parents=True)
+        path.write_bytes(data)
+        return ["--train_file", str(folder / "given")]
+
+    return make
+
+
 def line(text: str | bytes) -> Make:
     """The second line of a JSONL file whose first is good."""
     return file("f.jsonl", GOOD_LINE + (text.encode() if isinstance(text, str) else text))
