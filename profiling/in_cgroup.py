@@ -4,8 +4,7 @@
 
 The command runs in a control group of its own (cgroup v2) with `memory.max` of so many GiB and no
 swap: the kernel gives it no more, and kills it where it asks for more. Needs root. What it holds at
-most is printed at its end. Page-locked memory of longctx's slab counts; what CUDA's driver
-allocates (`cudaHostAlloc`) may not.
+most is printed at its end.
 """
 
 from __future__ import annotations

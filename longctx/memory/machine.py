@@ -8,10 +8,8 @@ Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import psutil
 
@@ -35,14 +33,15 @@ def host_share_bytes() -> int:
 
 def held_host_bytes() -> int:
     """What the processes of this run hold of the machine's memory: their own pages and shared ones,
-    each once, and what is page-locked. Of files that are mapped nothing: the kernel drops those."""
+    each once, with what is page-locked, by us or by CUDA's driver. Of files that are mapped
+    nothing: the kernel drops those."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = psutil.Process(os.getppid() if ranks > 1 else os.getpid())  # who launched all ranks
     held = 0
     for process in [first, *first.children(recursive=True)]:
         kinds = dict(_sizes(Path(f"/proc/{process.pid}/smaps_rollup")))
         held += sum(kinds.get(name, 0) for name in ("Pss_Anon", "Pss_Shmem"))
-    return held + ranks * _driver_bytes()
+    return held
 
 
 def _sizes(path: Path) -> Iterator[tuple[str, int]]:
@@ -51,15 +50,6 @@ def _sizes(path: Path) -> Iterator[tuple[str, int]]:
         words = line.split()
         if len(words) == 3 and words[2] == "kB":
             yield words[0].rstrip(":"), int(words[1]) * 1024
-
-
-def _driver_bytes() -> int:
-    """Of page-locked memory what torch's allocator has from CUDA's driver: no process has its
-    pages. Ranks have as much each."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return 0
-    return int(torch.cuda.host_memory_stats().get("reserved_bytes.current", 0))
 
 
 def cgroup_limit_bytes() -> int | None:
