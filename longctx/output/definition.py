@@ -148,7 +148,8 @@ def differences(before: Run, now: Run) -> dict[str, str]:
     }
     if before.get(DATA) != now[DATA] and not _ROWS & found.keys():
         found[DATA] = "data (the rows are not the same)"
-    model = before.get(MODEL, {})
+    model = before.get(MODEL)
+    model = model if isinstance(model, dict) else {}
     keys = [key for key in model if key in now[MODEL] and model[key] != now[MODEL][key]]
     if keys:
         found[MODEL] = f"model ({', '.join(sorted(keys)[:3])} in config.json)"

@@ -25,7 +25,7 @@ from longctx.errors import UserError, print_rank0
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import GIB
 from longctx.memory.store import free_gpu_bytes
-from longctx.output.resume import apply_learning_rate, explained_damage
+from longctx.output.resume import apply_learning_rate, explained_damage, integrity_problem
 from longctx.output.states import read_states, state_files, write_states
 from longctx.plan.given import read_given
 from longctx.run.states import limit_gpu, place_states, uses_exact_states
@@ -173,10 +173,15 @@ class ExactTrainer(Trainer):
         """With its states: an update that waits, or the rest of another checkpoint's masters, would
         change its weights."""
         self.flush()
-        super()._load_best_model()
-        if self.exact:
-            best = Path(str(self.state.best_model_checkpoint))
-            with explained_damage(best):
+        best = Path(str(self.state.best_model_checkpoint))
+        if problem := integrity_problem(best):
+            raise UserError(
+                f"{best} was the best checkpoint and is not whole any more ({problem}): resume "
+                "without --load_best_model_at_end to write final/"
+            )
+        with explained_damage(best):
+            super()._load_best_model()
+            if self.exact:
                 read_states(self.exact, best)
 
     @overrides

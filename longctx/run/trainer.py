@@ -29,6 +29,7 @@ from longctx.output.rehearsal import rehearse_save
 from longctx.output.resume import (
     apply_learning_rate,
     apply_options,
+    best_checkpoint,
     explained_damage,
     group_options,
     mapped_files,
@@ -155,12 +156,20 @@ class LongTrainer(ExactTrainer):
         self.nonfinite.check_update(self.model, self.state.global_step)
 
     @overrides
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """How often to log, save and evaluate, and with which callbacks, is this run's to say, not
-        the checkpoint's."""
+    def _init_training_state(
+        self, max_steps: int, per_epoch: int, epochs: int, resume: str | None, trial: Any
+    ) -> Any:
+        """How often to log, save and evaluate, with which callbacks, and where the best checkpoint
+        lies, is this run's to say, not the checkpoint's."""
         rehearse_save(self)  # Trainer has changed the configuration for the tokenizer by now
-        begin = super()._init_training_state(max_steps, *args, **kwargs)
+        best = None
+        if resume is not None and Path(resume, STATE).exists():
+            best = best_checkpoint(Path(resume), Path(str(self.args.output_dir)))
+        begin = super()._init_training_state(max_steps, per_epoch, epochs, resume, trial)
         self.state.compute_steps(self.args, max_steps)
+        self.state.best_model_checkpoint = None if best is None else str(best)
+        if best is None:
+            self.state.best_metric = self.state.best_global_step = None
         own = [*self.callback_handler.callbacks, self.control]
         stateful: Any = [callback for callback in own if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
