@@ -30,14 +30,16 @@ MOST_JSON_VALUES = 8_000_000
 MOST_HEADER_BYTES = 16 << 20
 """Of a safetensors file: 100,000 tensors. Parsed, it takes 15 times as much memory."""
 MOST_LEVELS = 100
-TORCH_FILES = (".pt", ".pth", ".bin")
+TORCH_FILES = ("*.pt", "*.pth", "*.bin")
 VET_S, VET_BYTES = 120.0, 512 << 20
 
 
 def odd_entry(folder: Path) -> str | None:
     """The first thing in the folder, at any depth, that is neither file nor folder, nor a link to
-    one; a link to nothing is not odd. None where there is none."""
+    one; a link to nothing is not odd, and nobody looks into hidden folders. None where there is
+    none."""
     for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
         for name in sorted([*folders, *names]):
             path = os.path.join(root, name)
             try:
@@ -103,15 +105,15 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def tensor_problem(folder: Path) -> str | None:
+def tensor_problem(folder: Path, torch_files: Sequence[str] = TORCH_FILES) -> str | None:
     """What is wrong with a file of tensors in the folder itself, in a few words, if reading it
     would take memory without bound; None for all others, damaged ones among them. Torch's files
-    are read in a child with limits."""
-    found = sorted(path for path in folder.glob("*") if path.is_file())
-    for path in found:
-        if path.suffix == ".safetensors" and (size := _header_bytes(path)) > MOST_HEADER_BYTES:
+    (patterns of names) are read in a child with limits."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if (size := _header_bytes(path)) > MOST_HEADER_BYTES:
             return f"{path.name} says that its header has {size} bytes"
-    saved = [p for p in found if p.suffix in TORCH_FILES and p.name != "training_args.bin"]
+    found = {path for pattern in torch_files for path in folder.glob(pattern) if path.is_file()}
+    saved = sorted(path for path in found if path.name != "training_args.bin")
     if not saved:
         return None
     more_bytes = VET_BYTES + 2 * max(path.stat().st_size for path in saved)

@@ -20,6 +20,7 @@ from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.lora.adapters import Reached, adapter_bytes, check_lora
 from longctx.lora.quantise import quantised_loading
+from longctx.output.manifest import read_manifest, write_manifest
 from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")
@@ -115,6 +116,29 @@ def test_another_rank_is_another_run(flags, finished, tmp_path) -> None:
     begun = shutil.copytree(finished("fp32"), tmp_path / "run")
     with pytest.raises(UserError, match="lora_r 4 -> 8"):
         run(flags, begun, "--lora_r", "8", "--resume_from_checkpoint", "last")
+
+
+def test_another_base_is_another_run(flags, finished, tmp_path, capsys) -> None:
+    """Of the same configuration: one bit of its weights differs. Its folder may have moved."""
+    begun = Path(shutil.copytree(finished("fp32"), tmp_path / "run"))
+    moved, other = (Path(shutil.copytree(base_of(flags), tmp_path / n)) for n in ("moved", "other"))
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (other / "model.safetensors").write_bytes(data)
+    last = ["--resume_from_checkpoint", "last", "--model_name_or_path"]
+    with pytest.raises(
+        UserError, match=r"base \(the frozen weights, xxh3 .* -> xxh3 .*changed base"
+    ):
+        run(flags, begun, *last, str(other))
+    run(flags, begun, *last, str(moved))
+    assert "nothing was left to train" in capsys.readouterr().out
+    run(flags, begun, *last, str(other), "--allow_changed", "base")
+    assert "resuming with other options (then and now): base" in capsys.readouterr().out
+    definition = read_manifest(begun / "checkpoint-4")["run"]
+    assert definition.pop("base").startswith("xxh3 ")
+    write_manifest(begun / "checkpoint-4", definition)  # as an earlier version did
+    run(flags, begun, *last, str(other))
+    assert "does not say which weights its adapters were trained over" in capsys.readouterr().out
 
 
 def test_peft_loads_it_and_merging_gives_the_same_model(flags, finished, tmp_path) -> None:
