@@ -110,7 +110,7 @@ def tensor_problem(folder: Path, torch_files: Sequence[str] = TORCH_FILES) -> st
     would take memory without bound; None for all others, damaged ones among them. Torch's files
     (patterns of names) are read in a child with limits."""
     for path in sorted(folder.glob("*.safetensors")):
-        if (size := _header_bytes(path)) > MOST_HEADER_BYTES:
+        if MOST_HEADER_BYTES < (size := _header_bytes(path)) < path.stat().st_size:
             return f"{path.name} says that its header has {size} bytes"
     found = {path for pattern in torch_files for path in folder.glob(pattern) if path.is_file()}
     saved = sorted(path for path in found if path.name != "training_args.bin")
@@ -129,7 +129,7 @@ def _header_bytes(path: Path) -> int:
         with open_regular(path) as file:
             return int.from_bytes(file.read(8), "little")
     except OSError:
-        return 0  # who reads it says why
+        return 0  # whoever reads it says why
 
 
 def _vet(paths: Sequence[Path]) -> str | None:

@@ -6,7 +6,6 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -314,43 +313,3 @@ def test_an_adapter_that_is_not_reached_is_an_error() -> None:
     model[0](torch.ones(1, 2)).sum().backward()
     with pytest.raises(UserError, match=r"does not reach 2 of .*: 1.weight, 1.bias$"):
         reached.on_pre_optimizer_step()
-
-
-MERGES: dict[str, tuple[Any, str]] = {
-    "no adapter": (lambda f: (f / "adapter_config.json").unlink(), "holds no adapter"),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "cannot merge"),
-    "no json": (lambda f: (f / "adapter_config.json").write_text("{"), "cannot merge"),
-    "no model": (lambda f: _change(f, base_model_name_or_path=None), "give --model"),
-    "gone": (lambda f: _change(f, base_model_name_or_path="/no/such"), "cannot merge"),
-    "not finite": (lambda f: _poison(f), "cannot merge"),
-    "nothing": (lambda f: None, ""),
-}
-
-
-def _change(folder: Path, **values: Any) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def _poison(folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    weights = adapter(folder)
-    next(iter(weights.values())).fill_(float("nan"))
-    save_file(weights, folder / "adapter_model.safetensors")
-
-
-@pytest.mark.parametrize("case", MERGES)
-def test_what_cannot_be_merged(finished, tmp_path, case) -> None:
-    change, says = MERGES[case]
-    final = Path(shutil.copytree(finished("fp32") / "final", tmp_path / "final"))
-    change(final)
-    command = ["merge", str(final), "--output", str(tmp_path / "merged")]
-    if not says:
-        cli.run([*command, "--dtype", "bfloat16"])
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
-        says = "exists"
-    with pytest.raises(UserError, match=says) as error:
-        cli.run(command)
-    assert "\n" not in str(error.value)
-    assert not list(tmp_path.glob(".incomplete*"))
