@@ -180,6 +180,15 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.is_symlink() and not name.exists())
 
 
+def require_whole_best(best: Path) -> None:
+    """Raises UserError for one that cannot become final/."""
+    if problem := integrity_problem(best):
+        raise UserError(
+            f"{best} was the best checkpoint and is not whole any more ({problem}): resume without "
+            "--load_best_model_at_end to write final/"
+        )
+
+
 # --- reading ---------------------------------------------------------------------------------
 
 _CPU_BY_NUMBER = 15

@@ -25,7 +25,7 @@ from longctx.errors import UserError, print_rank0
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import GIB
 from longctx.memory.store import free_gpu_bytes
-from longctx.output.resume import apply_learning_rate, explained_damage, integrity_problem
+from longctx.output.resume import apply_learning_rate, explained_damage, require_whole_best
 from longctx.output.states import read_states, state_files, write_states
 from longctx.plan.given import read_given
 from longctx.run.states import limit_gpu, place_states, uses_exact_states
@@ -174,11 +174,7 @@ class ExactTrainer(Trainer):
         change its weights."""
         self.flush()
         best = Path(str(self.state.best_model_checkpoint))
-        if problem := integrity_problem(best):
-            raise UserError(
-                f"{best} was the best checkpoint and is not whole any more ({problem}): resume "
-                "without --load_best_model_at_end to write final/"
-            )
+        require_whole_best(best)
         with explained_damage(best):
             super()._load_best_model()
             if self.exact:

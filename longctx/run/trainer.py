@@ -33,6 +33,7 @@ from longctx.output.resume import (
     explained_damage,
     group_options,
     mapped_files,
+    require_whole_best,
 )
 from longctx.output.save import (
     common_staging,
@@ -165,6 +166,8 @@ class LongTrainer(ExactTrainer):
         best = None
         if resume is not None and Path(resume, STATE).exists():
             best = best_checkpoint(Path(resume), Path(str(self.args.output_dir)))
+        if best is not None and self.args.load_best_model_at_end:
+            require_whole_best(best)
         begin = super()._init_training_state(max_steps, per_epoch, epochs, resume, trial)
         self.state.compute_steps(self.args, max_steps)
         self.state.best_model_checkpoint = None if best is None else str(best)

@@ -52,6 +52,7 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     return {
         "whole": save_base(folder / "whole"),
         "tied": save_base(folder / "tied", tie_word_embeddings=True),
+        "biased": save_base(folder / "biased", attention_bias=True),
     }
 
 
@@ -95,6 +96,9 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "rslora": ("whole", {"use_rslora": True}),
     "DoRA": ("whole", {"use_dora": True}),
     "pissa": ("whole", {"init_lora_weights": "pissa"}),
+    "all biases": ("biased", {"bias": "all"}),
+    "the adapters' biases": ("biased", {"bias": "lora_only"}),
+    "biases of B": ("biased", {"lora_bias": True, "target_modules": ["q_proj", "v_proj"]}),
     "a head of its own": ("whole", {"modules_to_save": ["lm_head"]}),
     "both ends of their own": ("whole", {"modules_to_save": ["lm_head", "embed_tokens"]}),
     "an adapter on the head": ("whole", {"target_modules": ["lm_head", "q_proj"]}),

@@ -29,6 +29,27 @@ def test_a_run_that_is_over_says_so(flags, copy, capsys) -> None:
     assert (copy / "final" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("named", ["/gone/run/checkpoint-2", "/etc"])
+def test_the_best_checkpoint_of_a_moved_run_becomes_final(flags, copy, capsys, named) -> None:
+    """No loss comes below the one that its state tells. One that names another folder begins
+    again."""
+    path = copy / "checkpoint-4" / "trainer_state.json"
+    told = {"best_model_checkpoint": named, "best_metric": 1e-9, "best_global_step": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    (copy / "checkpoint-4" / "manifest.json").unlink()
+    text = flags[flags.index("--train_file") + 1] + "/0.txt"
+    evaluating = ["--eval_file", text, "--eval_strategy", "steps", "--eval_steps", "2"]
+    resume = ["--resume_from_checkpoint", str(copy / "checkpoint-4"), "--max_steps", "6"]
+    old = (copy / "checkpoint-2" / "model.safetensors").read_bytes()
+    run(flags, copy, *resume, *evaluating, "--load_best_model_at_end")
+    final, new = (
+        (copy / name / "model.safetensors").read_bytes() for name in ("final", "checkpoint-6")
+    )
+    assert final == (new if named == "/etc" else old) and old != new
+    said = "names /etc as its best checkpoint, which is not in"
+    assert (said in capsys.readouterr().out) == (named == "/etc")
+
+
 class Payload:
     """Writes a file when it is unpickled."""
 
