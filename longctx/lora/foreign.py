@@ -1,6 +1,7 @@
 """A PEFT adapter that somebody else made, checked before the weights of its model are read.
 
 read_adapter    adapter_config.json: LoRA, and nothing whose merged model would be another one
+check_resumed   the same of a checkpoint of adapters, whose run knows its own
 check_fits      PEFT's own matching of names to modules, rehearsed without weights in a child with
                 limits: patterns are a stranger's regular expressions, ranks a stranger's numbers
 
@@ -147,19 +148,51 @@ def _rehearse(folder: Path, config: PretrainedConfig) -> None:
         for name, x in adapted.state_dict().items()
         if _EMBEDDINGS.fullmatch(name)
     }
+    if problem := _misfit(found, needed, known):
+        raise UserError(
+            f"cannot merge {folder}: {problem}: get the adapter again, or give the --model that it "
+            "was trained over"
+        )
+
+
+def check_resumed(checkpoint: Path, adapted: Any) -> None:
+    """Raises UserError for a checkpoint whose adapter is not that of the run: PEFT would leave what
+    is missing at its random beginning, and read adapters of folders within, whoever's they are."""
+    import peft
+
+    if others := sorted(checkpoint.glob(f"*/{CONFIG}")):
+        raise UserError(
+            f"{checkpoint} holds an adapter that no run saves, in {others[0].parent.name}: remove "
+            "it"
+        )
+    needed = {
+        name: tuple(x.shape)
+        for name, x in peft.get_peft_model_state_dict(adapted, save_embedding_layers=False).items()
+    }
+    if problem := _misfit(_tensors(checkpoint), needed, needed):
+        raise UserError(
+            f"cannot resume from {checkpoint}: of its adapter {problem}: resume from another "
+            "checkpoint"
+        )
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def _misfit(found: Shapes, needed: Shapes, known: Shapes) -> str | None:
+    """What of an adapter's tensors has no place, or which place no tensor, in a few words; `known`
+    are the places that may have one."""
     for names, what in (
         (needed.keys() - found.keys(), "its file lacks"),
         (found.keys() - known.keys(), "no module of the model takes"),
         ({n for n, shape in found.items() if known.get(n, shape) != shape}, "of another shape are"),
     ):
         if names:
-            raise UserError(
-                f"cannot merge {folder}: {len(names)} tensors {what} ({_first(names)}): get the "
-                "adapter again, or give the --model that it was trained over"
-            )
+            return f"{len(names)} tensors {what} ({_first(names)})"
+    return None
 
 
-def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+def _tensors(folder: Path) -> Shapes:
     """Names and shapes of the adapter's tensors. Raises UserError."""
     import torch
     from safetensors import safe_open
@@ -179,7 +212,7 @@ def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
         raise UserError(f"{folder} holds no {SAFE}")
     for name, (_, dtype) in found.items():
         if not dtype.startswith(("F", "BF")):
-            raise UserError(f"cannot merge {folder}: {name} holds {dtype}, no floating point")
+            raise UserError(f"{folder}: {name} holds {dtype}, no floating point")
     return {name: shape for name, (shape, _) in found.items()}
 
 

@@ -22,9 +22,11 @@ from transformers.trainer import SCHEDULER_NAME
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
+from longctx.lora.foreign import check_resumed
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import GIB
 from longctx.memory.store import free_gpu_bytes
+from longctx.model.adapters import inside_peft
 from longctx.output.resume import apply_learning_rate, explained_damage, require_whole_best
 from longctx.output.states import read_states, state_files, write_states
 from longctx.plan.given import read_given
@@ -176,6 +178,8 @@ class ExactTrainer(Trainer):
         best = Path(str(self.state.best_model_checkpoint))
         require_whole_best(best)
         with explained_damage(best):
+            if inside_peft(self.model) is not self.model:
+                check_resumed(best, self.accelerator.unwrap_model(self.model))
             super()._load_best_model()
             if self.exact:
                 read_states(self.exact, best)

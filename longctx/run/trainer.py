@@ -21,6 +21,7 @@ from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
 from longctx.lora.adapters import Reached, save_config
+from longctx.lora.foreign import check_resumed
 from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
@@ -355,7 +356,27 @@ class LongTrainer(ExactTrainer):
     @overrides
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with explained_damage(resume_from_checkpoint):
+            if inside_peft(self.model) is not self.model:
+                check_resumed(
+                    Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
+                )
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @overrides
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raises UserError for weights that a checkpoint lacks, which would stay what they were
+        before; transformers only warns. A weight of two names needs one."""
+        model: Any = self.model
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        missing = {*load_result.missing_keys} & weights.keys()
+        there = {id(weight) for name, weight in weights.items() if name not in missing}
+        if lost := sorted(name for name in missing if id(weights[name]) not in there):
+            shown = ", ".join(lost[:3])
+            raise UserError(
+                f"{len(lost)} of the model's weights are not in the checkpoint ({shown}): resume "
+                "from another checkpoint"
+            )
+        super()._issue_warnings_after_load(load_result)
 
     @overrides
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

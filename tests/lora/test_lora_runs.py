@@ -6,10 +6,11 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_run import logged, prepare, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -109,6 +110,38 @@ def test_resumed_bit_by_bit(flags, finished, tmp_path, kind) -> None:
         assert path.read_bytes() == (begun / "checkpoint-4" / path.name).read_bytes()
     losses = [[line["loss"] for line in logged(f)] for f in (begun, finished(kind))]
     assert losses[0] == losses[1]
+
+
+LOST: dict[str, tuple[Any, str]] = {
+    "q_proj alone": (
+        lambda c: _keep(c, lambda name: "q_proj" in name),
+        "24 tensors its file lacks",
+    ),
+    "a tensor too many": (
+        lambda c: _keep(c, lambda name: True, extra=torch.zeros(3)),
+        r"1 tensors no module of the model takes \(extra\)",
+    ),
+    "another adapter within": (
+        lambda c: ((c / "within").mkdir(), (c / "within/adapter_config.json").write_text("{}")),
+        "holds an adapter that no run saves, in within",
+    ),
+}
+
+
+def _keep(folder: Path, wanted: Any, **more: torch.Tensor) -> None:
+    kept = {name: x for name, x in adapter(folder).items() if wanted(name)}
+    save_file(kept | more, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_checkpoint_of_other_adapters_is_refused(flags, finished, tmp_path, case) -> None:
+    """PEFT would leave what is missing at its random beginning, without a word."""
+    change, says = LOST[case]
+    begun = Path(shutil.copytree(finished("fp32"), tmp_path / "run"))
+    (begun / "checkpoint-2" / "manifest.json").unlink()
+    change(begun / "checkpoint-2")
+    with pytest.raises(UserError, match=says):
+        run(flags, begun, "--resume_from_checkpoint", str(begun / "checkpoint-2"))
 
 
 def test_another_rank_is_another_run(flags, finished, tmp_path) -> None:
@@ -313,3 +346,18 @@ def test_an_adapter_that_is_not_reached_is_an_error() -> None:
     model[0](torch.ones(1, 2)).sum().backward()
     with pytest.raises(UserError, match=r"does not reach 2 of .*: 1.weight, 1.bias$"):
         reached.on_pre_optimizer_step()
+
+
+def test_the_best_adapter_becomes_final(flags, finished, tmp_path) -> None:
+    begun = Path(shutil.copytree(finished("fp32"), tmp_path / "run"))
+    path = begun / "checkpoint-4" / "trainer_state.json"
+    told = {"best_model_checkpoint": "/gone/checkpoint-2", "best_metric": 1e-9}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told | {"best_global_step": 2}))
+    (begun / "checkpoint-4" / "manifest.json").unlink()
+    best = adapter(begun / "checkpoint-2")
+    text = flags[flags.index("--train_file") + 1] + "/0.txt"
+    words = ["--eval_file", text, "--eval_strategy", "steps", "--load_best_model_at_end"]
+    words += ["--eval_steps", "2", "--max_steps", "6", "--resume_from_checkpoint", "last"]
+    run(flags, begun, *words)
+    final = adapter(begun / "final")
+    assert final.keys() == best.keys() and all(torch.equal(final[n], x) for n, x in best.items())

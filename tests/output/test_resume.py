@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paths import PYTHONPATH
+from safetensors.torch import load_file, save_file
 from small_run import run
 from transformers import TrainerState
 
@@ -48,6 +49,17 @@ def test_the_best_checkpoint_of_a_moved_run_becomes_final(flags, copy, capsys, n
     assert final == (new if named == "/etc" else old) and old != new
     said = "names /etc as its best checkpoint, which is not in"
     assert (said in capsys.readouterr().out) == (named == "/etc")
+
+
+def test_a_checkpoint_without_some_weights_is_refused(flags, copy) -> None:
+    """transformers would keep those that the model had before, with a warning."""
+    path = copy / "checkpoint-2" / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, path, {"format": "pt"})
+    (path.parent / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"1 of the model's weights are not in .*1.mlp.up_proj"):
+        run(flags, copy, "--resume_from_checkpoint", str(path.parent))
 
 
 class Payload:
