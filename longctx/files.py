@@ -31,6 +31,7 @@ MOST_HEADER_BYTES = 16 << 20
 """Of a safetensors file: 100,000 tensors. Parsed, it takes 15 times as much memory."""
 MOST_LEVELS = 100
 TORCH_FILES = ("*.pt", "*.pth", "*.bin")
+DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 VET_S, VET_BYTES = 120.0, 512 << 20
 
 
@@ -52,10 +53,13 @@ def odd_entry(folder: Path) -> str | None:
 
 
 def refuse_odd(folder: Path) -> None:
-    """Raises UserError for a folder of a model or an adapter with something in it that is no
-    file."""
+    """Raises UserError for a folder of a model or an adapter with something in it that is no file,
+    or with a description of hundreds of megabytes, which libraries would read whole."""
     if found := odd_entry(folder):
         raise UserError(f"{folder}: {found} is not a regular file: remove it, or get it again")
+    for path in sorted(p for ending in DESCRIPTIONS for p in folder.glob(ending)):
+        if path.is_file() and (size := path.stat().st_size) > MOST_JSON_BYTES:
+            raise UserError(f"{folder}: {path.name} has {size >> 20} MiB: get it again")
 
 
 def open_regular(path: Path) -> IO[bytes]:

@@ -54,6 +54,17 @@ def test_what_is_no_file_is_never_opened(tmp_path: Path, kind: str) -> None:
             read(tmp_path / "inner" / "x")
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.model", "chat_template.jinja"])
+def test_a_description_of_gigabytes_is_not_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    (tmp_path / "model.safetensors").touch()
+    os.truncate(tmp_path / "model.safetensors", 2**33)
+    refuse_odd(tmp_path)
+    os.truncate(tmp_path / name, 2**33)
+    with pytest.raises(UserError, match=f"{name} has 8192 MiB"):
+        refuse_odd(tmp_path)
+
+
 def test_links_to_files_and_to_nothing_are_not_odd(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("abc")
     for name, to in (("b", "a"), ("gone", "nowhere"), ("loop", "loop"), ("up", ".")):

@@ -241,6 +241,23 @@ def group_options(optimizer: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def check_states(optimizer: Any, scheduler: Any) -> None:
+    """After a checkpoint's states were read: raises ValueError for numbers of steps that are none,
+    and for moments that are no tensors, which would end the run in its first step or later."""
+    counts = [getattr(scheduler, "last_epoch", 0), *getattr(optimizer, "steps", {}).values()]
+    for states in optimizer.state.values():
+        counts += [states["step"]] if "step" in states else []
+        for name in _MOMENTS:
+            if not isinstance(states.get(name), (torch.Tensor, type(None))):
+                raise ValueError(f"{name} is {type(states[name]).__name__}, no tensor")
+    for count in counts:
+        if not 0 <= float(count) < 2**53:
+            raise ValueError(f"{count} is no number of steps")
+
+
 def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
     """After a checkpoint's states were read: options come from this run, states from the checkpoint
     (torch takes both from there).
@@ -258,12 +275,13 @@ def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
         )
     weights = [weight for group in groups for weight in group["params"]]
     for weight in weights:
-        moment = optimizer.state.get(weight, {}).get("exp_avg")
-        if moment is not None and moment.numel() not in (0, weight.numel()):
-            raise UserError(
-                f"the optimizer in {checkpoint} is of another model: a moment has "
-                f"{tuple(moment.shape)}, its weight {tuple(weight.shape)}"
-            )
+        states = optimizer.state.get(weight, {})
+        for moment in (states[name] for name in _MOMENTS if states.get(name) is not None):
+            if moment.numel() not in (0, weight.numel()):
+                raise UserError(
+                    f"the optimizer in {checkpoint} is of another model: a moment has "
+                    f"{tuple(moment.shape)}, its weight {tuple(weight.shape)}"
+                )
     without = sum(not optimizer.state.get(weight) for weight in weights)
     if adaptive and without:
         print_rank0(

@@ -27,7 +27,12 @@ from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import GIB
 from longctx.memory.store import free_gpu_bytes
 from longctx.model.adapters import inside_peft
-from longctx.output.resume import apply_learning_rate, explained_damage, require_whole_best
+from longctx.output.resume import (
+    apply_learning_rate,
+    check_states,
+    explained_damage,
+    require_whole_best,
+)
 from longctx.output.states import read_states, state_files, write_states
 from longctx.plan.given import read_given
 from longctx.run.states import limit_gpu, place_states, uses_exact_states
@@ -152,7 +157,8 @@ class ExactTrainer(Trainer):
             self.lr_scheduler.load_state_dict(
                 torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
             )
-        apply_learning_rate(self.lr_scheduler, base_lrs)
+            check_states(self.exact, self.lr_scheduler)
+            apply_learning_rate(self.lr_scheduler, base_lrs)
 
     def check_taken(self, checkpoint: Path) -> None:
         """Says which weights got no states from torch's AdamW. Raises UserError if none did."""

@@ -31,6 +31,7 @@ from longctx.output.resume import (
     apply_learning_rate,
     apply_options,
     best_checkpoint,
+    check_states,
     explained_damage,
     group_options,
     mapped_files,
@@ -395,11 +396,13 @@ class LongTrainer(ExactTrainer):
         mapped = mapped_files() if self.engine.maps_optimizer else nullcontext()
         with explained_damage(checkpoint), mapped:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if self.exact:
-            self.check_taken(Path(checkpoint))
-        elif not self.engine.steps_itself:
-            apply_options(self.optimizer, asked, Path(checkpoint))
-        apply_learning_rate(self.lr_scheduler, base_lrs)
+            if self.engine.maps_optimizer:
+                check_states(self.exact or self.optimizer, self.lr_scheduler)
+            if self.exact:
+                self.check_taken(Path(checkpoint))
+            elif not self.engine.steps_itself:
+                apply_options(self.optimizer, asked, Path(checkpoint))
+            apply_learning_rate(self.lr_scheduler, base_lrs)
         self.engine.resumed(self)
 
     @overrides

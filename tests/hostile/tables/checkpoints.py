@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -307,6 +309,11 @@ def best(named: str) -> Change:
     return remade(edit(STATE, best_model_checkpoint=named, best_metric=1e-9, best_global_step=2))
 
 
+def each_state(key: str, value: Any) -> Callable[[Any], None]:
+    """Something else in the states of every weight."""
+    return lambda saved: [states.update({key: value}) for states in saved["state"].values()][:0]
+
+
 def last_lines(path: Path) -> None:
     """A log as long as a state may have, of nothing."""
     path.write_text(json.dumps({"global_step": 4, "log_history": [{}] * 9_000_000}))
@@ -407,6 +414,39 @@ FORGED = {
         ),
         fails("optimizer.pt holds a tensor that is larger than its bytes"),
     ),
+    **{
+        f"{how} whose {key} is {what}": (
+            resume(saved_tensors(OPTIMIZER, each_state(key, value)), words),
+            fails("checkpoint-4"),
+        )
+        for how, words in (("states", ""), ("exact states", EXACT))
+        for key, what, value in (
+            ("step", "a word", "four"),
+            ("step", "NaN", torch.tensor(float("nan"))),
+            ("step", "below zero", torch.tensor(-4.0)),
+            ("step", "endless", 10**300),
+            ("step", "a list", [4]),
+            ("exp_avg", "a number", 4.0),
+            ("exp_avg", "a list", [1.0]),
+            ("exp_avg_sq", "a word", "x"),
+            ("exp_avg_sq", "a scalar", torch.tensor(1.0)),
+        )
+    },
+    **{
+        f"a scheduler whose {key} is {what}": (
+            resume(saved_tensors(SCHEDULER, lambda s, key=key, value=value: s | {key: value})),
+            fails("checkpoint-4"),
+        )
+        for key, what, value in (
+            ("last_epoch", "a word", "four"),
+            ("last_epoch", "below zero", -4),
+            ("last_epoch", "NaN", float("nan")),
+            ("last_epoch", "endless", 10**300),
+            ("last_epoch", "a list", [4]),
+            ("optimizer", "a number", 7),
+            ("base_lrs", "a number", 7),
+        )
+    },
     # the best checkpoint
     "the best checkpoint of a run that was moved": (
         resume(best("/gone/run/checkpoint-2"), BEST),
