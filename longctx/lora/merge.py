@@ -104,8 +104,10 @@ def merge(
 
 def _check_base(adapter: Path, base: ModelArguments, config: Any) -> None:
     """Raises UserError for other weights than those that the adapter's run was trained over."""
-    trained, given = base_of_run(adapter), weights_identity(base, config)
-    if trained is not None and given is not None and trained != given:
+    if (trained := base_of_run(adapter)) is None:
+        return
+    given = weights_identity(base, config)
+    if given is not None and trained != given:
         raise UserError(
             f"{adapter} was trained over other weights than those of {base.model_name_or_path} "
             f"({trained}, not {given}): give the right --model, or merge them with --allow_changed "

@@ -121,7 +121,7 @@ def claimed(path: Path) -> Iterator[Path]:
         staging.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create {path}: {error.strerror}") from error
-    with lock_folder(staging):
+    with lock_folder(staging, "--output"):
         try:
             if os.path.lexists(path):  # another process has just published it
                 raise UserError(f"{path} exists: give --output a new folder")
@@ -131,8 +131,9 @@ def claimed(path: Path) -> Iterator[Path]:
             remove_staging(staging)
 
 
-def lock_folder(folder: Path) -> IO[bytes]:
-    """Locks `folder` until the returned file is closed or the process ends.
+def lock_folder(folder: Path, option: str = "--output_dir") -> IO[bytes]:
+    """Locks `folder`, which an `option` names, until the returned file is closed or the process
+    ends.
 
     Raises UserError if another process has it. Says so where the filesystem knows no locks.
     """
@@ -152,7 +153,7 @@ def lock_folder(folder: Path) -> IO[bytes]:
             holder = file.read(200).decode(errors="replace").strip() or "another process"
             file.close()
             raise UserError(
-                f"{folder} is in use by {holder}: stop that run or choose another --output_dir"
+                f"{folder} is in use by {holder}: stop that run or choose another {option}"
             ) from error
         print_rank0(f"{folder} cannot be locked ({error.strerror}): start no second run in it")
         return file

@@ -527,7 +527,7 @@ def test_of_two_merges_into_one_folder_one_wins(saved, tmp_path: Path) -> None:
             time.sleep(60)
         os._exit(1)
     assert os.read(reader, 1) == b"x"
-    with pytest.raises(UserError, match=f"is in use by process {pid}"):
+    with pytest.raises(UserError, match=f"in use by process {pid} .* another --output$"):
         merge(tmp_path / "adapter", tmp_path / "merged")
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
