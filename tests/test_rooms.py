@@ -13,7 +13,7 @@ ALLOWED = {
     "report": {"plan", "run", "engines", "output", "data", "attention", "memory"},
     "run": {"plan", "lora", "output", "engines", "model", "attention", "memory", "kernels"},
     "plan": {"lora", "engines", "model", "attention", "memory"},
-    "lora": {"output", "model"},
+    "lora": {"output", "model", "data"},
     "output": {"memory"},
     "engines": {"memory"},
     "model": {"attention", "memory", "kernels"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ from longctx.data.masks import MARKERS, Conversation, Rendered, reason
 from longctx.data.records import CHATS, Document
 from longctx.data.training_templates import Family, Recognition, candidates
 from longctx.errors import UserError
-from longctx.processes import die_with_parent
+from longctx.processes import die_with_parent, fork, limit_memory
 
 RENDER_S = 30.0  # one call of the template; the longest of real ones take a second
 RENDER_BYTES = 4 << 30  # of memory, more than the child is born with
@@ -150,7 +149,7 @@ class _Child:
         self.owner = _here()
         self.connection, theirs = multiprocessing.Pipe()
         try:
-            self.pid = _fork()
+            self.pid = fork()
         except OSError as error:
             raise UserError(
                 f"cannot start the process that renders chat templates: {error.strerror or error}"
@@ -214,24 +213,11 @@ def _here() -> tuple[int, int]:
     return os.getpid(), threading.get_ident()
 
 
-def _fork() -> int:
-    """Without the warning of tokenizers that their threads do not survive: the child has no use for
-    them."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "true")
-    try:
-        return os.fork()
-    finally:
-        if before is None:
-            del os.environ[name]
-
-
 def _serve(connection: Connection, parent: int) -> None:
     die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides
         signal.signal(number, signal.SIG_IGN)
-    _limit_memory()
+    limit_memory(RENDER_BYTES)
     said = time.monotonic()
 
     def alive() -> None:
@@ -248,14 +234,6 @@ def _serve(connection: Connection, parent: int) -> None:
         for job in jobs:
             connection.send(_result(job, alive))
             said = time.monotonic()
-
-
-def _limit_memory() -> None:
-    with suppress(OSError, ValueError):  # no /proc, or a lower limit from outside
-        with open("/proc/self/statm") as file:
-            size_bytes = int(file.read().split()[0]) * resource.getpagesize()
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (size_bytes + RENDER_BYTES, hard))
 
 
 def _result(job: Job, alive: Callable[[], None]) -> tuple[Any]:
