@@ -30,20 +30,17 @@ from longctx.errors import UserError, print_rank0
 from longctx.model.adapters import with_adapters
 from longctx.model.families import (
     base_of,
-    changing_hooks,
     embedding_multiplier,
     head_of,
     layer_adapters,
     layer_weights,
     logits_scaling,
-    replaceable,
-    why_not_chunked,
-    why_not_scheduled,
 )
 from longctx.model.layer import Schedule, final_norm, scheduled_layer
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
+from longctx.model.strangers import changing_hooks, replaceable, why_not_chunked, why_not_scheduled
 
 IGNORED = -100
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}

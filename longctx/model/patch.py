@@ -30,8 +30,9 @@ from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model import forwards
 from longctx.model.adapters import inside_peft
-from longctx.model.families import FAMILIES, base_of, head_of, is_ours
+from longctx.model.families import FAMILIES, base_of, head_of
 from longctx.model.runtime import Runtime, runtime_of
+from longctx.model.strangers import is_ours
 
 OPTIONS = (
     "keep",

@@ -35,9 +35,10 @@ from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.memory.ladder import gpu_bytes
 from longctx.model.families import FAMILIES as FAMILY_OF
-from longctx.model.families import layer_adapters, why_not_scheduled
+from longctx.model.families import layer_adapters
 from longctx.model.layer import PROJECTIONS
 from longctx.model.projection import Lora
+from longctx.model.strangers import why_not_scheduled
 from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import longctx
 from longctx.errors import UserError
 from longctx.model import layer
-from longctx.model.families import why_not_scheduled
+from longctx.model.strangers import why_not_scheduled
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 IDS = packed_batch()["input_ids"]

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from longctx.config import ModelArguments, TrainArguments
 from longctx.errors import UserError
-from longctx.model.families import why_not_scheduled
 from longctx.model.patch import patch_as
+from longctx.model.strangers import why_not_scheduled
 from longctx.run.trainer import LongTrainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
