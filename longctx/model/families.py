@@ -89,6 +89,11 @@ def head_dim(config: Any) -> int:
     return size
 
 
+def kv_heads(config: Any) -> int:
+    count: int = config.num_key_value_heads or config.num_attention_heads
+    return count
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A kind of models whose layers the schedule computes."""
@@ -126,6 +131,19 @@ class Family:
         """Names in Weights -> linear maps."""
         names = ("q", "o", "gate", "down") if self.fused else PROJECTIONS
         return dict(zip(names, self.linears, strict=True))
+
+    def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight that a layer's linear maps and norms have, by their path."""
+        D, F, d = config.hidden_size, config.intermediate_size, head_dim(config)
+        q, kv = d * config.num_attention_heads, d * kv_heads(config)
+        if self.fused:
+            linears: list[tuple[int, ...]] = [(q + 2 * kv, D), (D, q), (2 * F, D), (D, F)]
+        else:
+            linears = [(q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F)]
+        norms: dict[str, tuple[int, ...]] = {
+            name: (d,) if name.startswith("self_attn.") else (D,) for name in self.norms
+        }
+        return dict(zip(self.linears, linears, strict=True)) | norms
 
     @cached_property
     def in_layer(self) -> dict[str, Names]:
@@ -265,7 +283,7 @@ def is_a(model: Any, suffix: str) -> bool:
 
 
 def part_of(layer: Any, name: str) -> Any:
-    """The submodule `name` of a layer, with dots between the steps."""
+    """The submodule `name` of a layer, with dots between the steps; None where there is none."""
     for step in name.split("."):
-        layer = layer._modules[step]
+        layer = layer._modules.get(step) if isinstance(layer, nn.Module) else None
     return layer

@@ -77,7 +77,7 @@ def attach(model: Any) -> None:
         _runtime(base_of(model)).whole = weakref.ref(model)  # what plans for lm_head, too
     vars(base_of(model))["_replicate_for_data_parallel"] = _no_replicas
     for module, function in _places(model):
-        if "forward" not in vars(module) and replaceable(module):
+        if isinstance(module, nn.Module) and "forward" not in vars(module) and replaceable(module):
             module.forward = Forward(module, function)
 
 
@@ -96,7 +96,7 @@ def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
         yield model, causal_forward
         yield head, head_forward
     yield base, base_forward
-    yield base.norm, norm_forward
+    yield getattr(base, "norm", None), norm_forward
     yield from ((layer, layer_forward) for layer in base.layers)
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from longctx.errors import one_line
 from longctx.model.adapters import (
     QUANTISED,
     inner_linears,
@@ -29,7 +30,17 @@ from longctx.model.adapters import (
     why_not_applied,
     why_not_dense,
 )
-from longctx.model.families import LINEAR, Family, family_of, head_of, is_a, known_family, part_of
+from longctx.model.families import (
+    LINEAR,
+    Family,
+    family_of,
+    head_dim,
+    head_of,
+    is_a,
+    known_family,
+    kv_heads,
+    part_of,
+)
 from longctx.model.layer import Traits
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -64,9 +75,13 @@ def is_ours(module: nn.Module) -> bool:
 def why_not_scheduled(base: PreTrainedModel) -> str | None:
     """The first thing that the schedule would pass by, in a few words; None if there is none.
 
-    Looked for on every forward, in 2 ms for 32 layers: adapters and hooks come and go.
+    Looked for on every forward, in 2 ms for 32 layers: adapters and hooks come and go. A module
+    that lacks what its class sets is a stranger, too: nn.Module's AttributeError names it.
     """
-    return next(_strangers(base), None)
+    try:
+        return next(_strangers(base), None)
+    except (AttributeError, KeyError) as error:
+        return f"a module that is not whole: {one_line(error)}"
 
 
 def why_not_chunked(model: PreTrainedModel) -> str | None:
@@ -87,7 +102,9 @@ def _strangers(base: Any) -> Iterator[str]:
     yield from _problems(base, family.known("Model"), "model", patched=True)
     yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
     yield from _problems(base.norm, family.known("RMSNorm"), "model.norm", patched=True)
+    yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
     yield from _other_dtypes([base.norm], dtype, "model.norm")
+    _ = base.rotary_emb.inv_freq, base.rotary_emb.attention_scaling
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
     attention = config._attn_implementation
@@ -98,12 +115,15 @@ def _strangers(base: Any) -> Iterator[str]:
     if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
         yield "hooks on all modules"
     traits, layer_class = family.layer_traits(config), family.known("DecoderLayer")
+    shapes = family.shapes(config)
     for i, layer in enumerate(base.layers):
         where = f"model.layers.{i}"
         yield from _problems(layer, layer_class, where, patched=True)
         parts = {name: part_of(layer, name) for name in family.in_layer}
         for name, known in family.in_layer.items():
             yield from _problems(parts[name], known, f"{where}.{name}")
+        for name, shape in shapes.items():
+            yield from _other_shape(parts[name], shape, f"{where}.{name}")
         adapted = {name: parts[name] for name in family.linears if is_adapted(parts[name])}
         for name, module in adapted.items():
             for inner in inner_linears(module):
@@ -118,13 +138,16 @@ def _strangers(base: Any) -> Iterator[str]:
 
 
 def _problems(
-    module: nn.Module,
+    module: nn.Module | None,
     known: tuple[str, ...],
     where: str,
     *,
     patched: bool = False,  # it must have our forward
     hooks: tuple[str, ...] = _HOOKS,  # that matter
 ) -> Iterator[str]:
+    if module is None:
+        yield f"no {where}"
+        return
     state = vars(module)  # as nn.Module's own look-up of what is not there is slow
     own = "forward" in state
     if _forward_name(type(module).forward) not in known or own != patched or own != is_ours(module):
@@ -132,6 +155,24 @@ def _problems(
         yield f"{where}, a {kind} with a forward that the schedule does not know"
     if any(map(state.get, hooks)) and any(changing_hooks(module, hooks)):
         yield f"hooks on {where}"
+
+
+def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[str]:
+    """A weight of another shape than the configuration's, as pruning leaves it. What engines have
+    cut up (DTensors, empty ones) and 4 bits tell their shape by the module's features."""
+    weight = module._parameters.get("weight")
+    if weight is None and "parametrizations" not in module._modules:
+        weight = getattr(module, "weight", None)  # FSDP and functional_call put tensors there
+        if not isinstance(weight, torch.Tensor):
+            yield f"no weight in {where}"
+            return
+    found = shape
+    if len(shape) == 2:
+        found, _ = (module.out_features, module.in_features), module.bias
+    if type(weight) is nn.Parameter and weight.numel():
+        found = tuple(weight.shape)
+    if found != shape:
+        yield f"a weight of {found} in {where} where the configuration has {shape}"
 
 
 def _other_dtypes(modules: Iterable[nn.Module], dtype: torch.dtype, where: str) -> Iterator[str]:
@@ -153,6 +194,11 @@ def _other_settings(
             yield f"another epsilon than the configuration's in {where}"
     if not attention.is_causal:
         yield f"attention to later tokens in {where}"
+    if attention.head_dim != head_dim(config):
+        yield f"another head size than the configuration's in {where}"
+    groups = config.num_attention_heads // kv_heads(config)
+    if attention.num_key_value_groups != groups:
+        yield f"other groups of heads than the configuration's in {where}"
     if attention.scaling != traits.scale:
         yield f"an attention scale of its own in {where}"
     if state.get("sliding_window", traits.window) != traits.window:

@@ -371,9 +371,14 @@ def test_one_of_two_adapters_is_active() -> None:
             lambda m: m.get_submodule(UP).lora_dropout.update({"default": nn.AlphaDropout(0.1)}),
             "a dropout of its own",
         ),
+        (
+            {},
+            lambda m: m.get_submodule(UP).scaling.update(default=nn.Parameter(torch.ones(()))),
+            "an adapter whose scaling is a Parameter in model.layers.1.mlp.up_proj",
+        ),
         ({}, lambda m: (m.merge_adapter(), m.disable_adapter_layers()), "a disabled adapter that"),
     ],
-    ids=["dora", "bias", "several", "hook", "dtype", "dropout", "merged and disabled"],
+    ids=["dora", "bias", "several", "hook", "dtype", "dropout", "scaling", "merged and disabled"],
 )
 def test_what_is_left_to_hugging_faces_layers(settings, change, says, monkeypatch) -> None:
     monkeypatch.setattr(nn.Module, "half_", lambda m: m.lora_A.half(), raising=False)
