@@ -90,6 +90,8 @@ class Runtime:
     """This forward's output goes to our loss, which alone holds its gradient."""
     trains_padding: bool = False
     """Labels of this forward are predicted from padding."""
+    padded: bool = False
+    """The latest forward left padding out."""
     shards: Shards | None = None
     """The ranks that share each row with this one."""
 

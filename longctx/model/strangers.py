@@ -12,6 +12,8 @@ it has exchanged.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -20,7 +22,9 @@ import torch
 import torch.nn.modules.module as torch_module
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import TransformersKwargs
 
 from longctx.errors import one_line
 from longctx.model.adapters import (
@@ -54,6 +58,7 @@ _HARMLESS = (
     "longctx.",
 )
 """Whose hooks change no value."""
+_FORWARDS = "longctx.model.forwards"
 
 
 def replaceable(module: nn.Module) -> bool:
@@ -67,9 +72,24 @@ def replaceable(module: nn.Module) -> bool:
     return _forward_name(type(module).forward) in known
 
 
+def is_trls_head(forward: Any, module: nn.Module) -> bool:
+    """Whether `forward` is the fused lm_head that TRL's trainers put around a model's forward
+    (trl.trainer.utils.add_fused_lm_head), and around the forward of nobody else."""
+    function = getattr(forward, "__func__", None)
+    home = getattr(function, "__globals__", {}).get("__name__")
+    if function is None or home != "trl.trainer.utils":
+        return False
+    inside = inspect.getclosurevars(function).nonlocals.get("original_forward")
+    return (
+        getattr(inside, "__func__", None) is type(module).forward
+        or type(inside).__module__ == _FORWARDS
+        or is_trls_head(inside, module)
+    )
+
+
 def is_ours(module: nn.Module) -> bool:
     """Whether the module runs a forward that `patch` put there."""
-    return type(vars(module).get("forward")).__module__ == "longctx.model.forwards"
+    return type(vars(module).get("forward")).__module__ == _FORWARDS
 
 
 def why_not_scheduled(base: PreTrainedModel) -> str | None:
@@ -82,6 +102,25 @@ def why_not_scheduled(base: PreTrainedModel) -> str | None:
         return next(_strangers(base), None)
     except (AttributeError, KeyError) as error:
         return f"a module that is not whole: {one_line(error)}"
+
+
+def is_heard(base: PreTrainedModel, name: str) -> bool:
+    """Whether Hugging Face's forward of the base model does anything with an argument `name`. It
+    takes any, and hands it on to layers and attention, which take any, too."""
+    kind: Any = type(base)
+    return name.startswith(("output_", "debug_")) or name in _heard(kind, known_family(base))
+
+
+@cache
+def _heard(kind: Any, family: Any) -> frozenset[str]:
+    """The names that a function on the way from the base model to attention asks for: of every
+    implementation of attention, so that a name which one of them ignores may be here."""
+    code = vars(sys.modules[f"transformers.models.{family.kind}.modeling_{family.kind}"])
+    functions = [kind.forward, code["eager_attention_forward"], _flash_attention_forward]
+    functions += [code[f"{family.prefix}{part}"].forward for part in ("DecoderLayer", "Attention")]
+    functions += [f for f in ALL_ATTENTION_FUNCTIONS.values() if _is_transformers(f)]
+    names = {name for f in functions for name in inspect.signature(f).parameters}
+    return frozenset(names | TransformersKwargs.__annotations__.keys() | {"return_dict"})
 
 
 def why_not_chunked(model: PreTrainedModel) -> str | None:

@@ -445,7 +445,7 @@ def test_modules_to_save_train_in_chunks(first, capsys) -> None:
     else:
         longctx.patch(ours)
     assert_lora_trains_exactly((truth, naive, ours), torch.float32, *batches(PACKED))
-    assert capsys.readouterr().out == ""
+    assert "custom: " not in capsys.readouterr().out
     trained = [n for n, p in ours.named_parameters() if p.grad is not None]
     assert sum("modules_to_save" in n for n in trained) == 2
 
