@@ -1,4 +1,4 @@
-"""The tree as docs/ and the rooms' docstrings describe it: few files a room, arrows one way."""
+"""The tree as docs/ and the rooms' docstrings describe it: arrows one way."""
 
 from __future__ import annotations
 
