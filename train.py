@@ -28,6 +28,7 @@ from longctx.data.rows import (
 from longctx.data.tokenizer import load_tokenizer
 from longctx.engines import check_resume
 from longctx.errors import UserError, print_rank0, printable
+from longctx.model.pretrained import read_config, weights_identity
 from longctx.output import FINAL, METRICS, checkpoint_step
 from longctx.output.definition import check_same_run, define
 from longctx.output.folder import (
@@ -46,7 +47,6 @@ from longctx.run.loading import (
     compute_dtype,
     load_config,
     load_model,
-    read_config,
     saved_bytes,
 )
 from longctx.run.metrics import peak_memory
@@ -112,6 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         data=rows_identity(data_args, train_rows),
         model=config.to_dict(),
         num_processes=args.world_size,
+        base=weights_identity(model_args, config) if model_args.lora_r is not None else None,
     )
     check_same_run(resume, run, args.allow_changed or [], engine.keeps_options)
     if foreseen:

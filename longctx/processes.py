@@ -1,16 +1,24 @@
-"""Child processes: they end with their parent, and what ended one is said in one line."""
+"""Child processes: they end with their parent, and what ended one is said in one line.
+
+A stranger's program, pattern or pickle may loop for ever or fill the memory inside one call into C,
+where Python handles no signal. `in_child` does such work in a process with limits.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import re
+import resource
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
-from longctx.errors import UserError
+from longctx.errors import UserError, one_line
 
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -49,6 +57,89 @@ def _bind() -> None:
 
 
 os.register_at_fork(after_in_child=_bind)
+
+
+class Unbounded(Exception):
+    """Work took more time or memory than it may; the message is the end of a sentence."""
+
+
+def in_child(work: Callable[[], Any], *, seconds: float, more_bytes: int) -> Any:
+    """What `work` returns (it must pickle), computed in a process of its own that may take so long
+    and so much memory more than it is born with. What it prints is lost.
+
+    Raises Unbounded, the UserError that `work` raises, and RuntimeError with the line that any
+    other error says.
+    """
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    parent = os.getpid()
+    if not (pid := fork()):
+        _answer(work, theirs, parent, more_bytes)
+    theirs.close()
+    try:
+        if not ours.poll(seconds):
+            raise Unbounded(f"does not end within {seconds:.0f} s")
+        kind, answer = ours.recv()
+    except EOFError as error:
+        raise Unbounded("was killed, most often because the memory was full") from error
+    finally:
+        ours.close()
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if kind == "memory":
+        raise Unbounded(f"takes more than {more_bytes / 2**30:.1f} GiB of memory")
+    if kind == "user":
+        raise UserError(answer)
+    if kind == "error":
+        raise RuntimeError(answer)
+    return answer
+
+
+def _answer(
+    work: Callable[[], Any], connection: Connection, parent: int, more_bytes: int
+) -> NoReturn:
+    """All that the child does."""
+    try:
+        die_with_parent(parent)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides
+            signal.signal(number, signal.SIG_IGN)
+        silence = os.open(os.devnull, os.O_WRONLY)
+        for output in (1, 2):
+            os.dup2(silence, output)
+        limit_memory(more_bytes)
+        try:
+            said: tuple[str, Any] = ("made", work())
+        except MemoryError:
+            said = ("memory", None)
+        except UserError as error:
+            said = ("user", str(error))
+        except BaseException as error:  # also Rust's panics, which are no Exception
+            said = ("error", one_line(error))
+        connection.send(said)
+    finally:
+        os._exit(0)
+
+
+def fork() -> int:
+    """Without the warning of tokenizers that their threads do not survive: the child has no use for
+    them."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "true")
+    try:
+        return os.fork()
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
+def limit_memory(more_bytes: int) -> None:
+    """This process may take so much more than it has."""
+    with suppress(OSError, ValueError):  # no /proc, or a lower limit from outside
+        with open("/proc/self/statm") as file:
+            size_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size_bytes + more_bytes, hard))
 
 
 @contextmanager

@@ -4,13 +4,15 @@
     Ctrl-C                       `interrupted`, status 130; during training it saves (interrupts.py)
     SIGTERM, SIGHUP              status 143 and 129; what is open is closed, temporary files deleted
 
-What is printed may be lost on the way: a closed pipe or a full disk ends nothing. Imports nothing
-heavy, so that a command is guarded before it imports torch.
+What is printed may be lost on the way: a closed pipe or a full disk ends nothing. Libraries may log
+a stranger's names, so all of a line but its colours is escaped. Imports nothing heavy, so that a
+command is guarded before it imports torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import signal
 import sys
@@ -19,13 +21,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from longctx.errors import UserError, survive_lost_output
+from longctx.errors import UserError, printable, survive_lost_output
 
 
 @contextmanager
 def program() -> Iterator[None]:
     """Around all that a program does. Signals are heard as before when it ends."""
     survive_lost_output()
+    records = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(_Record)
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, _leave) for number in heard}
     try:
@@ -36,8 +40,19 @@ def program() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     finally:
+        logging.setLogRecordFactory(records)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_LAYOUT = re.compile(r"(\x1b\[[0-9;]*m|[\n\t])")
+"""Colours, and what tables of several lines need."""
+
+
+class _Record(logging.LogRecord):
+    def getMessage(self) -> str:
+        parts = _LAYOUT.split(super().getMessage())
+        return "".join(part if n % 2 else printable(part) for n, part in enumerate(parts))
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

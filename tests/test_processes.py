@@ -25,7 +25,7 @@ from longctx.data.rows import build_dataset
 from longctx.errors import UserError
 from longctx.processes import bound_children, explained_workers
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = pytest.mark.usefixtures("reference_kernels", "heard_signals")
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from longctx import cli
 from longctx.errors import UserError
 from longctx.program import Parser, program
 
+pytestmark = pytest.mark.usefixtures("heard_signals")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -79,3 +81,11 @@ def test_wrong_words_are_one_line(words: str, message: str) -> None:
 def test_a_command_is_such_a_program(name: str) -> None:
     with pytest.raises(SystemExit, match="error: .*(--nonsense|required)"):
         cli.main([name, "--nonsense"])
+
+
+def test_what_libraries_log_moves_no_cursor(caplog) -> None:
+    """Colours and lines are theirs, the rest may be a stranger's."""
+    with program():
+        logging.getLogger("theirs").warning("\x1b[1mkeys\x1b[0m\n\t%s", "a\x1b[2Jb\rc")
+    logging.getLogger("theirs").warning("after\r")
+    assert caplog.messages == ["\x1b[1mkeys\x1b[0m\n\ta\\x1b[2Jb\\rc", "after\r"]

@@ -2,7 +2,10 @@
 
 sources.py, records.py   files, folders, globs, datasets -> checked documents
 tokenizer.py             the model's tokenizer, or one trained on the spot
-chat.py                  a conversation through the chat template, in a process with limits
+turns.py, values.py      a turn: its role and text, and whether it is trained
+chat.py                  conversations through the chat template, in a process with limits
+masks.py                 which characters of a conversation are trained
+training_templates.py    our templates with generation markers, and whose a tokenizer's is
 encoding.py              a document -> token ids, and which of them are trained
 windows.py               the tokens of a long text, in little memory
 packing.py               documents -> rows, without cutting a document that fits

@@ -1,10 +1,10 @@
 """Files under cache_dir, named by their format and a hash of everything they are made from.
 
-    documents-v1-<hash>.arrow    what was read                 each with its checksum beside it
-    tokens-v1-<hash>.arrow       4 bytes and a bit a token     (.arrow.xxh3)
-    rows-v1-<hash>.arrow         12 bytes a token
-    rows-v1-<hash>.json          what was said when they were packed
-    tokenizer-v1-<hash>.json     the default tokenizer
+    documents-v2-<hash>.arrow    what was read                 each with its checksum beside it
+    tokens-v2-<hash>.arrow       4 bytes and a bit a token     (.arrow.xxh3)
+    rows-v2-<hash>.arrow         12 bytes a token
+    rows-v2-<hash>.json          what was said when they were packed
+    tokenizer-v2-<hash>.json     the default tokenizer
 
 A file is written beside its place, flushed to disk and renamed, so that neither a killed run nor a
 power cut leaves a half file that looks whole. Who writes holds a lock on what it writes, which the
@@ -38,9 +38,10 @@ from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
 from longctx.checksum import checksum
+from longctx.data import training_templates
 from longctx.errors import UserError, print_rank0
 
-FORMAT = 1
+FORMAT = 2
 """Of the files, and of what tokenising and packing make of an input: a change that gives other
 rows raises it (tests/data/test_cache.py knows the rows of this one)."""
 KINDS = ("documents", "tokens", "rows", "tokenizer")
@@ -79,7 +80,9 @@ def dataset_identity(dataset: Dataset) -> list[Any]:
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     """All of a tokenizer that decides a document's tokens."""
-    identity = [type(tokenizer).__name__, tokenizer.special_tokens_map, tokenizer.chat_template]
+    ours = training_templates.identity() if tokenizer.chat_template else None
+    template = [tokenizer.chat_template, ours]
+    identity = [type(tokenizer).__name__, tokenizer.special_tokens_map, template]
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         # Left behind by the last call, and set anew by the next.

@@ -17,9 +17,10 @@ from contextlib import contextmanager
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from longctx.data.chat import Span, rendered
+from longctx.data.chat import rendered
+from longctx.data.masks import Span
 from longctx.data.packing import Piece
-from longctx.data.records import Document
+from longctx.data.records import CHATS, Document
 from longctx.data.windows import WINDOW_CHARS, tokenise
 from longctx.errors import UserError, one_line
 
@@ -63,7 +64,7 @@ def _encode(
     for i, document in enumerate(documents):
         if document and document.kind == "completion":
             pieces[i] = _completion(document, tokenizer)
-    chats = {i: d for i, d in enumerate(documents) if d and d.kind == "chat"}
+    chats = {i: d for i, d in enumerate(documents) if d and d.kind in CHATS}
     for i, piece in zip(chats, _chats(list(chats.values()), tokenizer), strict=True):
         pieces[i] = piece
     return pieces

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from longctx.config import DataArguments, expanded
 from longctx.data.cache import CHECKSUM, FILE_NAME, FORMAT, TEMPORARY_NAME
-from longctx.errors import UserError
+from longctx.errors import UserError, say
 from longctx.program import Parser
 
 DAY_S = 24 * 3600
@@ -58,15 +58,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--days must be at least 1, got {args.days}")
     folder = expanded(args.cache_dir)
     entries = read_cache(folder)
-    print("\n".join(table(folder, entries)))
+    say(*table(folder, entries))
     unused = [entry for entry in entries if entry.unused(args.days)]
     size_gib = sum(entry.size_bytes for entry in unused) / GIB
     size = f"{size_gib:.2f} GiB, {_count(sum(entry.files for entry in unused), 'file')}"
     if args.prune:
         prune(folder, unused)
-        print(f"freed {size}")
+        say(f"freed {size}")
     else:
-        print(
+        say(
             f"--prune would free {size}: not used for {_count(args.days, 'day')}, or left half done"
         )
 

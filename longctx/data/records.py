@@ -4,45 +4,66 @@
     {"prompt": "...", "completion": "..."}                        the completion is trained
     {"messages": [{"role": "user", "content": "..."}, ...]}       assistant turns are trained
     {"conversations": [{"from": "human", "value": "..."}, ...]}   the same in ShareGPT's words
+    {"prompt": [turns], "completion": [turns]}                    those of the completion (TRL)
+    {"instruction": "...", "input": "...", "output": "..."}       Alpaca: the output is trained
 
-Roles of other exports are translated (`human`, `gpt`, `observation`, ...). `tools` beside a
-conversation, and a turn's further fields such as `tool_calls`, reach the chat template as they are.
+The first of messages, prompt and completion, instruction and output, text that a record has is
+read. Alpaca's record is one exchange of a conversation; `history` holds earlier ones. Beside a
+conversation, `system`, `tools`, `documents` and `chat_template_kwargs` reach the chat template.
+turns.py reads the turns. A key that changes what other tools train is honoured or refused.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from longctx.data.turns import check_some_trained, read_turns
+from longctx.data.values import check_depth, is_flag, kind, parse_json, shown, without_none
 from longctx.errors import UserError
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+FORMATS = (
+    "`text`, `messages`, `conversations`, `prompt` and `completion` or `instruction` and `output`"
+)
+WHOLE_RECORDS = "records are trained whole or left out of the file"
+BY_TURN = "write `train`: true or false on the turns"
+ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "train": ((True,), WHOLE_RECORDS),
+    "training": ((True,), WHOLE_RECORDS),
+    "weight": ((True,), WHOLE_RECORDS),
+    "loss_mask": ((), BY_TURN),
 }
-MAX_DEPTH = 100
-"""Levels of a record: json and chat templates go down by recursion, and the stack is finite."""
-FORMATS = "`text`, `messages`, `conversations` or `prompt` and `completion`"
+IN_CONVERSATIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "train_detail": ((), BY_TURN),
+    "roles_to_train": ((["assistant"], ["gpt"], ["assistant", "gpt"]), BY_TURN),
+    "train_on_inputs": ((False,), BY_TURN),
+    "mask_history": ((False,), BY_TURN),
+    "mask": (("User", "user", "human"), BY_TURN),
+    "reasoning_content": ((), "write it on the turn"),
+}
+"""A record's key by which another tool chooses what is trained -> the values that ask for what is
+done anyway, and what to do for others."""
+OWN_ARGUMENTS = frozenset(
+    "messages conversations tools documents chat_template tokenize add_generation_prompt "
+    "continue_final_message return_dict return_assistant_tokens_mask tokenizer_kwargs "
+    "bos_token eos_token pad_token unk_token".split()
+)
+
+
+CHATS = ("chat", "instruction")
+"""Kinds of documents that go through the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
     """One training document and where it came from (`file` or `file:line`)."""
 
-    kind: Literal["text", "completion", "chat"]
+    kind: Literal["text", "completion", "chat", "instruction"]
+    """instruction is a chat that was Alpaca's record."""
     content: Any
-    """text: str; completion: [prompt, completion]; chat: {"messages": [...], "tools": ...}"""
+    """text: str; completion: [prompt, completion]; chat: {"messages": [...]} and, where given,
+    tools, documents, kwargs (of the template) and untrained (numbers of assistant turns)"""
     where: str
     replaced_bytes: int = 0
     """Undecodable bytes that became U+FFFD."""
@@ -54,129 +75,153 @@ def as_document(record: Any, where: str, replaced_bytes: int = 0) -> Document | 
     Raises UserError starting with `where` for anything that is not one of the known formats.
     """
     if not isinstance(record, Mapping):
-        raise UserError(f"{where}: expected an object with {FORMATS}, found {_kind(record)}")
-    _check_depth(record, where)
-    given = {key for key, value in record.items() if value is not None}
-    content: Any
-    if "messages" in given or "conversations" in given:
-        key = "messages" if "messages" in given else "conversations"
-        content = {"messages": _messages(record[key], key, where)}
-        if "tools" in given:
-            content["tools"] = _tools(record["tools"], where)
-        return Document(kind="chat", content=content, where=where, replaced_bytes=replaced_bytes)
-    if {"prompt", "completion"} <= given:
-        content = [_string(record[key], key, where) for key in ("prompt", "completion")]
-        if not content[1].strip():
-            raise UserError(f"{where}: `completion` is empty, so there is nothing to train on")
-        return Document(
-            kind="completion", content=content, where=where, replaced_bytes=replaced_bytes
+        raise UserError(f"{where}: expected an object with {FORMATS}, found {kind(record)}")
+    check_depth(record, where)
+    given = {key: value for key, value in record.items() if value is not None}
+    _check_choices(given, ALWAYS, where)
+    read = _read(given, where)
+    if read is None:
+        found = ", ".join(
+            f"`{key}`" + " (null)" * (value is None) for key, value in list(record.items())[:6]
         )
+        raise UserError(f"{where}: expected {FORMATS}, found {found or 'nothing'}")
+    name, content = read
+    if name == "text" and not content.strip():
+        return None
+    return Document(kind=name, content=content, where=where, replaced_bytes=replaced_bytes)
+
+
+Read = tuple[Literal["text", "completion", "chat", "instruction"], Any]
+
+
+def _read(given: Mapping[str, Any], where: str) -> Read | None:
+    for key in ("messages", "conversations"):
+        if key in given:
+            messages, untrained = read_turns(given[key], key, where)
+            if messages[-1]["role"] != "assistant" and {"chosen", "rejected"} & set(given):
+                raise UserError(
+                    f"{where}: `chosen` and `rejected` are not read: write the answer to train on "
+                    f"as the last turn of `{key}`"
+                )
+            return "chat", _chat(messages, untrained, given, where)
+    if {"prompt", "completion"} <= set(given):
+        return _completion(given, where)
+    if {"instruction", "output"} <= set(given):
+        return "instruction", _chat(_alpaca(given, where), [], given, where)
     if "text" in given:
-        content = _string(record["text"], "text", where)
-        if not content.strip():
-            return None
-        return Document(kind="text", content=content, where=where, replaced_bytes=replaced_bytes)
-    found = ", ".join(
-        f"`{key}`" + " (null)" * (value is None) for key, value in list(record.items())[:6]
-    )
-    raise UserError(f"{where}: expected {FORMATS}, found {found or 'nothing'}")
+        return "text", _string(given, "text", where)
+    return None
 
 
-def _check_depth(value: Any, where: str) -> None:
-    """Goes down level by level, not by recursion."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        items = (
-            item
-            for value in level
-            for item in (value.values() if isinstance(value, Mapping) else value)
-        )
-        level = [item for item in items if isinstance(item, (Mapping, list))]
-        if not level:
-            return
-    raise UserError(f"{where}: nested more than {MAX_DEPTH} levels deep: flatten or remove it")
-
-
-def _messages(turns: Any, key: str, where: str) -> list[dict[str, Any]]:
-    role_key, content_key = ("role", "content") if key == "messages" else ("from", "value")
-    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise UserError(f"{where}: `{key}` must be a list of turns, found {_kind(turns)}")
-    messages = []
-    for number, turn in enumerate(turns, 1):
-        at = f"{where}: turn {number} of `{key}`"
-        if not isinstance(turn, Mapping):
-            raise UserError(f"{at} must be an object, found {_kind(turn)}")
-        # The usual names are accepted under both keys: exports mix them.
-        if role_key not in turn and "role" in turn:
-            role_key, content_key = "role", "content"
-        name = turn.get(role_key)
-        if not isinstance(name, str) or name not in ROLES:
+def _completion(given: Mapping[str, Any], where: str) -> Read:
+    _check_choices(given, IN_CONVERSATIONS, where)
+    if isinstance(given["prompt"], list) and isinstance(given["completion"], list):
+        before, _ = read_turns(given["prompt"], "prompt", where)
+        after, untrained = read_turns(given["completion"], "completion", where)
+        context = [i for i, turn in enumerate(before) if turn["role"] == "assistant"]
+        untrained = context + [len(before) + i for i in untrained]
+        return "chat", _chat(before + after, untrained, given, where)
+    texts = [_string(given, key, where) for key in ("prompt", "completion")]
+    if not texts[1].strip():
+        raise UserError(f"{where}: `completion` is empty, so there is nothing to train on")
+    for key in ("system", "tools", "documents", "chat_template_kwargs"):
+        if given.get(key):
             raise UserError(
-                f"{at} has the unknown {role_key} {name!r}; known: {', '.join(sorted(ROLES))}"
+                f"{where}: `{key}` beside a `prompt` that is a string is not read: write the "
+                "conversation as `messages`"
             )
-        content = turn.get(content_key)
-        if isinstance(content, list):
-            content = "".join(_text_part(part, at) for part in content)
-        if content is None and turn.get("tool_calls"):
-            content = ""
-        if not isinstance(content, str):
-            found = _kind(content) if content_key in turn else "nothing"
-            raise UserError(f"{at} needs a string as `{content_key}`, found {found}")
-        # Arrow fills absent fields with None, which templates would print.
-        extra = {k: _without_none(v) for k, v in turn.items() if v is not None}
-        extra = {k: v for k, v in extra.items() if k not in (role_key, content_key)}
-        messages.append({"role": ROLES[name], "content": content, **extra})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: no assistant turn, so there is nothing to train on")
-    return messages
+    return "completion", texts
 
 
-def _text_part(part: Any, at: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return part["text"]
-    raise UserError(f"{at} has a part that is not text: only text can be trained on")
+def _chat(
+    messages: list[dict[str, Any]], untrained: list[int], given: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    _check_choices(given, IN_CONVERSATIONS, where)
+    check_some_trained(messages, untrained, where)
+    for key in ("system", "system_prompt"):
+        if key in given and (text := _string(given, key, where)).strip():
+            if messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": text}, *messages]
+                untrained = [i + 1 for i in untrained]
+            elif messages[0]["content"] != text:
+                raise UserError(f"{where}: a system turn and another `{key}`: leave one out")
+    content: dict[str, Any] = {"messages": messages}
+    if untrained:
+        content["untrained"] = untrained
+    if "tools" in given and given.get("functions"):
+        raise UserError(f"{where}: `tools` and `functions`: leave one out")
+    if "tools" in given:
+        content["tools"] = _objects(given, "tools", "a list of JSON schemas", where)
+    elif functions := "functions" in given and _objects(given, "functions", "a list", where):
+        content["tools"] = [{"type": "function", "function": f} for f in functions]
+    if documents := "documents" in given and _objects(given, "documents", "a list", where):
+        content["documents"] = documents
+    if kwargs := "chat_template_kwargs" in given and _template_arguments(given, where):
+        content["kwargs"] = kwargs
+    return content
 
 
-def _tools(tools: Any, where: str) -> Any:
-    if isinstance(tools, str):  # datasets keep JSON schemas as strings
-        tools = parse_json(tools, f"{where}: `tools`") if tools.strip() else []
-        _check_depth([tools], f"{where}: `tools`")
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise UserError(f"{where}: `tools` must be a list of JSON schemas")
-    return [_without_none(tool) for tool in tools] or None
+def _alpaca(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The exchanges of an Alpaca record; `input` follows `instruction` on a line of its own."""
+    asked = [_string(given, key, where) for key in ("instruction", "input") if key in given]
+    question = "\n".join(text for text in asked if text.strip())
+    answer = _string(given, "output", where)
+    for key, text in (("instruction", question), ("output", answer)):
+        if not text.strip():
+            raise UserError(f"{where}: `{key}` is empty, so there is nothing to train on")
+    history = given.get("history", [])
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
+        for pair in history
+    ):
+        raise UserError(f"{where}: `history` must be a list of [instruction, output] pairs")
+    return [
+        {"role": role, "content": text}
+        for pair in [*history, (question, answer)]
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+def _check_choices(
+    given: Mapping[str, Any], keys: Mapping[str, tuple[tuple[Any, ...], str]], where: str
+) -> None:
+    """Raises UserError for a key that would have another tool train something else."""
+    for key, (accepted, cure) in keys.items():
+        value = given.get(key)
+        if value in (None, "", []) or any(value == same for same in accepted):
+            continue
+        if is_flag(value) and any(is_flag(same) and bool(value) == same for same in accepted):
+            continue
+        raise UserError(f"{where}: `{key}` is {shown(value)}, which is not read: {cure}")
 
 
-def _string(value: Any, key: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{where}: `{key}` must be a string, found {_kind(value)}")
+def _objects(given: Mapping[str, Any], key: str, expected: str, where: str) -> Any:
+    """A list of objects, or None for an empty one; datasets keep such lists as JSON strings."""
+    value = given[key]
+    if isinstance(value, str):
+        value = parse_json(value, f"{where}: `{key}`") if value.strip() else []
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise UserError(f"{where}: `{key}` must be {expected}")
+    return [without_none(item) for item in value] or None
+
+
+def _template_arguments(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    value = given["chat_template_kwargs"]
+    if isinstance(value, str):
+        value = parse_json(value, f"{where}: `chat_template_kwargs`") if value.strip() else {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{where}: `chat_template_kwargs` must be an object, found {kind(value)}")
+    value = without_none(value)
+    if taken := sorted(OWN_ARGUMENTS & set(value)):
+        raise UserError(
+            f"{where}: `chat_template_kwargs` may not hold `{taken[0]}`: write it beside the turns"
+            if taken[0] in ("tools", "documents")
+            else f"{where}: `chat_template_kwargs` may not hold `{taken[0]}`: leave it out"
+        )
     return value
 
 
-def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing (null)"
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    name = names.get(type(value), "a number")
-    return f"an empty {name.split()[1]}" if value in ({}, [], "") else name
-
-
-def parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = (
-            f"{error.msg} at column {error.colno}"
-            if isinstance(error, json.JSONDecodeError)
-            else "nested too deeply"
-            if isinstance(error, RecursionError)
-            else str(error)
-        )
-        raise UserError(f"{where} is not JSON ({reason}): one object a line is expected") from error
+def _string(given: Mapping[str, Any], key: str, where: str) -> str:
+    if not isinstance(given[key], str):
+        raise UserError(f"{where}: `{key}` must be a string, found {kind(given[key])}")
+    return given[key]

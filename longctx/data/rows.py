@@ -44,6 +44,7 @@ from longctx.data.cache import (
     write_arrow,
     write_text,
 )
+from longctx.data.chat import lines_of
 from longctx.data.encoding import check_vocabulary, encode, pad_token_id
 from longctx.data.packing import (
     ROW_FEATURES,
@@ -53,7 +54,7 @@ from longctx.data.packing import (
     check_trainable,
     pack,
 )
-from longctx.data.records import Document, as_document
+from longctx.data.records import CHATS, Document, as_document
 from longctx.data.sources import (
     check_dataset_name,
     find_files,
@@ -147,12 +148,15 @@ def build_dataset(
                 stats=stats,
             ),
         )
-        report = {"stats": asdict(stats), "replaced_bytes": replaced}
+        said = lines_of(_kinds(records), tokenizer)
+        report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
         write_text(report_path, json.dumps(report))
 
     stats = PackingStats(**report["stats"])
     for file, count in report["replaced_bytes"].items():
         print_rank0(f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
+    for line in report["said"]:
+        print_rank0(line)
     check_vocabulary(stats.largest_token_id, vocab_size)
     check_trainable(stats, name)
     print_rank0(stats.summary(seq_len))
@@ -228,6 +232,7 @@ def _report(path: Path) -> dict[str, Any] | None:
     try:
         PackingStats(**report["stats"]).summary(1)
         report["replaced_bytes"].items()
+        "".join(report["said"])
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
     return report
@@ -327,14 +332,26 @@ def _tokens(
         return write_arrow(path, TOKEN_FEATURES, columns)
 
 
+def _kinds(records: Dataset) -> set[str]:
+    """Kinds of documents, of our own or of a dataset by its columns (Document.kind)."""
+    columns = set(records.column_names)
+    if set(DOCUMENT_FEATURES) <= columns:
+        return set(records.unique("kind"))
+    if {"messages", "conversations"} & columns:
+        return {"chat"}
+    if {"prompt", "completion"} <= columns:
+        turns = not isinstance(records.features["prompt"], Value)
+        return {"chat" if turns else "completion"}
+    return {"instruction"} if {"instruction", "output"} <= columns else {"text"}
+
+
 def _processes(records: Dataset, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Worker processes for tokenising; None where this one is fastest.
 
     Fast tokenizers use every core by themselves, chat templates and slow tokenizers only one.
     """
-    if tokenizer.is_fast and not {"messages", "conversations"} & set(records.column_names):
-        if "kind" not in records.column_names or "chat" not in records.unique("kind"):
-            return None
+    if tokenizer.is_fast and not _kinds(records) & set(CHATS):
+        return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     count = min(cores or 1, len(records) // DOCUMENTS_PER_PROCESS)
     return count if count > 1 else None

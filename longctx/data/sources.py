@@ -24,8 +24,9 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
 from longctx.config import DataArguments, expanded
-from longctx.data.records import Document, as_document, parse_json
-from longctx.errors import UserError
+from longctx.data.records import Document, as_document
+from longctx.data.values import parse_json
+from longctx.errors import UserError, printable
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 TEXT_SUFFIXES = frozenset(
@@ -98,7 +99,8 @@ def stdlib_files() -> list[Path]:
 
 
 def read_documents(files: Sequence[Path], *, allow_undecodable: bool = False) -> Iterator[Document]:
-    """The documents of text and JSONL files, in order; blank ones are left out.
+    """The documents of text and JSONL files, in order; blank ones are left out. They say where they
+    are from in printable words: a name may be bytes that are no text, or hold terminal codes.
 
     Raises UserError for a file of which more than UNDECODABLE_SHARE is not text.
     """
@@ -128,7 +130,8 @@ def _read_text(path: Path) -> Reading:
     replaced += text.count("\0")
     text = text.replace("\r\n", "\n").replace("\0", "\ufffd")
     if text.strip():
-        yield Document(kind="text", content=text, where=str(path), replaced_bytes=replaced)
+        where = printable(str(path))
+        yield Document(kind="text", content=text, where=where, replaced_bytes=replaced)
     return replaced
 
 
@@ -136,7 +139,7 @@ def _read_jsonl(path: Path) -> Reading:
     total = 0
     for number, (text, replaced) in enumerate(_lines(path), 1):
         total += replaced
-        where = f"{path}:{number}"
+        where = printable(f"{path}:{number}")
         if not text.strip():
             continue
         record = parse_json(text, where)

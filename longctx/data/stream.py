@@ -14,6 +14,7 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from longctx.config import DataArguments
+from longctx.data.chat import lines_of
 from longctx.data.encoding import encode, pad_token_id
 from longctx.data.packing import ROW_FEATURES, PackingStats, Piece, check_trainable, pack
 from longctx.data.records import as_document
@@ -38,7 +39,10 @@ def stream_rows(
     first = next(_numbered(records, name), None)
     if first is None:
         raise UserError(f"{name} has no rows in the split {args.dataset_split!r}")
-    encode([as_document(first[1], f"{name} row 0")], tokenizer, vocab_size)
+    document = as_document(first[1], f"{name} row 0")
+    encode([document], tokenizer, vocab_size)
+    for line in lines_of({document.kind} if document else set(), tokenizer):
+        print_rank0(line)
 
     def rows() -> Iterator[dict[str, list[int]]]:
         stats = PackingStats()

@@ -28,6 +28,7 @@ from longctx.config import DataArguments, ModelArguments, expanded
 from longctx.data.cache import cache_path, digest, mark_used, write_text
 from longctx.data.sources import read_documents, stdlib_files
 from longctx.errors import UserError, one_line, print_rank0
+from longctx.files import refuse_odd
 
 VOCAB_SIZE = 8192
 LARGEST_ID = 2**24
@@ -55,7 +56,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments) -> PreT
     name = model_args.tokenizer_name or model_args.model_name_or_path
     if name is None:
         return default_tokenizer(expanded(data_args.cache_dir))
-    return _pretrained(name, trust_remote_code=model_args.trust_remote_code)
+    return read_tokenizer(name, trust_remote_code=model_args.trust_remote_code)
 
 
 def default_tokenizer(cache_dir: Path, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
@@ -114,7 +115,11 @@ def _load_backend(path: Path) -> Tokenizer | None:
         return None
 
 
-def _pretrained(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def read_tokenizer(
+    name: str, *, trust_remote_code: bool = False, remedy: str = "give one with --tokenizer_name"
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a GGUF file or a hub id. Raises UserError, which names a
+    `remedy`."""
     path = expanded(name)
     options: dict[str, str] = {}
     if path.suffix == ".gguf":
@@ -122,6 +127,7 @@ def _pretrained(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBas
             raise UserError(f"{name} does not exist: check the path of the .gguf file")
         name, options = str(path.parent), {"gguf_file": path.name}
     elif os.path.isdir(path):
+        refuse_odd(path)
         name = str(path)
     elif os.path.exists(path) or name.startswith((".", "/", "~")):
         raise UserError(f"{name} is no folder with a tokenizer: give another --tokenizer_name")
@@ -139,9 +145,7 @@ def _pretrained(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBas
         raise
     except BaseException as error:  # also Rust's panics, which are no Exception
         reason = one_line(error, 160)
-        raise UserError(
-            f"no tokenizer could be loaded from {name}: give one with --tokenizer_name ({reason})"
-        ) from error
+        raise UserError(f"no tokenizer could be loaded from {name}: {remedy} ({reason})") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
 

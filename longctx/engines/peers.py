@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from longctx.errors import UserError, one_line
+from longctx.errors import UserError, one_line, say
 
 GRACE_S = 3.0
 """A rank whose collective fails says more than that another one is gone."""
@@ -84,11 +84,10 @@ def _watch(peers: dict[int, int], over: int) -> None:
     if over in ended or select.select([over], [], [], GRACE_S)[0]:
         return
     lost = next(rank for rank, descriptor in peers.items() if descriptor in ended)
-    print(
+    say(
         f"error: rank {dist.get_rank()} ends because rank {lost} did, which said why if it was not "
         "killed",
         file=sys.stderr,
-        flush=True,
     )
     os._exit(1)  # the main thread may wait for the lost rank in a collective
 

@@ -24,7 +24,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, TrainerC
 from longctx.config import ModelArguments, expanded, installed
 from longctx.errors import UserError
 from longctx.model.adapters import inside_peft
-from longctx.model.families import base_of, why_not_scheduled
+from longctx.model.families import base_of
+from longctx.model.strangers import why_not_scheduled
 
 ALL_LINEAR = "all-linear"
 _ENDS = ("embed_tokens", "lm_head")

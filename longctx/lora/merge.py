@@ -6,23 +6,33 @@
 
 W + s B A is computed in fp32 and rounded once, to the dtype of the model's files or to `--dtype`. W
 is the model's; with `--quantize nf4` it has the values of 4 bits that a run with that flag trained
-the adapter over. Host memory: the model, and one weight in fp32.
+the adapter over. Host memory: the model, and three of one weight in fp32.
+
+Adapter and model may be a stranger's (foreign.py, model/pretrained.py): no code of theirs runs, and
+what is published is whole, finite, and has a weight for every tensor of both.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
-from longctx.config import expanded, installed
-from longctx.errors import UserError, one_line
+from longctx.config import ModelArguments, expanded, installed
+from longctx.data.tokenizer import read_tokenizer
+from longctx.errors import UserError, one_line, say
+from longctx.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.lora.quantise import round_to_nf4_
-from longctx.output.removal import staging_path
-from longctx.output.save import disk_problem, publish, remove_staging
+from longctx.model.pretrained import read_config, read_model, weights_identity
+from longctx.output.definition import BASE
+from longctx.output.folder import claimed
+from longctx.output.rehearsal import rehearse
+from longctx.output.save import disk_problem, publish, require_space
 from longctx.program import Parser
 
 QUANTIZE = ("none", "nf4")
@@ -38,10 +48,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--quantize", choices=QUANTIZE, default="none", help="of the run that made the adapter"
     )
+    parser.add_argument(
+        "--allow_changed", nargs="+", choices=[BASE], default=[], help="merge into other weights"
+    )
     args = parser.parse_args(argv)
-    adapter, output = expanded(args.adapter), expanded(args.output)
-    merge(adapter, output, model=args.model, dtype=args.dtype, quantize=args.quantize)
-    print(f"{output}: the merged model; AutoModelForCausalLM.from_pretrained loads it")
+    output = expanded(args.output)
+    merge(
+        expanded(args.adapter),
+        output,
+        model=args.model,
+        dtype=args.dtype,
+        quantize=args.quantize,
+        allow_changed=args.allow_changed,
+    )
+    say(f"{output}: the merged model; AutoModelForCausalLM.from_pretrained loads it")
 
 
 def merge(
@@ -51,72 +71,146 @@ def merge(
     model: str | None = None,
     dtype: str = "auto",
     quantize: str = "none",
+    allow_changed: Sequence[str] = (),
 ) -> None:
-    """Raises UserError for what is no adapter, or does not fit its model."""
+    """Raises UserError for what is no adapter, does not fit its model, or would run code."""
     needed = ["peft"] + ["bitsandbytes"] * (quantize == "nf4")
     if missing := [name for name in needed if not installed(name)]:
         raise UserError(f"longctx merge needs {missing[0]}: pip install 'longctx[lora]'")
-    if not os.path.isfile(adapter / "adapter_config.json"):
-        raise UserError(f"{adapter} holds no adapter (adapter_config.json): give a run's final/")
-    if os.path.lexists(output):
-        raise UserError(f"{output} exists: give --output a new folder")
-    merged = _merged(adapter, model, dtype, quantize)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = staging_path(output)
-    try:
-        merged.save_pretrained(staging)
-        _copy_tokenizer(adapter, staging)
-        publish(staging, output)
-    except Exception as error:
-        if reason := disk_problem(error):
-            raise UserError(f"{output} could not be written: {reason}") from error
-        raise
-    finally:
-        remove_staging(staging)
-
-
-def _merged(adapter: Path, name: str | None, dtype: str, quantize: str) -> Any:
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    try:
-        name = name or peft.PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
-        if not name:
-            raise UserError(f"{adapter} does not say which model it is of: give --model")
-        base = str(expanded(name)) if os.path.isdir(expanded(name)) else name
-        asked = dtype if dtype == "auto" else getattr(torch, dtype)
+    found = read_adapter(adapter)
+    name = model or found.get("base_model_name_or_path")
+    if not name:
+        raise UserError(f"{adapter} does not say which model it is of: give --model")
+    with claimed(output) as staged:
+        tokenizer = _tokenizer(adapter)
+        base = ModelArguments(model_name_or_path=name, class_type="vanilla")
         config = _config(adapter, base)
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=asked, config=config)
-        if quantize != "none":
-            round_to_nf4_(model.get_decoder().layers)
+        check_fits(adapter, config)
+        if BASE not in allow_changed:
+            _check_base(adapter, base, config)
+        merged = _merged(adapter, base, config, dtype, quantize)
+        try:
+            rehearse(merged, lambda to: merged.save_pretrained(to, state_dict={}), staged.parent)
+            require_space(output.parent, sum(x.nbytes for x in merged.parameters()))
+            merged.save_pretrained(staged)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(staged)
+            publish(staged, output, replace=False)
+        except Exception as error:
+            if reason := disk_problem(error):
+                raise UserError(f"{output} could not be written: {reason}") from error
+            raise
+
+
+def _check_base(adapter: Path, base: ModelArguments, config: Any) -> None:
+    """Raises UserError for other weights than those that the adapter's run was trained over."""
+    if (trained := base_of_run(adapter)) is None:
+        return
+    given = weights_identity(base, config)
+    if given is not None and trained != given:
+        raise UserError(
+            f"{adapter} was trained over other weights than those of {base.model_name_or_path} "
+            f"({trained}, not {given}): give the right --model, or merge them with --allow_changed "
+            f"{BASE}"
+        )
+
+
+def _merged(adapter: Path, base: ModelArguments, config: Any, dtype: str, quantize: str) -> Any:
+    import peft
+
+    asked = dtype if dtype == "auto" else getattr(torch, dtype)
+    model = read_model(base, config, dtype=asked, attention="eager")
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+    if quantize != "none":
+        round_to_nf4_(model.get_decoder().layers)
+    where = f"cannot merge {adapter} into {base.model_name_or_path}"
+    try:
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
         adapted = peft.PeftModel.from_pretrained(model, str(adapter))
-        return adapted.merge_and_unload(safe_merge=True)  # which refuses what is not finite
+        _part_ends(adapted, *ends)
+        for layer in _layers(adapted):
+            _add_in_fp32(layer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that all is merged already
+            merged = adapted.merge_and_unload(safe_merge=True)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a file's values raise as many types as there are checks
-        raise UserError(f"cannot merge {adapter} into {name}: {one_line(error)}") from error
+        raise UserError(f"{where}: {one_line(error)}") from error
+    for name, weight in merged.named_parameters():
+        weight.data = weight.data.to(dtypes.get(name, merged.dtype))
+        if not weight.isfinite().all():
+            raise UserError(f"{where}: {name} would not be finite in {weight.dtype}")
+    _forget_tie(merged)
+    return merged
+
+
+def _layers(adapted: Any) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _part_ends(adapted: Any, embedding: Any, head: Any) -> None:
+    """Two ends that share a weight get one each where an adapter changes one of them alone."""
+    from peft.tuners.lora import LoraLayer
+
+    changed = [x.get_base_layer() for x in _layers(adapted) if isinstance(x, LoraLayer)]
+    if head is None or head.weight is not embedding.weight:
+        return
+    if any(layer is end for layer in changed for end in (embedding, head)):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        adapted.config.tie_word_embeddings = False
+
+
+def _forget_tie(merged: Any) -> None:
+    """Where lm_head is no longer the embedding, both are saved."""
+    embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+    if head is None or head.weight is embedding.weight:
+        return
+    for config in (merged.config, merged.config.get_text_config()):
+        config.tie_word_embeddings = False
+    merged.all_tied_weights_keys = {}
+
+
+@torch.no_grad()
+def _add_in_fp32(layer: Any) -> None:
+    """W + s B A as PEFT computes it, with one rounding instead of two."""
+    weights = list(layer.get_base_layer().parameters(recurse=False))
+    dtypes = [weight.dtype for weight in weights]
+    for weight in weights:
+        weight.data = weight.data.float()
+    layer.merge(safe_merge=True)
+    for weight, dtype in zip(weights, dtypes, strict=True):
+        weight.data = weight.data.to(dtype)
 
 
 _TRAINED = ("rope_parameters", "max_position_embeddings")
 """Of a model's configuration, what `--rope_scaling` and `--extend_context` change."""
 
 
-def _config(adapter: Path, base: str) -> Any:
+def _config(adapter: Path, base: ModelArguments) -> Any:
     """The model's, with the RoPE that the adapter was trained with."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(base)
-    if os.path.isfile(adapter / "config.json"):
-        trained = AutoConfig.from_pretrained(str(adapter))
-        for name in _TRAINED:
-            if hasattr(trained, name):
-                setattr(config, name, getattr(trained, name))
+    config = read_config(base)
+    if not os.path.isfile(adapter / "config.json"):
+        return config
+    try:
+        trained = AutoConfig.from_pretrained(str(adapter), trust_remote_code=False)
+    except Exception as error:  # a file's values raise as many types as there are checks
+        raise UserError(f"{adapter}: its config.json: {one_line(error, 200)}") from error
+    if trained.model_type != config.model_type:
+        raise UserError(
+            f"{adapter} was trained over a model of type {trained.model_type!r}, and "
+            f"{base.model_name_or_path} is of type {config.model_type!r}: give the right --model"
+        )
+    for name in _TRAINED:
+        if hasattr(trained, name):
+            setattr(config, name, getattr(trained, name))
     return config
 
 
-def _copy_tokenizer(adapter: Path, folder: Path) -> None:
-    """What a run saved beside its adapter."""
-    from transformers import AutoTokenizer
-
-    if os.path.isfile(adapter / "tokenizer_config.json"):
-        AutoTokenizer.from_pretrained(str(adapter)).save_pretrained(folder)
+def _tokenizer(adapter: Path) -> Any:
+    """What a run saved beside its adapter; None where it saved none."""
+    if not os.path.isfile(adapter / "tokenizer_config.json"):
+        return None
+    return read_tokenizer(str(adapter), remedy="remove its tokenizer's files, or get them again")

@@ -101,11 +101,16 @@ class Gradients:
         """Another batch is about to be added to a gradient: in fp32, and to what `clip` left."""
         parameter = place[0].parameters[place[1]]
         grad = parameter.grad
-        if grad is None or isinstance(grad, HeldGradient) or grad.dtype == torch.float32:
+        if grad is None or isinstance(grad, HeldGradient):
             return
-        factor = self.factor(place, grad)
-        grad = grad.float()
-        parameter.grad = grad if factor is None else grad.mul_(factor)
+        if place[0].streams:  # somebody's own, on the host maybe
+            held = HeldGradient(parameter, self, place)
+            held.here = grad.to(self._stream.device).contiguous()
+            parameter.grad = held
+        elif grad.dtype != torch.float32:
+            factor = self.factor(place, grad)
+            grad = grad.float()
+            parameter.grad = grad if factor is None else grad.mul_(factor)
 
     def _arrive(self, place: Place) -> None:
         """Autograd has written `parameter.grad`, or added to it."""
@@ -274,7 +279,7 @@ class Gradients:
         """Of its pieces."""
         here = grad.here if isinstance(grad, HeldGradient) else grad
         if here is not None:
-            self._measure(place, here.contiguous())
+            self._measure(place, here.to(self._stream.device).contiguous())
         factor = self.factor(place, grad)
         return self._norms[place] if factor is None else self._norms[place] * factor
 
@@ -302,7 +307,7 @@ class Gradients:
             if isinstance(grad, HeldGradient):
                 self.multiply(grad, factor)
             elif grad.dtype == torch.float32:
-                grad.mul_(factor)
+                grad.mul_(factor.to(grad.device))
             else:
                 earlier = self.factor(place, grad)
                 total = factor if earlier is None else earlier * factor

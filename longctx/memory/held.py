@@ -17,16 +17,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from longctx.memory.gradients import Gradients, Place
-
 aten = torch.ops.aten
+
+
+class Holder(Protocol):
+    """Who has the gradients that are held (gradients.py)."""
+
+    def add(self, held: HeldGradient, grad: Tensor) -> None: ...
+
+    def multiply(self, held: HeldGradient, factor: Any) -> None: ...
+
+    def norm_of(self, held: HeldGradient) -> Tensor: ...
+
+    def whole(self, held: HeldGradient) -> Tensor: ...
+
+    def replace(self, held: HeldGradient, grad: Tensor) -> None: ...
 
 
 class HeldGradient(Tensor):
@@ -39,13 +50,13 @@ class HeldGradient(Tensor):
     """What it is multiplied by: fp32, (), on the GPU; None is 1."""
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter, gradients: Gradients, place: Place) -> HeldGradient:
+    def __new__(cls, parameter: nn.Parameter, gradients: Holder, place: Any) -> HeldGradient:
         held: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         return held
 
-    def __init__(self, parameter: nn.Parameter, gradients: Gradients, place: Place) -> None:
+    def __init__(self, parameter: nn.Parameter, gradients: Holder, place: Any) -> None:
         # Weak, since garbage collection does not see through `parameter.grad`.
         self._gradients = weakref.ref(gradients)
         self.place, self.here, self.factor = place, None, None
@@ -53,7 +64,7 @@ class HeldGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Holder:
         found = self._gradients()
         if found is None:
             raise RuntimeError("this gradient's optimizer is gone, and the gradient with it")

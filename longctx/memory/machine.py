@@ -31,6 +31,37 @@ def host_share_bytes() -> int:
     return available_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def held_host_bytes() -> int:
+    """What the processes of this run hold of the machine's memory: their own pages and shared ones,
+    each once, with what is page-locked, by us or by CUDA's driver. Of files that are mapped
+    nothing: the kernel drops those."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = psutil.Process(os.getppid() if ranks > 1 else os.getpid())  # who launched all ranks
+    held = 0
+    for process in [first, *first.children(recursive=True)]:
+        kinds = dict(_sizes(Path(f"/proc/{process.pid}/smaps_rollup")))
+        held += sum(kinds.get(name, 0) for name in ("Pss_Anon", "Pss_Shmem"))
+    return held
+
+
+def _sizes(path: Path) -> Iterator[tuple[str, int]]:
+    """Bytes by name, of a file whose lines are `Name:  number kB`."""
+    for line in _lines(path):
+        words = line.split()
+        if len(words) == 3 and words[2] == "kB":
+            yield words[0].rstrip(":"), int(words[1]) * 1024
+
+
+def cgroup_limit_bytes() -> int | None:
+    """The memory that this process's own control group may hold, where one was set."""
+    limits = [
+        _number(folder / name)
+        for folder, _ in _memory_cgroups(PROC)
+        for name in ("memory.max", "memory.limit_in_bytes")
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def host_budget(available: int, limit_gib: float | None) -> int:
     """Of the bytes that are free, what a run may lock."""
     available -= int(min(SPARE * available, MOST_SPARED_GIB * GIB))

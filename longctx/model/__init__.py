@@ -3,7 +3,8 @@
     patch.py        what one instance of a transformers model gets
       forwards.py     its forwards, in the places of Hugging Face's         input_ids -> loss
       logits.py       logits that are computed when they are read
-      families.py     what a family's layers do, where weights are, and that nothing else is there
+      families.py     what a family's layers do, and where their weights are
+      strangers.py    finds what the schedule would pass by
       adapters.py     what PEFT's LoRA layers hold
       runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
       layer.py        one decoder layer, forward and backward by hand       x -> y, dy -> dx

@@ -14,6 +14,7 @@ the kernels are written already.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,22 +31,37 @@ from longctx.errors import UserError, print_rank0
 from longctx.model.adapters import with_adapters
 from longctx.model.families import (
     base_of,
-    changing_hooks,
     embedding_multiplier,
     head_of,
     layer_adapters,
     layer_weights,
     logits_scaling,
-    replaceable,
-    why_not_chunked,
-    why_not_scheduled,
 )
 from longctx.model.layer import Schedule, final_norm, scheduled_layer
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
+from longctx.model.strangers import (
+    changing_hooks,
+    is_heard,
+    is_ours,
+    replaceable,
+    why_not_chunked,
+    why_not_scheduled,
+)
 
 IGNORED = -100
+_NO_TRACE = (
+    "the schedule cannot be traced or transformed: longctx.unpatch(model) first, for torch.export, "
+    "torch.compile(fullgraph=True), torch.jit and torch.func"
+)
+_PADDING = (
+    "padding is left out of all work, and its hidden states are zero: means of logits over whole "
+    "rows, as logits/chosen of TRL's ORPO and CPO, differ from Hugging Face's; losses do not"
+)
+REPLACED = "_longctx_replaced"
+"""The attribute of a model that keeps the forward which `patch` found on it."""
+_untraced = torch.compiler.disable(reason=_NO_TRACE)
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """How packing collators say where documents are."""
 _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
@@ -66,6 +82,10 @@ class Forward:
     def __self__(self) -> nn.Module | None:
         return self._module()
 
+    @property
+    def __code__(self) -> Any:  # torch.export asks for the line where it begins
+        return inspect.unwrap(self.__func__).__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self._module(), *args, **kwargs)
 
@@ -80,8 +100,22 @@ def attach(model: Any) -> None:
         _runtime(base_of(model)).whole = weakref.ref(model)  # what plans for lm_head, too
     vars(base_of(model))["_replicate_for_data_parallel"] = _no_replicas
     for module, function in _places(model):
-        if "forward" not in vars(module) and replaceable(module):
+        if isinstance(module, nn.Module) and "forward" not in vars(module) and replaceable(module):
             module.forward = Forward(module, function)
+
+
+def attach_around(model: Any) -> None:
+    """Puts our forward around the fused lm_head of a TRL trainer that was built before."""
+    vars(model)[REPLACED] = vars(model)["forward"]
+    model.forward = Forward(model, fused_forward)
+
+
+def detach(module: nn.Module) -> None:
+    """Takes our forward from a module, and puts back what `attach_around` found there."""
+    if is_ours(module):
+        del module.forward
+        if REPLACED in vars(module):
+            module.forward = vars(module).pop(REPLACED)
 
 
 def _no_replicas() -> None:
@@ -99,14 +133,14 @@ def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
         yield model, causal_forward
         yield head, head_forward
     yield base, base_forward
-    yield base.norm, norm_forward
+    yield getattr(base, "norm", None), norm_forward
     yield from ((layer, layer_forward) for layer in base.layers)
 
 
 # --- the causal model ------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@_untraced
 @can_return_tuple
 def causal_forward(
     self: Any,
@@ -142,15 +176,20 @@ def causal_forward(
     runtime = runtime_of(self)
     if runtime is None:  # unpatched, while others hold on to this forward inside one of theirs
         return type(self).forward(self, **inputs, **given)
+    _check_untraced()
     attach(self)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
     whole = None if labels is None or wants_logits else _why_all_logits(self)
+    runtime.padded = False
     if labels is None or wants_logits or whole:
         if whole:
             _decline(runtime, "all logits are computed", whole)
             if self.training and runtime.label_smoothing:
                 raise UserError(f"--label_smoothing_factor is impossible with {whole}")
-        return type(self).forward(self, **inputs, **given)
+        found: CausalLMOutputWithPast = type(self).forward(self, **inputs, **given)
+        if runtime.padded and not wants_logits:
+            _say(runtime, _PADDING)
+        return found
     if use_cache is None:
         inputs["use_cache"] = False  # with a cache Hugging Face does not look for documents
     shards = runtime.shards
@@ -175,6 +214,7 @@ def causal_forward(
         count = (shift_labels != IGNORED).sum().to(hidden.device)
         num_items_in_batch = shards.total(count).clamp(min=1) / shards.ranks
     head, scaling = head_of(self), logits_scaling(self)
+    said = partial(_say, runtime, _PADDING) if runtime.padded else None
     loss = head(
         hidden,
         labels=shift_labels.to(hidden.device),
@@ -186,14 +226,24 @@ def causal_forward(
     )
     return CausalLMOutputWithPast(
         loss=loss,
-        logits=lazy_logits(hidden, partial(_logits, head, scaling), len(head.weight), loss),
+        logits=lazy_logits(hidden, partial(_logits, head, scaling, said), len(head.weight), loss),
         past_key_values=base.past_key_values,
         hidden_states=base.hidden_states,
         attentions=base.attentions,
     )
 
 
-def _logits(head: Any, scaling: float, hidden: Tensor) -> Tensor:
+@functools.wraps(causal_forward)
+def fused_forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    """TRL's own head where it asks for that, over our base model; else `causal_forward`."""
+    if fused_lm_head:
+        return vars(self)[REPLACED](*args, fused_lm_head=True, **kwargs)
+    return causal_forward(self, *args, **kwargs)
+
+
+def _logits(head: Any, scaling: float, said: Callable[[], None] | None, hidden: Tensor) -> Tensor:
+    if said:
+        said()
     logits: Tensor = head(hidden)
     return logits if scaling == 1.0 else logits / scaling
 
@@ -213,7 +263,7 @@ def _any_on_padding(shift_labels: Tensor, mask: Any) -> bool:
 # --- the base model --------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@_untraced
 @can_return_tuple
 def base_forward(
     self: Any,
@@ -238,6 +288,7 @@ def base_forward(
     runtime = runtime_of(self)
     if runtime is None:
         return type(self).forward(self, **inputs)
+    _check_untraced()
     attach(self)
     if use_cache is None and self.training and torch.is_grad_enabled():
         inputs["use_cache"] = False
@@ -274,7 +325,10 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
     known |= _BOUNDS | _OF_THE_LOSS
-    unknown = {k for k, v in inputs.items() if k not in known and v is not None and v is not False}
+    given = {k: v for k, v in inputs.items() if k not in known and v is not None}
+    if not given.pop("is_causal", True):
+        return "attention to later tokens (is_causal=False)"
+    unknown = {k for k, v in given.items() if v is not False and is_heard(base, k)}
     uses_cache = inputs["use_cache"]
     if (config.use_cache if uses_cache is None else uses_cache) or "past_key_values" in unknown:
         return _CACHE
@@ -325,6 +379,7 @@ def _scheduled_forward(
     if torch.is_grad_enabled():
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
     documents, real = Documents.of_batch(whole, attention_mask, bounds)
+    runtime.padded = real is not None
     if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
         base.rotary_emb(x[:1, :1], whole.max().view(1, 1))
     x, positions = x.reshape(B * S, D), position_ids.flatten()
@@ -361,7 +416,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 # --- their parts -----------------------------------------------------------------------------
 
 
-@torch.compiler.disable
+@_untraced
 def layer_forward(
     self: Any,
     hidden_states: Tensor,  # (T, D) with a schedule
@@ -407,6 +462,22 @@ def _decline(runtime: Runtime, what: str, reason: str) -> None:
     line = f"{what} for calls with {reason}"
     if runtime.strict and torch.is_grad_enabled():
         raise UserError(f"{line} (strict=True)")
+    _say(runtime, line)
+
+
+def _say(runtime: Runtime, line: str) -> None:
+    """Once."""
     if line not in runtime.warned:
         runtime.warned.add(line)
         print_rank0(f"custom: {line}")
+
+
+def _check_untraced() -> None:
+    """Raises UserError where the call is exported, traced or transformed. torch.compile goes round
+    our forwards, and says _NO_TRACE where it may not."""
+    if (
+        torch.compiler.is_exporting()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        raise UserError(_NO_TRACE)

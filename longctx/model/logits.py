@@ -81,6 +81,20 @@ class LazyLogits(Tensor):
                 known = self._logits = self._source.head(hidden).to(self.dtype)
         return known
 
+    def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
+        """The values where they can be had; else what is known. A display raises nothing."""
+        known, hidden = self._logits, self._source.hidden
+        if known is not None:
+            return repr(known)
+        short = self.numel() * self.element_size() <= LIMIT_BYTES
+        if hidden is not None and short:
+            return repr(self.read())
+        why = "computed when read" if hidden is not None else "not read before backward began"
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {why})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec) if self._logits is None else format(self._logits, spec)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -18,7 +18,6 @@ and vanilla holds them twice more in fp32. forwards.py is what runs.
 from __future__ import annotations
 
 import difflib
-import logging
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -27,11 +26,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
 from longctx.config import ModelArguments
-from longctx.errors import UserError
+from longctx.errors import UserError, print_rank0
 from longctx.model import forwards
 from longctx.model.adapters import inside_peft
-from longctx.model.families import FAMILIES, base_of, head_of, is_ours
+from longctx.model.families import FAMILIES, base_of, head_of
 from longctx.model.runtime import Runtime, runtime_of
+from longctx.model.strangers import is_trls_head
 
 OPTIONS = (
     "keep",
@@ -44,11 +44,11 @@ OPTIONS = (
 """Of `patch`: options of train.py by the same names."""
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-logger = logging.getLogger("longctx")
-
 
 def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
-    """Patches `model`, or the model in a PeftModel, in place, and returns it.
+    """Patches `model`, or the model in a PeftModel, in place, prints a line that says what runs,
+    and returns it. Patch before you build a trainer around the model; of TRL's trainers the order
+    does not matter.
 
     Where the schedule does not cover a call of training, Hugging Face's layers run and that is said
     once; with `strict` it is a UserError.
@@ -71,7 +71,9 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
             "this model has no weights yet (meta tensors): load them and patch then (after "
             "to_empty(), after fully_shard)"
         )
-    logger.info(patch_custom(inner, ModelArguments(**options), inner.device))
+    args = ModelArguments(**options)
+    said = patch_custom(inner, args, inner.device)
+    print_rank0(f"longctx {said}; keep={args.keep}, offload_activations={args.offload_activations}")
     base_of(inner).longctx.strict = strict  # type: ignore[union-attr]
     return model
 
@@ -100,8 +102,7 @@ def unpatch(model: Model) -> Model:
         raise UserError(f"this {type(model).__name__} is not patched")
     whole = base.longctx.whole and base.longctx.whole()  # `model` may be its base model
     for module in (whole or model).modules():
-        if is_ours(module):
-            del module.forward
+        forwards.detach(module)
         for name in ("longctx", "_replicate_for_data_parallel"):
             vars(module).pop(name, None)
     return model
@@ -129,6 +130,8 @@ def patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.dev
     if head_of(model) is not None:
         vars(model)["longctx"] = runtime
         said += ", lm_head + cross-entropy"
+    if "forward" in vars(model):
+        forwards.attach_around(model)
     forwards.attach(model)
     return said
 
@@ -140,11 +143,13 @@ def _refuse(model: PreTrainedModel) -> None:
         raise UserError(f"custom patches models of {names}; got {type(model).__name__}")
     if runtime_of(base) is not None:
         raise UserError("this model is patched already: longctx.unpatch(model) first")
-    if any("forward" in vars(part) for part in (model, base)):
-        raise UserError(
-            "custom patches a model whose forward was exchanged already, which would be lost: "
-            "patch it first"
-        )
+    for part in (model, base):
+        own = vars(part).get("forward")
+        if own is not None and not (part is not base and is_trls_head(own, part)):
+            raise UserError(
+                f"somebody has exchanged the forward of this {type(part).__name__}, which would be "
+                "lost: patch before you build the trainer, and before accelerate prepares the model"
+            )
     if getattr(model, "is_quantized", False) and not getattr(model, "is_loaded_in_4bit", False):
         method = getattr(model, "quantization_method", "unknown")
         raise UserError(f"this model is quantised ({method}), which the schedule cannot run")

@@ -44,6 +44,7 @@ from longctx.model.families import (
     has_windows,
     head_dim,
     head_of,
+    kv_heads,
     layer_adapters,
     layer_weights,
     model_traits,
@@ -89,6 +90,8 @@ class Runtime:
     """This forward's output goes to our loss, which alone holds its gradient."""
     trains_padding: bool = False
     """Labels of this forward are predicted from padding."""
+    padded: bool = False
+    """The latest forward left padding out."""
     shards: Shards | None = None
     """The ranks that share each row with this one."""
 
@@ -240,11 +243,6 @@ def _is_on(x: Tensor, device: torch.device) -> bool:
 
 def _plain_pending(model: PreTrainedModel) -> Pending:
     return pending_bytes(model.parameters())
-
-
-def kv_heads(config: Any) -> int:
-    count: int = config.num_key_value_heads or config.num_attention_heads
-    return count
 
 
 def runtime_of(model: Any) -> Runtime | None:

@@ -67,8 +67,8 @@ APPLIED = (
     "attn_backend",
     "optimizer_states",
 )
-DATA, MODEL, PROCESSES = "data", "model", "num_processes"
-NAMES = (*OPTIONS, DATA, MODEL, PROCESSES)
+DATA, MODEL, BASE, PROCESSES = "data", "model", "base", "num_processes"
+NAMES = (*OPTIONS, DATA, MODEL, BASE, PROCESSES)
 """What `--allow_changed` takes."""
 
 _ROWS = {"seq_len", "long_documents", "seed"}
@@ -79,10 +79,17 @@ Run = dict[str, Any]
 
 
 def define(
-    options: Sequence[Any], *, dtype: Any, data: Any, model: Mapping[str, Any], num_processes: int
+    options: Sequence[Any],
+    *,
+    dtype: Any,
+    data: Any,
+    model: Mapping[str, Any],
+    num_processes: int,
+    base: str | None = None,
 ) -> Run:
     """The definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs means
-    here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`."""
+    here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`, `base`
+    what tells the frozen weights under adapters from others (checkpoints do not hold them)."""
     run: Run = {}
     for name in (*OPTIONS, *APPLIED):
         owner = next((o for o in options if hasattr(o, name)), None)
@@ -90,7 +97,7 @@ def define(
             run[name] = _plain(getattr(owner, name))
     run |= {"dtype": str(dtype), DATA: data, PROCESSES: num_processes}
     run[MODEL] = {k: _plain(v) for k, v in model.items() if k not in _NO_MODEL}
-    return run
+    return run if base is None else run | {BASE: base}
 
 
 def check_same_run(
@@ -115,6 +122,11 @@ def check_same_run(
         )
         return
     before: Run = manifest["run"]
+    if BASE in run and BASE not in before:
+        print_rank0(
+            f"{checkpoint} does not say which weights its adapters were trained over (an earlier "
+            "version saved it): those that are given are taken"
+        )
     changed = differences(before, run)
     if found := [what for name, what in changed.items() if name in kept]:
         raise UserError(
@@ -148,7 +160,10 @@ def differences(before: Run, now: Run) -> dict[str, str]:
     }
     if before.get(DATA) != now[DATA] and not _ROWS & found.keys():
         found[DATA] = "data (the rows are not the same)"
-    model = before.get(MODEL, {})
+    if before.get(BASE, now.get(BASE)) != now.get(BASE, before.get(BASE)):
+        found[BASE] = f"base (the frozen weights, {_shown(before[BASE])} -> {now[BASE]})"
+    model = before.get(MODEL)
+    model = model if isinstance(model, dict) else {}
     keys = [key for key in model if key in now[MODEL] and model[key] != now[MODEL][key]]
     if keys:
         found[MODEL] = f"model ({', '.join(sorted(keys)[:3])} in config.json)"

@@ -12,6 +12,8 @@ import fcntl
 import os
 import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +23,7 @@ from longctx.memory.plan import GIB
 from longctx.output import FINAL, METRICS, STAGING, checkpoint_step
 from longctx.output.removal import discard, remove, require_removable
 from longctx.output.resume import set_aside_later
+from longctx.output.save import remove_staging
 
 LOCK = ".lock"
 
@@ -101,8 +104,36 @@ def check_disk_space(
         )
 
 
-def lock_folder(folder: Path) -> IO[bytes]:
-    """Locks `folder` until the returned file is closed or the process ends.
+@contextmanager
+def claimed(path: Path) -> Iterator[Path]:
+    """A place to write what is published as `path`, a new folder, which one process has at a time.
+    What is left there when this ends is deleted, as is what a killed process left.
+
+    Raises UserError where `path` exists, cannot be made, or is being made by another process.
+    """
+    staging = path.with_name(f"{STAGING}{path.name}")
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists: give --output a new folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if staging.is_symlink():
+            staging.unlink()
+        staging.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create {path}: {error.strerror}") from error
+    with lock_folder(staging, "--output"):
+        try:
+            if os.path.lexists(path):  # another process has just published it
+                raise UserError(f"{path} exists: give --output a new folder")
+            remove(staging / path.name)
+            yield staging / path.name
+        finally:
+            remove_staging(staging)
+
+
+def lock_folder(folder: Path, option: str = "--output_dir") -> IO[bytes]:
+    """Locks `folder`, which an `option` names, until the returned file is closed or the process
+    ends.
 
     Raises UserError if another process has it. Says so where the filesystem knows no locks.
     """
@@ -122,13 +153,25 @@ def lock_folder(folder: Path) -> IO[bytes]:
             holder = file.read(200).decode(errors="replace").strip() or "another process"
             file.close()
             raise UserError(
-                f"{folder} is in use by {holder}: stop that run or choose another --output_dir"
+                f"{folder} is in use by {holder}: stop that run or choose another {option}"
             ) from error
         print_rank0(f"{folder} cannot be locked ({error.strerror}): start no second run in it")
         return file
+    if not _is_here(file, folder / LOCK):
+        file.close()
+        raise UserError(f"{folder} was just deleted by another process: try again")
     try:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     except OSError:
         pass  # a full disk: the lock is held all the same, only its holder has no name
     return file
+
+
+def _is_here(file: IO[bytes], path: Path) -> bool:
+    """Whether a file that was opened has not been deleted since: a lock of it would lock nobody
+    out."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False

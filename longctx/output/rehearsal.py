@@ -26,10 +26,20 @@ def rehearse_save(trainer: Any) -> None:
     deleted again. Raises UserError where they cannot be saved and there is no repair."""
     if not trainer.args.should_save:
         return
-    output_dir = Path(str(trainer.args.output_dir))
     model = trainer.accelerator.unwrap_model(trainer.model)
+    # Without weights; adapters are small, and PEFT picks them out of the model.
+    weights: Any = {} if isinstance(model, PreTrainedModel) else None
+    rehearse(
+        model,
+        lambda folder: trainer._save(folder, state_dict=weights),
+        Path(str(trainer.args.output_dir)),
+    )
+
+
+def rehearse(model: Any, write: Callable[[str], Any], output_dir: Path) -> None:
+    """The same for any `write(folder)` of a model. Raises UserError."""
     repairs = iter(REPAIRS)
-    while (problem := _problem(trainer, model, output_dir)) is not None:
+    while (problem := _problem(write, output_dir)) is not None:
         for applies, repair, said in repairs:
             if applies(model):
                 repair(model)
@@ -39,14 +49,12 @@ def rehearse_save(trainer: Any) -> None:
             raise UserError(f"the trained model could not be saved: {problem}")
 
 
-def _problem(trainer: Any, model: Any, output_dir: Path) -> str | None:
+def _problem(write: Callable[[str], Any], output_dir: Path) -> str | None:
     """What saving raises, in one line."""
-    # Without weights; adapters are small, and PEFT picks them out of the model.
-    weights: Any = {} if isinstance(model, PreTrainedModel) else None
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output_dir, prefix=STAGING) as folder, _quiet():
-            trainer._save(folder, state_dict=weights)
+            write(folder)
     except Exception as error:  # each of transformers' checks has a type of its own
         if reason := disk_problem(error):
             raise UserError(

@@ -7,7 +7,6 @@ one timeline: what `last` finds afterwards was trained on from here.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,8 @@ from torch.utils.serialization import config as torch_files
 from transformers import TrainerState
 
 from longctx.config import TrainArguments, expanded
-from longctx.errors import UserError, one_line, print_rank0
+from longctx.errors import UserError, one_line, print_rank0, shortened
+from longctx.files import read_json, tensor_problem
 from longctx.output import ABANDONED, STATE, checkpoint_step, checkpoints
 from longctx.output.manifest import Damaged, check_files, unlisted
 
@@ -89,28 +89,69 @@ def integrity_problem(checkpoint: Path) -> str | None:
         global_step(checkpoint)
         check_files(checkpoint)
         if others := unlisted(checkpoint):
-            print_rank0(
-                f"{checkpoint} holds files that were not saved with it: {', '.join(others)}"
-            )
+            names = shortened(", ".join(others), 300)
+            print_rank0(f"{checkpoint} holds files that were not saved with it: {names}")
+        return tensor_problem(checkpoint)
     except Damaged as problem:
         return str(problem)
-    return None
 
 
 def global_step(checkpoint: Path) -> int:
     """The steps it was trained for. Raises Damaged."""
+    return read_state(checkpoint).global_step
+
+
+_NUMBERS = ("epoch", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
+_WORDS = ("best_model_checkpoint", "trial_name")
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """What transformers wrote of a run's progress, with the types that it wrote. Raises Damaged."""
     try:
-        content = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        state = TrainerState(**content)
-        step = content["global_step"]
-        named = checkpoint_step(checkpoint)
-        if not isinstance(state.log_history, list) or not 0 < step == (named or step):
+        content = read_json(checkpoint / STATE)
+        state, step = TrainerState(**content), content["global_step"]
+        if not _is_state(state) or not 0 < step == (checkpoint_step(checkpoint) or step):
             raise ValueError(step)
-        return len(range(step))
+        return state
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise Damaged(f"{STATE} is unreadable") from error
+
+
+def _is_state(state: TrainerState) -> bool:
+    lines: Any = state.log_history
+    return (
+        type(state.global_step) is int
+        and all(_is_number(getattr(state, name)) for name in ("global_step", *_NUMBERS))
+        and all(isinstance(getattr(state, name), (str, type(None))) for name in _WORDS)
+        and isinstance(lines, list)
+        and all(isinstance(line, dict) for line in lines)
+        and all(_is_number(value) for line in lines for value in line.values())
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Or nothing."""
+    return value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
+
+
+def best_checkpoint(resume: Path, output_dir: Path) -> Path | None:
+    """The checkpoint that the state of `resume` names as its best, by the last part of its name, in
+    the run's folder or beside `resume`: folders are moved, and a state may name any folder. None
+    where it names none, or one that is not there, which is said. Raises Damaged."""
+    named = read_state(resume).best_model_checkpoint
+    if named is None:
+        return None
+    for folder in (output_dir, resume.parent):
+        for path in checkpoints(folder):
+            if path.name == Path(named).name and path.is_dir():
+                return path
+    print_rank0(
+        f"{resume} names {shortened(named, 200)} as its best checkpoint, which is not in "
+        f"{output_dir}: the best begins again"
+    )
+    return None
 
 
 def set_aside_later(output_dir: Path, resume: Path) -> None:
@@ -137,6 +178,15 @@ def set_aside_later(output_dir: Path, resume: Path) -> None:
 def _free_name(path: Path) -> Path:
     names = (path if n == 1 else path.with_name(f"{path.name}.{n}") for n in range(1, 10**6))
     return next(name for name in names if not name.is_symlink() and not name.exists())
+
+
+def require_whole_best(best: Path) -> None:
+    """Raises UserError for one that cannot become final/."""
+    if problem := integrity_problem(best):
+        raise UserError(
+            f"{best} was the best checkpoint and is not whole any more ({problem}): resume without "
+            "--load_best_model_at_end to write final/"
+        )
 
 
 # --- reading ---------------------------------------------------------------------------------
@@ -191,6 +241,24 @@ def group_options(optimizer: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def check_states(optimizer: Any, scheduler: Any) -> None:
+    """After a checkpoint's states were read: raises ValueError for numbers of steps that are none,
+    and for moments that are no tensors, which would end the run in its first step or later."""
+    exact = getattr(optimizer, "steps", None)  # whose moments were checked as they were read
+    counts = [getattr(scheduler, "last_epoch", 0), *(exact or {}).values()]
+    for states in optimizer.state.values() if exact is None else ():
+        counts += [states["step"]] if "step" in states else []
+        for name in _MOMENTS:
+            if not isinstance(states.get(name), (torch.Tensor, type(None))):
+                raise ValueError(f"{name} is {type(states[name]).__name__}, no tensor")
+    for count in counts:
+        if not 0 <= float(count) < 2**53:
+            raise ValueError(f"{count} is no number of steps")
+
+
 def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
     """After a checkpoint's states were read: options come from this run, states from the checkpoint
     (torch takes both from there).
@@ -208,12 +276,13 @@ def apply_options(optimizer: Any, asked: Options, checkpoint: Path) -> None:
         )
     weights = [weight for group in groups for weight in group["params"]]
     for weight in weights:
-        moment = optimizer.state.get(weight, {}).get("exp_avg")
-        if moment is not None and moment.numel() not in (0, weight.numel()):
-            raise UserError(
-                f"the optimizer in {checkpoint} is of another model: a moment has "
-                f"{tuple(moment.shape)}, its weight {tuple(weight.shape)}"
-            )
+        states = optimizer.state.get(weight, {})
+        for moment in (states[name] for name in _MOMENTS if states.get(name) is not None):
+            if moment.numel() not in (0, weight.numel()):
+                raise UserError(
+                    f"the optimizer in {checkpoint} is of another model: a moment has "
+                    f"{tuple(moment.shape)}, its weight {tuple(weight.shape)}"
+                )
     without = sum(not optimizer.state.get(weight) for weight in weights)
     if adaptive and without:
         print_rank0(

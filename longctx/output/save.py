@@ -85,16 +85,19 @@ def disk_problem(error: BaseException | None) -> str | None:
     return disk_problem(error.__cause__)
 
 
-def publish(staged: Path, path: Path, run: Mapping[str, Any] | None = None) -> int:
-    """Gives a written folder its manifest and its name; an older one there is replaced. Returns its
-    size in bytes; `run` is what definition.py says. Raises OSError."""
+def publish(
+    staged: Path, path: Path, run: Mapping[str, Any] | None = None, *, replace: bool = True
+) -> int:
+    """Gives a written folder its manifest and its name; an older one there is replaced, or with
+    `replace` false stays and is an OSError. Returns its size in bytes; `run` is what definition.py
+    says. Raises OSError."""
     size_bytes = write_manifest(staged, run)
     # A rename may reach the disk before the data it publishes: after a power cut the newest
     # checkpoint would be empty, and the one before it deleted.
     for written in [*staged.rglob("*"), staged]:
         _flush(written)
     older = staging_path(path.with_name(path.name + "-replaced"))
-    replaces, target = os.path.lexists(path), link_target(path)
+    replaces, target = replace and os.path.lexists(path), link_target(path)
     if replaces:
         path.rename(older)
     try:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from longctx.errors import UserError
+from longctx.errors import UserError, say, shortened
 from longctx.output import ABANDONED, FINAL, MANIFEST, checkpoints
 from longctx.output.manifest import Damaged, check_files, unlisted
 from longctx.program import Parser
@@ -35,7 +35,7 @@ def published(folder: Path) -> list[Path]:
     """The folder itself, or the published folders in it. Raises UserError where there is none."""
     if not os.path.isdir(folder):  # False for a name too long, where Path.is_dir raises
         raise UserError(f"{folder} is no folder: give a run's --output_dir or a checkpoint-N")
-    if (folder / MANIFEST).exists():
+    if os.path.lexists(folder / MANIFEST):
         return [folder]
     inside = [*checkpoints(folder), *sorted(folder.glob(f"{ABANDONED}*")), folder / FINAL]
     found = [path for path in inside if path.is_dir()]
@@ -49,10 +49,10 @@ def verify(folder: Path) -> bool:
     try:
         files, others = check_files(folder), unlisted(folder)
     except Damaged as problem:
-        print(f"{folder}: DAMAGED: {problem}")
+        say(f"{folder}: DAMAGED: {problem}")
         return False
     said = "no manifest.json" if files is None else f"{files} files are whole"
     if others:
-        said += f", and {', '.join(others)}: not saved with them"
-    print(f"{folder}: {said}")
+        said += f", and {shortened(', '.join(others))}: not saved with them"
+    say(f"{folder}: {said}")
     return True

@@ -113,6 +113,15 @@ class Decision:
         gpu, host = self.budget
         return Budget(self.needed_bytes - gpu, self.host.nbytes - host)
 
+    def placement_problem(self, asked: Placement) -> str | None:
+        """Why nothing can wait on the host where that was asked for."""
+        if asked != "host" or not all(place.all_on_gpu for place in self.places):
+            return None
+        return (
+            "--place host: nothing of this run can wait on the host. Frozen weights can with "
+            "--class_type custom on one GPU; adapters and what they train with stay on the GPU"
+        )
+
     def gpu_problem(self) -> str | None:
         """Why the GPU is too small, and what to do, in one line."""
         if self.needed_bytes <= self.budget.gpu:

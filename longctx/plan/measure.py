@@ -19,7 +19,7 @@ import torch
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
-from longctx.errors import UserError, one_line
+from longctx.errors import UserError, one_line, say
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.plan import GIB
 from longctx.memory.rates import (
@@ -105,7 +105,7 @@ def known_machine() -> Machine | None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, file=sys.stderr)
 
 
 def measured_machine(gpu: Gpu, measured: Measured) -> Machine:

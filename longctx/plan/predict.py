@@ -27,8 +27,8 @@ from longctx.memory.plan import GIB, Place, Placement, Sizes, usable_bytes
 from longctx.memory.settle import HostRoom
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
-from longctx.model.families import base_of, head_dim, layer_adapters
-from longctx.model.runtime import check_shares, kv_heads, model_sizes
+from longctx.model.families import base_of, head_dim, kv_heads, layer_adapters
+from longctx.model.runtime import check_shares, model_sizes
 from longctx.plan.buffers import Phase, other_phases, peak, scheduled_phases
 from longctx.plan.decide import (
     Budget,
@@ -238,7 +238,8 @@ def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
         phases=phases,
         seconds=seconds(task, decision, machine, backend, passes),
         gpu_limit=limit,
-        problem=_problem(decision, phases, limit, held),
+        problem=_problem(decision, phases, limit, held)
+        or (decision.placement_problem(run.place) if run.exact else None),
         rank_host_bytes=decision.host.nbytes + process + held,
         parameters=subject.parameters,
     )

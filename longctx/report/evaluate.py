@@ -32,7 +32,7 @@ from longctx.config import DataArguments, ModelArguments
 from longctx.data.encoding import encode
 from longctx.data.sources import find_files, read_documents
 from longctx.data.tokenizer import load_tokenizer
-from longctx.errors import UserError, one_line, printable
+from longctx.errors import UserError, one_line, printable, say
 from longctx.program import Parser
 from longctx.recipe import read_text
 from longctx.report.needle import DEPTHS, needles
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except torch.OutOfMemoryError as error:
         raise UserError("out of GPU memory: a shorter --seq_len or --dtype bfloat16") from error
     result = {"name": name, **result}
-    print(summary(result))
+    say(*summary(result).splitlines())
     if args.output:
         # Read again: another evaluation may have ended.
         results = [*read_others(args.output, name), result]

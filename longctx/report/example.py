@@ -18,6 +18,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.packing import IGNORED
+from longctx.errors import printable
 
 STRETCH = 600
 TRAINED, CONTEXT, EDGE = "bold green", "dim", "cyan"
@@ -42,7 +43,7 @@ def show_example(
         if number >= len(names):
             console.print(f"── padding, {end - start:,} tokens", style=EDGE)
             continue
-        what = f"{number + 1} of {len(names)}: {names[number]}"
+        what = f"{number + 1} of {len(names)}: {printable(names[number])}"
         counts = f"{end - start:,} tokens, {trained[start:end].sum():,} trained"
         console.print(Text(f"── {what}, {counts}", EDGE), soft_wrap=True)
         text = _coloured(ids[start:end], trained[start:end], tokenizer, console.is_terminal)

@@ -14,7 +14,8 @@ from transformers import ProgressCallback, TrainerCallback
 from longctx.engines.collectives import all_reduce_min
 from longctx.errors import print_rank0
 from longctx.memory.plan import GIB
-from longctx.model.families import base_of, why_not_scheduled
+from longctx.model.families import base_of
+from longctx.model.strangers import why_not_scheduled
 from longctx.output import METRICS
 from longctx.output.save import disk_problem
 from longctx.run.metrics import Throughput

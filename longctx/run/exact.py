@@ -23,10 +23,17 @@ from transformers.trainer import SCHEDULER_NAME
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError, print_rank0
+from longctx.lora.foreign import check_resumed
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import GIB
 from longctx.memory.store import free_gpu_bytes
-from longctx.output.resume import apply_learning_rate, explained_damage
+from longctx.model.adapters import inside_peft
+from longctx.output.resume import (
+    apply_learning_rate,
+    check_states,
+    explained_damage,
+    require_whole_best,
+)
 from longctx.output.states import read_states, state_files, write_states
 from longctx.plan.given import read_given
 from longctx.run.states import limit_gpu, place_states, uses_exact_states
@@ -154,11 +161,13 @@ class ExactTrainer(Trainer):
             state = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
             scheduled = state.pop(SCHEDULED, [{"lr": rate} for rate in state.get("_last_lr", [])])
             self.lr_scheduler.load_state_dict(state)
-        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        if not isinstance(scheduler, LambdaLR):  # whose rates this run's options say
-            for group, options in zip(self.exact.param_groups, scheduled, strict=False):
-                group.update(options)
-        apply_learning_rate(self.lr_scheduler, base_lrs)
+            check_states(self.exact, self.lr_scheduler)
+            scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+            if not isinstance(scheduler, LambdaLR):  # whose rates this run's options say
+                for group, options in zip(self.exact.param_groups, scheduled, strict=False):
+                    betas = options.get("betas", group["betas"])
+                    group |= {"lr": float(options["lr"]), "betas": tuple(map(float, betas))}
+            apply_learning_rate(self.lr_scheduler, base_lrs)
 
     def check_taken(self, checkpoint: Path) -> None:
         """Says which weights got no states from torch's AdamW. Raises UserError if none did."""
@@ -181,10 +190,13 @@ class ExactTrainer(Trainer):
         """With its states: an update that waits, or the rest of another checkpoint's masters, would
         change its weights."""
         self.flush()
-        super()._load_best_model()
-        if self.exact:
-            best = Path(str(self.state.best_model_checkpoint))
-            with explained_damage(best):
+        best = Path(str(self.state.best_model_checkpoint))
+        require_whole_best(best)
+        with explained_damage(best):
+            if inside_peft(self.model) is not self.model:
+                check_resumed(best, self.accelerator.unwrap_model(self.model))
+            super()._load_best_model()
+            if self.exact:
                 read_states(self.exact, best)
 
     @overrides

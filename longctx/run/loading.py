@@ -5,46 +5,30 @@ A model comes from a folder, a GGUF file or the hub, or is one of presets.py wit
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import find_adapter_config_file
 
 from longctx.attention import flash4
 from longctx.attention.backends import NO_WINDOWS, choose_attention
-from longctx.config import ModelArguments, expanded, installed
+from longctx.config import ModelArguments, installed
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
-from longctx.errors import UserError, one_line, print_rank0, shortened
+from longctx.errors import UserError, print_rank0
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
 from longctx.model.families import FAMILIES, has_windows, head_dim
 from longctx.model.patch import patch_as
+from longctx.model.pretrained import read_config, read_model, unreadable
 from longctx.presets import PRESETS
-
-MOST_LAYERS = 512
-"""Each takes 10 ms even on the meta device; the deepest language models have about 130."""
-LARGEST_SIZE = 1 << 22
-"""Of a config.json: products of three such numbers fit in 64 bits, and no model comes near it."""
-LARGEST_CONFIG_BYTES = 1 << 24
-SIZES = (
-    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
-)
-"""What must be whole and positive, where a model has it."""
 
 HF_ATTENTION = {
     "sdpa": "sdpa",
@@ -87,78 +71,6 @@ def load_config(
     return config
 
 
-def read_config(args: ModelArguments) -> PretrainedConfig:
-    """The configuration of a pretrained model, without what its author chose for other machines.
-    Raises UserError for one that is unreadable, or of a model that cannot be trained."""
-    name, where = _pretrained(args)
-    try:
-        adapter = find_adapter_config_file(name)
-        if "gguf_file" not in where:
-            _check_raw_sizes(args, PretrainedConfig.get_config_dict(name)[0])
-        config = AutoConfig.from_pretrained(name, **where)
-    except UserError:
-        raise
-    except Exception as error:  # a file's values raise as many types as there are checks
-        raise _unreadable(args, error, "its config.json: ") from error
-    if adapter:  # transformers would put it into the model, whoever's that is
-        raise UserError(
-            f"{args.model_name_or_path} holds an adapter ({Path(adapter).name}) and a run trains "
-            "whole models, or new adapters: merge it into its model first (longctx merge)"
-        )
-    _check_sizes(args, config)
-    if "gguf_file" not in where:
-        _refuse_quantised(args, config)
-    # A kernel of the hub, which would be downloaded and run; a layout over GPUs.
-    config._attn_implementation = config._experts_implementation = None
-    vars(config).pop("distributed_config", None)
-    return config
-
-
-def _check_raw_sizes(args: ModelArguments, found: Mapping[str, Any]) -> None:
-    """Raises UserError for numbers in a config.json that are too large: some configurations make a
-    list of so many layers while they are read."""
-    for name, value in found.items():
-        if isinstance(value, dict):  # the text part of a model
-            _check_raw_sizes(args, value)
-        elif name in SIZES and isinstance(value, (int, float)) and value > 1:
-            _check_size(args, name, value)
-
-
-def _check_sizes(args: ModelArguments, config: PretrainedConfig) -> None:
-    """Raises UserError for numbers of which no model can be made, or none in any memory: not every
-    configuration looks at its values."""
-    for part in (config, config.get_text_config()):
-        for name in SIZES:
-            found = getattr(part, name, None)
-            if found is not None and not isinstance(found, list):  # of numbers for each layer
-                _check_size(args, name, found)
-    dropout = getattr(config, "attention_dropout", None) or 0.0
-    if not 0 <= dropout < 1:
-        raise UserError(f"{args.model_name_or_path}: its config.json drops {dropout} of attention")
-
-
-def _check_size(args: ModelArguments, name: str, found: Any) -> None:
-    most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
-    if type(found) is not int or not 1 <= found <= most:
-        raise UserError(
-            f"{args.model_name_or_path}: its config.json has {name} {shortened(repr(found), 40)}: "
-            f"a whole number from 1 to {most} is needed"
-        )
-
-
-def _refuse_quantised(args: ModelArguments, config: PretrainedConfig) -> None:
-    for part in (config, config.get_text_config()):
-        for key in ("quantization_config", "compression_config"):
-            found = getattr(part, key, None)
-            if found:
-                method = found.get("quant_method") if isinstance(found, dict) else None
-                raise UserError(
-                    f"{args.model_name_or_path} is quantised ({method or 'by an unnamed method'}), "
-                    "and rounded weights cannot be trained as a whole: give the model that it was "
-                    "made from, in bfloat16 or float32"
-                )
-
-
 def check_request(args: ModelArguments, device: torch.device) -> None:
     """Raises UserError where the class type or the attention needs a package or GPU that is not
     there, or --quantize does. Cheap: call it before data is read."""
@@ -185,7 +97,7 @@ def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.
         with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes
             model = kind(config)
     except Exception as error:
-        raise _unreadable(args, error, "its config.json: ") from error
+        raise unreadable(args, error, "its config.json: ") from error
     return sum(p.numel() for p in model.parameters()) * _dtype(args.dtype, device).itemsize
 
 
@@ -225,33 +137,13 @@ def load_model(
         if args.quantize != "none":
             quantise_(model, device)
     else:
-        name, where = _pretrained(args)
-        try:
-            _refuse_integers(Path(name))
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attention,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                output_loading_info=True,
-                generation_config=_generation(args, config),
-                **where,
-                **quantised_loading(args, dtype, device),
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except pickle.UnpicklingError as error:
-            raise UserError(
-                f"{args.model_name_or_path} holds a file that is damaged or would run code when "
-                "read; nothing of it was run"
-            ) from error
-        except Exception as error:  # a file's values raise as many types as there are
-            raise _unreadable(args, error) from error
-        model, found = loaded
-        _refuse_missing(args, found)
-        if "gguf_file" in where:
-            forget_gguf(model)
+        model = read_model(
+            args,
+            config,
+            dtype=dtype,
+            attention=attention,
+            **quantised_loading(args, dtype, device),
+        )
     patched = patch_as(model, args, device)
     line = (
         f"{args.class_type}: {type(model).__name__}, "
@@ -262,54 +154,6 @@ def load_model(
         line += f"; {adapters}{'' if args.quantize == 'none' else ' over NF4'}"
     print_rank0(line)
     return model
-
-
-def _refuse_integers(folder: Path) -> None:
-    """transformers would cast them, and train what is left."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                dtype = file.get_slice(name).get_dtype()
-                if not dtype.startswith(("F", "BF")):
-                    raise ValueError(f"{name} in {path.name} holds {dtype}, no floating point")
-
-
-def _generation(args: ModelArguments, config: PretrainedConfig) -> GenerationConfig | None:
-    """None: transformers reads the model's own. Where it refuses to, training need not: a new one
-    takes its place, and it is said."""
-    name, where = _pretrained(args)
-    if "gguf_file" in where:
-        return None
-    try:
-        GenerationConfig.from_pretrained(name)
-    except OSError:  # most base models have none
-        return None
-    except Exception as error:  # each of transformers' checks has a type of its own
-        print_rank0(f"{name}: its generation_config.json is left out ({one_line(error, 200)})")
-        return GenerationConfig.from_model_config(config)
-    return None
-
-
-def _refuse_missing(args: ModelArguments, found: Mapping[str, Any]) -> None:
-    """transformers fills in what a file lacks with random weights, and only warns."""
-    mismatched = [f"{name} {tuple(there)}" for name, there, _ in found["mismatched_keys"]]
-    for names, what in (
-        (sorted(found["missing_keys"]), "are not in"),
-        (sorted(mismatched), "have another shape in"),
-    ):
-        if names:
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            raise UserError(
-                f"{len(names)} of the model's weights {what} {args.model_name_or_path} ({shown}): "
-                "they would be random; get the files again, or those of this config.json"
-            )
-
-
-def _unreadable(args: ModelArguments, error: Exception, where: str = "") -> UserError:
-    reason = where + one_line(error)
-    if "custom code" in reason:
-        reason = "it ships code of its own; read it, and if you trust it add --trust_remote_code"
-    return UserError(f"cannot load a model from {args.model_name_or_path}: {reason}")
 
 
 def _check_liger(args: ModelArguments, device: torch.device) -> None:
@@ -351,42 +195,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)
-
-
-def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` takes: a folder or hub id, and the keywords a GGUF file needs."""
-    name = args.model_name_or_path
-    assert name is not None
-    where: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
-    if name.endswith(".gguf"):
-        path = expanded(name)
-        if not os.path.isfile(path):
-            raise UserError(f"no such GGUF file: {name}")
-        if not installed("gguf"):
-            raise UserError(f"{name} needs the gguf package: pip install gguf")
-        return str(path.parent), {**where, "gguf_file": path.name}
-    folder = expanded(name)
-    if os.path.isdir(folder):
-        config = folder / "config.json"
-        if not os.path.isfile(config):
-            raise UserError(f"--model_name_or_path {name} has no config.json: it holds no model")
-        if (size_bytes := config.stat().st_size) > LARGEST_CONFIG_BYTES:
-            raise UserError(f"{name}: its config.json has {size_bytes >> 20} MiB")
-        return str(folder), where
-    if os.path.exists(folder) or name.startswith((".", "/", "~")):
-        raise UserError(
-            f"--model_name_or_path {name} is no folder: give a model's folder or hub id"
-        )
-    return name, where
-
-
-def forget_gguf(model: Any) -> None:
-    """A GGUF's weights are dequantised on loading, but the model still says it is quantised, and
-    then can be neither trained nor saved."""
-    model.is_quantized = False
-    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
-        if hasattr(owner, name):
-            delattr(owner, name)
 
 
 def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:

@@ -108,11 +108,8 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
         raise UserError(problem if given is None else f"--plan {given.path}: {problem}")
-    if args.place == "host" and all(place.all_on_gpu for place in decided.places):
-        raise UserError(
-            "--place host: nothing of this run can wait on the host. Frozen weights can with "
-            "--class_type custom on one GPU; adapters and what they train with stay on the GPU"
-        )
+    if problem := decided.placement_problem(args.place):
+        raise UserError(problem)
     print_rank0(describe_states(decided, next(model.parameters()).dtype))
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:

@@ -21,6 +21,7 @@ from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
 from longctx.lora.adapters import Reached, save_config
+from longctx.lora.foreign import check_resumed
 from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
@@ -29,9 +30,12 @@ from longctx.output.rehearsal import rehearse_save
 from longctx.output.resume import (
     apply_learning_rate,
     apply_options,
+    best_checkpoint,
+    check_states,
     explained_damage,
     group_options,
     mapped_files,
+    require_whole_best,
 )
 from longctx.output.save import (
     common_staging,
@@ -155,12 +159,22 @@ class LongTrainer(ExactTrainer):
         self.nonfinite.check_update(self.model, self.state.global_step)
 
     @overrides
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """How often to log, save and evaluate, and with which callbacks, is this run's to say, not
-        the checkpoint's."""
+    def _init_training_state(
+        self, max_steps: int, per_epoch: int, epochs: int, resume: str | None, trial: Any
+    ) -> Any:
+        """How often to log, save and evaluate, with which callbacks, and where the best checkpoint
+        lies, is this run's to say, not the checkpoint's."""
         rehearse_save(self)  # Trainer has changed the configuration for the tokenizer by now
-        begin = super()._init_training_state(max_steps, *args, **kwargs)
+        best = None
+        if resume is not None and Path(resume, STATE).exists():
+            best = best_checkpoint(Path(resume), Path(str(self.args.output_dir)))
+        if best is not None and self.args.load_best_model_at_end:
+            require_whole_best(best)
+        begin = super()._init_training_state(max_steps, per_epoch, epochs, resume, trial)
         self.state.compute_steps(self.args, max_steps)
+        self.state.best_model_checkpoint = None if best is None else str(best)
+        if best is None:
+            self.state.best_metric = self.state.best_global_step = None
         own = [*self.callback_handler.callbacks, self.control]
         stateful: Any = [callback for callback in own if isinstance(callback, ExportableState)]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
@@ -343,7 +357,27 @@ class LongTrainer(ExactTrainer):
     @overrides
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with explained_damage(resume_from_checkpoint):
+            if inside_peft(self.model) is not self.model:
+                check_resumed(
+                    Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model)
+                )
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @overrides
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raises UserError for weights that a checkpoint lacks, which would stay what they were
+        before; transformers only warns. A weight of two names needs one."""
+        model: Any = self.model
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        missing = {*load_result.missing_keys} & weights.keys()
+        there = {id(weight) for name, weight in weights.items() if name not in missing}
+        if lost := sorted(name for name in missing if id(weights[name]) not in there):
+            shown = ", ".join(lost[:3])
+            raise UserError(
+                f"{len(lost)} of the model's weights are not in the checkpoint ({shown}): resume "
+                "from another checkpoint"
+            )
+        super()._issue_warnings_after_load(load_result)
 
     @overrides
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -362,13 +396,15 @@ class LongTrainer(ExactTrainer):
         mapped = mapped_files() if self.engine.maps_optimizer else nullcontext()
         with explained_damage(checkpoint), mapped:
             super()._load_optimizer_and_scheduler(checkpoint)
-        if self.exact:
-            self.check_taken(Path(checkpoint))
-            for group, options in zip(self.exact.param_groups, asked, strict=True):
-                group.update({name: x for name, x in options.items() if name != "lr"})
-        elif not self.engine.steps_itself:
-            apply_options(self.optimizer, asked, Path(checkpoint))
-        apply_learning_rate(self.lr_scheduler, base_lrs)
+            if self.engine.maps_optimizer:
+                check_states(self.exact or self.optimizer, self.lr_scheduler)
+            if self.exact:
+                self.check_taken(Path(checkpoint))
+                for group, options in zip(self.exact.param_groups, asked, strict=True):
+                    group.update({name: x for name, x in options.items() if name != "lr"})
+            elif not self.engine.steps_itself:
+                apply_options(self.optimizer, asked, Path(checkpoint))
+            apply_learning_rate(self.lr_scheduler, base_lrs)
         self.engine.resumed(self)
 
     @overrides

@@ -23,8 +23,10 @@ which a step has `passes`; `keep` is custom's, and `ladder` what came of it, whe
 process may lock `host_room_gib` of the host; `states`, `place`, `gpu_gib` and `host_memory_gib` (0:
 all) are options of a run without an engine; under an engine `gpu_gib` is the most that PyTorch's
 allocator may take of each GPU. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of
-that length, `host_gib` the whole machine's memory in use; `alloc_retries` counts how often in a
-step the allocator was full and gave back what it held without using it, which stops the GPU. `lora`
+that length, `host_gib` what the run's processes hold of the host (memory/machine.py), in a control
+group of `cgroup_gib` where it was held to one (profiling/in_cgroup.py); `alloc_retries` counts how
+often in a step the allocator was full and gave back what it held without using it, which stops the
+GPU. `lora`
 is the rank of adapters on all linear maps (0: all weights train), `quantize` the weights under
 them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and the only peak is the
 process' own (`peak_host_gib`). `tokens` counts one row, which `sequence_parallel` GPUs share,
@@ -118,14 +120,15 @@ def published_cases(name: str) -> list[Case]:
     if name == "lora":
         lora, nf4 = dict(lora=16), dict(lora=16, quantize="nf4")
         hosted = {**exact, "offload": "all", "place": "host"}
-        peer = dict(engine="plain", class_type="liger", backend="fa4", offload="all")
+        peer = dict(engine="plain", class_type="liger", backend="fa4", checkpointing="selective")
         return [
             dict(**exact, **lora, gpu_gib=24),
             dict(**exact, **nf4, gpu_gib=24),
             dict(**exact, **nf4, gpu_gib=12),
             dict(**hosted, **nf4, gpu_gib=8),
-            dict(**peer, **lora, checkpointing="layers"),
-            dict(**peer, **nf4, checkpointing="layers"),
+            dict(**peer, **lora, offload="all"),
+            dict(**peer, **nf4, offload="all"),
+            dict(**peer, **nf4, offload="none"),
         ]
     if name == "longest":  # of docs/plan.md and docs/lora.md, with some of a card's memory in use
         nf4 = dict(lora=16, quantize="nf4")
@@ -252,13 +255,12 @@ class Stopwatch:
             print(f"    {self.steps[-1]}", file=sys.stderr, flush=True)
 
     def _memory(self) -> dict[str, float]:
-        import psutil
         import torch
 
+        from longctx.memory.machine import held_host_bytes
         from longctx.run.metrics import peak_memory
 
-        host = psutil.virtual_memory()
-        gib = {"host_gib": (host.total - host.available) / GIB}
+        gib = {"host_gib": held_host_bytes() / GIB}
         if self.on_gpu:
             retries = torch.cuda.memory_stats()["num_alloc_retries"]
             gib["alloc_retries"] = retries - self.retries
@@ -279,6 +281,7 @@ def row_keys(case: Case) -> dict[str, Any]:
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
     import torch
 
+    from longctx.memory.machine import cgroup_limit_bytes
     from longctx.model.runtime import patched_part
     from longctx.run.metrics import device_peak_tflops, squared_lengths, step_flops
     from profiling.build import RandomRows
@@ -304,6 +307,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
         row["ladder"] = patched.longctx.describe()
         if room := patched.longctx.host_room:
             row["host_room_gib"] = room / GIB
+    if limit := cgroup_limit_bytes():
+        row["cgroup_gib"] = limit / GIB
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 
 

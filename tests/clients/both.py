@@ -97,6 +97,7 @@ def assert_same_run(
     says: str | None = None,  # why Hugging Face's layers run in all passes
     bar: float = 1e-4,  # of the change of a parameter
     rel: float = 2e-5,  # of a number
+    patch: Callable[[Any], Any] = longctx.patch,  # of the copy
 ) -> Numbers:
     """The patched model reports the same numbers and ends with the same weights, in fp32 but for
     the order of sums, and the schedule ran in every pass; or said why not. Returns the numbers.
@@ -105,7 +106,7 @@ def assert_same_run(
     """
     vanilla = make_model() if model is None else model
     start = {name: p.detach().clone() for name, p in vanilla.named_parameters()}
-    ours = longctx.patch(copy.deepcopy(vanilla))
+    ours = patch(copy.deepcopy(vanilla))
     truth = train(vanilla)
     assert scheduled == []
     capsys.readouterr()

@@ -310,8 +310,17 @@ CORPUS = [
     },
     {"text": " "},
     {"text": "b"},
+    {  # format 1 trained both answers
+        "conversations": [
+            {"from": "human", "value": "c"},
+            {"from": "gpt", "value": "d e", "train": False},
+            {"from": "human", "value": "e"},
+            {"from": "gpt", "value": "b"},
+        ]
+    },
+    {"instruction": "a", "input": "b", "output": "c"},
 ]
-ROWS = {1: "08d7e71dfaba40ad1d6e3d650c386d3aec227b8b94ab8f232a2f7e9c10c65d8d"}
+ROWS = {2: "268c841a2da9f3a5d900050094eba4cb0584921c571b6292753e5358a3e0e51c"}
 """Format -> what the rows of CORPUS hash to."""
 
 

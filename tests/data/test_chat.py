@@ -77,7 +77,7 @@ def test_a_long_conversation_may_take_longer_than_one_call(monkeypatch):
         chat.Connection, "recv", lambda self: answers.append(answer(self)) or answers[-1]
     )
     render(PLAIN_CHATML)
-    assert answers[:-1] == [None] * 3 and answers[-1][0].startswith("<|bos|>")
+    assert answers[:-1] == [None] * 3 and answers[-1][0][0].startswith("<|bos|>")
 
 
 def test_a_child_that_is_killed_is_said(monkeypatch):
@@ -123,6 +123,70 @@ def test_conversations_are_handed_over_in_groups(monkeypatch):
     )
     found = list(rendered(documents, small_tokenizer(template)))
     assert found == [(c, [(0, len(c))]) for c in contents]
+
+
+PHI = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
+)
+
+
+def test_a_familys_template_is_recognised_once(monkeypatch):
+    tokenizer = small_tokenizer(PHI)
+    monkeypatch.setattr(chat, "_families", {})
+    asked = []
+    answers = chat._Child.answers
+    monkeypatch.setattr(
+        chat._Child, "answers", lambda self, jobs: asked.extend(jobs) or answers(self, jobs)
+    )
+    for _ in range(2):
+        list(rendered([DOCUMENT] * 3, tokenizer))
+    assert [type(job).__name__ for job in asked].count("Recognition") == 1
+    family = chat.family_of(tokenizer, PHI)
+    assert family is not None and family.name == "Phi-4"
+    assert all(job.training == family.training for job in asked if hasattr(job, "training"))
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        (
+            PHI,
+            "chat template: Phi-4's, through longctx's turns.jinja: its tokens, with the answers",
+        ),
+        ("default", "chat template: the tokenizer's own: its {% generation %} markers say"),
+        (PLAIN_CHATML, "chat template: the tokenizer's own: an answer is what it adds to the"),
+        ({"tool_use": PHI}, "chat template: the tokenizer's own, by name"),
+    ],
+)
+def test_the_way_is_said(template, line):
+    (said,) = chat.lines_of({"chat", "text"}, small_tokenizer(template))
+    assert said.startswith(line)
+    assert chat.lines_of({"text", "completion"}, small_tokenizer(template)) == []
+    assert len(chat.lines_of({"instruction"}, small_tokenizer(template))) == 2
+
+
+def test_a_template_that_never_ends_is_not_waited_for_when_it_is_recognised(monkeypatch):
+    monkeypatch.setattr(chat, "RENDER_S", 0.2)
+    with pytest.raises(UserError, match=r"^f:1: the chat template does not end within 0 s"):
+        render(LOOPS + "{# [INST] [/INST] #}")
+
+
+def test_what_a_document_says_reaches_the_template():
+    template = (
+        "{{ tools | length }}{{ documents | length }}{{ mood }}{% for m in messages %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    content = {
+        "messages": [TURNS[0], TURNS[1], *TURNS],
+        "untrained": [1],
+        "tools": [{}],
+        "documents": [{}, {}],
+        "kwargs": {"mood": "calm"},
+    }
+    document = Document(kind="instruction", content=content, where="f:1")
+    ((text, spans),) = rendered([document], small_tokenizer(template))
+    assert text == "12calmhihellohihello" and spans == [(6, 8), (13, 15), (15, 20)]
 
 
 def test_templates_by_name():

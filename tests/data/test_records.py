@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from longctx.data.records import as_document, parse_json
+from longctx.data.records import as_document
 from longctx.errors import UserError
 
 
@@ -96,22 +96,6 @@ def test_a_bad_record_says_where_and_what(record, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"text": "a"', r"f:2 is not JSON \(Expecting ',' delimiter at column 13\)"),
-        ("hello", "Expecting value at column 1"),
-        ('{"text": "a"} {"text": "b"}', "Extra data"),
-        ("[" * 100_000, "nested too deeply"),
-        ("1" * 10_000, r"f:2 is not JSON \(Exceeds the limit"),
-    ],
-)
-def test_what_is_not_json(text, message):
-    with pytest.raises(UserError, match=message) as error:
-        parse_json(text, "f:2")
-    assert "\n" not in str(error.value)
-
-
 def nested(levels: int) -> object:
     value: object = 1
     for _ in range(levels):
@@ -170,3 +154,148 @@ def test_a_hundred_levels_are_allowed():
 def test_null_is_called_null(record, message):
     with pytest.raises(UserError, match=f"^f:1: .*{message}"):
         as_document(record, "f:1")
+
+
+@pytest.mark.parametrize(
+    ("record", "turns"),
+    [
+        ({"instruction": "i", "output": "o"}, ["i", "o"]),
+        ({"instruction": "i", "input": "x", "output": "o"}, ["i\nx", "o"]),
+        ({"instruction": "i", "input": "", "output": "o"}, ["i", "o"]),
+        ({"instruction": "i", "input": None, "output": "o"}, ["i", "o"]),
+        ({"instruction": "", "input": "x", "output": "o"}, ["x", "o"]),
+        ({"instruction": "i", "output": "o", "text": "### Instruction: i"}, ["i", "o"]),
+        ({"instruction": "i", "output": "o", "history": []}, ["i", "o"]),
+        ({"instruction": "i", "output": "o", "history": [["p", "q"]]}, ["p", "q", "i", "o"]),
+        ({"instruction": "i", "output": "o", "system": "s"}, ["s", "i", "o"]),
+        ({"instruction": "i", "output": "o", "system": ""}, ["i", "o"]),
+    ],
+)
+def test_alpaca_is_one_exchange(record, turns):
+    document = as_document(record, "f:1")
+    assert document and document.kind == "instruction"
+    roles = ["user", "assistant"] * 2
+    roles = ["system", *roles] if record.get("system") else roles
+    expected = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=False)]
+    assert document.content == {"messages": expected}
+
+
+PROMPT = [TURNS[0], TURNS[1], {"role": "user", "content": "v"}]
+
+
+def test_a_prompt_of_turns_is_read_and_not_trained():
+    document = as_document({"prompt": PROMPT, "completion": [ASSISTANT]}, "f:1")
+    assert document and document.kind == "chat"
+    assert document.content == {"messages": [*PROMPT, ASSISTANT], "untrained": [1]}
+
+
+def test_what_is_beside_a_conversation_reaches_the_template():
+    record = {
+        "conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}],
+        "system": "Be brief.",
+        "functions": [{"name": "f", "parameters": None}],
+        "documents": '[{"title": "t", "text": "x"}]',
+        "chat_template_kwargs": {"enable_thinking": False, "other": None},
+        "id": 7,
+    }
+    document = as_document(record, "f:1")
+    assert document and document.content == {
+        "messages": [{"role": "system", "content": "Be brief."}, *TURNS],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "documents": [{"title": "t", "text": "x"}],
+        "kwargs": {"enable_thinking": False},
+    }
+
+
+def test_numbers_of_untrained_turns_follow_a_system_prompt():
+    turns = [TURNS[0], {**TURNS[1], "train": False}, *TURNS]
+    document = as_document({"messages": turns, "system": "s"}, "f:1")
+    assert document and document.content["untrained"] == [2]
+    assert document.content["messages"][2] == TURNS[1]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"train": True},
+        {"weight": 1},
+        {"weight": 1.0},
+        {"weight": None},
+        {"loss_mask": None},
+        {"roles_to_train": ["assistant"]},
+        {"roles_to_train": []},
+        {"train_on_inputs": False},
+        {"mask": "User"},
+        {"system": " "},
+        {"tools": "[]"},
+        {"functions": []},
+        {"documents": []},
+        {"chat_template_kwargs": {}},
+        {"chosen": "a", "rejected": "b"},
+        {"label": 3, "labels": [1], "source": "x", "quality": 0.2},
+    ],
+    ids=str,
+)
+def test_what_asks_for_what_is_done_anyway_is_no_matter(beside):
+    document = as_document({"messages": TURNS, **beside}, "f:1")
+    assert document and document.content.get("untrained") is None
+    assert document.content["messages"] == TURNS
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "t", "train": False}, "`train` is false, which is not read: records are trained"),
+        ({"text": "t", "weight": 0}, "`weight` is 0, which is not read: records are trained whole"),
+        ({"text": "t", "weight": 0.5}, "`weight` is 0.5"),
+        ({"text": "t", "weight": "1"}, '`weight` is "1"'),
+        ({"text": "t", "loss_mask": [1, 0]}, "`loss_mask` is .* on the turns"),
+        ({"prompt": "p", "completion": "c", "train": "false"}, '`train` is "false"'),
+        ({"prompt": "p", "completion": "c", "train_on_inputs": True}, "`train_on_inputs` is true"),
+        ({"messages": TURNS, "train": False}, "`train` is false"),
+        ({"messages": TURNS, "roles_to_train": ["user"]}, r'`roles_to_train` is \["user"\]'),
+        ({"messages": TURNS, "roles_to_train": "all"}, '`roles_to_train` is "all"'),
+        ({"messages": TURNS, "mask_history": True}, "`mask_history` is true"),
+        ({"messages": TURNS, "mask": "Assistant"}, '`mask` is "Assistant"'),
+        ({"messages": TURNS, "train_detail": [1]}, "`train_detail`"),
+        ({"messages": TURNS, "reasoning_content": "hm"}, "write it on the turn"),
+        ({"messages": [*TURNS, TURNS[0]], "chosen": "x"}, "`chosen` and `rejected` are not read"),
+        ({"messages": TURNS, "system": 3}, "`system` must be a string, found a number"),
+        (
+            {"messages": [{"role": "system", "content": "a"}, *TURNS], "system": "b"},
+            "a system turn and another `system`: leave one out",
+        ),
+        ({"messages": TURNS, "system": "a", "system_prompt": "b"}, "another `system_prompt`"),
+        ({"messages": TURNS, "tools": [{}], "functions": [{}]}, "`tools` and `functions`: leave"),
+        ({"messages": TURNS, "functions": "f"}, "`functions` is not JSON"),
+        ({"messages": TURNS, "documents": ["d"]}, "`documents` must be a list"),
+        ({"messages": TURNS, "chat_template_kwargs": [1]}, "must be an object, found a list"),
+        ({"messages": TURNS, "chat_template_kwargs": "{"}, "`chat_template_kwargs` is not JSON"),
+        (
+            {"messages": TURNS, "chat_template_kwargs": {"tools": [1]}},
+            "may not hold `tools`: write it beside the turns",
+        ),
+        (
+            {"messages": TURNS, "chat_template_kwargs": {"add_generation_prompt": True}},
+            "may not hold `add_generation_prompt`: leave it out",
+        ),
+        ({"messages": TURNS, "chat_template_kwargs": {"bos_token": "x"}}, "hold `bos_token`"),
+        ({"messages": [{**TURNS[1], "train": False}]}, "leaves no assistant turn to train on"),
+        ({"prompt": PROMPT, "completion": [USER]}, "leaves no assistant turn to train on"),
+        ({"prompt": PROMPT, "completion": "c"}, "`prompt` must be a string, found a list"),
+        ({"prompt": "p", "completion": [ASSISTANT]}, "`completion` must be a string, found a list"),
+        ({"prompt": "p", "completion": "c", "system": "s"}, "`system` beside a `prompt`"),
+        ({"prompt": "p", "completion": "c", "tools": [{}]}, "`tools` beside a `prompt`"),
+        ({"instruction": "i"}, "expected .*`instruction` and `output`, found `instruction`"),
+        ({"instruction": "i", "output": ""}, "`output` is empty"),
+        ({"instruction": " ", "input": "", "output": "o"}, "`instruction` is empty"),
+        ({"instruction": 1, "output": "o"}, "`instruction` must be a string"),
+        ({"instruction": "i", "input": [], "output": "o"}, "`input` must be a string, found an"),
+        ({"instruction": "i", "output": "o", "history": ["p"]}, "`history` must be a list of"),
+        ({"instruction": "i", "output": "o", "weight": 0}, "`weight` is 0"),
+    ],
+)
+def test_what_would_be_trained_otherwise_is_refused(record, message):
+    with pytest.raises(UserError, match=f"^f:1: .*{message}") as error:
+        as_document(record, "f:1")
+    assert "\n" not in str(error.value)

@@ -14,6 +14,7 @@ from small_tokenizer import small_tokenizer
 
 from longctx.config import DataArguments
 from longctx.data import rows as data
+from longctx.data import training_templates
 from longctx.data.cache import dataset_identity
 from longctx.data.rows import build_dataset, check_sources, collate, document_names
 from longctx.errors import UserError
@@ -387,6 +388,66 @@ def test_chat_datasets_keep_their_structure(build, tmp_path):
     rows = build(dataset_name=str(tmp_path / "chats"))
     path = write_jsonl(tmp_path / "c.jsonl", [{"messages": turns}, {"messages": turns + turns}])
     assert rows[:] == build([path])[:]
+
+
+EXCHANGES = {
+    "chat": {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]},
+    "Alpaca": {"instruction": "u", "input": "", "output": "a"},
+    "TRL": {
+        "prompt": [{"role": "user", "content": "u"}],
+        "completion": [{"role": "assistant", "content": "a"}],
+    },
+}
+
+
+@pytest.mark.parametrize("record", EXCHANGES.values(), ids=EXCHANGES)
+def test_the_same_exchange_in_other_words_is_the_same_rows(build, tmp_path, capsys, record):
+    path = write_jsonl(tmp_path / "f.jsonl", [record] * 3)
+    Dataset.from_list([record] * 3).save_to_disk(tmp_path / "saved")
+    chat = build([write_jsonl(tmp_path / "c.jsonl", [EXCHANGES["chat"]] * 3)])[:]
+    capsys.readouterr()
+    for sources in ({"files": [path]}, {"dataset_name": str(tmp_path / "saved")}):
+        for _ in range(2):  # fresh and cached: both are said
+            rows = build(**sources)[:]
+            assert {**rows, "documents": 0} == {**chat, "documents": 0}
+            out = capsys.readouterr().out
+            assert out.count("chat template: the tokenizer's own: its {% generation %} mark") == 1
+            alpaca = "records of instruction, input and output are exchanges of the chat template"
+            assert out.count(alpaca) == ("instruction" in record)
+    list(build(dataset_name=str(tmp_path / "saved"), streaming=True))
+    assert "chat template: the tokenizer's own" in capsys.readouterr().out
+
+
+def test_nothing_is_said_of_templates_where_there_is_no_conversation(build, tmp_path, capsys):
+    records = [{"text": "some words"}, {"prompt": "p", "completion": "done"}]
+    build([write_jsonl(tmp_path / "f.jsonl", records)])
+    assert "template" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["train", "weight"])
+def test_turns_that_are_not_trained(build, tmp_path, key):
+    user = {"role": "user", "content": "u"}
+    turns = [user, {"role": "assistant", "content": "first", key: 0}, user]
+    record = {"messages": [*turns, {"role": "assistant", "content": "second"}]}
+    Dataset.from_list([record]).save_to_disk(tmp_path / "saved")
+    path = write_jsonl(tmp_path / "f.jsonl", [record])
+    for rows in (build([path]), build(dataset_name=str(tmp_path / "saved"))):
+        (row,) = rows
+        trained = [label for label in row["labels"] if label != -100]
+        assert small_tokenizer().decode(trained) == "second<|im_end|>"
+
+
+def test_other_training_templates_are_not_served_from_the_cache(build, tmp_path, monkeypatch):
+    chats = write_jsonl(tmp_path / "c.jsonl", [EXCHANGES["chat"]] * 3)
+    made = []
+    encode = data.encode
+    monkeypatch.setattr(data, "encode", lambda *args: made.append(1) or encode(*args))
+    build([chats])
+    build([chats])
+    before = len(made)
+    monkeypatch.setattr(training_templates, "identity", lambda: "changed")
+    build([chats])
+    assert len(made) == 2 * before
 
 
 @pytest.fixture

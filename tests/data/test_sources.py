@@ -245,6 +245,38 @@ def test_a_bad_line_is_named(tmp_path, line):
         read(path)
 
 
+STRANGE = {
+    "not UTF-8": (b"caf\xe9", r"caf\udce9"),
+    "half a character": (b"a\xe2\x82", r"a\udce2\udc82"),
+    "two lines": (b"a\nb", r"a\nb"),
+    "terminal codes": (b"\x1b[31mred", r"\x1b[31mred"),
+    "right to left": ("\u202eabc".encode(), r"\u202eabc"),
+    "ordinary letters": ("caf\u00e9 \u65e5\u672c".encode(), "caf\u00e9 \u65e5\u672c"),
+}
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+@pytest.mark.parametrize(("name", "shown"), STRANGE.values(), ids=STRANGE)
+def test_names_that_are_no_text_are_said_in_printable_words(tmp_path, name, shown, suffix):
+    """Arrow, terminals and JSON take no half characters; a cache's key still tells names apart."""
+    folder = os.fsencode(tmp_path) + b"/" + name
+    os.mkdir(folder)
+    with open(folder + b"/" + name + suffix.encode(), "w") as file:
+        file.write('{"text": "words"}\n')
+    for patterns in ([str(tmp_path)], [f"{tmp_path}/**/*{suffix}"]):
+        (document,) = read_documents(find_files(patterns))
+        number = ":1" if suffix == ".jsonl" else ""
+        assert document.where == f"{tmp_path}/{shown}/{shown}{suffix}{number}"
+        document.where.encode()
+
+
+def test_a_bad_line_of_a_file_without_a_name_that_is_text(tmp_path):
+    with open(os.fsencode(tmp_path) + b"/\xff.jsonl", "w") as file:
+        file.write("{\n")
+    with pytest.raises(UserError, match=r"\\udcff\.jsonl:1 is not JSON"):
+        list(read_documents(find_files([str(tmp_path)])))
+
+
 def test_the_standard_library_has_long_documents_and_no_tests():
     files = stdlib_files()
     assert len(files) > 300

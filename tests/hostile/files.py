@@ -57,6 +57,18 @@ def file(name: str, data: str | bytes, flag: str = "--train_file") -> Make:
     return make
 
 
+def folder_of(name: bytes, data: bytes) -> Make:
+    """A folder to train on with one file, whose name may be any bytes."""
+
+    def make(folder: Path) -> list[str]:
+        path = Path(os.fsdecode(bytes(folder / "given") + b"/" + name))
+        path.parent.mkdir(parents=True)
+        path.write_bytes(data)
+        return ["--train_file", str(folder / "given")]
+
+    return make
+
+
 def line(text: str | bytes) -> Make:
     """The second line of a JSONL file whose first is good."""
     return file("f.jsonl", GOOD_LINE + (text.encode() if isinstance(text, str) else text))
@@ -306,6 +318,53 @@ def unlisted(name: str, change: Change) -> Change:
         (checkpoint / "manifest.json").unlink()
 
     return plant
+
+
+def forged(**content: Any) -> Change:
+    """Other parts of a checkpoint's manifest, whose own checksum is right."""
+
+    def forge(checkpoint: Path) -> None:
+        from longctx.output.manifest import _digest
+
+        path = checkpoint / "manifest.json"
+        said = json.loads(path.read_text()) | content
+        said.pop("xxh3", None)
+        path.write_text(json.dumps(said | {"xxh3": _digest(said)}))
+
+    return forge
+
+
+def remade(change: Change) -> Change:
+    """Changes a checkpoint and writes a manifest that agrees with it."""
+
+    def remake(checkpoint: Path) -> None:
+        from longctx.output.manifest import read_manifest, write_manifest
+
+        run = (read_manifest(checkpoint) or {}).get("run")
+        change(checkpoint)
+        write_manifest(checkpoint, run)
+
+    return remake
+
+
+def instead(name: str, make: Change) -> Change:
+    """Something else in the place of a file."""
+    return lambda folder: ((folder / name).unlink(missing_ok=True), make(folder / name))
+
+
+def asking(name: str, size_bytes: int = 9 * 10**9) -> Change:
+    """A file of torch.save of some bytes, which asks for gigabytes when it is read."""
+
+    class Asks:
+        def __reduce__(self) -> Any:
+            return bytearray, (size_bytes,)
+
+    def write_it(folder: Path) -> None:
+        import torch
+
+        torch.save(Asks(), folder / name)
+
+    return write_it
 
 
 def in_file(name: str, change: Change) -> Change:

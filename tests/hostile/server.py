@@ -222,6 +222,9 @@ def clear(folder: Path) -> None:
 def serve(root: Path) -> None:
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # Whoever started the tests may ignore them (a job in the background, nohup).
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     gc.freeze()  # or every child's first collection copies the memory of all that was imported
     cases = {case.id: case for case in CASES}
     (root / "base").mkdir()

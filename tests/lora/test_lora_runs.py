@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_run import logged, prepare, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -20,6 +20,7 @@ from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.lora.adapters import Reached, adapter_bytes, check_lora
 from longctx.lora.quantise import quantised_loading
+from longctx.output.manifest import read_manifest, write_manifest
 from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")
@@ -111,10 +112,65 @@ def test_resumed_bit_by_bit(flags, finished, tmp_path, kind) -> None:
     assert losses[0] == losses[1]
 
 
+LOST: dict[str, tuple[Any, str]] = {
+    "q_proj alone": (
+        lambda c: _keep(c, lambda name: "q_proj" in name),
+        "24 tensors its file lacks",
+    ),
+    "a tensor too many": (
+        lambda c: _keep(c, lambda name: True, extra=torch.zeros(3)),
+        r"1 tensors no module of the model takes \(extra\)",
+    ),
+    "another adapter within": (
+        lambda c: ((c / "within").mkdir(), (c / "within/adapter_config.json").write_text("{}")),
+        "holds an adapter that no run saves, in within",
+    ),
+}
+
+
+def _keep(folder: Path, wanted: Any, **more: torch.Tensor) -> None:
+    kept = {name: x for name, x in adapter(folder).items() if wanted(name)}
+    save_file(kept | more, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_checkpoint_of_other_adapters_is_refused(flags, finished, tmp_path, case) -> None:
+    """PEFT would leave what is missing at its random beginning, without a word."""
+    change, says = LOST[case]
+    begun = Path(shutil.copytree(finished("fp32"), tmp_path / "run"))
+    (begun / "checkpoint-2" / "manifest.json").unlink()
+    change(begun / "checkpoint-2")
+    with pytest.raises(UserError, match=says):
+        run(flags, begun, "--resume_from_checkpoint", str(begun / "checkpoint-2"))
+
+
 def test_another_rank_is_another_run(flags, finished, tmp_path) -> None:
     begun = shutil.copytree(finished("fp32"), tmp_path / "run")
     with pytest.raises(UserError, match="lora_r 4 -> 8"):
         run(flags, begun, "--lora_r", "8", "--resume_from_checkpoint", "last")
+
+
+def test_another_base_is_another_run(flags, finished, tmp_path, capsys) -> None:
+    """Of the same configuration: one bit of its weights differs. Its folder may have moved."""
+    begun = Path(shutil.copytree(finished("fp32"), tmp_path / "run"))
+    moved, other = (Path(shutil.copytree(base_of(flags), tmp_path / n)) for n in ("moved", "other"))
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (other / "model.safetensors").write_bytes(data)
+    last = ["--resume_from_checkpoint", "last", "--model_name_or_path"]
+    with pytest.raises(
+        UserError, match=r"base \(the frozen weights, xxh3 .* -> xxh3 .*changed base"
+    ):
+        run(flags, begun, *last, str(other))
+    run(flags, begun, *last, str(moved))
+    assert "nothing was left to train" in capsys.readouterr().out
+    run(flags, begun, *last, str(other), "--allow_changed", "base")
+    assert "resuming with other options (then and now): base" in capsys.readouterr().out
+    definition = read_manifest(begun / "checkpoint-4")["run"]
+    assert definition.pop("base").startswith("xxh3 ")
+    write_manifest(begun / "checkpoint-4", definition)  # as an earlier version did
+    run(flags, begun, *last, str(other))
+    assert "does not say which weights its adapters were trained over" in capsys.readouterr().out
 
 
 def test_peft_loads_it_and_merging_gives_the_same_model(flags, finished, tmp_path) -> None:
@@ -292,41 +348,16 @@ def test_an_adapter_that_is_not_reached_is_an_error() -> None:
         reached.on_pre_optimizer_step()
 
 
-MERGES: dict[str, tuple[Any, str]] = {
-    "no adapter": (lambda f: (f / "adapter_config.json").unlink(), "holds no adapter"),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "cannot merge"),
-    "no json": (lambda f: (f / "adapter_config.json").write_text("{"), "cannot merge"),
-    "no model": (lambda f: _change(f, base_model_name_or_path=None), "give --model"),
-    "gone": (lambda f: _change(f, base_model_name_or_path="/no/such"), "cannot merge"),
-    "not finite": (lambda f: _poison(f), "cannot merge"),
-    "nothing": (lambda f: None, ""),
-}
-
-
-def _change(folder: Path, **values: Any) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def _poison(folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    weights = adapter(folder)
-    next(iter(weights.values())).fill_(float("nan"))
-    save_file(weights, folder / "adapter_model.safetensors")
-
-
-@pytest.mark.parametrize("case", MERGES)
-def test_what_cannot_be_merged(finished, tmp_path, case) -> None:
-    change, says = MERGES[case]
-    final = Path(shutil.copytree(finished("fp32") / "final", tmp_path / "final"))
-    change(final)
-    command = ["merge", str(final), "--output", str(tmp_path / "merged")]
-    if not says:
-        cli.run([*command, "--dtype", "bfloat16"])
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
-        says = "exists"
-    with pytest.raises(UserError, match=says) as error:
-        cli.run(command)
-    assert "\n" not in str(error.value)
-    assert not list(tmp_path.glob(".incomplete*"))
+def test_the_best_adapter_becomes_final(flags, finished, tmp_path) -> None:
+    begun = Path(shutil.copytree(finished("fp32"), tmp_path / "run"))
+    path = begun / "checkpoint-4" / "trainer_state.json"
+    told = {"best_model_checkpoint": "/gone/checkpoint-2", "best_metric": 1e-9}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told | {"best_global_step": 2}))
+    (begun / "checkpoint-4" / "manifest.json").unlink()
+    best = adapter(begun / "checkpoint-2")
+    text = flags[flags.index("--train_file") + 1] + "/0.txt"
+    words = ["--eval_file", text, "--eval_strategy", "steps", "--load_best_model_at_end"]
+    words += ["--eval_steps", "2", "--max_steps", "6", "--resume_from_checkpoint", "last"]
+    run(flags, begun, *words)
+    final = adapter(begun / "final")
+    assert final.keys() == best.keys() and all(torch.equal(final[n], x) for n, x in best.items())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -129,3 +131,22 @@ def test_the_store_is_told(cgroups) -> None:
     store = ActivationStore(torch.device("cpu"))
     with pytest.raises(UserError, match="host memory is 1.1 GiB short of the 2.0 GiB"):
         store.reserve((Keep(),), 2 * GIB)
+
+
+def test_what_the_run_holds() -> None:
+    """Its own pages and its children's; not those of files that are mapped."""
+    before = machine.held_host_bytes()
+    taken = b"x" * (64 << 20)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "x = b'x' * (64 << 20); print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None and child.stdout.readline() == b"\n"
+        grown = machine.held_host_bytes() - before
+        assert 120 << 20 < grown < 300 << 20
+    finally:
+        child.communicate(b"\n")
+    assert len(taken) == 64 << 20
+    assert machine.held_host_bytes() - before < 100 << 20

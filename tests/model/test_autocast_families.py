@@ -31,7 +31,7 @@ def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, A
 def test_exactness_on_packed_rows(family, scheduled, capsys) -> None:
     models = wrapped(family)
     assert_trains_exactly(models, *batches(PACKED))
-    assert len(scheduled) == 4 * 3 and capsys.readouterr().out == ""
+    assert len(scheduled) == 4 * 3 and "custom: " not in capsys.readouterr().out
     assert all(p.grad.dtype == torch.float32 for p in models[2].parameters())
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import logging
+import pprint
 import weakref
 from typing import Any
 
@@ -26,9 +26,10 @@ from transformers import (
 )
 
 import longctx
+from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model import logits
-from longctx.model.patch import OPTIONS
+from longctx.model.patch import OPTIONS, patch_as
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 Batch = dict[str, Any]
@@ -267,6 +268,24 @@ def test_who_reads_the_loss_pays_for_no_logits(heads) -> None:
         output.logits.sum()
 
 
+@pytest.mark.parametrize("read", [False, True], ids=["unread", "read"])
+@pytest.mark.parametrize("show", [repr, str, "{}".format, "{!r}".format, pprint.pformat])
+def test_an_output_can_be_displayed_at_any_time(show: Any, read: bool) -> None:
+    """As by a notebook's last line."""
+    _, ours = pair()
+    output = ours(**packed_batch())
+    if read:
+        assert show(output.logits) == show(output.logits + 0).replace("Add", "UnsafeView")
+    output.loss.backward()
+    assert ("not read before backward began" in show(output)) != read
+    assert ("(2, 48, 331)" in show(output.logits)) != read
+
+
+def test_long_logits_are_displayed_without_computing_them(monkeypatch, heads) -> None:
+    monkeypatch.setattr(logits, "LIMIT_BYTES", 1000)
+    assert "computed when read" in repr(pair()[1](**packed_batch())) and heads == []
+
+
 def test_a_loss_of_loss_and_logits() -> None:
     vanilla, ours = pair()
 
@@ -359,7 +378,7 @@ def test_ignore_index_and_a_loss_of_another_kind(capsys) -> None:
     batch = packed_batch()
     batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, 7)
     assert_same(vanilla, ours, lambda m: m(**batch, ignore_index=7).loss)
-    assert capsys.readouterr().out == ""
+    assert "custom: " not in capsys.readouterr().out
     for model in (vanilla, ours):
         model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
     assert_same(vanilla, ours, lambda m: m(**packed_batch()).loss)
@@ -481,10 +500,23 @@ def test_unpatched_it_is_hugging_faces_again(scheduled) -> None:
 # --- bad input -------------------------------------------------------------------------------
 
 
-def test_the_door_says_what_it_did(caplog) -> None:
-    with caplog.at_level(logging.INFO, "longctx"):
-        longctx.patch(LlamaForCausalLM(tiny_config()), keep="o")
-    assert "patched: 2 scheduled decoder layers" in caplog.text
+def test_the_door_says_what_it_did(capsys, monkeypatch) -> None:
+    """In one line of the first process."""
+    longctx.patch(LlamaForCausalLM(tiny_config()), keep="o")
+    said = capsys.readouterr().out
+    assert said == (
+        "longctx patched: 2 scheduled decoder layers, flash attention, RMSNorm, lm_head + "
+        "cross-entropy; keep=o, offload_activations=auto\n"
+    )
+    monkeypatch.setenv("RANK", "1")
+    longctx.patch(LlamaForCausalLM(tiny_config()))
+    assert capsys.readouterr().out == ""
+
+
+def test_train_pys_own_door_says_nothing_by_itself(capsys) -> None:
+    """train.py prints what it returns."""
+    said = patch_as(LlamaForCausalLM(tiny_config()), ModelArguments(), torch.device("cpu"))
+    assert said.startswith("patched: 2 scheduled") and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM
 
 from exactness import DEVICE
 from longctx.config import ModelArguments
-from longctx.model.families import has_windows, why_not_scheduled, windows
+from longctx.model.families import has_windows, windows
 from longctx.model.patch import patch_as
+from longctx.model.strangers import why_not_scheduled
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -344,7 +344,7 @@ def test_autocast_over_fp32_weights(keep, lengths, capsys) -> None:
     assert_trains_exactly(
         (Autocast(truth.double()), Autocast(naive), Autocast(ours)), *batches(lengths)
     )
-    assert ours.longctx.dtype == torch.bfloat16 and capsys.readouterr().out == ""
+    assert ours.longctx.dtype == torch.bfloat16 and "custom: " not in capsys.readouterr().out
     assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import longctx
 from longctx.errors import UserError
 from longctx.model import layer
-from longctx.model.families import why_not_scheduled
+from longctx.model.strangers import why_not_scheduled
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 IDS = packed_batch()["input_ids"]
@@ -153,7 +153,7 @@ def test_hooks_of_trls_offloading_on_lm_head_are_no_strangers(scheduled, capsys)
     ours.lm_head.register_forward_pre_hook(leave)
     ours.lm_head.register_forward_hook(leave, always_call=True)
     ours(**packed_batch()).loss.backward()
-    assert scheduled == [96, 96] and capsys.readouterr().out == ""
+    assert scheduled == [96, 96] and "custom: " not in capsys.readouterr().out
 
 
 def test_an_engines_hooks_on_the_base_model_cost_no_unit(monkeypatch) -> None:
@@ -196,10 +196,125 @@ def test_a_dense_mask(scheduled, capsys) -> None:
     assert scheduled == [] and "another shape" in capsys.readouterr().out
 
 
-def test_an_argument_that_the_schedule_does_not_know(scheduled, capsys) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(token_type_ids=IDS),
+        dict(logits_to_keep=5),
+        dict(cache_position=torch.arange(48)),
+        dict(temperature=0.5, images=None),
+        dict(is_causal=True),
+        dict(is_causal=None),
+        dict(output_attentions=False, output_hidden_states=None, return_dict=True),
+    ],
+    ids=lambda more: next(iter(more)),
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_what_hugging_faces_base_model_ignores(scheduled, capsys, family, more) -> None:
+    """As TRL's DistillationTrainer calls it, or with the neutral value."""
+    vanilla, ours = patched_pair(lambda: AutoModelForCausalLM.from_config(family_config(family)))
+    batch = dict(input_ids=IDS % 211, use_cache=False, **more)
+    assert_same(vanilla, ours, lambda m: m.model(**batch).last_hidden_state.square().mean())
+    assert len(scheduled) == 3 and "custom: " not in capsys.readouterr().out
+
+
+def test_what_some_attention_of_hugging_faces_reads(scheduled, capsys) -> None:
+    """Its layers run, and raise what they raise."""
+    models = pair()
+    for model in models:
+        with pytest.raises(TypeError, match="multiple values for .*dropout"):
+            model(**packed_batch(), dropout=0.5)
+    assert scheduled == [] and "calls with dropout" in capsys.readouterr().out
+    assert_same(*models, lambda m: m(**packed_batch(), softcap=None).loss)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["with labels", "the base model"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_attention_to_later_tokens_as_an_argument(scheduled, capsys, family, whole) -> None:
+    vanilla, ours = patched_pair(lambda: AutoModelForCausalLM.from_config(family_config(family)))
+    batch = dict(input_ids=IDS % 211, use_cache=False, is_causal=False)
+
+    def loss(model: Any) -> Tensor:
+        if whole:
+            return model(**batch, labels=IDS % 211).loss
+        return model.model(**batch).last_hidden_state.square().mean()
+
+    assert_same(vanilla, ours, loss)
+    assert scheduled == []
+    assert "attention to later tokens (is_causal=False)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_logits_of_padding_are_said_where_they_are_read(scheduled, capsys, labelled) -> None:
+    """Once, by who reads all of them; not where they are not, or where nothing is padded."""
+    _, ours = pair()
+    mask = torch.ones_like(IDS)
+
+    def said(mask: Tensor) -> int:
+        labels = dict(labels=IDS.masked_fill(mask == 0, -100)) if labelled else {}
+        output = ours(input_ids=IDS, attention_mask=mask, use_cache=False, **labels)
+        if labelled:
+            assert "zero" not in capsys.readouterr().out
+        output.logits.sum()
+        return capsys.readouterr().out.count("its hidden states are zero")
+
+    assert said(mask) == 0
+    mask[1, 40:] = 0
+    ours(input_ids=IDS, attention_mask=mask, use_cache=False, logits_to_keep=3)
+    assert [said(mask), said(mask)] == [1, 0] and scheduled
+
+
+NO_TRACE = "longctx.unpatch(model) first"
+
+
+@pytest.mark.parametrize("part", ["whole", "base"])
+@pytest.mark.parametrize("how", ["grad", "vjp", "jvp", "jacrev", "vmap", "export", "trace"])
+def test_what_transforms_the_model_is_one_line(how, part) -> None:
+    _, ours = pair()
+    model = ours if part == "whole" else ours.model
+    weights = dict(model.named_parameters())
+
+    def loss(given: Any) -> Tensor:
+        output = torch.func.functional_call(model, given, (), dict(input_ids=IDS, use_cache=False))
+        return output[0].square().mean()
+
+    with pytest.raises(UserError, match="unpatch") as error:
+        if how == "export":
+            torch.export.export(model, (IDS,), dict(use_cache=False), strict=False)
+        elif how == "trace":
+            torch.jit.trace(lambda ids: model(input_ids=ids, use_cache=False)[0], (IDS,))
+        elif how == "jvp":
+            torch.func.jvp(loss, (weights,), (weights,))
+        elif how == "vjp":
+            torch.func.vjp(loss, weights)
+        elif how == "vmap":
+            torch.func.vmap(lambda ids: model(input_ids=ids[None], use_cache=False)[0])(IDS)
+        else:
+            getattr(torch.func, how)(loss)(weights)
+    assert "\n" not in str(error.value) and NO_TRACE in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["fullgraph", "export"])
+def test_what_torch_compiles_whole_names_unpatch(how) -> None:
+    """torch's own error, with our line in it."""
+    _, ours = pair()
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="unpatch"):
+        if how == "export":
+            torch.export.export(ours, (IDS,), strict=True)
+        else:
+            torch.compile(ours, backend="eager", fullgraph=True)(input_ids=IDS, labels=IDS)
+
+
+def test_functional_call_runs_the_schedule(scheduled) -> None:
     vanilla, ours = pair()
-    assert_same(vanilla, ours, lambda m: m(**packed_batch(), token_type_ids=IDS).loss)
-    assert scheduled == [] and "calls with token_type_ids" in capsys.readouterr().out
+
+    def loss(model: Any) -> Tensor:
+        weights = {name: 1.5 * p for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, weights, (), packed_batch()).loss
+
+    assert_same(vanilla, ours, loss)
+    assert scheduled == [96, 96]
 
 
 def test_autocast_to_the_other_16_bits(scheduled, capsys) -> None:
@@ -346,7 +461,7 @@ def test_under_torch_compile_the_schedule_runs(scheduled, capsys, how) -> None:
         for module in [ours] if how == "in place" else ours.model.layers:
             module.compile(backend="eager")
     assert_same(vanilla, ours, lambda m: (model if m is ours else m)(**packed_batch()).loss)
-    assert scheduled == [96, 96] and capsys.readouterr().out == ""
+    assert scheduled == [96, 96] and "custom: " not in capsys.readouterr().out
 
 
 def test_data_parallel_is_one_line() -> None:

@@ -29,7 +29,7 @@ import longctx
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.model.families import why_not_scheduled
+from longctx.model.strangers import why_not_scheduled
 from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paths import PYTHONPATH
+from safetensors.torch import load_file, save_file
 from small_run import run
 from transformers import TrainerState
 
@@ -27,6 +28,38 @@ def test_a_run_that_is_over_says_so(flags, copy, capsys) -> None:
     run(flags, copy, "--resume_from_checkpoint", "last")
     assert "checkpoint-4 is where this run ends: nothing was left" in capsys.readouterr().out
     assert (copy / "final" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("named", ["/gone/run/checkpoint-2", "/etc"])
+def test_the_best_checkpoint_of_a_moved_run_becomes_final(flags, copy, capsys, named) -> None:
+    """No loss comes below the one that its state tells. One that names another folder begins
+    again."""
+    path = copy / "checkpoint-4" / "trainer_state.json"
+    told = {"best_model_checkpoint": named, "best_metric": 1e-9, "best_global_step": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    (copy / "checkpoint-4" / "manifest.json").unlink()
+    text = flags[flags.index("--train_file") + 1] + "/0.txt"
+    evaluating = ["--eval_file", text, "--eval_strategy", "steps", "--eval_steps", "2"]
+    resume = ["--resume_from_checkpoint", str(copy / "checkpoint-4"), "--max_steps", "6"]
+    old = (copy / "checkpoint-2" / "model.safetensors").read_bytes()
+    run(flags, copy, *resume, *evaluating, "--load_best_model_at_end")
+    final, new = (
+        (copy / name / "model.safetensors").read_bytes() for name in ("final", "checkpoint-6")
+    )
+    assert final == (new if named == "/etc" else old) and old != new
+    said = "names /etc as its best checkpoint, which is not in"
+    assert (said in capsys.readouterr().out) == (named == "/etc")
+
+
+def test_a_checkpoint_without_some_weights_is_refused(flags, copy) -> None:
+    """transformers would keep those that the model had before, with a warning."""
+    path = copy / "checkpoint-2" / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, path, {"format": "pt"})
+    (path.parent / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"1 of the model's weights are not in .*1.mlp.up_proj"):
+        run(flags, copy, "--resume_from_checkpoint", str(path.parent))
 
 
 class Payload:

@@ -143,6 +143,15 @@ def test_bytes_of_adapters() -> None:
     assert [(b.weight, b.states, b.grad) for b in ends] == 2 * [(4 * end, 10 * end, 2 * end)]
 
 
+@pytest.mark.parametrize("options", [{"gpus": 2}, {"class_type": "vanilla"}])
+def test_a_frozen_base_that_cannot_leave_does_not_fit_the_host(options) -> None:
+    """As train.py, which refuses the same run. Without adapters the states can wait there."""
+    asked = run(8192, place="host", **options)
+    found = plan(adapted("none"), asked, MACHINES["h200"], 200 * GIB)
+    assert not found.fits and "nothing of this run can wait on the host" in found.problem
+    assert plan(eight_layers(), asked, MACHINES["h200"], 200 * GIB).fits
+
+
 def test_adapters_take_less_than_all_weights() -> None:
     """Of memory and of time: a third of a layer's products are weight gradients."""
     machine, options = MACHINES["h200"], dict(keep="o", offload_activations="none")

@@ -51,6 +51,15 @@ def test_with_colour_they_are_green() -> None:
     assert "\x1b[2m<|bos|>why?" in text
 
 
+def test_names_are_printable() -> None:
+    out = io.StringIO()
+    packed, _, _ = row()
+    console = Console(file=out, width=100)
+    show_example(packed, ["a\nb\x1b[31m.txt", "caf\udce9.txt"], small_tokenizer(), console)
+    assert r"1 of 2: a\nb\x1b[31m.txt, " in out.getvalue()
+    assert r"2 of 2: caf\udce9.txt, " in out.getvalue()
+
+
 def test_long_stretches_are_shortened(monkeypatch) -> None:
     monkeypatch.setattr(example, "STRETCH", 6)
     assert "<|b [... 5 characters ...] hy?" in shown()

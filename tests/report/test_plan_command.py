@@ -10,8 +10,8 @@ import pytest
 from paths import ROOT
 
 from longctx.errors import UserError
+from longctx.model.pretrained import SIZES
 from longctx.report.plan import main
-from longctx.run.loading import SIZES
 
 FSDP2 = ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs/fsdp2.json")]
 ZERO3 = ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]

@@ -196,9 +196,13 @@ def _fsdp(folder: Path) -> list[str]:
 
 
 EXACT = ["--dtype", "bfloat16", "--place", "host"]
+TWO_BATCHES = ["--gradient_accumulation_steps", "2"]
+LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
 ENGINES = {
     "plain": Engine(1, lambda folder: [], _train),
     "exact": Engine(1, lambda folder: EXACT, _train, streams=True),
+    "accumulates": Engine(1, lambda folder: [*EXACT, *TWO_BATCHES], _train, streams=True),
+    "lora": Engine(1, lambda folder: LORA, _train),
     "ddp": Engine(2, lambda folder: [], _train),
     "zero3": Engine(2, _zero3, _train_with_deepspeed),
     "fsdp2": Engine(2, _fsdp, _train_with_fsdp_on_cpu),
@@ -366,9 +370,9 @@ def differences(folder: Path, last: str) -> list[str]:
         if ours != expected:
             found.append(f"{key}: {ours} instead of {expected}")
     for name in ("final", last):
-        files = [folder / n / name / "model.safetensors" for n in ("whole", "run")]
-        if files[0].exists() and files[0].read_bytes() != files[1].read_bytes():
-            found.append(f"the weights in {name}")
+        for path in (folder / "whole" / name).glob("*model.safetensors"):  # an adapter's, too
+            if path.read_bytes() != (folder / "run" / name / path.name).read_bytes():
+                found.append(f"the weights in {name}")
     for path in (folder / "whole" / last).glob("optimizer.*.safetensors"):
         if path.read_bytes() != (folder / "run" / last / path.name).read_bytes():
             found.append(f"the states in {last}/{path.name}")

@@ -156,6 +156,20 @@ def test_stopped_by_a_signal_and_resumed_in_the_other_place(
     assert_same(tmp_path / "run", finished("custom", "gpu"))
 
 
+def test_a_plateau_is_resumed_at_its_rate(start, eval_file, flags, tmp_path) -> None:
+    """Such a schedule is no function of the step, and trusts the optimizer's states to have it."""
+    falls = {"patience": 0, "threshold": 10.0, "factor": 0.5}
+    plateau = ["--lr_scheduler_type", "reduce_lr_on_plateau", *EVALUATE, *eval_file]
+    plateau += ["--metric_for_best_model", "eval_loss", "--lr_scheduler_kwargs", json.dumps(falls)]
+    truth = start("truth", "--place", "gpu", *plateau)
+    begun = Path(shutil.copytree(truth, tmp_path / "run"))
+    resume = ["--resume_from_checkpoint", str(begun / "checkpoint-2")]
+    run(flags, begun, "--place", "host", *plateau, *resume)
+    rates = [rate for (rate,) in lines(truth, "learning_rate") if rate is not None]
+    assert rates[-1] < rates[0] / 2
+    assert_same(begun, truth)
+
+
 def test_resuming_at_the_end_changes_nothing(finished, flags, tmp_path, capsys) -> None:
     over = Path(shutil.copytree(finished("custom", "gpu"), tmp_path / "run"))
     run(flags, over, "--place", "host", "--resume_from_checkpoint", "last")

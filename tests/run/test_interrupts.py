@@ -17,7 +17,7 @@ from small_run import SendAt, add_callback, logged, prepare, run
 from longctx.run import trainer
 from longctx.run.interrupts import Interrupts
 
-pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytestmark = pytest.mark.usefixtures("reference_kernels", "heard_signals")
 
 
 @pytest.fixture(scope="module")

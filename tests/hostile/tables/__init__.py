@@ -7,7 +7,7 @@ import importlib
 from hostile.cases import Case
 
 TABLES = (
-    *("flags", "recipes", "data", "templates", "configs", "models", "checkpoints"),
+    *("flags", "recipes", "data", "templates", "configs", "models", "checkpoints", "merges"),
     *("paths", "disks", "signals", "reports", "commands", "shells"),
 )
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hostile.cases import bound_by_permissions, fails, prints, table, works
 from hostile.files import (
+    Change,
+    asking,
     both,
     cut,
     earlier,
@@ -17,13 +22,16 @@ from hostile.files import (
     empty,
     file,
     flip,
+    forged,
     given,
     halve,
     immutable,
     in_file,
+    instead,
     last,
     moved,
     planted,
+    remade,
     remove,
     resume,
     saved_tensors,
@@ -289,6 +297,185 @@ MALICIOUS = {
     ),
 }
 
+
+BEST = (
+    "--load_best_model_at_end --eval_file BASE/data/1.txt --eval_strategy steps --eval_steps 2 "
+    "--save_steps 2"
+)
+
+
+def best(named: str) -> Change:
+    """The state of checkpoint-4 names this as its best, with a loss that nothing comes below."""
+    return remade(edit(STATE, best_model_checkpoint=named, best_metric=1e-9, best_global_step=2))
+
+
+def each_state(key: str, value: Any) -> Callable[[Any], None]:
+    """Something else in the states of every weight."""
+    return lambda saved: [states.update({key: value}) for states in saved["state"].values()][:0]
+
+
+def last_lines(path: Path) -> None:
+    """A log as long as a state may have, of nothing."""
+    path.write_text(json.dumps({"global_step": 4, "log_history": [{}] * 9_000_000}))
+
+
+FORGED = {
+    **{
+        f"a manifest whose {part} {what}": (resume(forged(**{part: value})), fails(NOT_WHOLE))
+        for part, what, value in (
+            ("files", "are a list", []),
+            ("files", "are nothing", None),
+            ("files", "are sizes alone", {STATE: 4}),
+            ("files", "have sizes of words", {STATE: ["4", "0"]}),
+            ("files", "have sizes below zero", {STATE: [-1, "0"]}),
+            ("files", "have endless sizes", {STATE: [10**300, "0"]}),
+            ("files", "lead out of the folder", {"../checkpoint-2/config.json": [3, "0"]}),
+            ("files", "are absolute", {"/etc/passwd": [3, "0"]}),
+            ("files", "have a NUL", {"a\0b": [3, "0"]}),
+            ("files", "have a lone surrogate", {"\ud800": [3, "0"]}),
+            ("files", "colour", {"\x1b[31m": [3, "0"]}),
+            ("files", "have long names", {"x" * 10**6: [3, "0"]}),
+            ("run", "is a list", [1]),
+            ("run", "is a word", "mine"),
+            ("format", "is a list", [1]),
+        )
+    },
+    "a manifest whose run is empty": (resume(forged(run={})), fails("data .the rows are not")),
+    "a manifest whose model is a list": (
+        resume(
+            lambda c: forged(run=json.loads((c / MANIFEST).read_text())["run"] | {"model": [1]})(c)
+        ),
+        CONTINUED,
+    ),
+    "a manifest nested deeply": (resume(write(MANIFEST, "[" * 10**6)), fails(NOT_WHOLE)),
+    "a manifest of 300 MB": (
+        resume(lambda c: os.truncate(c / MANIFEST, 300 << 20)),
+        fails(NOT_WHOLE + ".*manifest.json is unreadable"),
+    ),
+    **{
+        f"a state whose {field} {what}": (
+            resume(remade(edit(STATE, **{field: value}))),
+            fails(NOT_WHOLE + ".*trainer_state.json is unreadable"),
+        )
+        for field, what, value in (
+            ("global_step", "is true", True),
+            ("global_step", "is a word", "4"),
+            ("global_step", "is a list", [4]),
+            ("global_step", "is endless", 10**300),
+            ("epoch", "is a word", "1"),
+            ("log_history", "is an object", {}),
+            ("log_history", "holds lists", [[1]]),
+            ("log_history", "holds words", [{"loss": "low"}]),
+            ("log_history", "holds endless numbers", [{"loss": 10**400}]),
+            ("log_history", "holds objects", [{"loss": {}}]),
+            ("best_metric", "is a word", "best"),
+            ("best_model_checkpoint", "is a number", 7),
+            ("best_model_checkpoint", "is a list", ["/etc"]),
+            ("total_flos", "is a list", []),
+            ("nonsense", "is nobody's", 1),
+        )
+    },
+    "a state of nine million lines": (
+        resume(remade(in_file(STATE, last_lines))),
+        fails(NOT_WHOLE + ".*trainer_state.json is unreadable"),
+    ),
+    **{
+        f"{name} is {what}": (resume(instead(name, make)), fails(NOT_WHOLE))
+        for name in (STATE, MANIFEST, OPTIMIZER)
+        for what, make in {
+            "a pipe": os.mkfifo,
+            "an endless device": lambda p: p.symlink_to("/dev/zero"),
+            "a folder": Path.mkdir,
+        }.items()
+    },
+    "a pipe that no manifest names": (
+        resume(lambda c: os.mkfifo(c / "scaler.pt")),
+        fails("scaler.pt is not a regular file"),
+    ),
+    "last passes over a pipe": (last(instead(OPTIMIZER, os.mkfifo)), works(PASSED, steps=6)),
+    **{
+        f"{name} asks for 9 GB": (
+            resume(remade(asking(name))),
+            fails(f"{NOT_WHOLE}.*reading .*{name}.* takes more than .* GiB of memory"),
+        )
+        for name in (OPTIMIZER, SCHEDULER, RANDOM)
+    },
+    "last passes over what asks for 9 GB": (
+        last(remade(asking(OPTIMIZER))),
+        works(PASSED, steps=6),
+    ),
+    "moments that are larger than their file": (
+        resume(
+            remade(
+                lambda c: torch.save(
+                    {"state": {0: {"exp_avg": torch.zeros(1).expand(10**12)}}}, c / OPTIMIZER
+                )
+            )
+        ),
+        fails("optimizer.pt holds a tensor that is larger than its bytes"),
+    ),
+    **{
+        f"{how} whose {key} is {what}": (
+            resume(saved_tensors(OPTIMIZER, each_state(key, value)), words),
+            fails("checkpoint-4"),
+        )
+        for how, words in (("states", ""), ("exact states", EXACT))
+        for key, what, value in (
+            ("step", "a word", "four"),
+            ("step", "NaN", torch.tensor(float("nan"))),
+            ("step", "below zero", torch.tensor(-4.0)),
+            ("step", "endless", 10**300),
+            ("step", "a list", [4]),
+            ("exp_avg", "a number", 4.0),
+            ("exp_avg", "a list", [1.0]),
+            ("exp_avg_sq", "a word", "x"),
+            ("exp_avg_sq", "a scalar", torch.tensor(1.0)),
+        )
+    },
+    **{
+        f"a scheduler whose {key} is {what}": (
+            resume(saved_tensors(SCHEDULER, lambda s, key=key, value=value: s | {key: value})),
+            fails("checkpoint-4"),
+        )
+        for key, what, value in (
+            ("last_epoch", "a word", "four"),
+            ("last_epoch", "below zero", -4),
+            ("last_epoch", "NaN", float("nan")),
+            ("last_epoch", "endless", 10**300),
+            ("last_epoch", "a list", [4]),
+            ("optimizer", "a number", 7),
+            ("base_lrs", "a number", 7),
+        )
+    },
+    # the best checkpoint
+    "the best checkpoint of a run that was moved": (
+        resume(best("/gone/run/checkpoint-2"), BEST),
+        CONTINUED,
+    ),
+    **{
+        f"the best checkpoint is {what}": (
+            resume(best(named), BEST),
+            works("as its best checkpoint, which is not in .*the best begins again", steps=6),
+        )
+        for what, named in {
+            "another folder": "/etc",
+            "a folder above": "../../base/model",
+            "one that is gone": "/gone/checkpoint-3",
+            "of a terminal": "\x1b[2J",
+            "of 5000 digits": "checkpoint-" + "9" * 5000,
+        }.items()
+    },
+    "the best checkpoint is damaged": (
+        earlier(
+            lambda run: (
+                best("checkpoint-2")(run / "checkpoint-4"),
+                flip(run / "checkpoint-2" / WEIGHTS),
+            ),
+            f"--max_steps 6 --resume_from_checkpoint FOLDER/run/checkpoint-4 {BEST}",
+        ),
+        fails("checkpoint-2 was the best checkpoint and is not whole any more"),
+    ),
+}
 
 CHANGED = {
     "--seq_len 32": "seq_len",
@@ -566,6 +753,7 @@ FOLDERS = {
 CASES = [
     *table("damaged checkpoints", DAMAGED),
     *table("malicious checkpoints", MALICIOUS),
+    *table("forged checkpoints", FORGED),
     *table("resumed with changes", RESUMED),
     *table("output folders", FOLDERS),
 ]

@@ -30,9 +30,11 @@ from hostile.files import (
     empty,
     file,
     flip,
+    forged,
     given,
     immutable,
     in_file,
+    instead,
     planted,
     remove,
     write,
@@ -448,6 +450,73 @@ COMMANDS = {
     "verify: a manifest of files elsewhere": (
         verified(write("manifest.json", '{"../../../etc/passwd": 1}')),
         finds("manifest|passwd"),
+    ),
+    **{
+        f"verify: a manifest whose {part} {what}": (
+            verified(forged(**{part: value})),
+            finds("checkpoint-4: DAMAGED: manifest.json is forged"),
+        )
+        for part, what, value in (
+            ("files", "are a list", []),
+            ("files", "are sizes alone", {"config.json": 4}),
+            ("files", "lead out of the folder", {"../../../../etc/passwd": [1, "0"]}),
+            ("files", "are absolute", {"/dev/zero": [0, "0"]}),
+            ("run", "is a list", [1]),
+        )
+    },
+    "verify: a name that colours": (
+        verified(forged(files={"\x1b[31mred": [1, "0"]})),
+        finds(r"DAMAGED: \\x1b\[31mred is missing"),
+    ),
+    "verify: a planted name that colours": (
+        verified(write("\x1b[31mred", "x")),
+        prints(r"\\x1b\[31mred: not saved with them"),
+    ),
+    "verify: a thousand planted names": (
+        verified(lambda c: [(c / f"{n:050d}").touch() for n in range(1000)]),
+        prints("not saved with them"),
+    ),
+    "verify: a folder that colours": (
+        lambda f: [
+            "longctx",
+            "verify",
+            str(shutil.copytree(base(f) / "run/final", f / "\x1b[31mred\n")),
+        ],
+        prints(r"\\x1b\[31mred\\n: \d+ files are whole"),
+    ),
+    **{
+        f"verify: {name} is {what}": (verified(instead(name, make)), finds(f"DAMAGED: .*{name}"))
+        for name in ("manifest.json", "config.json", "trainer_state.json")
+        for what, make in {
+            "a pipe": os.mkfifo,
+            "an endless device": lambda p: p.symlink_to("/dev/zero"),
+            "a folder": Path.mkdir,
+            "a link to itself": lambda p: p.symlink_to(p.name),
+        }.items()
+    },
+    "verify: a manifest nested deeply": (
+        verified(write("manifest.json", "[" * 10**6)),
+        finds("manifest.json is unreadable"),
+    ),
+    "verify: a manifest of 300 MB": (
+        verified(lambda c: os.truncate(c / "manifest.json", 300 << 20)),
+        finds("manifest.json is unreadable"),
+    ),
+    "verify: a file of a petabyte": (
+        verified(
+            lambda c: (
+                os.truncate(c / "config.json", 8 << 40),
+                forged(files={"config.json": [8 << 40, "0"]})(c),
+            )
+        ),
+        finds("config.json cannot be read: larger than its disk"),
+    ),
+    "cache: a folder that colours": (
+        lambda f: [
+            *("longctx", "cache", "--cache_dir"),
+            str(shutil.copytree(f / "cache", f / "\x1b[31mred")),
+        ],
+        prints(r"\\x1b\[31mred"),
     ),
     "verify: an unreadable file": (
         verified(in_file("optimizer.pt", lambda p: p.chmod(0))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 
 from hostile.cases import IO as IO_ERROR
-from hostile.cases import at, before, fails, refuse, table, works
+from hostile.cases import Make, at, before, fails, prints, refuse, table, works
 from hostile.files import (
     GOOD_LINE,
     arrow,
@@ -15,6 +15,7 @@ from hostile.files import (
     empty,
     file,
     flip,
+    folder_of,
     given,
     halve,
     line,
@@ -143,6 +144,101 @@ RECORDS = {
     ),
 }
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def answer(**keys: object) -> Make:
+    """A conversation whose second answer has these keys."""
+    return chat(USER, ANSWER, USER, ANSWER | keys)
+
+
+TURNS = {
+    "a turn that is not trained": (answer(train=False), works("2 documents")),
+    "a turn of weight 0": (answer(weight=0), works("2 documents")),
+    "a turn of weight 1.0": (answer(weight=1.0), works("2 documents")),
+    "a turn without loss": (answer(loss=False), works("2 documents")),
+    "train is a word": (answer(train="false"), fails("turn 4 .*`train` must be true or false")),
+    "train is two": (answer(train=2), fails("turn 4 .*`train` must be true or false, found 2")),
+    "train is a list": (answer(train=[]), fails("turn 4 .*`train` must be true or false")),
+    "half a weight": (answer(weight=0.5), fails("turn 4 .*`weight` must be 0 or 1, found 0.5")),
+    "a weight of a word": (answer(weight="0"), fails('`weight` must be 0 or 1, found "0"')),
+    "a weight beyond all": (answer(weight=10**400), fails("`weight` must be 0 or 1, found 10+")),
+    "train against weight": (answer(train=True, weight=0), fails("contradict each other")),
+    "no turn is trained": (
+        chat(USER, ANSWER | {"train": False}),
+        fails("leaves no assistant turn to train on: remove the record"),
+    ),
+    "a question to train": (
+        chat(USER | {"train": True}, ANSWER),
+        fails("only assistant turns"),
+    ),
+    "parts of a turn to train": (answer(train_detail=[{"train": 1}]), fails("split the turn")),
+    "a mask": (answer(mask=True), fails("write `train`: true or false instead")),
+    "roles to train": (chat(USER, ANSWER, roles_to_train=["user"]), fails("`roles_to_train` is")),
+    "a record of weight 0": (record(text="t", weight=0), fails("`weight` is 0, which is not read")),
+    "a record that is not trained": (record(text="t", train="no"), fails('`train` is "no"')),
+    "reasoning the template leaves out": (
+        answer(reasoning_content="hm"),
+        fails("the chat template leaves out `reasoning_content` of turn 4"),
+    ),
+    "reasoning of another name": (answer(thinking="hm"), fails("leaves out `thinking` of turn 4")),
+    "reasoning in a list": (answer(reasoning_content=["hm"]), fails("must be a string, found a l")),
+    "tools the template leaves out": (
+        chat(USER, ANSWER, tools=[CALL]),
+        fails("the chat template leaves out `tools`"),
+    ),
+    "functions the template leaves out": (
+        chat(USER, ANSWER, functions=[CALL["function"]]),
+        fails("the chat template leaves out `tools`"),
+    ),
+    "one call the template leaves out": (
+        answer(function_call=CALL["function"]),
+        fails("leaves out `tool_calls` of turn 4"),
+    ),
+    "arguments that are no JSON": (
+        answer(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+        fails("turn 4 .*`arguments` of a call is not JSON"),
+    ),
+    "documents the template leaves out": (
+        chat(USER, ANSWER, documents=[{"text": "x"}]),
+        fails("the chat template leaves out `documents`"),
+    ),
+    "a variable the template lacks": (
+        chat(USER, ANSWER, chat_template_kwargs={"enable_thinking": False}),
+        fails("does not know `enable_thinking` of `chat_template_kwargs`"),
+    ),
+    "a variable that is ours": (
+        chat(USER, ANSWER, chat_template_kwargs={"chat_template": "{{ 1 // 0 }}"}),
+        fails("may not hold `chat_template`: leave it out"),
+    ),
+    "a system prompt beside": (chat(USER, ANSWER, system="Be brief."), works("2 documents")),
+    "two system prompts": (
+        chat({"role": "system", "content": "a"}, USER, ANSWER, system="b"),
+        fails("a system turn and another `system`"),
+    ),
+    "preferences": (
+        chat(USER, ANSWER, USER, chosen="a", rejected="b"),
+        fails("`chosen` and"),
+    ),
+    "Alpaca": (record(instruction="i", input="x", output="o"), works("instruction, input and out")),
+    "Alpaca without output": (record(instruction="i", output=""), fails("`output` is empty")),
+    "Alpaca of numbers": (record(instruction=1, output="o"), fails("`instruction` must be a str")),
+    "Alpaca with a torn history": (
+        record(instruction="i", output="o", history=[["p"]]),
+        fails("`history` must be a list of"),
+    ),
+    "TRL's prompt of turns": (record(prompt=[USER], completion=[ANSWER]), works("2 documents")),
+    "a prompt of turns, a string after it": (
+        record(prompt=[USER], completion="a"),
+        fails("`prompt` must be a string, found a list"),
+    ),
+    "mixed names of turns": (
+        chat({"from": "human", "value": "u"}, ANSWER, {"role": "user", "value": "v"}, ANSWER),
+        works("2 documents"),
+    ),
+    "a turn of two roles": (answer(**{"from": "human"}), fails("a `role` and another `from`")),
+}
+
 ASCII = b"plain text of ordinary words that is long enough. " * 40
 FILES = {
     "an empty file": (file("e.txt", b""), fails(r"e\.txt is empty")),
@@ -211,6 +307,20 @@ FILES = {
     "Rich markup in the text": (
         both(file("t.txt", b"[bold red] [/nothing] [link=x]" * 50), given("--class_type vanilla")),
         works("1 documents"),
+    ),
+    "a name that is no UTF-8": (folder_of(b"caf\xe9.txt", ASCII), works("1 documents")),
+    "a folder that is no UTF-8": (folder_of(b"\xff\xfe/a.txt", ASCII), works("1 documents")),
+    "a bad line in a name that is no UTF-8": (
+        folder_of(b"\xe9.jsonl", b"{"),
+        fails(r"\\udce9\.jsonl:1 is not JSON"),
+    ),
+    "a name that is no UTF-8, shown": (
+        both(folder_of(b"caf\xe9.txt", ASCII), given("--show_example")),
+        prints(r"1 of 1: .*caf\\udce9\.txt"),
+    ),
+    "a name of terminal codes, shown": (
+        both(folder_of(b"\x1b[31m\nred.txt", ASCII), given("--show_example")),
+        prints(r"1 of 1: .*\\x1b\[31m\\nred\.txt"),
     ),
     "a file that fails while it is read": (
         file("a.txt", ASCII),
@@ -303,6 +413,7 @@ DATASETS = {
 CASES = [
     *table("lines", LINES),
     *table("records", RECORDS),
+    *table("turns", TURNS),
     *table("files", FILES),
     *table("datasets", DATASETS),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from hostile.cases import bound_by_permissions, fails, table, works
 from hostile.files import (
     WEIGHTS,
     Payload,
+    asking,
     cut,
     edit,
     empty,
@@ -22,6 +24,7 @@ from hostile.files import (
     given,
     header,
     in_file,
+    instead,
     model,
     payload,
     pytorch_bin,
@@ -70,6 +73,12 @@ def index(**weight_map: str):
 def sharded(folder: Path, **weight_map: str) -> None:
     (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
     index(**weight_map)(folder)
+
+
+def header_of(path: Path, size_bytes: int) -> None:
+    """A file that is as long as its header says, of nothing."""
+    path.write_bytes(size_bytes.to_bytes(8, "little") + b"{}")
+    os.truncate(path, size_bytes + (1 << 20))
 
 
 MODELS = {
@@ -217,6 +226,29 @@ MODELS = {
     "a pickle named safetensors": (pytorch_bin(pickle.dumps({}), WEIGHTS), fails(UNREADABLE)),
     "a TensorFlow file": (pytorch_bin(b"\x89HDF\r\n\x1a\n", "tf_model.h5"), fails("broken")),
     "a GGUF among them": (pytorch_bin(b"GGUF", "model.gguf"), fails("broken")),
+    "a pickle that asks for 9 GB": (
+        model(lambda f: (remove(WEIGHTS)(f), asking("pytorch_model.bin")(f))),
+        fails("broken: reading pytorch_model.bin takes more than .* GiB of memory"),
+    ),
+    "a pickle of a tensor larger than its bytes": (
+        pytorch_bin(saved({Q: torch.zeros(1).expand(10**12)})),
+        fails("broken: pytorch_model.bin holds a tensor that is larger than its bytes"),
+    ),
+    "a header of sixty megabytes": (
+        model(lambda f: header_of(f / WEIGHTS, 60 << 20)),
+        fails("broken: model.safetensors says that its header has 62914560 bytes"),
+    ),
+    **{
+        f"{name} is {what}": (
+            model(instead(name, make)),
+            fails(f"broken: {name} is not a regular file"),
+        )
+        for name in (WEIGHTS, "tokenizer.json", "generation_config.json", "pytorch_model.bin")
+        for what, make in {
+            "a pipe": os.mkfifo,
+            "an endless device": lambda p: p.symlink_to("/dev/zero"),
+        }.items()
+    },
     # adapters and quantised models
     "an adapter alone": (
         model(lambda f: (remove(WEIGHTS)(f), write("adapter_config.json", '{"r": 8}')(f))),

@@ -105,22 +105,73 @@ TEMPLATES = {
     "a long word list": ("{{ lipsum(n=10**9) }}", fails("does not end within|too much memory")),
 }
 
-CASES = table(
-    "templates", {name: (template(text), end, *LESS) for name, (text, end) in TEMPLATES.items()}
-) + table(
-    "templates",
-    {
-        "a turn that is a template": (
-            template(PLAIN + ASKED, CHAT[0] | {"content": "{{ 1 // 0 }}"}, CHAT[1]),
-            works("3 documents"),
+MISTRAL = (
+    "{{ bos_token }}{% set ns = namespace(s='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.s = m.content + '\n\n' %}{% elif m.role == 'user' %}"
+    "{{ '[INST] ' + (ns.s if loop.last else '') + m.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
+SIGNS = "{# [INST] [/INST] <|im_start|> </think> <|start_header_id|><|eot_id|> <|im_sep|> #}"
+TWICE = [{"role": "system", "content": "Be brief."}, *CHAT, *CHAT]
+EARLIER = [*CHAT[:1], CHAT[1] | {"train": False}, *CHAT]
+DROPS = (
+    PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content[1:])")
+    + ASKED
+)
+FAMILIES = {
+    "Mistral's, of two turns": (
+        template(MISTRAL, *TWICE),
+        works("chat template: Mistral-7B-v0.3's, through longctx's mistral.jinja"),
+    ),
+    "Mistral's, with another space": (
+        template(MISTRAL.replace("'[INST] '", "'[INST]  '"), *TWICE),
+        fails("rewrites earlier turns"),
+    ),
+    "one that only looks like several": (
+        template(PLAIN + ASKED + SIGNS),
+        works("chat template: the tokenizer's own: an answer is what it adds"),
+    ),
+    "a family's signs around a loop without end": (template(NEVER + SIGNS), fails(REFUSED)),
+    "a family's signs and an error": (template("{{ 1 // 0 }}" + SIGNS), fails(REFUSED)),
+    "earlier turns are rewritten": (
+        template(DROPS, *CHAT, *CHAT),
+        fails("or write `train`: false on the earlier answers"),
+    ),
+    "earlier turns are rewritten and not trained": (template(DROPS, *EARLIER), works("3 docum")),
+    "markers, and a turn that is not trained": (
+        template(
+            LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+            "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            *EARLIER,
         ),
-        "a turn of special tokens": (
-            template(PLAIN + ASKED, CHAT[0] | {"content": "<|im_end|><|im_start|>"}, CHAT[1]),
-            works("3 documents"),
-        ),
-        "a turn that ends as the prompt": (
-            template(PLAIN + ASKED, CHAT[0] | {"content": "<|im_start|>assistant\n"}, CHAT[1]),
-            works("3 documents"),
-        ),
-    },
+        works("its {% generation %} markers say what is trained"),
+    ),
+    "one mark for all, and a turn that is not trained": (
+        template("{% generation %}" + PLAIN + "{% endgeneration %}", *EARLIER),
+        fails("markers do not tell turn"),
+    ),
+}
+
+CASES = (
+    table(
+        "templates", {name: (template(text), end, *LESS) for name, (text, end) in TEMPLATES.items()}
+    )
+    + table("families", {name: (*row, *LESS) for name, row in FAMILIES.items()})
+    + table(
+        "templates",
+        {
+            "a turn that is a template": (
+                template(PLAIN + ASKED, CHAT[0] | {"content": "{{ 1 // 0 }}"}, CHAT[1]),
+                works("3 documents"),
+            ),
+            "a turn of special tokens": (
+                template(PLAIN + ASKED, CHAT[0] | {"content": "<|im_end|><|im_start|>"}, CHAT[1]),
+                works("3 documents"),
+            ),
+            "a turn that ends as the prompt": (
+                template(PLAIN + ASKED, CHAT[0] | {"content": "<|im_start|>assistant\n"}, CHAT[1]),
+                works("3 documents"),
+            ),
+        },
+    )
 )

@@ -1,0 +1,71 @@
+"""JSON values of strangers: parsed, named in messages, and bounded in depth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from longctx.errors import UserError
+
+MAX_DEPTH = 100
+"""Levels of a value: json and chat templates go down by recursion, and the stack is finite."""
+
+
+def is_flag(value: Any) -> bool:
+    """Whether it is true, false, 1 or 0 (1.0 and 0.0 too: Arrow makes floats of a column)."""
+    return isinstance(value, (bool, int, float)) and value in (0, 1)
+
+
+def shown(value: Any) -> str:
+    """A value as JSON writes it, shortened."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def without_none(value: Any) -> Any:
+    """The value without keys that are null, at any depth."""
+    if isinstance(value, Mapping):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is, for a message."""
+    if value is None:
+        return "nothing (null)"
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    name = names.get(type(value), "a number")
+    return f"an empty {name.split()[1]}" if value in ({}, [], "") else name
+
+
+def check_depth(value: Any, where: str) -> None:
+    """Raises UserError for a value of too many levels; goes down by level, not by recursion."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [value for value in level if isinstance(value, (Mapping, list))]
+        if not inner:
+            return
+        items = (value.values() if isinstance(value, Mapping) else value for value in inner)
+        level = [item for some in items for item in some]
+    raise UserError(f"{where}: nested more than {MAX_DEPTH} levels deep: flatten or remove it")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Raises UserError for a text that is not JSON, or of too many levels."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = (
+            f"{error.msg} at column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else "nested too deeply"
+            if isinstance(error, RecursionError)
+            else str(error)
+        )
+        raise UserError(f"{where} is not JSON ({reason}): one object a line is expected") from error
+    check_depth(value, where)
+    return value

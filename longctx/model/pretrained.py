@@ -1,0 +1,277 @@
+"""A pretrained model of a folder, a GGUF file or the hub: its configuration and weights, checked.
+
+What a stranger's files want is not done: no code of theirs runs without --trust_remote_code, no
+kernel is fetched, no adapter is put in, no weight is random, none is cast from integers. A folder
+with a pipe or a device in it is refused before anything is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+)
+from transformers.utils import find_adapter_config_file
+
+from longctx.checksum import checksums
+from longctx.config import ModelArguments, expanded, installed
+from longctx.errors import UserError, one_line, print_rank0, shortened
+from longctx.files import read_json, refuse_odd, tensor_problem
+
+MOST_LAYERS = 512
+"""Each takes 10 ms even on the meta device; the deepest language models have about 130."""
+LARGEST_SIZE = 1 << 22
+"""Of a config.json: products of three such numbers fit in 64 bits, and no model comes near it."""
+SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+)
+"""What must be whole and positive, where a model has it."""
+
+WEIGHTS = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""In the order in which transformers looks for them: one file, or an index of several."""
+
+
+def read_config(args: ModelArguments) -> PretrainedConfig:
+    """The configuration of a pretrained model, without what its author chose for other machines.
+    Raises UserError for one that is unreadable, or of a model that cannot be trained."""
+    name, where = _pretrained(args)
+    try:
+        adapter = find_adapter_config_file(name)
+        if "gguf_file" not in where:
+            _check_raw_sizes(args, PretrainedConfig.get_config_dict(name)[0])
+        config = AutoConfig.from_pretrained(name, **where)
+    except UserError:
+        raise
+    except Exception as error:  # a file's values raise as many types as there are checks
+        raise unreadable(args, error, "its config.json: ") from error
+    if adapter:  # transformers would put it into the model, whoever's that is
+        raise UserError(
+            f"{args.model_name_or_path} holds an adapter ({Path(adapter).name}) and a run trains "
+            "whole models, or new adapters: merge it into its model first (longctx merge)"
+        )
+    _check_sizes(args, config)
+    if "gguf_file" not in where:
+        _refuse_quantised(args, config)
+    # A kernel of the hub, which would be downloaded and run; a layout over GPUs.
+    config._attn_implementation = config._experts_implementation = None
+    vars(config).pop("distributed_config", None)
+    return config
+
+
+def _check_raw_sizes(args: ModelArguments, found: Mapping[str, Any]) -> None:
+    """Raises UserError for numbers in a config.json that are too large: some configurations make a
+    list of so many layers while they are read."""
+    for name, value in found.items():
+        if isinstance(value, dict):  # the text part of a model
+            _check_raw_sizes(args, value)
+        elif name in SIZES and isinstance(value, (int, float)) and value > 1:
+            _check_size(args, name, value)
+
+
+def _check_sizes(args: ModelArguments, config: PretrainedConfig) -> None:
+    """Raises UserError for numbers of which no model can be made, or none in any memory: not every
+    configuration looks at its values."""
+    for part in (config, config.get_text_config()):
+        for name in SIZES:
+            found = getattr(part, name, None)
+            if found is not None and not isinstance(found, list):  # of numbers for each layer
+                _check_size(args, name, found)
+    dropout = getattr(config, "attention_dropout", None) or 0.0
+    if not 0 <= dropout < 1:
+        raise UserError(f"{args.model_name_or_path}: its config.json drops {dropout} of attention")
+
+
+def _check_size(args: ModelArguments, name: str, found: Any) -> None:
+    most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
+    if type(found) is not int or not 1 <= found <= most:
+        raise UserError(
+            f"{args.model_name_or_path}: its config.json has {name} {shortened(repr(found), 40)}: "
+            f"a whole number from 1 to {most} is needed"
+        )
+
+
+def _refuse_quantised(args: ModelArguments, config: PretrainedConfig) -> None:
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            found = getattr(part, key, None)
+            if found:
+                method = found.get("quant_method") if isinstance(found, dict) else None
+                raise UserError(
+                    f"{args.model_name_or_path} is quantised ({method or 'by an unnamed method'}), "
+                    "and rounded weights cannot be trained as a whole: give the model that it was "
+                    "made from, in bfloat16 or float32"
+                )
+
+
+def read_model(
+    args: ModelArguments, config: PretrainedConfig, *, dtype: Any, attention: str, **more: Any
+) -> Any:
+    """The model with the weights of its files, all of them; `dtype` may be "auto", the files' own.
+    Raises UserError where one is missing or damaged."""
+    name, where = _pretrained(args)
+    local = Path(name) if os.path.isdir(name) else None
+    if local and (problem := tensor_problem(local, ("pytorch_model*.bin",))):
+        raise UserError(f"{args.model_name_or_path}: {problem}")
+    try:
+        _refuse_integers(Path(name))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+            generation_config=_generation(args, config),
+            **where,
+            **more,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{args.model_name_or_path} holds a file that is damaged or would run code when "
+            "read; nothing of it was run"
+        ) from error
+    except Exception as error:  # a file's values raise as many types as there are
+        raise unreadable(args, error) from error
+    model, found = loaded
+    _refuse_missing(args, found)
+    if "gguf_file" in where:
+        forget_gguf(model)
+    return model
+
+
+def _refuse_integers(folder: Path) -> None:
+    """transformers would cast them, and train what is left."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                dtype = file.get_slice(name).get_dtype()
+                if not dtype.startswith(("F", "BF")):
+                    raise ValueError(f"{name} in {path.name} holds {dtype}, no floating point")
+
+
+def _generation(args: ModelArguments, config: PretrainedConfig) -> GenerationConfig | None:
+    """None: transformers reads the model's own. Where it refuses to, training need not: a new one
+    takes its place, and it is said."""
+    name, where = _pretrained(args)
+    if "gguf_file" in where:
+        return None
+    try:
+        GenerationConfig.from_pretrained(name)
+    except OSError:  # most base models have none
+        return None
+    except Exception as error:  # each of transformers' checks has a type of its own
+        print_rank0(f"{name}: its generation_config.json is left out ({one_line(error, 200)})")
+        return GenerationConfig.from_model_config(config)
+    return None
+
+
+def _refuse_missing(args: ModelArguments, found: Mapping[str, Any]) -> None:
+    """transformers fills in what a file lacks with random weights, and only warns."""
+    mismatched = [f"{name} {tuple(there)}" for name, there, _ in found["mismatched_keys"]]
+    for names, what in (
+        (sorted(found["missing_keys"]), "are not in"),
+        (sorted(mismatched), "have another shape in"),
+    ):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            raise UserError(
+                f"{len(names)} of the model's weights {what} {args.model_name_or_path} ({shown}): "
+                "they would be random; get the files again, or those of this config.json"
+            )
+
+
+def unreadable(args: ModelArguments, error: Exception, where: str = "") -> UserError:
+    reason = where + one_line(error)
+    if "custom code" in reason:
+        reason = (
+            "it ships code of its own, which runs with --trust_remote_code alone: read it first"
+        )
+    return UserError(f"cannot load a model from {args.model_name_or_path}: {reason}")
+
+
+def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` takes: a folder or hub id, and the keywords a GGUF file needs."""
+    name = args.model_name_or_path
+    assert name is not None
+    where: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    if name.endswith(".gguf"):
+        path = expanded(name)
+        if not os.path.isfile(path):
+            raise UserError(f"no such GGUF file: {name}")
+        if not installed("gguf"):
+            raise UserError(f"{name} needs the gguf package: pip install gguf")
+        return str(path.parent), {**where, "gguf_file": path.name}
+    folder = expanded(name)
+    if os.path.isdir(folder):
+        if not os.path.isfile(folder / "config.json"):
+            raise UserError(f"--model_name_or_path {name} has no config.json: it holds no model")
+        refuse_odd(folder)
+        return str(folder), where
+    if os.path.exists(folder) or name.startswith((".", "/", "~")):
+        raise UserError(
+            f"--model_name_or_path {name} is no folder: give a model's folder or hub id"
+        )
+    return name, where
+
+
+def forget_gguf(model: Any) -> None:
+    """A GGUF's weights are dequantised on loading, but the model still says it is quantised, and
+    then can be neither trained nor saved."""
+    model.is_quantized = False
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+
+
+def weights_identity(args: ModelArguments, config: PretrainedConfig) -> str | None:
+    """What tells a model's weights from others of the same configuration: the checksum of all its
+    files of weights, or a hub model's commit. None for a preset, whose seed decides them, and for a
+    hub model without a commit.
+
+    Files are read once, which their loading then need not: 13 GB/s a thread from memory. The same
+    weights cut into other files are others. Raises UserError for files that cannot be read.
+    """
+    if args.model_name_or_path is None:
+        return None
+    name, where = _pretrained(args)
+    if not os.path.isdir(name):
+        commit = getattr(config, "_commit_hash", None)
+        return None if commit is None else f"commit {commit}"
+    try:
+        files = (
+            [Path(name, where["gguf_file"])] if "gguf_file" in where else weight_files(Path(name))
+        )
+        found = checksums(files, f"Checking {name}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise unreadable(args, error) from error
+    return f"xxh3 {xxhash.xxh3_64(' '.join(found).encode()).hexdigest()}"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Those that transformers reads, by their names. Raises what a damaged index raises."""
+    for single, index in WEIGHTS:
+        if os.path.isfile(folder / single):
+            return [folder / single]
+        if os.path.isfile(folder / index):
+            names = {str(name) for name in read_json(folder / index)["weight_map"].values()}
+            if outside := [name for name in names if Path(name).name != name]:
+                raise ValueError(f"{index} names {outside[0]}, which is not in the folder")
+            return [folder / name for name in sorted(names)]
+    raise FileNotFoundError(f"no file named {WEIGHTS[0][0]}")

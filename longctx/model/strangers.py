@@ -1,0 +1,280 @@
+"""Finds what the schedule would pass by without a word.
+
+The schedule reads weights, and PEFT's LoRA adapters (adapters.py), and stands in for the forward of
+every module of the base model but the embedding. A stranger is anything in such a module that the
+schedule does not compute: a forward of its own (another kind of adapter, a quantised weight,
+another activation), hooks, a parameter of another dtype, an epsilon or a scale that differs from
+the configuration's. `why_not_scheduled` names the first stranger in a base model, and Hugging
+Face's layers run instead. `why_not_chunked` does the same for lm_head and the loss, and all logits
+are computed instead. `replaceable` and `is_ours` say which forwards `patch` may exchange, and which
+it has exchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.modules.module as torch_module
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import TransformersKwargs
+
+from longctx.errors import one_line
+from longctx.model.adapters import (
+    QUANTISED,
+    inner_linears,
+    is_adapted,
+    why_not_applied,
+    why_not_dense,
+)
+from longctx.model.families import (
+    LINEAR,
+    Family,
+    family_of,
+    head_dim,
+    head_of,
+    is_a,
+    known_family,
+    kv_heads,
+    part_of,
+)
+from longctx.model.layer import Traits
+
+_AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = ("_forward_pre_hooks", *_AFTER)
+_HARMLESS = (
+    "deepspeed.",  # engines gather weights
+    "torch.distributed.",
+    "torch.utils.",  # counters of FLOPs and memory
+    "transformers.utils.output_capturing",  # left behind by output_hidden_states=True
+    "trl.models.activation_offloading",  # what lm_head keeps stays on the GPU
+    "longctx.",
+)
+"""Whose hooks change no value."""
+_FORWARDS = "longctx.model.forwards"
+
+
+def replaceable(module: nn.Module) -> bool:
+    """Whether the module is a model, layer, norm or lm_head whose forward may be exchanged for
+    ours."""
+    if is_a(module, "Model") or is_a(module, "ForCausalLM"):
+        return True
+    family, known = family_of(module), LINEAR
+    if family is not None:
+        known = family.known("DecoderLayer") + family.known("RMSNorm")
+    return _forward_name(type(module).forward) in known
+
+
+def is_trls_head(forward: Any, module: nn.Module) -> bool:
+    """Whether `forward` is the fused lm_head that TRL's trainers put around a model's forward
+    (trl.trainer.utils.add_fused_lm_head), and around the forward of nobody else."""
+    function = getattr(forward, "__func__", None)
+    home = getattr(function, "__globals__", {}).get("__name__")
+    if function is None or home != "trl.trainer.utils":
+        return False
+    inside = inspect.getclosurevars(function).nonlocals.get("original_forward")
+    return (
+        getattr(inside, "__func__", None) is type(module).forward
+        or type(inside).__module__ == _FORWARDS
+        or is_trls_head(inside, module)
+    )
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether the module runs a forward that `patch` put there."""
+    return type(vars(module).get("forward")).__module__ == _FORWARDS
+
+
+def why_not_scheduled(base: PreTrainedModel) -> str | None:
+    """The first thing that the schedule would pass by, in a few words; None if there is none.
+
+    Looked for on every forward, in 2 ms for 32 layers: adapters and hooks come and go. A module
+    that lacks what its class sets is a stranger, too: nn.Module's AttributeError names it.
+    """
+    try:
+        return next(_strangers(base), None)
+    except (AttributeError, KeyError) as error:
+        return f"a module that is not whole: {one_line(error)}"
+
+
+def is_heard(base: PreTrainedModel, name: str) -> bool:
+    """Whether Hugging Face's forward of the base model does anything with an argument `name`. It
+    takes any, and hands it on to layers and attention, which take any, too."""
+    kind: Any = type(base)
+    return name.startswith(("output_", "debug_")) or name in _heard(kind, known_family(base))
+
+
+@cache
+def _heard(kind: Any, family: Any) -> frozenset[str]:
+    """The names that a function on the way from the base model to attention asks for: of every
+    implementation of attention, so that a name which one of them ignores may be here."""
+    code = vars(sys.modules[f"transformers.models.{family.kind}.modeling_{family.kind}"])
+    functions = [kind.forward, code["eager_attention_forward"], _flash_attention_forward]
+    functions += [code[f"{family.prefix}{part}"].forward for part in ("DecoderLayer", "Attention")]
+    functions += [f for f in ALL_ATTENTION_FUNCTIONS.values() if _is_transformers(f)]
+    names = {name for f in functions for name in inspect.signature(f).parameters}
+    return frozenset(names | TransformersKwargs.__annotations__.keys() | {"return_dict"})
+
+
+def why_not_chunked(model: PreTrainedModel) -> str | None:
+    """The same for lm_head and the loss, which need all logits then."""
+    found = _problems(head_of(model), LINEAR, "lm_head", patched=True, hooks=_AFTER)
+    kind = type(model)
+    if _forward_name(kind.forward) not in known_family(model).known("ForCausalLM"):
+        return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
+    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        return "a loss of its own"
+    if any(changing_hooks(model.lm_head)):
+        return "hooks on lm_head"
+    return next(found, None)
+
+
+def _strangers(base: Any) -> Iterator[str]:
+    config, family, dtype = base.config, known_family(base), base.dtype
+    yield from _problems(base, family.known("Model"), "model", patched=True)
+    yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
+    yield from _problems(base.norm, family.known("RMSNorm"), "model.norm", patched=True)
+    yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
+    yield from _other_dtypes([base.norm], dtype, "model.norm")
+    _ = base.rotary_emb.inv_freq, base.rotary_emb.attention_scaling
+    if len(base.layers) != config.num_hidden_layers:
+        yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
+    attention = config._attn_implementation
+    if attention != "eager" and not _is_transformers(ALL_ATTENTION_FUNCTIONS.get(attention)):
+        yield f"the attention implementation {attention!r}, which transformers does not ship"
+    if not getattr(config, "is_causal", True):
+        yield "attention to later tokens"
+    if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
+        yield "hooks on all modules"
+    traits, layer_class = family.layer_traits(config), family.known("DecoderLayer")
+    shapes = family.shapes(config)
+    for i, layer in enumerate(base.layers):
+        where = f"model.layers.{i}"
+        yield from _problems(layer, layer_class, where, patched=True)
+        parts = {name: part_of(layer, name) for name in family.in_layer}
+        for name, known in family.in_layer.items():
+            yield from _problems(parts[name], known, f"{where}.{name}")
+        for name, shape in shapes.items():
+            yield from _other_shape(parts[name], shape, f"{where}.{name}")
+        adapted = {name: parts[name] for name in family.linears if is_adapted(parts[name])}
+        for name, module in adapted.items():
+            for inner in inner_linears(module):
+                known = LINEAR + QUANTISED
+                yield from _problems(inner, known, f"{where}.{name}, inside its adapter")
+            yield from why_not_applied(module, dtype, f"{where}.{name}")
+            parts[name] = module.base_layer
+        for name in family.linears:
+            yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
+        yield from _other_dtypes(parts.values(), dtype, where)
+        yield from _other_settings(family, layer, parts, config, traits[i], where)
+
+
+def _problems(
+    module: nn.Module | None,
+    known: tuple[str, ...],
+    where: str,
+    *,
+    patched: bool = False,  # it must have our forward
+    hooks: tuple[str, ...] = _HOOKS,  # that matter
+) -> Iterator[str]:
+    if module is None:
+        yield f"no {where}"
+        return
+    state = vars(module)  # as nn.Module's own look-up of what is not there is slow
+    own = "forward" in state
+    if _forward_name(type(module).forward) not in known or own != patched or own != is_ours(module):
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        yield f"{where}, a {kind} with a forward that the schedule does not know"
+    if any(map(state.get, hooks)) and any(changing_hooks(module, hooks)):
+        yield f"hooks on {where}"
+
+
+def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[str]:
+    """A weight of another shape than the configuration's, as pruning leaves it. What engines have
+    cut up (DTensors, empty ones) and 4 bits tell their shape by the module's features."""
+    weight = module._parameters.get("weight")
+    if weight is None and "parametrizations" not in module._modules:
+        weight = getattr(module, "weight", None)  # FSDP and functional_call put tensors there
+        if not isinstance(weight, torch.Tensor):
+            yield f"no weight in {where}"
+            return
+    found = shape
+    if len(shape) == 2:
+        found, _ = (module.out_features, module.in_features), module.bias
+    if type(weight) is nn.Parameter and weight.numel():
+        found = tuple(weight.shape)
+    if found != shape:
+        yield f"a weight of {found} in {where} where the configuration has {shape}"
+
+
+def _other_dtypes(modules: Iterable[nn.Module], dtype: torch.dtype, where: str) -> Iterator[str]:
+    """Parameters that do not have the embedding's dtype. What FSDP has sharded (DTensors) takes it
+    on before it is used."""
+    for module in modules:
+        for parameter in module._parameters.values():
+            if type(parameter) is nn.Parameter and parameter.dtype != dtype:
+                yield f"weights in {parameter.dtype} in {where} where others are in {dtype}"
+
+
+def _other_settings(
+    family: Family, layer: Any, parts: dict[str, Any], config: Any, traits: Traits, where: str
+) -> Iterator[str]:
+    attention = parts["self_attn"]
+    state = vars(attention)
+    for name in family.norms:
+        if parts[name].variance_epsilon != config.rms_norm_eps:
+            yield f"another epsilon than the configuration's in {where}"
+    if not attention.is_causal:
+        yield f"attention to later tokens in {where}"
+    if attention.head_dim != head_dim(config):
+        yield f"another head size than the configuration's in {where}"
+    groups = config.num_attention_heads // kv_heads(config)
+    if attention.num_key_value_groups != groups:
+        yield f"other groups of heads than the configuration's in {where}"
+    if attention.scaling != traits.scale:
+        yield f"an attention scale of its own in {where}"
+    if state.get("sliding_window", traits.window) != traits.window:
+        yield f"another window than the configuration's in {where}"
+    if bool(state.get("use_rope", True)) != traits.rope:
+        yield f"RoPE where the configuration has none, or none where it has, in {where}"
+    if vars(layer).get("residual_multiplier", 1.0) != traits.residual:
+        yield f"a residual multiplier of its own in {where}"
+    if layer.training:
+        if attention.attention_dropout:
+            yield "attention dropout"
+        dropouts = [parts[name].p for name in family.dropouts]
+        dropouts += [vars(parts[n]).get("residual_dropout", 0.0) for n in ("self_attn", "mlp")]
+        if any(dropouts):
+            yield "residual dropout"
+    biases = {parts[name].bias is None for name in family.fused or family.linears[:3]}
+    if family.fused and biases != {True}:
+        yield f"a bias of {' or '.join(family.fused)} in {where}"
+    if len(biases) > 1:
+        yield f"biases on some of q, k, v only in {where}"
+
+
+def changing_hooks(owner: Any, names: Iterable[str] = _AFTER) -> Iterator[Any]:
+    """The hooks that may change something, or hold on to it."""
+    for name in names:
+        for hook in getattr(owner, name).values():
+            while isinstance(hook, partial):
+                hook = hook.func
+            module = getattr(hook, "__module__", None) or type(hook).__module__
+            if not module.startswith(_HARMLESS):
+                yield hook
+
+
+@cache
+def _forward_name(forward: Callable[..., Any]) -> str:
+    return f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward")
+
+
+def _is_transformers(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("transformers.")
