@@ -205,7 +205,7 @@ def causal_forward(
     counted = RowCount(shift_labels)
     runtime.loss_follows = not any(changing_hooks(self.model))
     try:
-        base = self.model(**inputs)
+        base = self.model(**inputs, return_dict=True)  # a config may ask for tuples
     finally:
         runtime.loss_follows = runtime.trains_padding = False
     hidden = base.last_hidden_state
