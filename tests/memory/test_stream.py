@@ -13,6 +13,7 @@ from small_states import Placed, batch, everything_on_gpu, llama, nothing_on_gpu
 from exactness import DEVICE
 from longctx.lora.quantise import quantise_
 from longctx.memory import stream as streaming
+from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.plan import AHEAD, RING, Place
 from longctx.memory.states import Block
 from longctx.memory.stream import StateStream, _copy
@@ -35,7 +36,8 @@ def arrivals(monkeypatch) -> Counter:
     return found
 
 
-def train(placed: Placed, steps: int, *, flushes: bool = True) -> None:
+def train(placed: Placed, steps: int, *, flushes: bool = True) -> ExactAdamW:
+    """The optimizer, which makes outstanding updates when it goes."""
     optimizer = placed.optimizer()
     for step in range(steps):
         placed.module(**batch(step, DEVICE)).loss.backward()
@@ -43,6 +45,7 @@ def train(placed: Placed, steps: int, *, flushes: bool = True) -> None:
         optimizer.zero_grad()
     if flushes:
         optimizer.flush()
+    return optimizer
 
 
 def deep_llama(**changes):
@@ -52,11 +55,12 @@ def deep_llama(**changes):
 
 def test_layers_come_twice_a_step_and_the_ends_once(arrivals) -> None:
     """But for the last two, which backward begins with, and the first, where forward does."""
-    train(place(deep_llama(), nothing_on_gpu), 3, flushes=False)
+    left = train(place(deep_llama(), nothing_on_gpu), 3, flushes=False)
     started = {"embedding": 1, "layer 1": 1}  # for the next step
     twice = {f"layer {i}": 6 for i in range(1, 6)}
     once = {name: 3 for name in ("embedding", "layer 6", "layer 7", "lm_head")}
     assert arrivals == Counter(twice | once | {"layer 0": 4}) + Counter(started)
+    del left
 
 
 @pytest.mark.parametrize("nf4", [False, True])
@@ -86,10 +90,11 @@ def test_frozen_weights_come_and_nothing_goes(arrivals, monkeypatch, nf4) -> Non
 
 def test_a_tied_head_sends_for_no_layer_in_vain(arrivals) -> None:
     """It is the embedding's block, but no layer follows."""
-    train(place(deep_llama(tied=True), nothing_on_gpu), 3, flushes=False)
+    left = train(place(deep_llama(tied=True), nothing_on_gpu), 3, flushes=False)
     twice = {f"layer {i}": 6 for i in range(1, 6)}
     once = {"layer 6": 3, "layer 7": 3}
     assert arrivals == Counter(twice | once | {"layer 0": 4}) + Counter({"layer 1": 1})
+    del left
 
 
 def test_what_is_on_the_gpu_does_not_come(arrivals) -> None:

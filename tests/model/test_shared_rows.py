@@ -3,8 +3,6 @@ exact as one process is."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import test_every_family
 import test_layer
@@ -91,10 +89,10 @@ def check_others(rank: int, ranks: int) -> None:
         model(**inputs, attention_mask=torch.ones(1, 72))
     with pytest.raises(UserError, match="share rows need .* has output_attentions"):
         model(**inputs, output_attentions=True)
-    model.longctx.args = replace(model.longctx.args, head_groups=1)
-    model.config.num_attention_heads = 9
-    with pytest.raises(UserError, match="2 ranks cannot share a head group of 9 query and 2 key"):
-        model(**inputs)
+    odd = dict(hidden_size=96, num_attention_heads=3, num_key_value_heads=1)
+    *_, model = test_layer.trio(torch.float32, {"head_groups": 1}, **odd)
+    with pytest.raises(UserError, match="2 ranks cannot share a head group of 3 query and 1 key"):
+        share(model)(**inputs)
 
 
 def check_report(rank: int, ranks: int) -> None:
