@@ -41,7 +41,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
-from longctx.memory.plan import Pending
+from longctx.memory.pending import Pending
 from longctx.model.patch import patch_as
 from longctx.report.page import pyplot, with_ending
 from longctx.run.loading import _hf_attention, load_config

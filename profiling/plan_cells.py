@@ -23,29 +23,27 @@ import re
 import statistics
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
+from longctx.cost.kept import ORDER, Keep, Ladder
+from longctx.cost.machines import MACHINES, Machine
+from longctx.cost.peak import phases
+from longctx.cost.sizes import GIB, Batch, default_head_groups
 from longctx.engines import choose_engine
 from longctx.engines.layout import Layout
-from longctx.memory import plan as memory_plan
-from longctx.memory.ladder import Chosen, Keep, Ladder, Rung
-from longctx.memory.plan import GIB, Place, default_head_groups
+from longctx.memory.ladder import Budget, Step, choose, predicted
+from longctx.memory.place import Levels, PlacedStates, usable_bytes
 from longctx.model.blocks import state_blocks
-from longctx.plan import predict
-from longctx.plan.buffers import other_phases, scheduled_phases
-from longctx.plan.decide import Budget, Decision, HostRoom, Kept, keeping
-from longctx.plan.machines import MACHINES
+from longctx.model.costs import StepTable
+from longctx.plan.decide import decided, keeping
 from longctx.plan.predict import Plan, Run, Subject, plan
-from longctx.plan.seconds import Task, seconds
 from longctx.report.page import pyplot, with_ending
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
@@ -65,7 +63,10 @@ STATES_MD = {131072: 11.65, 8192: 6.94}
 class Cell:
     name: str
     plan: Plan
+    """With the ladder that ran."""
     measured: dict[str, float]
+    own: Plan | None = None
+    """With the plan's own choice of today, as a user is told who asks by flags alone."""
 
     @property
     def kind(self) -> str:
@@ -78,11 +79,7 @@ class Cell:
         return f"{run.engine.name}, {run.gpus} GPU{'s' * (run.gpus > 1)}"
 
     def predicted(self) -> dict[str, float]:
-        return {
-            "gpu_gib": self.plan.gpu_bytes / GIB,
-            "host_gib": self.plan.host_bytes / GIB,
-            "step_s": self.plan.seconds.step,
-        }
+        return figures(self.plan)
 
     def row(self) -> dict[str, Any]:
         """Of the results file."""
@@ -91,18 +88,22 @@ class Cell:
         for key, value in self.predicted().items():
             if key in self.measured or not self.measured:
                 row[f"predicted_{key}"] = round(value, 4)
+                if self.own is not None:
+                    row[f"own_choice_{key}"] = round(figures(self.own)[key], 4)
         return row | {f"measured_{key}": value for key, value in self.measured.items()}
 
-    def errors(self) -> dict[str, float]:
-        """Relative; of what was measured."""
-        predicted = self.predicted()
+    def errors(self, own: bool = False) -> dict[str, float]:
+        """Relative; of what was measured. `own`: of the plan's own choice."""
+        predicted = figures(self.own if own and self.own else self.plan)
         return {key: predicted[key] / value - 1 for key, value in self.measured.items()}
 
 
-@contextmanager
-def logits_of_1_gib() -> Iterator[None]:
-    with patch.object(memory_plan, "default_logits_bytes", lambda *_: GIB):
-        yield
+def figures(found: Plan) -> dict[str, float]:
+    return {
+        "gpu_gib": found.gpu_bytes / GIB,
+        "host_gib": found.host_bytes / GIB,
+        "step_s": found.seconds.step,
+    }
 
 
 def rows_of(name: str, *others: str) -> list[dict[str, Any]]:
@@ -177,14 +178,11 @@ def step_cells() -> Iterator[Cell]:
                 continue  # not of these cells; a row whose ladder left 20 GiB of the GPU free
             host_gib = 125 if "16 CPU" in row.get("hardware", "") else 252
             exact = row.get("states") == "fp32"
-            with kept_as(row):
-                planned = plan(
-                    whole if row["layers"] == 32 else four,
-                    run_of(row, exact),
-                    MACHINES[name[:4]],
-                    host_gib * GIB,
-                )
-            measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
+            of = whole if row["layers"] == 32 else four
+            plans = planned(row, of, run_of(row, exact), MACHINES[name[:4]], host_gib)
+            if "ladder" not in row and partly_on_the_host(plans["plan"]):
+                continue  # by another order than today's, which nobody wrote down
+            measured = measured_of(row, plans["plan"])
             # The first two shared a process, and its slab. The last has 28 GiB more of the host in
             # use than it keeps there, on a machine of two GPUs.
             if exact and row["place"] != "host" and "ladder" not in row:
@@ -194,12 +192,31 @@ def step_cells() -> Iterator[Cell]:
             what = f"{row['class_type']} {row['layers']} layers"
             place += ", today" if "ladder" in row else ""
             cell = f"{name[:4]}{place}: {what}, {row.get('rows', 1)} x {row['tokens']}"
-            yield Cell(name=cell, plan=planned, measured=measured)
+            yield Cell(name=cell, **plans, measured=measured)
     for tokens, peak_gib in STATES_MD.items():
         model = ModelArguments(preset=PRESET, seq_len=tokens, offload_activations="all")
-        planned = plan(whole, Run(model=model, place="host"), MACHINES["h200"], 252 * GIB)
+        found = plan(whole, Run(model=model, place="host"), MACHINES["h200"], 252 * GIB)
         cell = f"h200 on the host: custom 32 layers, 1 x {tokens}, today"
-        yield Cell(name=cell, plan=planned, measured={"gpu_gib": peak_gib})
+        yield Cell(name=cell, plan=found, measured={"gpu_gib": peak_gib})
+
+
+def partly_on_the_host(found: Plan) -> bool:
+    """Some of the states that may wait there."""
+    blocks = [
+        b for b in zip(found.decision.blocks, found.decision.places, strict=True) if not b[0].fixed
+    ]
+    kinds = ("weight", "states", "grad")
+    return any(
+        len({getattr(place, kind) for block, place in blocks if getattr(block, kind)}) == 2
+        for kind in kinds
+    )
+
+
+def measured_of(row: dict[str, Any], found: Plan) -> dict[str, float]:
+    """Bytes of runs whose states lived partly on the host are not compared: which of them did was
+    decided in another order than today, and nobody wrote it down."""
+    gpu = {} if partly_on_the_host(found) else {"gpu_gib": row["peak_gib"]}
+    return gpu | {"step_s": row["step_s"]}
 
 
 def is_custom(row: dict[str, Any]) -> bool:
@@ -220,8 +237,7 @@ def engine_cells() -> Iterator[Cell]:
         mine = sorted((row for row in rows if is_custom(row)), key=itemgetter("tokens"))
         slabs = {row.get("ladder"): row["tokens"] for row in mine}  # the longest row's of a process
         for row in filter(is_planned, rows):
-            with kept_as(row):
-                planned = plan(whole, run_of(row, exact=True), MACHINES["h200"], 252 * GIB)
+            plans = planned(row, whole, run_of(row, exact=True))
             measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
             custom, ladder = is_custom(row), row.get("ladder")
             alone = not custom or row["tokens"] == slabs[ladder]
@@ -233,7 +249,7 @@ def engine_cells() -> Iterator[Cell]:
             what = f"{row['class_type']}, 1 x {row['tokens']}{shared}{old}"
             held = f" of {row['gpu_gib']} GiB" if row.get("gpu_gib") else ""
             cell = f"h200 x {row['gpus']}{held}, {row['engine']}: {what}"
-            yield Cell(name=cell, plan=planned, measured=measured)
+            yield Cell(name=cell, **plans, measured=measured)
 
 
 def adapter_cells() -> Iterator[Cell]:
@@ -242,27 +258,38 @@ def adapter_cells() -> Iterator[Cell]:
         if row["class_type"] != "custom" or not row.get("lora"):
             continue
         run = run_of(row, exact=True)
-        with kept_as(row):
-            planned = plan(subject(args=run.model), run, MACHINES["h200"], 252 * GIB)
+        plans = planned(row, subject(args=run.model), run)
         kind = "LoRA over bf16" if run.model.quantize == "none" else "QLoRA"
         place = ", weights on the host" if row["place"] == "host" else ""
         cell = f"h200 of {row['gpu_gib']} GiB: {kind}{place}, 1 x {row['tokens']}"
-        measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
-        yield Cell(name=cell, plan=planned, measured=measured)
+        yield Cell(name=cell, **plans, measured=measured_of(row, plans["plan"]))
 
 
-@contextmanager
-def kept_as(row: dict[str, Any]) -> Iterator[None]:
+def planned(
+    row: dict[str, Any],
+    of: Subject,
+    run: Run,
+    machine: Machine = MACHINES["h200"],
+    host_gib: int = 252,
+) -> dict[str, Plan]:
+    """With the ladder that ran, and, where a row names it, with the plan's own choice."""
+    plans = {"plan": plan(of, run, machine, host_gib * GIB, kept_as(row))}
+    if "ladder" not in row or (run.engine and run.gpu_memory_gib):  # a flag of no engine
+        return plans
+    return plans | {"own": plan(of, run, machine, host_gib * GIB)}
+
+
+def kept_as(row: dict[str, Any]) -> Callable[[Step], Step]:
     """With the ladder and the cut that a row names."""
     if "ladder" not in row:
-        with logits_of_1_gib():
-            yield
-        return
+        return with_logits_of_1_gib
     text = row["ladder"]
     ladder, cut = read_ladder(text if "head group" in text else f"{text}; {FIRST_CUT}")
-    given = lambda sizes, *_: Chosen(ladder, replace(sizes, **cut))  # noqa: E731
-    with patch.object(predict, "_choose", given):
-        yield
+    return lambda step: replace(step, given=(ladder, replace(step.sizes, **cut)))
+
+
+def with_logits_of_1_gib(step: Step) -> Step:
+    return replace(step, sizes=replace(step.sizes, logits_bytes=GIB))
 
 
 FIRST_CUT = "1 head group, tiles of 8192 tokens"
@@ -274,17 +301,15 @@ def layer_cells() -> Iterator[Cell]:
     for name in ("h200_layer", "h200_layer_long"):
         for row in rows_of(name):
             few = subject(layers=row["layers"], vocab=128)
-            with logits_of_1_gib():
-                planned = plan(few, run_of(row, exact=False), MACHINES["h200"], 512 * GIB)
+            run = run_of(row, exact=False)
+            plans = {"plan": plan(few, run, MACHINES["h200"], 512 * GIB, with_logits_of_1_gib)}
             groups = row["head_groups"] or "default"
             what = f"{row['class_type']} {row['backend']}, {groups} head groups, {row['tokens']}"
             measured = {"step_s": row["layer_s"] * row["layers"]}
-            yield Cell(name=f"h200 layers: {what}", plan=planned, measured=measured)
+            yield Cell(name=f"h200 layers: {what}", **plans, measured=measured)
 
 
 # --- the front -------------------------------------------------------------------------------
-
-NAMES = ("x", "o", "h", "q k v", "gate up")
 
 
 def read_ladder(text: str) -> tuple[Ladder, dict[str, int]]:
@@ -293,9 +318,8 @@ def read_ladder(text: str) -> tuple[Ladder, dict[str, int]]:
     ladder: list[Keep] = []
     for first, last, what in re.findall(r"layers (\d+) to (\d+): ([^;]+)", kept):
         places = {place: names for names, place in re.findall(r"([a-z ]+?) on the (\w+)", what)}
-        hosted, on_gpu = (_count(places.get(place, "")) for place in ("host", "GPU"))
-        keep = Keep(Rung(hosted + on_gpu - 1), Rung(hosted - 1) if hosted else None)
-        ladder += (int(last) - int(first) + 1) * [keep]
+        hosted, on_gpu = (_names(places.get(place, "")) for place in ("host", "GPU"))
+        ladder += (int(last) - int(first) + 1) * [Keep(hosted | on_gpu, hosted)]
     found = re.match(r"(\d+) head groups?, tiles of (\d+) tokens(?:, ([\d.]+) GiB of logits)?", cut)
     assert found is not None, text
     pieces = dict(head_groups=int(found[1]), tile_tokens=int(found[2]))
@@ -304,8 +328,8 @@ def read_ladder(text: str) -> tuple[Ladder, dict[str, int]]:
     )
 
 
-def _count(names: str) -> int:
-    return sum(f" {name} " in f" {names.strip()} " for name in NAMES)
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name for name in ORDER if f" {name} " in f" {text.strip()} ")
 
 
 def front_cells() -> Iterator[Cell]:
@@ -331,57 +355,56 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = layers or config.num_hidden_layers
     made, run = Subject(config), Run(model=args, exact=False)
-    sizes, ladder = made.sizes(run), ()
+    rates = machine.rates("fa4", document, made.sizes(run).head_dim)
+    sizes = replace(made.sizes(run), writes_gradients=True, trained=0)
+    limit = int(row.get("budget_gib", machine.gpu_gib) * GIB)
+    step = Step(
+        count=StepTable.of,
+        sizes=sizes,
+        batch=Batch(tokens, document),
+        rates=rates,
+        offload="auto" if ours else "none",
+    )
     if ours:
         ladder, cut = read_ladder(row["ladder"])
-        sizes = replace(sizes, writes_gradients=True, **cut)
-    specs = state_blocks(made.model, movable=ours)
-    places, kept = [Place() for _ in specs], keeping(sizes, tokens, ladder) if ours else Kept()
-    limit = int(row.get("budget_gib", machine.gpu_gib) * GIB)
-    decision = Decision(
-        specs=specs,
-        blocks=[replace(spec.sizes(accumulates=False), states=0) for spec in specs],
-        places=places,
-        kept=kept,
-        host=HostRoom(specs, places, accumulates=False, kept_bytes=kept.hosted),
-        budget=Budget(limit, 0),
-        needed_bytes=0,
-        sizes=sizes if ours else None,
-    )
-    phases = (
-        scheduled_phases(decision, sizes, tokens, False)
-        if ours
-        else other_phases(decision, sizes, tokens, False, row["class_type"])
-    )
-    task = Task(
-        sizes=sizes,
-        tokens=tokens,
-        document=document,
-        class_type=row["class_type"],
-        ladder=ladder,
-        trained=0,
-        exact=False,
-    )
-    planned = Plan(
+        step = replace(step, given=(ladder, replace(sizes, **cut)))
+    found = alone(made, run, machine, step, limit)
+    ran = row["status"] == "ok"
+    if not ran and found.gpu_bytes <= limit:
+        sys.exit(f"error: not refused: {row}")
+    budget = f" in {row['budget_gib']:g} GiB" if ours else ""
+    name = f"{row['model']}, {row['rows']}: {row['class_type']}{budget}"
+    measured = {"gpu_gib": row["peak_gib"], "step_s": row["s"]} if ran else {}
+    own = alone(made, run, machine, replace(step, given=None), limit) if ours and ran else None
+    return Cell(name=name if ran else f"{name}: refused", plan=found, measured=measured, own=own)
+
+
+def alone(made: Subject, run: Run, machine: Machine, step: Step, limit: int) -> Plan:
+    """Of forward and backward alone: without states and an update."""
+    specs = state_blocks(made.model, movable=False)
+    blocks = [replace(spec.sizes(accumulates=False), states=0) for spec in specs]
+    levels = Levels(blocks, "gpu", accumulates=False)
+    chosen = choose(step, [levels], Budget(usable_bytes(limit), HOST_GIB * GIB))
+    decision = decided(specs, blocks, chosen, Budget(limit, 0), keeping(step, chosen), False)
+    standing = PlacedStates(blocks, chosen.places, accumulates=False)
+    found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
+    return Plan(
         run=run,
         machine=machine,
-        sizes=sizes,
+        sizes=chosen.sizes,
         backend="fa4",
         decision=decision,
-        phases=[phase for phase in phases if phase.name != "update"],
-        seconds=seconds(task, decision, machine, "fa4", 1),
+        phases=[phase for phase in found if phase.name != "update"],
+        seconds=predicted(step, chosen),
         gpu_limit=limit,
         problem=None,
         rank_host_bytes=decision.host.nbytes,
         parameters=made.parameters,
     )
-    ran = row["status"] == "ok"
-    if not ran and planned.gpu_bytes <= limit:
-        sys.exit(f"error: not refused: {row}")
-    budget = f" in {row['budget_gib']:g} GiB" if ours else ""
-    name = f"{row['model']}, {row['rows']}: {row['class_type']}{budget}"
-    measured = {"gpu_gib": row["peak_gib"], "step_s": row["s"]} if ran else {}
-    return Cell(name=name if ran else f"{name}: refused", plan=planned, measured=measured)
+
+
+HOST_GIB = 100
+"""That the front's runs might take."""
 
 
 # --- the plot --------------------------------------------------------------------------------
@@ -431,6 +454,18 @@ def draw(groups: dict[str, list[Cell]]) -> Any:
     return fig
 
 
+def scores(title: str, cells: list[Cell]) -> Iterator[str]:
+    """Of the ladders that ran, and of the plan's own choices."""
+    for own, of in ((False, "the ladder that ran"), (True, "the plan's own choice")):
+        scored = [cell for cell in cells if not own or cell.own is not None]
+        for key in ("gpu_gib", "host_gib", "step_s"):
+            errors = [abs(e[key]) for cell in scored if key in (e := cell.errors(own))]
+            if errors:
+                mean, worst = statistics.mean(errors), max(errors)
+                counted = f"{len(errors)} cells, mean {mean:.1%}, worst {worst:.1%}"
+                yield f"{title}, {key}, {of}: {counted}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="files are OUTPUT.json, .png")
@@ -445,11 +480,8 @@ def main() -> None:
         for cell in cells:
             found = ", ".join(f"{key} {error:+.1%}" for key, error in cell.errors().items())
             print(f"{cell.name:74} {found}")
-        for key in ("gpu_gib", "host_gib", "step_s"):
-            errors = [abs(e[key]) for cell in cells if key in (e := cell.errors())]
-            if errors:
-                mean, worst = statistics.mean(errors), max(errors)
-                print(f"{title}, {key}: {len(errors)} cells, mean {mean:.1%}, worst {worst:.1%}")
+        for line in scores(title, cells):
+            print(line)
     if args.output:
         rows = [{"of": title, **cell.row()} for title, cells in groups.items() for cell in cells]
         write_results(with_ending(args.output, ".json"), rows)

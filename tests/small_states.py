@@ -10,14 +10,15 @@ from functools import cache
 from typing import Any
 
 import torch
+from small_cost import tables_of
 from small_model import tiny_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longctx.config import ModelArguments
-from longctx.memory.ladder import Keep, Ladder, Rung, host_bytes
+from longctx.cost.kept import Keep, Ladder
 from longctx.memory.optimizer import ExactAdamW
-from longctx.memory.plan import Place
+from longctx.memory.place import Place
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 from longctx.memory.stream import StateStream
@@ -55,9 +56,9 @@ def anywhere(draw: random.Random) -> Where:
     return where
 
 
-def hosted(on_gpu: int, rung: Rung = Rung.O, layers: int = 3) -> Ladder:
+def hosted(on_gpu: int, keep: str = "o", layers: int = 3) -> Ladder:
     """Of all but the last layers what they keep waits on the host."""
-    return (layers - on_gpu) * (Keep(rung, rung),) + on_gpu * (Keep(rung),)
+    return (layers - on_gpu) * (Keep.of(keep, keep),) + on_gpu * (Keep.of(keep),)
 
 
 @cache
@@ -129,8 +130,8 @@ def place(
     ladder = layers * (Keep(),) if ladder is None else ladder
     kept_bytes: list[int] = []
     if runtime:
-        sizes = runtime.sizes(patched)
-        kept_bytes = [host_bytes(sizes, tokens, (keep,)) for keep in ladder]
+        layer = tables_of(patched, tokens).layer
+        kept_bytes = [layer.kept_bytes(keep.hosted) for keep in ladder]
     room = HostRoom(
         specs,
         [where(spec) for spec in specs],

@@ -10,16 +10,17 @@ from paths import ROOT
 from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
-    "report": {"plan", "run", "engines", "output", "data", "attention", "memory"},
-    "run": {"plan", "lora", "output", "engines", "model", "attention", "memory", "kernels"},
-    "plan": {"lora", "engines", "model", "attention", "memory"},
+    "report": {"plan", "run", "engines", "output", "data", "attention", "memory", "cost"},
+    "run": {"plan", "lora", "output", "engines", "model", "attention", "memory", "cost", "kernels"},
+    "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
     "lora": {"output", "model", "data"},
-    "output": {"memory"},
+    "output": {"memory", "cost"},
     "engines": {"memory"},
-    "model": {"attention", "memory", "kernels"},
+    "model": {"attention", "memory", "cost", "kernels"},
     "attention": {"kernels"},
     "data": set(),
-    "memory": {"kernels"},
+    "memory": {"cost", "kernels"},
+    "cost": set(),
     "kernels": set(),
 }
 """Room -> rooms it may import. All may import the files beside the rooms (config, errors, ...)."""

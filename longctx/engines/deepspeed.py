@@ -35,7 +35,7 @@ from longctx.engines.collectives import become_one_process, gathered_bytes, whol
 from longctx.engines.layout import Layout, moments_bytes, zero_layout
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
-from longctx.memory.plan import Pending, trained_bytes_on_gpu
+from longctx.memory.pending import Pending, trained_bytes_on_gpu
 
 
 class DeepSpeed(Engine):

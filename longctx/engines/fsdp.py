@@ -30,7 +30,7 @@ from longctx.engines.collectives import (
 from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending, is_true
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError, shortened
-from longctx.memory.plan import Pending, pending_bytes
+from longctx.memory.pending import Pending, pending_bytes
 
 
 class FSDP2(Engine):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx.errors import UserError, shortened
-from longctx.memory.plan import Pending
+from longctx.memory.pending import Pending
 
 BF16, FP32 = 2, 4
 Buffers = dict[str, int]

@@ -31,7 +31,7 @@ from longctx.engines.layout import Layout
 from longctx.engines.rows import asked_parallelism, share_rows
 from longctx.errors import UserError
 from longctx.limits import given
-from longctx.memory.plan import Pending, pending_bytes
+from longctx.memory.pending import Pending, pending_bytes
 
 
 class Engine(ABC):

@@ -31,12 +31,10 @@ from torch import Tensor, nn
 from longctx.annotate import annotate
 from longctx.memory.guard import unguarded
 from longctx.memory.held import HeldGradient
+from longctx.memory.place import IN_FLIGHT_BYTES
 from longctx.memory.states import Block
 from longctx.memory.stream import StateStream
 
-IN_FLIGHT_BYTES = 2**28
-"""What may be on its way to the host, or to other processes, before backward waits for it: more
-would hold back memory that the next layer needs."""
 Place = tuple[Block, int]
 """A block, and a parameter's number in it."""
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from longctx.kernels.adamw import join_master, weight_checksums
 from longctx.memory.gradients import Gradients
-from longctx.memory.plan import Place
+from longctx.memory.place import Place
 from longctx.memory.states import Block, BlockSpec, Step
 from longctx.memory.stream import StateStream
 

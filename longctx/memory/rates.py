@@ -30,9 +30,10 @@ import psutil
 import torch
 
 from longctx.config import DataArguments, expanded
+from longctx.cost.machines import SMALL_HEADS, between, machine_like
+from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError, print_rank0
-from longctx.memory.ladder import Rates
-from longctx.memory.plan import GIB
 from longctx.memory.slab import PinnedSlab
 
 FORMAT = 1
@@ -70,17 +71,34 @@ class Measured:
 
 
 @cache
-def gpu_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Of products in `dtype`, of copies on the GPU, and from page-locked memory while others go
-    there."""
+def gpu_rates(
+    device: torch.device, dtype: torch.dtype, backend: str, document: int, head_dim: int
+) -> Rates:
+    """Of matmuls in `dtype`, of copies on the GPU and over the link while as much goes the other
+    way, and of a backend's attention over documents of so many tokens."""
     kept = read_rates(device) if dtype.itemsize == 2 else None
     if kept is not None:
-        return Rates(kept.flops, kept.link.both, kept.memory_bytes)
-    return Rates(
-        products(device, dtype, CUBE, BRIEF_S),
-        link(device, BRIEF_BYTES, BRIEF_S).both,
-        copies(device, BRIEF_BYTES, BRIEF_S),
-    )
+        flops, memory_bytes, link_bytes = kept.flops, kept.memory_bytes, kept.link.both
+    else:
+        flops = products(device, dtype, CUBE, BRIEF_S)
+        link_bytes = link(device, BRIEF_BYTES, BRIEF_S).both
+        memory_bytes = copies(device, BRIEF_BYTES, BRIEF_S)
+    profile = machine_like(torch.cuda.get_device_name(device))
+    if kept is not None and (lengths := kept.attention.get(backend)):
+        attention = between({n: AttentionRates(*pair) for n, pair in lengths.items()}, document)
+    elif profile is not None and backend in profile.attention:
+        scale = flops / profile.flops
+        attention = AttentionRates(*(scale * rate for rate in profile.attention[backend]))
+    else:
+        attention = AttentionRates(*(share * flops for share in ATTENTION_SHARES))
+    if head_dim < 128:
+        attention = AttentionRates(*(SMALL_HEADS * rate for rate in attention))
+    return Rates(flops, link_bytes, memory_bytes, attention)
+
+
+ATTENTION_SHARES = 0.7, 0.6
+"""Of the rate of matmuls, what attention reaches on a GPU that nobody measured: about as on the
+estimated machines of cost/machines.py."""
 
 
 # --- kept on disk ----------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from longctx.memory.ladder import Ladder
-from longctx.memory.plan import Place
+from longctx.cost.kept import Ladder
+from longctx.memory.place import Place
 from longctx.memory.slab import LINE, PinnedSlab, whole_lines
 from longctx.memory.states import Block, BlockSpec
 from longctx.memory.store import ActivationStore

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import torch
 
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError
-from longctx.memory.plan import GIB
 
 LINE = 512
 """Every tensor in a slab begins at a multiple of so many bytes."""

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from longctx.kernels.adamw import CHECKED, drop_stale_, weight_checksums
 from longctx.memory.guard import Settle, guard, release, unguarded
 from longctx.memory.held import HeldGradient
-from longctx.memory.plan import BlockSizes, Place
+from longctx.memory.place import BlockSizes, Place
 
 ALIGN = 64
 """Tensors begin at multiples of so many elements: 128 bytes of bf16."""
@@ -100,6 +100,8 @@ class BlockSpec:
             grad=trained * (4 if accumulates else itemsize),
             movable=self.movable,
             fixed=not self.modules,
+            layer=self.layer,
+            tied=len(self.modules) > 1,
         )
 
 

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from longctx.annotate import annotate
+from longctx.cost.kept import Keep, Ladder
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError
-from longctx.memory.ladder import Keep, Ladder, Rung
 from longctx.memory.machine import host_budget, host_share_bytes
-from longctx.memory.plan import GIB
 from longctx.memory.slab import PinnedSlab, whole_lines
 
 WHOLE = "lse"
@@ -66,8 +66,9 @@ class Saved:
     entries: dict[str, Entry] = field(default_factory=dict)
     used: bool = False
 
-    def keeps(self, rung: Rung) -> bool:
-        return rung <= self.keep.rung
+    def keeps(self, name: str) -> bool:
+        """Of what cost/kept.py names."""
+        return name in self.keep.kept
 
     @property
     def hosted(self) -> dict[str, Entry]:
@@ -145,12 +146,13 @@ class ActivationStore:
         self._stack = [weakref.ref(s) for s in [*self._alive(), saved]]
         return saved
 
-    def add(self, saved: Saved, rung: Rung, **tensors: Tensor) -> None:
-        """Keeps tensors, (T, ...) each and lse (H, T), until `load`. Those that the ladder wants on
-        the host get a place there, if the slab has one (more forwards than backwards)."""
+    def add(self, saved: Saved, kept: str, **tensors: Tensor) -> None:
+        """Keeps the tensors of what is called `kept`, (T, ...) each and lse (H, T), until `load`.
+        Those that the ladder wants on the host get a place there, if the slab has one (more
+        forwards than backwards)."""
         for name, tensor in tensors.items():
             entry = Entry(tensor, tensor.shape, tensor.dtype)
-            if saved.keep.host is not None and rung <= saved.keep.host:
+            if kept in saved.keep.hosted:
                 entry.offset = _top(self._alive())
                 fits = entry.stop <= self._slab.numel()
                 if not fits or not (self._lent is None or self._is_free(entry.offset, entry.stop)):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from longctx.annotate import annotate
 from longctx.kernels.adamw import CHECKED, adamw_
-from longctx.memory.plan import AHEAD, MOVING, PIECE, RING
+from longctx.memory.place import AHEAD, MOVING, PIECE, RING
 from longctx.memory.states import Block, Step
 
 

@@ -53,7 +53,6 @@ from longctx.kernels.launch import once_differentiable
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
-from longctx.memory.ladder import Rung
 from longctx.memory.store import ActivationStore, Saved
 from longctx.model.projection import (
     ALL,
@@ -726,19 +725,19 @@ def keep(
 ) -> Residuals:
     """Keeps what attention left beside x, and returns room for what the MLP will leave."""
     T, F = x.shape[0], len(w.gate.weight)
-    if saved.keeps(Rung.O):
-        s.store.add(saved, Rung.O, o=o, lse=lse)
-    if saved.keeps(Rung.QKV):
-        s.store.add(saved, Rung.QKV, **{_part(i): part for i, part in enumerate(qkv)})
+    if saved.keeps("o"):
+        s.store.add(saved, "o", o=o, lse=lse)
+    if saved.keeps("q k v"):
+        s.store.add(saved, "q k v", **{_part(i): part for i, part in enumerate(qkv)})
     s.store.send(saved, *(name for name in saved.entries if name != "x"))
-    if not saved.keeps(Rung.H):
+    if not saved.keeps("h"):
         return NOTHING
     h = torch.empty_like(x)
-    s.store.add(saved, Rung.H, h=h)
-    if not saved.keeps(Rung.ALL):
+    s.store.add(saved, "h", h=h)
+    if not saved.keeps("gate up"):
         return Residuals(h)
     gate, up = o.new_empty(T, F), o.new_empty(T, F)
-    s.store.add(saved, Rung.ALL, gate=gate, up=up)
+    s.store.add(saved, "gate up", gate=gate, up=up)
     return Residuals(h, gate, up)
 
 
@@ -762,10 +761,10 @@ class _ScheduledLayer(torch.autograd.Function):
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
-            s.store.add(saved, Rung.X, x=x)
+            s.store.add(saved, "x", x=x)
             s.store.send(saved, "x")  # beside attention, the rest beside the MLP
         qkv: list[Tensor] = []
-        keeps_qkv = saved is not None and saved.keeps(Rung.QKV)
+        keeps_qkv = saved is not None and saved.keeps("q k v")
         o, lse = attention_forward(x, w, t, s, qkv if keeps_qkv else None)
         kept = NOTHING if saved is None else keep(saved, x, o, lse, qkv, w, s)
         y = mlp_forward(x, o, w, t, s, kept, saved)

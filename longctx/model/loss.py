@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 
 from longctx.annotate import annotated
+from longctx.cost.sizes import default_logits_bytes
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
-from longctx.memory.plan import default_logits_bytes
 from longctx.model.projection import addmm_, mm
 
 

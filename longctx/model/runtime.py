@@ -19,26 +19,23 @@ from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
 from longctx.config import ModelArguments
-from longctx.errors import UserError
-from longctx.memory.ladder import (
+from longctx.cost.kept import describe, uniform
+from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.sizes import (
+    Adapted,
     Batch,
-    Chosen,
-    States,
-    choose_beside,
-    describe,
-    host_bytes,
-)
-from longctx.memory.plan import (
     Cut,
-    Pending,
     Sizes,
     default_head_groups,
     default_tile_tokens,
-    pending_bytes,
-    usable_bytes,
 )
+from longctx.errors import UserError
+from longctx.memory.ladder import Budget, Step, choose, host_bytes
+from longctx.memory.pending import Pending, pending_bytes
+from longctx.memory.place import pending_levels, usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
+from longctx.model.costs import StepTable
 from longctx.model.families import (
     base_of,
     has_windows,
@@ -53,6 +50,7 @@ from longctx.model.families import (
 from longctx.model.layer import Schedule
 
 logger = logging.getLogger("longctx")
+NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))
 
 
 @dataclass(kw_only=True)
@@ -62,6 +60,8 @@ class Runtime:
 
     args: ModelArguments
     attention: Attention
+    backend: str
+    """Its name."""
     store: ActivationStore
     dtype: torch.dtype
     """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
@@ -111,7 +111,7 @@ class Runtime:
             windows=has_windows(config),
         )
         store = ActivationStore(device, args.host_memory_gib)
-        return cls(args=args, attention=attention, store=store, dtype=dtype), name
+        return cls(args=args, attention=attention, backend=name, store=store, dtype=dtype), name
 
     def follow(self, x: Tensor, dtype: torch.dtype, config: Any) -> None:
         """The model was moved or cast since it was patched, or runs in autocast: so do backend and
@@ -121,7 +121,7 @@ class Runtime:
             return
         made, backend = self.make(self.args, config, x.device, dtype)
         logger.info(f"the model is on {x.device} in {dtype} now: {backend} attention")
-        self.attention, self.dtype = made.attention, dtype
+        self.attention, self.backend, self.dtype = made.attention, made.backend, dtype
         self.reserved_tokens, self.cut = 0, None
         if not _is_on(x, self.store.device):
             self.store = made.store
@@ -143,29 +143,34 @@ class Runtime:
         sizes, pending = self.sizes(model), self.pending_bytes(model)
         on_gpu = self.store.device.type == "cuda"
         free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
-        states = States(gradients=pending.gradients, moments=pending.states)
         self.host_room = self.store.host_bytes() if host_room is None else host_room
-        chosen = self.choose(sizes, tokens, free_bytes, self.host_room, states)
+        step = self.step(sizes, tokens)
+        levels = pending_levels(sizes.layers, *pending, accumulates=self.passes > 1)
+        chosen = choose(step, [levels], Budget(free_bytes, self.host_room))
         self.cut = chosen.sizes.cut(tokens)
-        needed_bytes = host_bytes(sizes, tokens, chosen.ladder)
+        needed_bytes = host_bytes(step, chosen)
         self.store.reserve(chosen.ladder, needed_bytes, self.host_room)
         return True
 
-    def choose(
-        self, sizes: Sizes, tokens: int, free_bytes: int, host_bytes: int, states: States
-    ) -> Chosen:
-        """The ladder and cut for batches of `tokens` tokens, where `free_bytes` of the GPU are for
-        states, activations and what a step works with."""
-        device = self.store.device
-        return choose_beside(
-            sizes,
-            Batch(tokens, min(tokens, self.args.seq_len), self.passes),
-            free_bytes,
-            host_bytes,
-            gpu_rates(device, self.dtype) if device.type == "cuda" else None,
-            keep=self.args.keep,
-            offload=self.args.offload_activations,
-            states=states,
+    def step(self, sizes: Sizes, tokens: int) -> Step:
+        """What the ladder and the cut of batches of `tokens` tokens are chosen for. Where nothing
+        is copied over a link there is nothing to weigh: it is all one memory."""
+        device, document = self.store.device, min(tokens, self.args.seq_len)
+        keep, offload = self.args.keep, self.args.offload_activations
+        given, rates = None, NO_RATES
+        if device.type == "cuda":
+            rates = gpu_rates(device, self.dtype, self.backend, document, sizes.head_dim)
+        else:
+            given = uniform(sizes.layers, keep, offload), next(iter(sizes.cuts(tokens)))
+        batch = Batch(tokens, document, self.passes)
+        return Step(
+            count=StepTable.of,
+            sizes=sizes,
+            batch=batch,
+            rates=rates,
+            keep=keep,
+            offload=offload,
+            given=given,
         )
 
     def pieces(self, tokens: int, intermediate: int, kv_heads: int) -> tuple[int, int]:
@@ -218,6 +223,12 @@ def model_sizes(
         stream_itemsize=(stream_dtype or dtype).itemsize,
         windows=tuple(windows(config)),
         qk_norms=weights[0].q_norm is not None,
+        adapted=Adapted(
+            inputs=sum(x.a.shape[1] for x in adapters),
+            outputs=sum(len(x.b) for x in adapters),
+            parameters=sum(x.a.numel() + x.b.numel() for x in adapters),
+        ),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),
         trains_head=head is None or any(p.requires_grad for p in head.parameters()),
         tied=getattr(head, "weight", None) is base.embed_tokens.weight,
@@ -234,7 +245,9 @@ def _remake(args: ModelArguments, settings: dict[str, Any]) -> Runtime:
     cpu, dtype = torch.device("cpu"), torch.float64
     _, attention = choose_attention("math", cpu, dtype)
     store = ActivationStore(cpu, args.host_memory_gib)
-    return Runtime(args=args, attention=attention, store=store, dtype=dtype, **settings)
+    return Runtime(
+        args=args, attention=attention, backend="math", store=store, dtype=dtype, **settings
+    )
 
 
 def _is_on(x: Tensor, device: torch.device) -> bool:

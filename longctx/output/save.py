@@ -25,8 +25,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError, print_rank0
-from longctx.memory.plan import GIB
 from longctx.output import checkpoints
 from longctx.output.manifest import write_manifest
 from longctx.output.removal import discard, discard_renamed, link_target, remove, staging_path

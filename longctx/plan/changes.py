@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from longctx.memory.plan import GIB
-from longctx.plan.machines import Machine
+from longctx.cost.machines import Machine
+from longctx.cost.sizes import GIB
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
 
 MOST = 5
@@ -50,7 +50,7 @@ def changes(
                 found.append(Change(_words(options), planned))
         if found:
             break
-    found.sort(key=lambda change: -change.plan.tokens_per_s)
+    found.sort(key=lambda change: (-change.plan.tokens_per_s, change.plan.host_bytes))
     shorter = longest(subject, run, machine, host_bytes)
     last = [Change(f"--seq_len {shorter.run.model.seq_len}", shorter)] if shorter else []
     return found[:MOST] + last

@@ -1,62 +1,42 @@
 """Where a run puts its bytes: budgets in, places out. No tensor is made and no device asked.
 
-GPU memory is given, in this order, to what a step works with, to weights, gradients and states
-(memory/plan.py) and to kept activations (memory/ladder.py); the host holds the rest in one slab. A
+GPU memory goes to what a step works with, to weights, gradients and states (memory/place.py) and to
+saved activations (memory/ladder.py), all chosen together; the host holds the rest in one slab. A
 run without an engine does what `decide` says (run/states.py), and its prediction asks the same
 function, with the parameters of a model that has no storage (`meta`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longctx.memory.ladder import Chosen, Ladder, States, gpu_bytes, host_bytes, lasting_bytes
-from longctx.memory.plan import (
-    GIB,
+import numpy as np
+
+from longctx.cost.kept import Ladder
+from longctx.cost.peak import peak, phases
+from longctx.cost.seconds import NO_TRAFFIC
+from longctx.cost.sizes import GIB, Sizes
+from longctx.memory.ladder import Budget, Chosen, Step, choose, gaps
+from longctx.memory.place import (
+    ORDERS,
+    Activity,
     BlockSizes,
+    Levels,
     Place,
+    PlacedStates,
     Placement,
-    Sizes,
-    buffer_bytes,
-    may_update_away,
-    place_blocks,
-    ring_bytes,
     usable_bytes,
-    window_bytes,
 )
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
-
-Choose = Callable[[int, int, States], Chosen]
-"""The ladder and cut of a model that keeps activations, beside states, in bytes of GPU and host."""
-
-
-class Budget(NamedTuple):
-    """Bytes that a run may take."""
-
-    gpu: int
-    host: int
 
 
 def gpu_budget(free: int, limit_gib: float | None) -> int:
     """What weights, states, gradients and activations may take together."""
     return usable_bytes(min(free, int(limit_gib * GIB)) if limit_gib else free)
-
-
-class Work(NamedTuple):
-    """What a step needs on the GPU besides states and the activations of other layers."""
-
-    nbytes: int
-    early_bytes: int
-    """Of them what is needed only until the first layers' gradients are there."""
-
-
-def scheduled_work(sizes: Sizes, tokens: int, accumulates: bool) -> Work:
-    """By count, for a patched model."""
-    early = sizes.early_bytes(tokens, accumulates)
-    return Work(sizes.layer_bytes(tokens) + early, early)
 
 
 def estimated_work(
@@ -68,28 +48,21 @@ def estimated_work(
     vocab: int,
     itemsize: int,
     liger: bool,
-) -> Work:
-    """For any other: checkpoints of all layers, one layer's activations and gradients, and, but for
-    Liger-Kernel, logits in bf16 and fp32 with their gradient."""
+) -> int:
+    """Bytes that a step of a model that is not patched needs besides its states: checkpoints of all
+    layers, one layer's activations and gradients, and, but for Liger-Kernel, logits in bf16 and
+    fp32 with their gradient."""
     layer = 2 * (12 * hidden + 6 * intermediate) * itemsize
     kept = layers * hidden * itemsize
-    return Work(tokens * (layer + kept + (0 if liger else 10 * vocab)), 0)
+    return tokens * (layer + kept + (0 if liger else 10 * vocab))
 
 
 class Kept(NamedTuple):
-    """What layers keep from forward to backward, and the bytes of it; nothing by a model that is
-    not patched."""
+    """What layers keep from forward to backward; nothing by a model that is not patched."""
 
     ladder: Ladder = ()
-    gpu_bytes: int = 0
-    lasting_bytes: int = 0
-    """Of them what is there until all gradients are."""
     hosted: tuple[int, ...] = ()
     """Each layer's bytes on the host."""
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(self.hosted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +76,14 @@ class Decision:
     host: HostRoom
     budget: Budget
     needed_bytes: int
-    """Of the GPU, at least."""
-    sizes: Sizes | None
-    """Of a patched model, whose needs are known, with how its work is cut."""
+    """Of the GPU: the budget, if that is enough, else what is needed at least."""
+    chosen: Chosen | None
+    """Of a patched model, whose needs are known."""
 
     @property
-    def over(self) -> Budget:
-        """What is needed beyond the budgets; negative: what is left."""
-        gpu, host = self.budget
-        return Budget(self.needed_bytes - gpu, self.host.nbytes - host)
+    def sizes(self) -> Sizes | None:
+        """With how the work of a patched model is cut."""
+        return None if self.chosen is None else self.chosen.sizes
 
     def placement_problem(self, asked: Placement) -> str | None:
         """Why nothing can wait on the host where that was asked for."""
@@ -145,89 +117,101 @@ class Decision:
         )
 
 
-ATTEMPTS, STEP = 6, 2**26
-"""States live in whole blocks, so that a ladder chosen by bytes may need some more than it counted:
-another is chosen in as much less, and a step, of 64 MiB to 64 GiB."""
-
-
 def decide(
     specs: Sequence[BlockSpec],
     budget: Budget,
     *,
-    tokens: int,
     placement: Placement,
     accumulates: bool,
     several: bool = False,
-    needs: Choose | Work,
+    needs: Step | int,
 ) -> Decision:
-    """For exact states, of batches of at most `tokens`. `accumulates`: a step has several of them;
-    `several`: so many processes average gradients. `needs`: how a patched model chooses, or what
-    any other works with."""
+    """For exact states. `accumulates`: a step has several batches; `several`: so many processes
+    average gradients. `needs`: the step of a patched model, or the bytes that any other works
+    with."""
     blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
-
-    def arranged(kept: Kept, sizes: Sizes | None, work: Work) -> Decision:
-        # Gradients come as activations go, unless they outlive a forward.
-        early_bytes = work.early_bytes + kept.gpu_bytes - kept.lasting_bytes
-        early_bytes = 0 if accumulates else early_bytes
-        places = place_blocks(
+    levels = [
+        Levels(
             blocks,
-            budget.gpu - work.nbytes - kept.gpu_bytes,
             placement,
-            keeps_gradients=several,
-            before_gradients=early_bytes,
-        )
-        gradients = sum(b.grad for b, place in zip(blocks, places, strict=True) if place.grad)
-        needed = buffer_bytes(blocks, places) - gradients
-        needed += sum(block.on_gpu(place) for block, place in zip(blocks, places, strict=True))
-        needed += max(0, gradients - early_bytes)
-        if sizes is not None:
-            needed += work.nbytes + kept.gpu_bytes
-        host = HostRoom(
-            specs,
-            places,
             accumulates=accumulates,
-            kept_bytes=kept.hosted,
+            keeps_gradients=several,
+            order=order,
+            embedding_first=first,
         )
-        return Decision(
-            specs=specs,
-            blocks=blocks,
-            places=places,
-            kept=kept,
-            host=host,
-            budget=budget,
-            needed_bytes=needed,
-            sizes=sizes,
-        )
-
-    if isinstance(needs, Work):
-        return arranged(Kept(), None, needs)
-    free = [block for block in blocks if not block.fixed]
-    fixed_bytes = sum(block.on_gpu(Place()) for block in blocks if block.fixed)
-    states = States(
-        weights=sum(block.weight for block in free),
-        gradients=sum(block.grad for block in free),
-        moments=sum(block.states for block in free),
-        placement=placement,
-        weights_move=not several,
-        gradients_move=not several,
-        ring=ring_bytes() if any(map(may_update_away, blocks)) else 0,
-        window=window_bytes(blocks),
+        for order in ORDERS
+        for first in (False, True)
+    ]
+    if isinstance(needs, Step):
+        chosen = choose(needs, levels, budget)
+        return decided(specs, blocks, chosen, budget, keeping(needs, chosen), accumulates)
+    level, missing = levels[0].lowest(_constant(needs, levels[0].layers), budget.gpu)
+    places = levels[0].places(int(level[0]))
+    return Decision(
+        specs=specs,
+        blocks=blocks,
+        places=places,
+        kept=Kept(),
+        host=HostRoom(specs, places, accumulates=accumulates),
+        budget=budget,
+        needed_bytes=budget.gpu + int(missing[0]),
+        chosen=None,
     )
-    asked, tried = budget, list[Decision]()
-    for i in range(ATTEMPTS):
-        ladder, sizes = needs(asked.gpu - fixed_bytes, asked.host, states)
-        work = scheduled_work(sizes, tokens, accumulates)
-        tried.append(arranged(keeping(sizes, tokens, ladder), sizes, work))
-        over = tried[-1].over
-        if max(over) <= 0:
-            return tried[-1]
-        less = [nbytes + (STEP << 2 * i) if nbytes > 0 else 0 for nbytes in over]
-        asked = Budget(asked.gpu - less[0], asked.host - less[1])
-    return min(tried, key=lambda decision: max(decision.over))
 
 
-def keeping(sizes: Sizes, tokens: int, ladder: Ladder) -> Kept:
+def decide_as_given(
+    specs: Sequence[BlockSpec],
+    budget: Budget,
+    *,
+    accumulates: bool,
+    step: Step,
+    places: list[Place],
+) -> Decision:
+    """What another run of `decide` found, with what it needs here."""
+    blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
+    assert step.given is not None
+    ladder, sizes = step.given
+    standing = PlacedStates(blocks, places, accumulates=accumulates)
+    most = peak(phases(step.count(sizes, step.batch), ladder, standing))
+    chosen = Chosen(
+        ladder=ladder,
+        sizes=sizes,
+        places=places,
+        traffic=NO_TRAFFIC,
+        needed=Budget(most.nbytes + gaps(step), 0),
+        seconds=math.nan,
+    )
+    return decided(specs, blocks, chosen, budget, keeping(step, chosen), accumulates)
+
+
+def decided(
+    specs: Sequence[BlockSpec],
+    blocks: Sequence[BlockSizes],
+    chosen: Chosen,
+    budget: Budget,
+    kept: Kept,
+    accumulates: bool,
+) -> Decision:
+    """What was chosen, with the host's room for it."""
+    return Decision(
+        specs=specs,
+        blocks=blocks,
+        places=chosen.places,
+        kept=kept,
+        host=HostRoom(specs, chosen.places, accumulates=accumulates, kept_bytes=kept.hosted),
+        budget=budget,
+        needed_bytes=chosen.needed.gpu,
+        chosen=chosen,
+    )
+
+
+def keeping(step: Step, chosen: Chosen) -> Kept:
     """The bytes of a ladder."""
-    lasting = lasting_bytes(sizes, tokens, ladder)
-    hosted = tuple(host_bytes(sizes, tokens, (keep,)) for keep in ladder)
-    return Kept(ladder, gpu_bytes(sizes, tokens, ladder), lasting, hosted)
+    layer = step.count(chosen.sizes, step.batch).layer
+    return Kept(chosen.ladder, tuple(layer.kept_bytes(keep.hosted) for keep in chosen.ladder))
+
+
+def _constant(nbytes: int, layers: int) -> Activity:
+    """The same at each moment."""
+    each = np.full((1, layers), nbytes)
+    return Activity(forward=each, loss=each[:, 0], backward=each, embedding=nbytes)

@@ -18,13 +18,14 @@ Exchanges that run beside a computation take nothing from it, but those of share
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+from longctx.cost.machines import Machine
+from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
+from longctx.cost.seconds import Exchanged
+from longctx.cost.sizes import Sizes
 from longctx.engines.layout import FP32, Layout, Parameters
-from longctx.memory.plan import Sizes
 from longctx.model.blocks import state_blocks
-from longctx.plan.buffers import LIBRARY_BYTES, Buffers, Phase, States
-from longctx.plan.machines import Machine
 
 CPU_ADAM = 4.3e9
 """Parameters a second that DeepSpeed's CPU AdamW updates on a host of 32 cores, whichever ranks
@@ -50,8 +51,9 @@ def parameters_of(model: Any) -> Parameters:
     )
 
 
-class Sharded(States):
-    """An engine's weights, states and gradients on one GPU as a step goes on."""
+class Sharded:
+    """An engine's weights, states and gradients on one GPU as a step goes on: a
+    `cost.peak.Standing`."""
 
     def __init__(self, layout: Layout, parameters: Parameters, layers: int, accumulates: bool):
         self.layout, self.parameters = layout, parameters
@@ -115,13 +117,13 @@ class Sharded(States):
         done = [numel for at, numel in self._grads.items() if at > layer + (not summed)]
         return self.layout.gradient(sum(done))
 
-    def of_embedding(self, sizes: Sizes, tokens: int) -> Buffers:
+    def embedding(self, made: Buffers) -> Buffers:
         p = self.parameters
         gradients = {"gradients": self.new_gradients(-1)}
         made = {
+            **made,
             "the embedding's gradient": self.layout.whole(p.embedding) * (1 if p.head else 2),
             **self.layout.backward(p, p.layer),
-            **sizes.embedding_parts(tokens),
         }
         summed = self.layout.reducing(p, p.embedding)
         larger = max(made, summed, key=lambda buffers: sum(buffers.values()))
@@ -129,26 +131,6 @@ class Sharded(States):
 
 
 # --- exchanges -------------------------------------------------------------------------------
-
-
-class Exchanged(NamedTuple):
-    """Seconds of a batch's exchanges, and of the update."""
-
-    forward: float = 0.0
-    """They take so long; forward is not shorter."""
-    backward: float = 0.0
-    alone_forward: float = 0.0
-    """Of them nothing is computed beside."""
-    alone_backward: float = 0.0
-    taken_forward: float = 0.0
-    """From what is computed beside them."""
-    taken_backward: float = 0.0
-    memory_bytes: float = 0.0
-    """Read and written in forward and backward."""
-    update: float | None = None
-    """None: exact AdamW's."""
-    link: float = 0.0
-    """For so long the host's link is busy."""
 
 
 def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> Exchanged:

@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from longctx.cost.kept import ORDER, Keep, Ladder, in_order
+from longctx.cost.sizes import Cut, Sizes
 from longctx.errors import UserError
-from longctx.memory.ladder import Chosen, Keep, Ladder, Rung
-from longctx.memory.plan import KINDS, Cut, Place, Sizes
-from longctx.plan.decide import Budget, Choose, Decision
+from longctx.memory.ladder import Budget, Step
+from longctx.memory.place import KINDS, Place
+from longctx.memory.states import BlockSpec
 from longctx.plan.predict import Plan, Run
 from longctx.recipe import read_text
 
-FORMAT = 2
+FORMAT = 3
 OPTIONS = (
     *("class_type", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("place", "gpu_memory_gib", "keep", "offload_activations", "head_groups", "tile_tokens"),
@@ -43,9 +45,9 @@ class Given:
     cut: Cut
     places: list[Place]
 
-    def chosen(self, sizes: Sizes) -> Choose:
-        """What was chosen, whatever is free."""
-        return lambda *_: Chosen(self.ladder, replace(sizes, **self.cut._asdict()))
+    def step(self, step: Step) -> Step:
+        """With what was chosen, whatever is free."""
+        return replace(step, given=(self.ladder, replace(step.sizes, **self.cut._asdict())))
 
     def check(self, run: Run, sizes: Sizes) -> None:
         """Raises UserError for a run that the plan is not of."""
@@ -66,12 +68,17 @@ class Given:
         if len(self.ladder) != kept:
             raise UserError(f"--plan {self.path} keeps {len(self.ladder)} of {kept} layers")
 
-    def check_decided(self, decision: Decision) -> None:
-        """Raises UserError where the same budgets and ladder give other places."""
-        if [*decision.places] != self.places:
+    def check_blocks(self, specs: Sequence[BlockSpec]) -> None:
+        """Raises UserError for other blocks than those that are placed, and for what cannot wait on
+        the host."""
+        if len(specs) != len(self.places) or not all(map(_may_be, specs, self.places)):
             raise UserError(
                 f"--plan {self.path} places blocks as this version of longctx does not: plan again"
             )
+
+
+def _may_be(spec: BlockSpec, place: Place) -> bool:
+    return place.all_on_gpu or (bool(spec.modules) and (place.weight or spec.movable))
 
 
 def _flag(name: str, value: Any) -> str:
@@ -90,10 +97,7 @@ def written(planned: Plan) -> dict[str, Any]:
         "run": {name: planned.run.value(name) for name in OPTIONS},
         "model": dimensions(planned.sizes),
         "budget_bytes": list(decision.budget),
-        "layers": [
-            [keep.rung.name, keep.host.name if keep.host is not None else None]
-            for keep in decision.kept.ladder
-        ],
+        "layers": [[in_order(keep.kept), in_order(keep.hosted)] for keep in decision.kept.ladder],
         "cut": list(planned.sizes.cut(planned.run.tokens)),
         "blocks_on_gpu": [
             [kind for kind in KINDS if getattr(place, kind)] for place in decision.places
@@ -137,10 +141,11 @@ def _whole(number: Any, least: int = 0) -> int:
     return number
 
 
-def _ladder(layers: Sequence[tuple[str, str | None]]) -> Ladder:
-    ladder = tuple(Keep(Rung[rung], Rung[host] if host else None) for rung, host in layers)
-    if any(keep.host is not None and keep.host > keep.rung for keep in ladder):
-        raise ValueError("what is not kept waits nowhere")
+def _ladder(layers: Sequence[tuple[list[str], list[str]]]) -> Ladder:
+    ladder = tuple(Keep(frozenset(kept), frozenset(hosted)) for kept, hosted in layers)
+    for kept, hosted in ladder:
+        if not hosted <= kept <= {*ORDER} or "x" not in kept:
+            raise ValueError(kept, hosted)  # what is not kept waits nowhere
     return ladder
 
 

@@ -19,9 +19,10 @@ import torch
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
+from longctx.cost.machines import CONTEXT_BYTES, MACHINES, AttentionRates, Machine, machine_like
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError, one_line, say
 from longctx.memory.machine import host_share_bytes
-from longctx.memory.plan import GIB
 from longctx.memory.rates import (
     COPIED_BYTES,
     LINK_BYTES,
@@ -38,7 +39,6 @@ from longctx.memory.rates import (
     write_rates,
 )
 from longctx.memory.store import free_gpu_bytes
-from longctx.plan.machines import CONTEXT_BYTES, MACHINES, AttentionRates, Machine, machine_like
 
 DTYPE = torch.bfloat16
 HEAD_DIM = 128

@@ -8,8 +8,8 @@ takes about 20 ms then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,31 +17,31 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
 from longctx.config import ModelArguments
+from longctx.cost.machines import Machine
+from longctx.cost.peak import Phase, peak, phases
+from longctx.cost.seconds import Exchanged, Seconds
+from longctx.cost.sizes import GIB, Batch, Sizes
 from longctx.engines.layout import Layout, Parameters
 from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
-from longctx.memory.ladder import Batch, Chosen, States, choose_beside
+from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
 from longctx.memory.machine import host_budget
-from longctx.memory.plan import GIB, Place, Placement, Sizes, usable_bytes
-from longctx.memory.settle import HostRoom
+from longctx.memory.place import (
+    Levels,
+    Place,
+    PlacedStates,
+    Placement,
+    pending_levels,
+    usable_bytes,
+)
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
-from longctx.model.families import base_of, head_dim, kv_heads, layer_adapters
+from longctx.model.costs import StepTable
+from longctx.model.families import head_dim, kv_heads
 from longctx.model.runtime import check_shares, model_sizes
-from longctx.plan.buffers import Phase, other_phases, peak, scheduled_phases
-from longctx.plan.decide import (
-    Budget,
-    Decision,
-    Kept,
-    decide,
-    estimated_work,
-    gpu_budget,
-    keeping,
-)
-from longctx.plan.engines import Exchanged, Sharded, averaged, exchanged, parameters_of, shared_rows
-from longctx.plan.machines import Machine
-from longctx.plan.seconds import Adapted, Seconds, Task, seconds
+from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
+from longctx.plan.engines import Sharded, averaged, exchanged, parameters_of, shared_rows
 
 DTYPE = torch.bfloat16
 PROCESS_BYTES = int(2.5 * GIB)
@@ -115,24 +115,12 @@ class Subject:
             with torch.device("meta"):
                 self.model = with_lora(self.model, args)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self.adapted = self._adapted()
         self.parameters = parameters_of(self.model)
-
-    def _adapted(self) -> Adapted:
-        base = base_of(inside_peft(self.model))
-        layers = [] if base is None else base.layers
-        found = [x for layer in layers for x in layer_adapters(layer).values()]
-        a, b = [x.a for x in found], [x.b for x in found]
-        return Adapted(
-            inputs=sum(x.shape[1] for x in a),
-            outputs=sum(len(x) for x in b),
-            parameters=sum(x.numel() for x in (*a, *b)),
-        )
 
     def sizes(self, run: Run) -> Sizes:
         if run.model.class_type == "custom":
             sizes = model_sizes(inside_peft(self.model), run.model, DTYPE)
-            return replace(sizes, ranks=run.sequence_parallel_size)
+            return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
         config = self.config
         return Sizes(
             layers=config.num_hidden_layers,
@@ -145,6 +133,9 @@ class Subject:
             itemsize=DTYPE.itemsize,
             ranks=run.sequence_parallel_size,
             head_groups=1,
+            class_type=run.model.class_type,
+            trained=self.trained,
+            exact=run.exact,
         )
 
 
@@ -190,55 +181,71 @@ class Plan:
         return int(rows * self.run.model.seq_len * groups)
 
     @property
+    def step_s(self) -> float:
+        """As it is shown, and as plans are compared: to three digits."""
+        return float(displayed(self.seconds.step))
+
+    @property
     def tokens_per_s(self) -> float:
-        return self.step_tokens / self.seconds.step
+        return self.step_tokens / self.step_s
 
 
-def plan(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan:
-    """`host_bytes` are what the host has free, for all processes. Raises UserError for what no
-    machine can run."""
+def plan(
+    subject: Subject,
+    run: Run,
+    machine: Machine,
+    host_bytes: int,
+    having: Callable[[Step], Step] = lambda step: step,
+) -> Plan:
+    """`host_bytes` are what the host has free, for all processes; `having` changes what is chosen
+    for, as a given plan does. Raises UserError for what no machine can run."""
     backend = _backend(run, machine)
-    sizes, passes = subject.sizes(run), run.gradient_accumulation_steps
-    writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
-    sizes = replace(sizes, writes_gradients=writes)
-    engine, states = run.engine, None
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
-    if engine is None:
-        decision = _decide(subject, sizes, run, machine, budget)
+    step, engine = having(_step(subject, run, machine, backend)), run.engine
+    accumulates = run.gradient_accumulation_steps > 1
+    if engine is not None:
+        decision = _decide_sharded(subject, step, run, machine, budget, engine)
+    elif run.exact:
+        specs = state_blocks(subject.model, movable=_patched(run) and run.gpus == 1)
+        decision = decide(
+            specs,
+            budget,
+            placement=run.place,
+            accumulates=accumulates,
+            several=run.gpus > 1,
+            needs=step,
+        )
     else:
-        decision = _decide_sharded(subject, sizes, run, machine, budget, engine)
-        states = Sharded(engine, subject.parameters, sizes.layers, passes > 1)
-    sizes = decision.sizes or sizes
-    if run.model.class_type == "custom":
-        _check_ranks(sizes, run.tokens)
-        phases = scheduled_phases(decision, sizes, run.tokens, passes > 1, states)
-    else:
-        kind = run.model.class_type
-        phases = other_phases(decision, sizes, run.tokens, passes > 1, kind, states)
-    task = Task(
-        sizes=sizes,
-        tokens=run.tokens,
-        document=min(run.document_tokens or run.model.seq_len, run.model.seq_len),
-        class_type=run.model.class_type,
-        ladder=decision.kept.ladder,
-        trained=subject.trained,
-        exact=run.exact,
-        adapted=subject.adapted,
-        exchanges=_exchanges(subject, sizes, run, machine),
+        decision = _as_weights(subject, step, run, budget)
+    chosen = decision.chosen
+    assert chosen is not None
+    _check_ranks(chosen.sizes, run.tokens)
+    standing = (
+        PlacedStates(decision.blocks, decision.places, accumulates=accumulates)
+        if engine is None
+        else Sharded(engine, subject.parameters, step.sizes.layers, accumulates)
+    )
+    document = min(run.document_tokens or run.model.seq_len, run.model.seq_len)
+    timed = replace(
+        step,
+        batch=step.batch._replace(document=document),
+        rates=machine.rates(backend, document, step.sizes.head_dim),
+        exchanges=_exchanges(subject, chosen.sizes, run, machine),
     )
     process, held = PROCESS_BYTES, 0
     if engine is not None:
         process, held = int(engine.process_gib * GIB), engine.host(subject.parameters)
+    found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
     return Plan(
         run=run,
         machine=machine,
-        sizes=sizes,
+        sizes=chosen.sizes,
         backend=backend,
         decision=decision,
-        phases=phases,
-        seconds=seconds(task, decision, machine, backend, passes),
+        phases=found,
+        seconds=predicted(timed, chosen),
         gpu_limit=limit,
-        problem=_problem(decision, phases, limit, held)
+        problem=_problem(decision, found, limit, held)
         or (decision.placement_problem(run.place) if run.exact else None),
         rank_host_bytes=decision.host.nbytes + process + held,
         parameters=subject.parameters,
@@ -287,113 +294,59 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
     return Budget(gpu, host), limit
 
 
-def _decide(subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: Budget) -> Decision:
-    tokens, passes = run.tokens, run.gradient_accumulation_steps
-    custom = run.model.class_type == "custom"
-    specs = state_blocks(subject.model, movable=custom and run.gpus == 1)
-    choose = partial(_choose, sizes, run, machine)
-    if not run.exact:
-        return _as_weights(specs, run, budget, choose if custom else None)
-    needs = (
-        choose
-        if custom
-        else estimated_work(
-            tokens,
-            layers=sizes.layers,
-            hidden=sizes.hidden,
-            intermediate=sizes.intermediate,
-            vocab=sizes.vocab,
-            itemsize=sizes.itemsize,
-            liger=run.model.class_type == "liger",
-        )
-    )
-    return decide(
-        specs,
-        budget,
-        tokens=tokens,
-        placement=run.place,
-        accumulates=passes > 1,
-        several=run.gpus > 1,
-        needs=needs,
-    )
+def _patched(run: Run) -> bool:
+    return bool(run.model.class_type == "custom")
 
 
-def _choose(
-    sizes: Sizes, run: Run, machine: Machine, gpu: int, host: int, states: States
-) -> Chosen:
-    """As the runtime of a patched model does (model/runtime.py)."""
-    passes = run.gradient_accumulation_steps
-    return choose_beside(
-        sizes,
-        Batch(run.tokens, min(run.tokens, run.model.seq_len), passes),
-        gpu,
-        host,
-        machine.rates,
-        keep=run.model.keep,
-        offload=run.model.offload_activations,
-        states=states,
-    )
+def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
+    """As the runtime of a patched model asks for it (model/runtime.py)."""
+    sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
+    writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
+    sizes = replace(sizes, writes_gradients=writes)
+    batch = Batch(run.tokens, document, run.gradient_accumulation_steps)
+    rates = machine.rates(backend, document, sizes.head_dim)
+    step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
+    if not _patched(run):
+        return step
+    return replace(step, keep=run.model.keep, offload=run.model.offload_activations)
 
 
-def _as_weights(specs: Any, run: Run, budget: Budget, choose: Any | None) -> Decision:
+def _as_weights(subject: Subject, step: Step, run: Run, budget: Budget) -> Decision:
     """With torch's AdamW everything is on the GPU, and activations have what is left."""
+    specs = state_blocks(subject.model, movable=False)
     blocks = [spec.sizes(accumulates=False) for spec in specs]
     blocks = [replace(block, states=2 * block.grad) for block in blocks]
-    weights, trained = (sum(getattr(b, kind) for b in blocks) for kind in ("weight", "grad"))
-    states = States(gradients=trained, moments=2 * trained)
-    chosen = choose(budget.gpu - weights, budget.host, states) if choose else None
-    kept = keeping(chosen.sizes, run.tokens, chosen.ladder) if chosen else Kept()
-    places = [Place() for _ in specs]
-    host = HostRoom(specs, places, accumulates=False, kept_bytes=kept.hosted)
-    return Decision(
-        specs=specs,
-        blocks=blocks,
-        places=places,
-        kept=kept,
-        host=host,
-        budget=budget,
-        needed_bytes=0,  # the phases' peak tells
-        sizes=chosen.sizes if chosen else None,
-    )
+    levels = Levels(blocks, "gpu", accumulates=step.batch.passes > 1)
+    chosen = choose(step, [levels], budget)
+    return decided(specs, blocks, chosen, budget, keeping(step, chosen), False)
 
 
 def _decide_sharded(
-    subject: Subject, sizes: Sizes, run: Run, machine: Machine, budget: Budget, engine: Layout
+    subject: Subject, step: Step, run: Run, machine: Machine, budget: Budget, engine: Layout
 ) -> Decision:
     """An engine has weights and states; activations get what is free when training begins."""
     p = subject.parameters
-    pending = engine.pending(p)
     stand = engine.gradient(p.total) if engine.gradients_stand else 0
     taken = sum(engine.standing(p).values()) - engine.late(p) + stand
     budget = Budget(
         usable_bytes(machine.gpu_bytes - machine.held_bytes - taken),
         budget.host - engine.host(p),
     )
-    kept, chosen = Kept(), None
-    if run.model.class_type == "custom":
-        states = States(gradients=pending.gradients, moments=pending.states)
-        chosen = _choose(sizes, run, machine, budget.gpu, max(0, budget.host), states)
-        kept = keeping(chosen.sizes, run.tokens, chosen.ladder)
+    pending = engine.pending(p)
+    levels = pending_levels(step.sizes.layers, *pending, accumulates=step.batch.passes > 1)
+    chosen = choose(step, [levels], Budget(budget.gpu, max(0, budget.host)))
     specs = state_blocks(subject.model, movable=False)
-    places = [Place() for _ in specs]
-    return Decision(
-        specs=specs,
-        blocks=[spec.sizes(accumulates=False) for spec in specs],
-        places=places,
-        kept=kept,
-        host=HostRoom(specs, places, accumulates=False, kept_bytes=kept.hosted),
-        budget=budget,
-        needed_bytes=0,  # the phases' peak tells
-        sizes=chosen.sizes if chosen else None,
-    )
+    blocks = [spec.sizes(accumulates=False) for spec in specs]
+    chosen = replace(chosen, places=[Place() for _ in specs])
+    return decided(specs, blocks, chosen, budget, keeping(step, chosen), False)
 
 
-def _exchanges(subject: Subject, sizes: Sizes, run: Run, machine: Machine) -> list[Exchanged]:
+def _exchanges(subject: Subject, sizes: Sizes, run: Run, machine: Machine) -> tuple[Exchanged, ...]:
     passes, p = run.gradient_accumulation_steps, subject.parameters
     if run.engine is None:
-        return [averaged(p, machine, run.gpus)]
+        return (averaged(p, machine, run.gpus),)
     found = exchanged(run.engine, p, machine, passes)
-    return [found, shared_rows(sizes, run.tokens, machine)]
+    return found, shared_rows(sizes, run.tokens, machine)
 
 
 def _check_ranks(sizes: Sizes, tokens: int) -> None:
@@ -410,10 +363,10 @@ def _problem(decision: Decision, phases: list[Phase], limit: int, held: int) -> 
             f"{needed / GIB:.1f} GiB of host memory are needed in each process for states and "
             f"activations and {free / GIB:.1f} GiB may be used"
         )
-    too_small = decision.gpu_problem() if decision.needed_bytes else None
-    if problem := too_small or decision.host_problem():
-        return problem
     most = peak(phases)
+    fits = decision.needed_bytes <= decision.budget.gpu
+    if problem := (None if fits else decision.gpu_problem()) or decision.host_problem():
+        return problem
     if most.nbytes <= limit:
         return None
     return (

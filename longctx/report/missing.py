@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from longctx.memory.plan import GIB
+from longctx.cost.machines import Machine, machine_like
+from longctx.cost.sizes import GIB
 from longctx.memory.rates import Measured
-from longctx.plan.machines import Machine, machine_like
 from longctx.plan.measure import Gpu
 
 SLOW, SLOW_LINK = 0.85, 0.8

@@ -26,16 +26,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from longctx.config import ModelArguments, TrainArguments
+from longctx.cost.kept import describe
+from longctx.cost.machines import MACHINES, Machine, machine_named
+from longctx.cost.sizes import GIB
 from longctx.data.tokenizer import VOCAB_SIZE
 from longctx.engines import Engine
 from longctx.engines.rows import groups_of, ulysses
 from longctx.errors import UserError, printable
-from longctx.memory.ladder import describe
 from longctx.memory.machine import host_share_bytes
-from longctx.memory.plan import GIB
 from longctx.plan.changes import Change, changes
 from longctx.plan.given import written
-from longctx.plan.machines import MACHINES, Machine, machine_named
 from longctx.plan.measure import this_machine
 from longctx.plan.predict import DTYPE, Plan, Run, Subject, longest, plan
 from longctx.program import Parser
@@ -283,7 +283,7 @@ def _short(planned: Plan) -> dict[str, Any]:
         "seq_len": planned.run.model.seq_len,
         "gpu_gib": _gib(planned.gpu_bytes),
         "host_gib": _gib(planned.host_bytes),
-        "step_s": round(planned.seconds.step, 4),
+        "step_s": round(planned.step_s, 4),
         "tokens_per_s": round(planned.tokens_per_s, 1),
     }
 

@@ -23,16 +23,17 @@ from rich.table import Table
 from transformers import PretrainedConfig
 
 from longctx.config import ModelArguments, TrainArguments
+from longctx.cost.kept import Ladder
+from longctx.cost.machines import Machine
+from longctx.cost.peak import peak
+from longctx.cost.sizes import GIB
 from longctx.data.rows import as_arrays
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0, printable
-from longctx.memory.ladder import Ladder
 from longctx.memory.machine import host_share_bytes
-from longctx.memory.plan import GIB, Place
-from longctx.plan.buffers import peak
+from longctx.memory.place import Place
 from longctx.plan.changes import changes
 from longctx.plan.given import read_given
-from longctx.plan.machines import Machine
 from longctx.plan.measure import known_machine
 from longctx.plan.predict import PROCESS_BYTES, Plan, Subject, plan
 from longctx.report.plan import as_json, check_known, lines_of, run_of, title_of

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
+from longctx.cost.sizes import GIB
 from longctx.engines.collectives import all_reduce_min
 from longctx.errors import print_rank0
-from longctx.memory.plan import GIB
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
 from longctx.output import METRICS

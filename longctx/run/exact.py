@@ -22,10 +22,10 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from longctx.config import TrainArguments
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError, print_rank0
 from longctx.lora.foreign import check_resumed
 from longctx.memory.optimizer import ExactAdamW
-from longctx.memory.plan import GIB
 from longctx.memory.store import free_gpu_bytes
 from longctx.model.adapters import inside_peft
 from longctx.output.resume import (

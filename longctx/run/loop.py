@@ -27,7 +27,7 @@ from torch import nn
 
 from longctx.errors import UserError
 from longctx.memory.optimizer import ExactAdamW
-from longctx.memory.plan import Placement
+from longctx.memory.place import Placement
 from longctx.model.runtime import patched_part
 from longctx.run.states import place_states
 

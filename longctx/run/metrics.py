@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.cost.sizes import GIB
 from longctx.engines.collectives import whole_numel
-from longctx.memory.plan import GIB
 from longctx.model.families import head_dim, windows
 
 # Dense bf16 peaks from the vendors' datasheets, in TFLOP/s.

@@ -30,13 +30,13 @@ from transformers.loss import loss_utils
 
 from longctx.attention import backends, protocol
 from longctx.config import ModelArguments
+from longctx.cost.sizes import GIB
 from longctx.engines import Engine
 from longctx.engines.collectives import local_shard
 from longctx.errors import UserError
 from longctx.kernels import cross_entropy
 from longctx.memory import slab, store
 from longctx.memory.held import HeldGradient
-from longctx.memory.plan import GIB
 from longctx.model import layer, loss
 from longctx.model.runtime import patched_part
 from longctx.run.trainer import LongTrainer

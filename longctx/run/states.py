@@ -6,32 +6,24 @@ What goes where is decided in plan/decide.py; here it is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from longctx.config import TrainArguments
+from longctx.cost.sizes import GIB
 from longctx.engines.collectives import all_reduce_min
 from longctx.errors import UserError, print_rank0
+from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
-from longctx.memory.plan import GIB, Placement
+from longctx.memory.place import Placement
 from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import decoder_layers, language_models, state_blocks
 from longctx.model.runtime import patched_part
-from longctx.plan.decide import (
-    Budget,
-    Choose,
-    Decision,
-    Work,
-    decide,
-    estimated_work,
-    gpu_budget,
-)
+from longctx.plan.decide import Decision, decide, decide_as_given, estimated_work, gpu_budget
 from longctx.plan.given import Given
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -83,28 +75,8 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
     if len(language_models(model)) != 1:  # whose activations share no budget
         patched = None
     specs = state_blocks(model, movable=patched is not None and not several)
-    needs: Choose | Work
-    if patched is None:
-        needs = _estimated_work(model, tokens)
-    else:
-        sizes = patched.longctx.sizes(patched)
-        needs = partial(patched.longctx.choose, sizes, tokens)
-        if given is not None:
-            needs = given.chosen(sizes)
-        patched.longctx.reserved_tokens = tokens
     budget = Budget(_gpu_budget(specs, args), _host_budget(patched, args))
-    decided = decide(
-        specs,
-        budget if given is None else given.budget,
-        tokens=tokens,
-        placement=args.place,
-        accumulates=args.gradient_accumulation_steps > 1,
-        several=several,
-        needs=needs,
-    )
-    if given is not None:
-        given.check_decided(decided)
-        decided = replace(decided, budget=budget)
+    decided = _decided(model, patched, specs, budget, args, tokens, given)
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
         raise UserError(problem if given is None else f"--plan {given.path}: {problem}")
@@ -123,12 +95,43 @@ def place_states(model: Any, args: Placing, tokens: int, given: Given | None = N
     return StateStream(decided.host.blocks, args.device)
 
 
-def _estimated_work(module: Any, tokens: int) -> Work:
+def _decided(
+    model: Any,
+    patched: Any | None,
+    specs: Sequence[BlockSpec],
+    budget: Budget,
+    args: Placing,
+    tokens: int,
+    given: Given | None,
+) -> Decision:
+    accumulates = args.gradient_accumulation_steps > 1
+    needs: Step | int
+    if patched is None:
+        needs = _estimated_work(model, tokens)
+    else:
+        needs = step = patched.longctx.step(patched.longctx.sizes(patched), tokens)
+        patched.longctx.reserved_tokens = tokens
+        if given is not None:
+            given.check_blocks(specs)
+            return decide_as_given(
+                specs, budget, accumulates=accumulates, step=given.step(step), places=given.places
+            )
+    return decide(
+        specs,
+        budget,
+        placement=args.place,
+        accumulates=accumulates,
+        several=args.world_size > 1,
+        needs=needs,
+    )
+
+
+def _estimated_work(module: Any, tokens: int) -> int:
     """Of all language models inside; what other modules need is not known."""
     nbytes = 0
     for model in language_models(module):
         config = model.config.get_text_config()
-        work = estimated_work(
+        nbytes += estimated_work(
             tokens,
             layers=len(list(decoder_layers(model))),
             hidden=config.hidden_size,
@@ -137,8 +140,7 @@ def _estimated_work(module: Any, tokens: int) -> Work:
             itemsize=model.dtype.itemsize,
             liger=str(getattr(model.forward, "__module__", "")).startswith("liger_kernel"),
         )
-        nbytes += work.nbytes
-    return Work(nbytes, 0)
+    return nbytes
 
 
 def limit_gpu(device: torch.device, gib: float | None) -> None:

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from longctx.memory.plan import GIB
+from longctx.cost.sizes import GIB
 from longctx.memory.slab import PinnedSlab
 from profiling.results import write_results
 

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from longctx.config import ModelArguments
+from longctx.cost.kept import Keep
+from longctx.cost.peak import peak, phases
+from longctx.cost.sizes import Batch
 from longctx.lora.quantise import quantise_
-from longctx.memory.ladder import Chosen, Keep, Rung
-from longctx.memory.plan import GIB
+from longctx.memory.place import Levels, PlacedStates
 from longctx.model.blocks import state_blocks
+from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part
-from longctx.plan.buffers import peak, scheduled_phases
-from longctx.plan.decide import Budget, decide
 from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config
 
@@ -43,16 +44,13 @@ def adapted(device: torch.device, quantize: str, *, tiny: bool = False, tokens: 
 
 def planned_bytes(model, tokens: int) -> int:
     """With all that may wait on the host there."""
-    sizes = patched_part(model).longctx.sizes(patched_part(model))
-    decision = decide(
-        state_blocks(model, movable=True),
-        Budget(80 * GIB, 80 * GIB),
-        tokens=tokens,
-        placement="host",
-        accumulates=False,
-        needs=lambda *_: Chosen((LAYERS - 1) * (Keep(Rung.O, Rung.O),) + (Keep(Rung.O),), sizes),
-    )
-    return peak(scheduled_phases(decision, sizes, tokens, False)).nbytes
+    patched = patched_part(model)
+    sizes, batch = patched.longctx.sizes(patched), Batch(tokens, tokens)
+    blocks = [spec.sizes(accumulates=False) for spec in state_blocks(model, movable=True)]
+    places = (levels := Levels(blocks, "host", accumulates=False)).places(len(levels) - 1)
+    standing = PlacedStates(blocks, places, accumulates=False)
+    ladder = (LAYERS - 1) * (Keep.of("o", "o"),) + (Keep.of("o"),)
+    return peak(phases(StepTable.of(sizes, batch), ladder, standing)).nbytes
 
 
 def run(model, device: torch.device, tokens: int, steps: int) -> tuple[list[float], int]:

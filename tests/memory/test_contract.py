@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from exactness import DEVICE
 from longctx.memory.optimizer import ExactAdamW
-from longctx.memory.plan import Place
+from longctx.memory.place import Place
 from longctx.memory.states import BlockSpec
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -22,11 +22,11 @@ import torch
 from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, hosted, llama, place
 from torch import Tensor
 
+from longctx.cost.kept import SETS
 from longctx.lora.quantise import quantise_
 from longctx.memory import guard as guarding
 from longctx.memory import store as storing
 from longctx.memory import stream as streaming
-from longctx.memory.ladder import Rung
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.states import Block
 from longctx.memory.stream import Compute, Lane
@@ -155,7 +155,7 @@ def make(
     if hooked and lora is not None:
         model.enable_input_require_grads()
     where = anywhere(draw) if draw else everything_on_gpu
-    ladder = hosted(draw.randint(1, 3), draw.choice(list(Rung))) if draw else None
+    ladder = hosted(draw.randint(1, 3), draw.choice(list(SETS))) if draw else None
     if adapter:
         torch.manual_seed(0)
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from exactness import DEVICE
 from longctx.memory import gradients as taking
 from longctx.memory.gradients import Gradients
-from longctx.memory.plan import Place
+from longctx.memory.place import Place
 from longctx.memory.states import BlockSpec
 
 SHAPES = [(700, 301), (1000,), (33, 7), (1,)]

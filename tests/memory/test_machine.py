@@ -11,10 +11,10 @@ import psutil
 import pytest
 import torch
 
+from longctx.cost.kept import Keep
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 from longctx.memory import machine
-from longctx.memory.ladder import Keep
-from longctx.memory.plan import GIB
 from longctx.memory.store import ActivationStore
 
 MIB = 2**20

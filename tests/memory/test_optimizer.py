@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from exactness import DEVICE, assert_exact, relative_error
 from longctx.kernels.adamw import split_master
 from longctx.memory.optimizer import ExactAdamW
-from longctx.memory.plan import Place
+from longctx.memory.place import Place
 from longctx.memory.states import BlockSpec
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

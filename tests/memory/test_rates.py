@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from longctx.cost.rates import Rates
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 from longctx.memory import rates
-from longctx.memory.ladder import Rates
-from longctx.memory.plan import GIB
 from longctx.memory.rates import (
     Link,
     Measured,

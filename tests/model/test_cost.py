@@ -1,7 +1,7 @@
 """What the schedule costs, counted: FLOPs of every product, bytes kept, bytes at the peak.
 
 The counts are torch's (FlopCounterMode, MemTracker), the expectations are the formulas of
-longctx/model/layer.py and longctx/memory/plan.py. On a CPU attention's own op is not counted.
+longctx/model/costs.py. On a CPU attention's own op is not counted.
 """
 
 from __future__ import annotations
@@ -12,22 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from small_cost import activity_peak, tables_of
 from small_model import CPU
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from longctx.config import ModelArguments
+from longctx.cost.kept import SETS
+from longctx.cost.table import load
 from longctx.kernels.rms_norm import rms_norm_forward
-from longctx.memory.ladder import (
-    Batch,
-    Rung,
-    again_flops,
-    forward_flops,
-    gpu_bytes,
-    rung_bytes,
-)
-from longctx.memory.plan import Sizes
 from longctx.model import layer
 from longctx.model.patch import patch_as
 from longctx.run.loading import load_config
@@ -102,10 +96,12 @@ def test_every_product_is_computed_as_often_as_the_schedule_says(step: Step, aga
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     assert backward.get_total_flops() == LAYERS * 2 * T * (again + 2 * (QKV + OUT + MLP))
-    sizes, counted = sizes_of(step.model), Batch(T, row=0)
-    rung = Rung[step.model.longctx.args.keep.upper()]
-    assert again_flops(sizes, counted, rung) == 2 * T * again
-    assert forward_flops(sizes, counted) == 2 * T * (QKV + OUT + MLP)
+    tables = tables_of(step.model, T)
+    kept = SETS[step.model.longctx.args.keep]
+    assert load(tables.layer.again(kept)).matmul == 2 * T * again
+    assert load(tables.layer.forward).matmul == 2 * T * (QKV + OUT + MLP)
+    assert load(tables.layer.backward).matmul == 2 * T * 2 * (QKV + OUT + MLP)
+    assert load(tables.loss.forward).matmul == loss_flops
 
 
 @pytest.mark.parametrize(
@@ -124,8 +120,7 @@ def test_a_layer_keeps_what_the_plan_counts(step: Step, kept_bytes: int) -> None
     loss = step.forward()
     held = step.model.longctx.store.tensors_on_gpu()
     assert sum(t.untyped_storage().nbytes() for t in held) == LAYERS * kept_bytes
-    rung = Rung[step.model.longctx.args.keep.upper()]
-    planned = rung_bytes(sizes_of(step.model), T, rung)
+    planned = tables_of(step.model, T).layer.kept_bytes(SETS[step.model.longctx.args.keep])
     assert kept_bytes <= planned <= kept_bytes + 512 * (6 + K)
     del loss
 
@@ -150,8 +145,7 @@ def test_the_peak_is_what_the_plan_leaves_room_for(groups) -> None:
     with tracker:
         step.forward().backward()
     peak = activations(tracker.get_tracker_snapshot("peak")[CPU])
-    sizes, ladder = step.model.longctx.sizes(step.model), step.model.longctx.store.ladder
-    planned = gpu_bytes(sizes, T, ladder) + sizes.working_bytes(T)
+    planned = activity_peak(step.model, T)
     # torch's flash op for CPUs wants k and v for every query head, and returns gradients of each.
     repeated = 3 * UNIT_BYTES // groups
     assert planned <= peak <= planned + repeated + 16 * T
@@ -173,7 +167,7 @@ def test_the_plan_knows_what_other_families_need(kind, changes, head_groups, kee
     over = over_plan(make_step(kind, changes, **settings)) - llamas_over_plan(**settings)
     roots = T * H * 4  # torch's reference of the norm holds one for each row
     copies = T * (H + K) * d * 4 // head_groups  # counted, and the peak may lie elsewhere
-    assert -copies <= over <= 1.1 * roots
+    assert -copies <= over <= 1.5 * roots
 
 
 @cache  # tracking memory takes a second
@@ -186,8 +180,7 @@ def over_plan(step: Step) -> int:
     tracker.track_external(step.model)
     with tracker:
         step.forward().backward()
-    sizes, ladder = step.model.longctx.sizes(step.model), step.model.longctx.store.ladder
-    planned = gpu_bytes(sizes, T, ladder) + sizes.working_bytes(T)
+    planned = activity_peak(step.model, T)
     return activations(tracker.get_tracker_snapshot("peak")[CPU]) - planned
 
 
@@ -205,20 +198,6 @@ def test_n1_is_computed_for_every_head_group(step: Step, monkeypatch: pytest.Mon
     assert sum(tokens) == K * T
     loss.backward()
     assert sum(tokens) == (2 * K + 1) * T
-
-
-def sizes_of(model: LlamaForCausalLM) -> Sizes:
-    return Sizes(
-        layers=LAYERS,
-        hidden=D,
-        intermediate=F,
-        heads=H,
-        kv_heads=K,
-        head_dim=d,
-        vocab=V,
-        itemsize=4,
-        tile_tokens=64,
-    )
 
 
 def activations(snapshot: dict) -> int:

@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
 from longctx.config import ModelArguments
+from longctx.cost.kept import ORDER, Keep
 from longctx.errors import UserError
-from longctx.memory.ladder import Keep, Rung
 from longctx.model.patch import patch_as
 from longctx.run.loading import load_config
 
@@ -315,8 +315,13 @@ def test_head_groups_must_divide_the_kv_heads() -> None:
         ours(**batch(PACKED))
 
 
+SETS_IN_ORDER = [frozenset(ORDER[:i]) for i in range(1, 6)]
+OTHER_SETS = [frozenset({"x", "o", "q k v"}), frozenset({"x", "o", "h", "gate up"})]
 KEEPS = [
-    Keep(rung, host) for rung in Rung for host in (None, *Rung) if host is None or host <= rung
+    Keep(kept, hosted)
+    for kept in (*SETS_IN_ORDER, *OTHER_SETS)
+    for hosted in (frozenset(), *SETS_IN_ORDER, *OTHER_SETS)
+    if hosted <= kept
 ]
 
 

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from longctx.config import ModelArguments
+from longctx.cost.machines import MACHINES
+from longctx.cost.peak import LIBRARY_BYTES
+from longctx.cost.sizes import GIB
 from longctx.engines import collectives, fsdp
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.layout import (
@@ -21,11 +24,9 @@ from longctx.engines.layout import (
     zero_layout,
 )
 from longctx.errors import UserError
-from longctx.memory.plan import GIB, Pending
+from longctx.memory.pending import Pending
 from longctx.plan import engines as planned_engines
-from longctx.plan.buffers import LIBRARY_BYTES
 from longctx.plan.engines import Sharded, averaged, exchanged, parameters_of, shared_rows
-from longctx.plan.machines import MACHINES
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.run.loading import load_config
 

@@ -10,10 +10,11 @@ import pytest
 from small_model import tiny_config
 
 from longctx.config import ModelArguments
+from longctx.cost.machines import MACHINES
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError
-from longctx.memory.plan import GIB
+from longctx.memory.place import Place
 from longctx.plan.given import Given, read_given, written
-from longctx.plan.machines import MACHINES
 from longctx.plan.predict import Plan, Run, Subject, plan
 
 SUBJECT = Subject(tiny_config(num_hidden_layers=4))
@@ -45,9 +46,11 @@ def test_what_was_decided_is_read_again(tmp_path, options) -> None:
     assert (found.budget, found.ladder) == (decision.budget, decision.kept.ladder)
     assert found.places == decision.places
     found.check(run(**options), SUBJECT.sizes(run()))
-    found.check_decided(decision)
-    with pytest.raises(UserError, match="places blocks as this version of longctx does not"):
-        replace(found, places=found.places[1:]).check_decided(decision)
+    found.check_blocks(decision.specs)
+    away = Place(weight=False, states=False, grad=False)
+    for places in (found.places[1:], [*found.places[:-1], away]):  # norms never leave
+        with pytest.raises(UserError, match="places blocks as this version of longctx does not"):
+            replace(found, places=places).check_blocks(decision.specs)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_another_model_is_refused(tmp_path) -> None:
         ('{"fits": false, "problem": "too large"}', "does not fit its machine: too large"),
         ('{"fits": true}', "a run with torch's AdamW, whose states nobody places"),
         ('{"fits": true, "plan": {"format": 0}}', "written by another version"),
-        ('{"fits": true, "plan": {"format": 2, "budget_bytes": [1]}}', "is no plan"),
+        ('{"fits": true, "plan": {"format": 3, "budget_bytes": [1]}}', "is no plan"),
     ],
 )
 def test_what_is_no_plan(tmp_path, text, says) -> None:
@@ -93,9 +96,11 @@ def test_what_is_no_plan(tmp_path, text, says) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layers": [["Y", None]]},
-        {"layers": [["O"]]},
-        {"layers": [["O", "ALL"]]},
+        {"layers": [[["y"], []]]},
+        {"layers": [[["o"], []]]},
+        {"layers": [[["x", "o"]]]},
+        {"layers": [[["x", "o"], ["h"]]]},
+        {"layers": [["x", None]]},
         {"budget_bytes": [1e999, 1]},
         {"blocks_on_gpu": [["weights"]]},
         {"blocks_on_gpu": ["weight"]},
@@ -117,7 +122,7 @@ def test_a_damaged_plan(tmp_path, changes) -> None:
 
 
 def test_a_plan_that_keeps_other_layers(tmp_path) -> None:
-    found = read_given(file_of(planned(), tmp_path / "plan.json", layers=[["O", None]]))
+    found = read_given(file_of(planned(), tmp_path / "plan.json", layers=[[["x", "o"], []]]))
     with pytest.raises(UserError, match="keeps 1 of 4 layers"):
         found.check(run(), SUBJECT.sizes(run()))
 

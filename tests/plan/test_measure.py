@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from longctx.attention.backends import FlashOnCpu
+from longctx.cost.machines import CONTEXT_BYTES, MACHINES, AttentionRates
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 from longctx.memory import rates
-from longctx.memory.plan import GIB
 from longctx.memory.rates import Link, Measured
 from longctx.plan import measure
-from longctx.plan.machines import CONTEXT_BYTES, MACHINES, AttentionRates
 from longctx.plan.measure import Gpu, known_machine, measured_machine, this_machine
 
 CPU = torch.device("cpu")
@@ -94,7 +94,8 @@ def test_without_a_measurement_the_profile_is_known(here) -> None:
     calls = here(GPU._replace(free_bytes=60 * GIB))
     machine = known_machine()
     assert machine is not None and not machine.here and not calls
-    assert machine.rates == MACHINES["h100"].rates
+    asked = "flash", 8192, 128
+    assert machine.rates(*asked) == MACHINES["h100"].rates(*asked)
     assert machine.gpu_bytes - machine.held_bytes == 60 * GIB
     here(UNKNOWN)
     assert known_machine() is None
@@ -108,7 +109,8 @@ def test_what_cannot_be_measured(here, monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(measure, "measure", fails)
     here(GPU)
-    assert this_machine().rates == MACHINES["h100"].rates
+    asked = "flash", 8192, 64
+    assert this_machine().rates(*asked) == MACHINES["h100"].rates(*asked)
     assert "cannot be measured (CUDA out of memory): the profile h100 is taken" in (
         capsys.readouterr().err
     )

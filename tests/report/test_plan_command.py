@@ -28,7 +28,7 @@ def result(capsys, *words: str) -> dict:
 def test_a_run_that_fits(capsys) -> None:
     found = result(capsys, "--seq_len", "32768", "--data_tokens", "1e9")
     assert found["fits"] and found["problem"] is None and "changes" not in found
-    assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()), abs=1e-3)
+    assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()), rel=0.005)
     assert found["tokens_per_s"] == pytest.approx(32768 / found["step_s"], rel=1e-3)
     assert found["days"] == pytest.approx(1e9 / found["tokens_per_s"] / 86400, rel=1e-3)
     phases = found["phases"]

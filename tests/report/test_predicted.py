@@ -15,12 +15,14 @@ from small_run import add_callback, prepare, run
 from transformers import TrainerCallback
 
 from longctx.config import ModelArguments
+from longctx.cost.kept import in_order
+from longctx.cost.machines import MACHINES
+from longctx.cost.sizes import GIB
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
-from longctx.memory.plan import GIB, KINDS
+from longctx.memory.place import KINDS
 from longctx.output import METRICS
-from longctx.plan.machines import MACHINES
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report import predicted
 from longctx.report.plan import main as plan_command
@@ -234,7 +236,7 @@ def test_a_given_plan_is_run(tmp_path, monkeypatch, written) -> None:
     plan_of = json.loads(path.read_text())["plan"]
     on_gpu = [[kind for kind in KINDS if getattr(p, kind)] for p in callback.places]
     assert on_gpu == plan_of["blocks_on_gpu"]
-    kept = [[k.rung.name, None if k.host is None else k.host.name] for k in callback.ladder]
+    kept = [[in_order(k.kept), in_order(k.hosted)] for k in callback.ladder]
     assert kept == plan_of["layers"]
     assert [line["loss"] for line in given] == [line["loss"] for line in free]
 

@@ -16,11 +16,10 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.sizes import GIB
 from longctx.errors import UserError
-from longctx.memory.ladder import Rates
-from longctx.memory.plan import GIB
 
 CONTEXT_BYTES = int(0.55 * GIB)
 """What CUDA and the kernels' code take of a GPU before anything else."""
@@ -33,13 +32,6 @@ SMALL_HEADS = 0.85
 NVLINK = 230e9
 """Of an H200's 450 GB/s each way: a layer of Llama-3.1-8B in bf16 is gathered by two in 0.9 to 1.4
 ms, and 128 MiB of an all-to-all take 0.5 ms."""
-
-
-class AttentionRates(NamedTuple):
-    """FLOP/s of causal attention with heads of 128."""
-
-    forward: float
-    backward: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +64,9 @@ class Machine:
     """Backend -> tokens of a document -> rates, where they were measured."""
 
     def attention_at(self, backend: str, document: int) -> AttentionRates:
-        """For documents of so many tokens: between two measured lengths by their logarithms."""
+        """For documents of so many tokens."""
         lengths = self.by_length.get(backend)
-        if not lengths:
-            return self.attention[backend]
-        known = sorted(lengths)
-        document = min(max(document, known[0]), known[-1])
-        above = next(i for i, length in enumerate(known) if length >= document)
-        a, b = known[max(0, above - 1)], known[above]
-        share = math.log(document / a) / math.log(b / a) if b > a else 0.0
-        pairs = zip(lengths[a], lengths[b], strict=True)
-        return AttentionRates(*(x + share * (y - x) for x, y in pairs))
+        return between(lengths, document) if lengths else self.attention[backend]
 
     @property
     def exchange_bytes(self) -> float:
@@ -93,9 +77,23 @@ class Machine:
     def gpu_bytes(self) -> int:
         return int(self.gpu_gib * GIB)
 
-    @property
-    def rates(self) -> Rates:
-        return Rates(self.flops, self.link_bytes, self.memory_bytes)
+    def rates(self, backend: str, document: int, head_dim: int) -> Rates:
+        """With a backend's attention, of documents of so many tokens and heads of that size."""
+        attention = self.attention_at(backend, document)
+        if head_dim < 128:
+            attention = AttentionRates(*(SMALL_HEADS * rate for rate in attention))
+        return Rates(self.flops, self.link_bytes, self.memory_bytes, attention)
+
+
+def between(lengths: Mapping[int, AttentionRates], document: int) -> AttentionRates:
+    """The rates at a document's length: between two measured ones by their logarithms."""
+    known = sorted(lengths)
+    document = min(max(document, known[0]), known[-1])
+    above = next(i for i, length in enumerate(known) if length >= document)
+    a, b = known[max(0, above - 1)], known[above]
+    share = math.log(document / a) / math.log(b / a) if b > a else 0.0
+    pairs = zip(lengths[a], lengths[b], strict=True)
+    return AttentionRates(*(x + share * (y - x) for x, y in pairs))
 
 
 def _flash(forward: float, backward: float) -> dict[str, AttentionRates]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
@@ -11,13 +13,16 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
 from longctx.config import ModelArguments
-from longctx.memory.ladder import Chosen, Keep, Rung
-from longctx.memory.plan import GIB
+from longctx.cost.kept import Keep
+from longctx.cost.peak import Phase, phases
+from longctx.cost.sizes import GIB, Batch
+from longctx.memory.ladder import Budget
+from longctx.memory.place import PlacedStates
 from longctx.model.blocks import state_blocks
+from longctx.model.costs import StepTable
 from longctx.model.patch import patch_as
 from longctx.model.runtime import model_sizes
-from longctx.plan.buffers import Phase, scheduled_phases
-from longctx.plan.decide import Budget, Decision, decide
+from longctx.plan.decide import Decision, decide
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -28,21 +33,20 @@ OF_THE_MODEL = ("weights", "AdamW's states", "gradients", "libraries", "the embe
 
 def decided(model, keep: Keep, placement: str = "gpu", accumulates: bool = False) -> Decision:
     sizes = model_sizes(model, model.longctx.args, model.dtype)
+    step = replace(model.longctx.step(sizes, T), given=(LAYERS * (keep,), sizes))
     return decide(
         state_blocks(model, movable=True),
         Budget(GIB, GIB),
-        tokens=T,
         placement=placement,
         accumulates=accumulates,
-        needs=lambda *_: Chosen(LAYERS * (keep,), sizes),
+        needs=step,
     )
 
 
 def phases_of(model, keep: Keep, placement: str = "gpu", accumulates: bool = False) -> list[Phase]:
     decision = decided(model, keep, placement, accumulates)
-    return scheduled_phases(
-        decision, model_sizes(model, model.longctx.args, model.dtype), T, accumulates
-    )
+    standing = PlacedStates(decision.blocks, decision.places, accumulates=accumulates)
+    return phases(StepTable.of(decision.sizes, Batch(T, T)), LAYERS * (keep,), standing)
 
 
 def activations(phase: Phase) -> int:
@@ -79,8 +83,7 @@ def test_the_peak_of_a_step(keep, adapters, monkeypatch) -> None:
     found = {str(kind): n for kind, n in tracker.get_tracker_snapshot("peak")[CPU].items()}
     kinds = ("PARAM", "BUFFER", "GRAD")
     peak = found["Total"] - sum(found[f"_MemRefType.{kind}"] for kind in kinds)
-    phases = phases_of(model, Keep(Rung[keep.upper()]))
-    by_phase = {phase.name: activations(phase) for phase in phases}
+    by_phase = {phase.name: activations(phase) for phase in phases_of(model, Keep.of(keep))}
     planned = max(by_phase[name] for name in ("forward", "loss", "backward"))
     assert planned == pytest.approx(peak, rel=0.1)
 
@@ -89,12 +92,12 @@ def test_weights_states_and_gradients_of_each_phase() -> None:
     """Gradients come while activations go, and are gone in the next forward."""
     model = llama(torch.bfloat16, layers=LAYERS)
     parameters = sum(p.numel() for p in model.parameters())
-    phases = {phase.name: phase.buffers for phase in phases_of(model, Keep())}
-    assert all(b["weights"] == 2 * parameters for b in phases.values())
-    assert all(b["AdamW's states"] == 10 * parameters for b in phases.values())
-    assert [phases[name]["gradients"] for name in ("forward", "loss")] == [0, 0]
-    assert phases["update"]["gradients"] == 2 * parameters
-    embedding = phases["embedding"]
+    found = {phase.name: phase.buffers for phase in phases_of(model, Keep())}
+    assert all(b["weights"] == 2 * parameters for b in found.values())
+    assert all(b["AdamW's states"] == 10 * parameters for b in found.values())
+    assert [found[name]["gradients"] for name in ("forward", "loss")] == [0, 0]
+    assert found["update"]["gradients"] == 2 * parameters
+    embedding = found["embedding"]
     assert embedding["gradients"] + embedding["the embedding's gradient"] == 2 * parameters
     added = {phase.name: phase.buffers for phase in phases_of(model, Keep(), accumulates=True)}
     assert {b["gradients"] for name, b in added.items() if name != "embedding"} == {4 * parameters}
@@ -102,10 +105,10 @@ def test_weights_states_and_gradients_of_each_phase() -> None:
 
 def test_on_the_host_three_blocks_weights_are_on_their_way() -> None:
     model = llama(torch.bfloat16, layers=LAYERS)
-    decision = decided(model, Keep(Rung.O, Rung.O), "host")
+    decision = decided(model, Keep.of("o", "o"), "host")
     assert [place for place in decision.places if place == HOST] == (LAYERS + 2) * [HOST]
     assert everything_on_gpu(decision.specs[-1]) == decision.places[-1]  # norms stay
-    loss = next(p for p in phases_of(model, Keep(Rung.O, Rung.O), "host") if p.name == "loss")
+    loss = next(p for p in phases_of(model, Keep.of("o", "o"), "host") if p.name == "loss")
     sizes = [block.weight for block in decision.blocks]
     assert loss.buffers["weights"] == sizes[-1]
     assert loss.buffers["weights on their way"] == sum(sizes[1:4])  # here layers are the largest

@@ -1,0 +1,82 @@
+"""What layers keep from forward to backward, and where it waits: a `Keep` of each is a `Ladder`.
+
+    name      keeps                                 a token of Llama-3.1-8B   spares backward
+    x         the layer's input                     1 unit (2 D bytes)
+    o         attention's output, its log-sum-exp   1                         attention; q k v once
+    h         the residual stream after attention   1                         the matmul of o
+    q k v     q, k, v, rotated (*)                  1.5                       their matmuls
+    gate up   gate and up                           7                         their matmuls
+
+(*) where q and k have norms, as they were projected: the norms' gradients need them so.
+
+Nothing that is computed depends on the ladder: what is computed again comes from the same kernels
+and the same tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+Keeping = Literal["auto", "x", "o", "h", "qkv", "all"]
+Offload = Literal["none", "all", "auto"]
+Names = frozenset[str]
+ORDER = ("x", "o", "h", "q k v", "gate up")
+"""As they are written, and as backward of a layer would need them."""
+SETS: dict[str, Names] = {
+    keep: frozenset(ORDER[: i + 1]) for i, keep in enumerate(("x", "o", "h", "qkv", "all"))
+}
+"""What --keep asks for by one word."""
+NOTHING: Names = frozenset()
+
+
+class Keep(NamedTuple):
+    """What a layer keeps, and what of it waits on the host."""
+
+    kept: Names = SETS["o"]
+    hosted: Names = NOTHING
+
+    @classmethod
+    def of(cls, kept: str, hosted: str | None = None) -> Keep:
+        """By the names that --keep has for sets."""
+        return cls(SETS[kept], NOTHING if hosted is None else SETS[hosted])
+
+    @property
+    def on_gpu(self) -> Names:
+        return self.kept - self.hosted
+
+
+Ladder = tuple[Keep, ...]
+"""The layers' in their order; where it is shorter than the model, the first is that of all layers
+below."""
+
+
+def in_order(names: Names) -> list[str]:
+    known = {name: i for i, name in enumerate(ORDER)}
+    return sorted(names, key=lambda name: (known.get(name, len(known)), name))
+
+
+def uniform(layers: int, keep: Keeping, offload: Offload) -> Ladder:
+    """Without a look at memory: x and o, or what was asked for; all but the last layer's on the
+    host where everything is to be."""
+    kept = SETS["o" if keep == "auto" else keep]
+    hosted = layers - 1 if offload == "all" else 0
+    return hosted * (Keep(kept, kept),) + (layers - hosted) * (Keep(kept),)
+
+
+def runs(ladder: Ladder) -> Iterator[tuple[Keep, int]]:
+    """Layers that keep the same, and how many follow each other."""
+    for keep, layers in groupby(ladder):
+        yield keep, len(list(layers))
+
+
+def describe(ladder: Ladder) -> str:
+    """In one line: what is kept, where, and of which layers."""
+    parts, first = [], 0
+    for keep, n in runs(ladder):
+        places = {"on the host": keep.hosted, "on the GPU": keep.on_gpu}
+        what = [f"{' '.join(in_order(names))} {where}" for where, names in places.items() if names]
+        parts.append(f"layers {first} to {first + n - 1}: {', '.join(what)}")
+        first += n
+    return "kept for backward: " + "; ".join(parts)

@@ -1,0 +1,27 @@
+"""What torch's optimizers and engines add on the GPU in a run's first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+def trained_bytes_on_gpu(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.is_cuda)
+
+
+class Pending(NamedTuple):
+    """Bytes that the first step adds on the GPU."""
+
+    states: int = 0
+    """What stays, and whatever cannot make room for activations."""
+    gradients: int = 0
+    """They come while activations go, unless a step has several batches."""
+
+
+def pending_bytes(parameters: Iterable[Tensor]) -> Pending:
+    """Adam's two moments and gradients, in the weights' dtype."""
+    trained = trained_bytes_on_gpu(parameters)
+    return Pending(2 * trained, trained)

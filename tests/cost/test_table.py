@@ -1,0 +1,134 @@
+"""The rows that parts declare: worked examples of Llama-3.1-8B at 131072 tokens, where a (T, D)
+tensor has 1 GiB."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from cost_sizes import LLAMA_8B
+
+from longctx.cost.kept import ORDER, SETS, Keep, describe, uniform
+from longctx.cost.sizes import GIB, Batch, default_head_groups, default_tile_tokens
+from longctx.cost.table import load
+from longctx.model.costs import StepTable, attention_flops
+
+T = 131072
+TABLE = StepTable.of(LLAMA_8B, Batch(T, T))
+
+
+def test_what_a_layer_keeps() -> None:
+    """32 heads' log-sum-exp in fp32 are 16 MiB."""
+    for kept, units in zip(SETS.values(), [1, 2, 3, 4.5, 11.5], strict=True):
+        lse = 2**24 if "o" in kept else 0
+        assert 0 <= TABLE.layer.kept_bytes(kept) - units * GIB - lse <= 16 * 512
+
+
+def test_what_a_byte_spares_above_o_is_the_same() -> None:
+    """4096 FLOPs of matmuls, and of q, k and v the norm and the rotation besides."""
+    sets = list(SETS.values())[1:]
+    for low, high in pairwise(sets):
+        spared = load(TABLE.layer.again(low)).matmul - load(TABLE.layer.again(high)).matmul
+        kept = TABLE.layer.kept_bytes(high) - TABLE.layer.kept_bytes(low)
+        assert spared / kept == pytest.approx(4096, rel=1e-4)
+    assert load(TABLE.layer.again(SETS["all"])) == load(())
+    assert load(TABLE.layer.forward).matmul == 2 * T * 218_103_808
+
+
+def test_without_o_attention_runs_again_and_q_k_v_twice() -> None:
+    again = load(TABLE.layer.again(SETS["x"]))
+    assert again.attention == attention_flops(LLAMA_8B, Batch(T, T)) == 2 * 4096 * T**2
+    once = load(TABLE.layer.again(SETS["o"]))
+    assert again.matmul - once.matmul == TABLE.layer.forward[0].flops
+    assert TABLE.layer.again_bytes(SETS["x"]) == TABLE.layer.by_name["o"].aligned
+    assert TABLE.layer.again_bytes(SETS["o"]) == 0
+
+
+def test_what_a_layer_works_with() -> None:
+    """Three quarters of a unit of weight gradients in fp32 and a tile; with one head group q, k, v,
+    do and their gradients."""
+    tile = 8192 * (3 * 14336 + 4 * 4096) * 2
+    mlp = 14 * 14336 * 4096 + 4 * 4096**2 + tile
+    assert sum(TABLE.layer.during("mlp backward").values()) == GIB + mlp
+    one_group = StepTable.of(replace(LLAMA_8B, head_groups=1), Batch(T, T)).layer
+    group = (1.5 + 1 + 1 + 0.5 + 2 * 1.5) * GIB
+    rounded = 2 * (3 * 14336 + 4096) * 4096
+    found = sum(one_group.during("attention backward").values())
+    assert found == GIB + rounded + GIB // 2 + group
+    kept = sum(one_group.during("attention backward", SETS["qkv"]).values())
+    assert found - kept == 1.5 * GIB
+
+
+def test_what_the_loss_works_with() -> None:
+    """128256 x 4096 in fp32 are 1.957 GiB, and so much has the workspace of logits."""
+    rows = {"rows of the loss": 7 / 64}
+
+    def gib(table: StepTable) -> float:
+        found = table.loss.during("loss")
+        return sum(n for name, n in found.items() if name not in rows) / GIB
+
+    assert gib(TABLE) == pytest.approx(3 + 1.957 + 1.957, abs=0.001)
+    short = StepTable.of(replace(LLAMA_8B, vocab=32000), Batch(T, T))
+    assert gib(short) == pytest.approx(3 + 0.488 + 1, abs=0.001)
+
+
+def test_attention_in_windows_costs_less() -> None:
+    """Behind a window of half the row a token sees what one in the middle of a row without does."""
+    whole = attention_flops(LLAMA_8B, Batch(8192, 8192))
+    half = replace(LLAMA_8B, windows=(4096,) * 32)
+    assert attention_flops(half, Batch(8192, 8192)) == pytest.approx(0.75 * whole, rel=1e-3)
+    mixed = replace(LLAMA_8B, windows=(1024, None) * 16)
+    assert attention_flops(mixed, Batch(8192, 8192)) < 0.63 * whole
+    assert attention_flops(LLAMA_8B, Batch(8192, 4096)) == whole / 2
+
+
+def test_ranks_that_share_a_row_have_a_share_of_its_attention() -> None:
+    shared = attention_flops(replace(LLAMA_8B, ranks=2), Batch(T // 2, T))
+    assert 2 * shared == attention_flops(LLAMA_8B, Batch(T, T))
+
+
+def test_tiles_read_and_write_the_sums_of_weight_gradients() -> None:
+    def nbytes(tile: int, **changes) -> float:
+        sizes = replace(LLAMA_8B, tile_tokens=tile, **changes)
+        return load(StepTable.of(sizes, Batch(T, T)).layer.backward).nbytes
+
+    weights = 218_103_808
+    assert nbytes(T // 4) - nbytes(T) == weights * (8 * 4 + 2 - 2)
+    frozen = dict(trains_weights=False)
+    assert nbytes(T // 4, **frozen) == nbytes(T, **frozen)
+
+
+def test_short_batches_run_whole_long_ones_in_parts() -> None:
+    tiles = {1536: 65536, 8192: 16384, 14336: 8192, 28672: 4096}
+    assert {F: default_tile_tokens(F) for F in tiles} == tiles
+    assert [default_head_groups(tokens, 8) for tokens in (65535, 65536)] == [1, 8]
+
+
+def test_every_cut_worth_a_look() -> None:
+    cuts = [sizes.cut(T) for sizes in LLAMA_8B.cuts(T)]
+    assert len({*cuts}) == len(cuts)
+    assert {(c.tile_tokens, c.head_groups) for c in cuts} == {
+        (8192, 8),
+        *((8192 * 2**i, 1) for i in range(5)),
+    }
+    asked = replace(LLAMA_8B, tile_tokens=512, head_groups=2, logits_bytes=GIB)
+    assert [sizes.cut(T) for sizes in asked.cuts(T)] == [(512, 2, GIB)]
+    assert {c.head_groups for c in (s.cut(T) for s in replace(LLAMA_8B, ranks=2).cuts(T))} == {4}
+
+
+def test_a_ladder_in_words() -> None:
+    ladder = (*2 * (Keep.of("o", "o"),), Keep.of("all", "o"), Keep.of("qkv"))
+    assert describe(ladder) == (
+        "kept for backward: layers 0 to 1: x o on the host; "
+        "layers 2 to 2: x o on the host, h q k v gate up on the GPU; "
+        "layers 3 to 3: x o h q k v on the GPU"
+    )
+    assert {*ORDER} == SETS["all"]
+
+
+@pytest.mark.parametrize(("offload", "hosts"), [("none", 0), ("auto", 0), ("all", 2)])
+@pytest.mark.parametrize(("keep", "name"), [("auto", "o"), ("x", "x"), ("all", "all")])
+def test_without_a_look_at_memory(offload, hosts, keep, name) -> None:
+    expected = hosts * (Keep.of(name, name),) + (3 - hosts) * (Keep.of(name),)
+    assert uniform(3, keep, offload) == expected
