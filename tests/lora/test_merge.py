@@ -412,7 +412,10 @@ BASES: dict[str, tuple[Change, str]] = {
     "fewer layers": (other(num_hidden_layers=1), "14 tensors no module of the model takes"),
     "more layers": (other(num_hidden_layers=3), "14 tensors its file lacks"),
     "another width": (other(hidden_size=16, head_dim=8), "tensors of another shape are"),
-    "a million layers": (other(num_hidden_layers=10**6), "num_hidden_layers 1000000: a whole number from 1 to 512"),
+    "a million layers": (
+        other(num_hidden_layers=10**6),
+        "num_hidden_layers 1000000: a whole number from 1 to 512",
+    ),
     "quantised": (other(quantization_config={"quant_method": "gptq", "bits": 4}), "is quantised"),
     "an adapter itself": (write(CONFIG, '{"peft_type": "LORA"}'), "holds an adapter"),
     "code of its own": (remote("config.json", model_type="theirs", auto_map=AUTO), "ships code"),
