@@ -174,7 +174,10 @@ EVAL = "--eval_file e.txt --eval_strategy steps "
         ("--output_dir=", "--output_dir is empty"),
         ("--train_file a.txt \udcff", "--train_file .*udcff' is not UTF-8"),
         ("--fsdp word", "--fsdp: Unknown `fsdp` option: word"),
-        ('--fsdp true --fsdp_config {"version":"x"}', "FSDPx is not supported: set fsdp_version to 2"),
+        (
+            '--fsdp true --fsdp_config {"version":"x"}',
+            "FSDPx is not supported: set fsdp_version to 2",
+        ),
         ('--deepspeed {"zero_optimization":3}', "cannot be used: 'int' object has no attribute"),
         # What transformers would say when training begins
         ("--optim adamw_torch_xla", "--optim adamw_torch_xla cannot be used: "),
