@@ -39,6 +39,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from longctx.constants import IGNORE_INDEX
 from longctx.kernels.launch import (
     INTERPRETED,
     Config,
@@ -53,7 +54,7 @@ from longctx.kernels.launch import (
     triton,
 )
 
-IGNORE_INDEX = -100
+_IGNORED = tl.constexpr(IGNORE_INDEX)
 
 
 def cross_entropy_reference(
@@ -167,7 +168,7 @@ def _cross_entropy_kernel(
         logits_ptr + offs, mask=mask, other=float("-inf"), eviction_policy="evict_first"
     ).to(tl.float32)
     label = tl.load(labels_ptr + row)
-    label = tl.where((label >= 0) & (label < V) | (label == -100), label, -1).to(tl.int32)
+    label = tl.where((label >= 0) & (label < V) | (label == _IGNORED), label, -1).to(tl.int32)
     # Only the part that holds the label reads its logit. For the other parts that logit may already
     # be overwritten.
     holds_label = part == tl.maximum(label, 0) // BLOCK
@@ -203,13 +204,13 @@ def _cross_entropy_kernel(
             _, z_sums = _exchange(words_ptr + PARTS, part, one, z_sum, PARTS, LANES)
             z_sum = tl.sum(z_sums, axis=0)
         loss -= label_smoothing * z_sum / V
-    tl.store(loss_ptr + row, tl.where(label == -100, 0.0, loss), mask=holds_label)
+    tl.store(loss_ptr + row, tl.where(label == _IGNORED, 0.0, loss), mask=holds_label)
 
     if HAS_GRAD:
         scale = 1.0
         if HAS_SCALE:
             scale = tl.load(scale_ptr)
-        scale = tl.where(label == -100, 0.0, scale)
+        scale = tl.where(label == _IGNORED, 0.0, scale)
         y_scale = scale * (1 - label_smoothing)
         if HAS_SOFTCAP:  # z stays in registers for its derivative: so not its exponential
             grad = scale * tl.exp(z - lse)

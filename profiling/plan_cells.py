@@ -51,7 +51,7 @@ from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
 from profiling.build import VOCABULARY
 from profiling.front import MODELS, batches
-from profiling.results import write_results
+from profiling.results import files_named, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "profiling" / "results"
@@ -433,7 +433,9 @@ def draw(groups: dict[str, list[Cell]]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="files are OUTPUT.json, .png")
+    parser.add_argument(
+        "--output", type=files_named(".json", ".png"), help="files are OUTPUT.json, .png"
+    )
     args = parser.parse_args()
     groups = {
         "whole steps and layers": [*step_cells(), *layer_cells()],
