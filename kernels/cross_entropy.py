@@ -5,8 +5,8 @@ For logits x (T, V) and labels y (T,), with z = softcap * tanh(x / softcap) if a
 else z = x:
 
     lse    = log sum_j exp(z_j)                                        p_j = exp(z_j - lse)
-    loss   = lse - (1 - eps) z_y - eps mean_j(z_j) + z_loss lse^2      (eps: label smoothing)
-    dx_j   = scale ((1 + 2 z_loss lse) p_j - (1 - eps) [j = y] - eps / V) (1 - (z_j / softcap)^2)
+    loss   = lse - (1 - eps) z_y - eps mean_j(z_j)      (eps: label smoothing)
+    dx_j   = scale (p_j - (1 - eps) [j = y] - eps / V) (1 - (z_j / softcap)^2)
 
 Nothing is saved. The gradient may be written over the logits: in their own dtype, or, rounded once,
 as packed 16-bit rows that begin at the address of the fp32 logits and take half their space. A row
@@ -39,13 +39,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from longctx.constants import IGNORE_INDEX
 from longctx.kernels.launch import (
     INTERPRETED,
     Config,
     check_float,
     check_rows,
     check_shape,
-    choose,
     on_device,
     round_to,
     runs_kernel,
@@ -54,7 +54,7 @@ from longctx.kernels.launch import (
     triton,
 )
 
-IGNORE_INDEX = -100
+_IGNORED = tl.constexpr(IGNORE_INDEX)
 
 
 def cross_entropy_reference(
@@ -64,7 +64,6 @@ def cross_entropy_reference(
     d_logits: Tensor | None = None,  # (T, V), may be logits itself
     scale: Tensor | None = None,  # () fp32
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:  # (T,) fp32, or fp64 for fp64 logits
     """The equations above in plain torch."""
@@ -74,11 +73,11 @@ def cross_entropy_reference(
     y = labels.masked_fill(outside, 0)[:, None]  # (T, 1)
     lse = z.logsumexp(dim=1)
     z_y = z.gather(1, y).squeeze(1).masked_fill_(outside, float("nan"))
-    loss = lse - (1 - label_smoothing) * z_y + z_loss * lse**2
+    loss = lse - (1 - label_smoothing) * z_y
     if label_smoothing:
         loss -= label_smoothing * z.mean(dim=1)
     if d_logits is not None:
-        grad = torch.exp(z - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]
+        grad = torch.exp(z - lse[:, None])
         grad -= label_smoothing / z.shape[1]
         grad.scatter_add_(1, y, torch.full_like(grad[:, :1], label_smoothing - 1))
         if softcap is not None:
@@ -146,7 +145,6 @@ def _cross_entropy_kernel(
     stride_logits,
     stride_d_logits,
     label_smoothing,
-    z_loss,
     softcap,
     HAS_GRAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -170,7 +168,7 @@ def _cross_entropy_kernel(
         logits_ptr + offs, mask=mask, other=float("-inf"), eviction_policy="evict_first"
     ).to(tl.float32)
     label = tl.load(labels_ptr + row)
-    label = tl.where((label >= 0) & (label < V) | (label == -100), label, -1).to(tl.int32)
+    label = tl.where((label >= 0) & (label < V) | (label == _IGNORED), label, -1).to(tl.int32)
     # Only the part that holds the label reads its logit. For the other parts that logit may already
     # be overwritten.
     holds_label = part == tl.maximum(label, 0) // BLOCK
@@ -199,26 +197,25 @@ def _cross_entropy_kernel(
     lse = top + tl.log(total)
 
     z_y = tl.where(label >= 0, z_y, float("nan"))
-    loss = lse - (1 - label_smoothing) * z_y + z_loss * lse * lse
+    loss = lse - (1 - label_smoothing) * z_y
     if HAS_SMOOTHING:
         if PARTS > 1:
             one = tl.full((), 1.0, tl.float32)  # marks the pair: z_sum may be 0
             _, z_sums = _exchange(words_ptr + PARTS, part, one, z_sum, PARTS, LANES)
             z_sum = tl.sum(z_sums, axis=0)
         loss -= label_smoothing * z_sum / V
-    tl.store(loss_ptr + row, tl.where(label == -100, 0.0, loss), mask=holds_label)
+    tl.store(loss_ptr + row, tl.where(label == _IGNORED, 0.0, loss), mask=holds_label)
 
     if HAS_GRAD:
         scale = 1.0
         if HAS_SCALE:
             scale = tl.load(scale_ptr)
-        scale = tl.where(label == -100, 0.0, scale)
-        p_scale = scale * (1 + 2 * z_loss * lse)
+        scale = tl.where(label == _IGNORED, 0.0, scale)
         y_scale = scale * (1 - label_smoothing)
         if HAS_SOFTCAP:  # z stays in registers for its derivative: so not its exponential
-            grad = p_scale * tl.exp(z - lse)
+            grad = scale * tl.exp(z - lse)
         else:
-            grad = weights * (p_scale * tl.exp(own_top - lse))
+            grad = weights * (scale * tl.exp(own_top - lse))
         grad -= tl.where(offs == label, y_scale, 0.0)
         if HAS_SMOOTHING:
             grad -= scale * label_smoothing / V
@@ -236,7 +233,6 @@ def cross_entropy(
     d_logits: Tensor | None = None,  # (T, V), may be logits itself or begin there (see below)
     scale: Tensor | None = None,  # () fp32
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:  # (T,) fp32
     """The loss of each row. `d_logits`, if given, receives `scale` times the gradient of their sum.
@@ -267,55 +263,49 @@ def cross_entropy(
             d_logits=d_logits,
             scale=scale,
             label_smoothing=label_smoothing,
-            z_loss=z_loss,
             softcap=softcap,
         )
 
     loss = torch.empty(T, dtype=torch.float32, device=logits.device)
     labels = labels.contiguous()
 
-    def launch(config: Config) -> None:
-        parts = _parts(logits, config)
-        ticket = words = None
-        if parts > 1 or overlaps:
-            pairs = 2 if label_smoothing else 1
-            zeros = logits.new_zeros(16 + T * parts * pairs, dtype=torch.int64)
-            ticket, words = zeros, zeros[16:]  # on different 128-byte lines
-        _cross_entropy_kernel[(T * parts,)](
-            logits,
-            logits if d_logits is None else d_logits,
-            labels,
-            loss,
-            scale,
-            ticket,
-            words,
-            V,
-            logits.stride(0),
-            logits.stride(0) if d_logits is None else d_logits.stride(0),
-            label_smoothing,
-            z_loss,
-            1.0 if softcap is None else softcap,
-            HAS_GRAD=d_logits is not None,
-            HAS_SCALE=scale is not None,
-            HAS_SMOOTHING=label_smoothing != 0,
-            HAS_SOFTCAP=softcap is not None,
-            BLOCK=config.block,
-            PARTS=parts,
-            LANES=triton.next_power_of_2(parts),
-            # Triton's interpreter runs one program after the other: none has to wait.
-            OVERLAPS=overlaps and not INTERPRETED,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            maxnreg=config.maxnreg,
-        )
-
     if T:
+        simple = not label_smoothing and softcap is None
+        simple &= d_logits is None or d_logits.element_size() == 2
+        config = default_config(V, simple)
         with on_device(logits):
-            simple = not label_smoothing and softcap is None
-            simple &= d_logits is None or d_logits.element_size() == 2
-            key = (triton.next_power_of_2(V), logits.dtype, simple)
-            default = default_config(V, simple)
-            launch(choose("cross_entropy", key, default, _candidates, launch, [logits]))
+            parts = _parts(logits, config)
+            ticket = words = None
+            if parts > 1 or overlaps:
+                pairs = 2 if label_smoothing else 1
+                zeros = logits.new_zeros(16 + T * parts * pairs, dtype=torch.int64)
+                ticket, words = zeros, zeros[16:]  # on different 128-byte lines
+            _cross_entropy_kernel[(T * parts,)](
+                logits,
+                logits if d_logits is None else d_logits,
+                labels,
+                loss,
+                scale,
+                ticket,
+                words,
+                V,
+                logits.stride(0),
+                logits.stride(0) if d_logits is None else d_logits.stride(0),
+                label_smoothing,
+                1.0 if softcap is None else softcap,
+                HAS_GRAD=d_logits is not None,
+                HAS_SCALE=scale is not None,
+                HAS_SMOOTHING=label_smoothing != 0,
+                HAS_SOFTCAP=softcap is not None,
+                BLOCK=config.block,
+                PARTS=parts,
+                LANES=triton.next_power_of_2(parts),
+                # Triton's interpreter runs one program after the other: none has to wait.
+                OVERLAPS=overlaps and not INTERPRETED,
+                num_warps=config.num_warps,
+                num_stages=config.num_stages,
+                maxnreg=config.maxnreg,
+            )
     return loss
 
 
@@ -331,14 +321,6 @@ def default_config(V: int, simple: bool = True) -> Config:
     if simple and block >= 8192:
         return Config(block=8192, num_warps=8, maxnreg=64)
     return Config(block=min(8192, block), num_warps=4)
-
-
-def _candidates(default: Config) -> list[Config]:
-    return [
-        Config(block=block, num_warps=block // (32 * share), maxnreg=2 * share)
-        for block in (2048, 4096, 8192, 16384)
-        for share in (32, 64)
-    ]
 
 
 def _overlaps(logits: Tensor, d_logits: Tensor) -> bool:

@@ -6,15 +6,12 @@ Triton is imported here and nowhere else. Without Triton the library still works
 every op runs its plain torch reference; CUDA tensors then raise an error that names the fix.
 
 Each op uses one configuration (block sizes, warps) per size, the fastest of a small sweep on one
-H200 (notes in `profiling/bench/kernel_bench.py`). With `LONGCTX_AUTOTUNE=1` the alternatives are
-timed instead, once per op and *binned* size, so that sequences of varying length do not cause
-tuning again and again.
+H200 (notes in `profiling/bench/kernel_bench.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -158,34 +155,3 @@ class Config:
     """Upper limit of registers per thread, so that more programs fit on a multiprocessor."""
     fp_fusion: bool = True
     """A product and a sum may be contracted into one instruction, which rounds once."""
-
-
-_tuned: dict[tuple[Any, ...], Config] = {}
-
-
-def choose(
-    op: str,
-    key: tuple[Any, ...],
-    default: Config,
-    candidates: Callable[[Config], Sequence[Config]],
-    run: Callable[[Config], object],
-    overwrites: Sequence[Tensor] = (),
-) -> Config:
-    """The configuration to start `op` with: `default`, or with LONGCTX_AUTOTUNE=1 the fastest among
-    `default` and `candidates(default)`.
-
-    `key` holds what the choice depends on (sizes binned by the caller). `overwrites` are the
-    tensors that `run` changes; they are restored after the trials.
-    """
-    if os.environ.get("LONGCTX_AUTOTUNE") != "1" or INTERPRETED:
-        return default
-    entry = (op, *key)
-    if entry not in _tuned:
-        saved = [x.clone() for x in overwrites]
-        trials = (default, *candidates(default))
-        times = {c: triton.testing.do_bench(lambda c=c: run(c)) for c in trials}
-        for x, value in zip(overwrites, saved, strict=True):
-            x.copy_(value)
-        _tuned[entry] = min(times, key=lambda c: times[c])
-        print(f"longctx: autotuned {op}{key}: {_tuned[entry]} ({times[_tuned[entry]]:.3f} ms)")
-    return _tuned[entry]

@@ -1,17 +1,15 @@
-"""Root-mean-square norm of x or of x + residual, and its gradient, which may be added to the
-gradient of a residual.
+"""Root-mean-square norm of x, and its gradient, which may be added to the gradient of a residual.
 
-    h = x + residual (or x)        rstd = (mean_j h_j^2 + eps)^(-1/2)        n = h rstd
+    rstd = (mean_j x_j^2 + eps)^(-1/2)        n = x rstd
     y = round(n) * w               as in Llama: n is rounded to x's dtype, then multiplied by w
     y = n * w                      all in fp32, rounded once (`llama_rounding=False`)
 
     d_n = dy * w
-    dh  = d_residual + rstd (d_n - n mean_j(d_n n))
+    dx  = d_residual + rstd (d_n - n mean_j(d_n n))
     dw += sum over rows of dy * n, in fp32 (n rounded as in forward)
 
 Saved: only the input. Backward has to read it anyway, so it recomputes rstd. Bytes read and written
-per token at 2 bytes an element: forward 4 D (8 D with a residual, because the sum is written too),
-backward 6 D (8 D with a residual's gradient).
+per token at 2 bytes an element: forward 4 D, backward 6 D (8 D with a residual's gradient).
 
 Backward starts a fixed number of programs. Each takes several blocks of rows, one after the other,
 and keeps its partial sum of dw in registers. The partial sums are then added in a fixed order, so
@@ -25,7 +23,6 @@ Rows may be the heads of a wider buffer, x (T, H, d) with a stride for tokens an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -39,7 +36,6 @@ from longctx.kernels.launch import (
     check_float,
     check_rows,
     check_shape,
-    choose,
     on_device,
     once_differentiable,
     round_to,
@@ -96,20 +92,15 @@ def _start(rows, stride, stride_head, HEADS: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     x_ptr,  # (T, D)
-    residual_ptr,  # (T, D)
     weight_ptr,  # (D,)
-    summed_ptr,  # (T, D)
     out_ptr,  # (T, D)
     T,
     D,
     stride_x,
     stride_x_head,
-    stride_residual,
-    stride_summed,
     stride_out,
     stride_out_head,
     eps,
-    HAS_RESIDUAL: tl.constexpr,
     LLAMA_ROUNDING: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -120,12 +111,6 @@ def _forward_kernel(
     mask = (rows < T) & (offs < D)
     x_start = _start(rows, stride_x, stride_x_head, HEADS)
     x = tl.load(x_ptr + x_start + offs, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + rows * stride_residual + offs, mask=mask, other=0.0)
-        # The sum is normalised as stored, after rounding: that is all that backward will see.
-        summed = round_to(x + residual.to(tl.float32), x_ptr.dtype.element_ty)
-        tl.store(summed_ptr + rows * stride_summed + offs, summed, mask=mask)
-        x = summed.to(tl.float32)
     weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
     n = x * rstd
@@ -233,65 +218,41 @@ def rms_norm_forward(
     weight: Tensor,  # (D,)
     eps: float,
     *,
-    residual: Tensor | None = None,  # (..., D)
     out: Tensor | None = None,  # (..., D)
-    summed: Tensor | None = None,  # (..., D), may alias x or residual
     llama_rounding: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """(y, h): the norm y of h = x + residual, and h itself. Without a residual h is x.
+) -> Tensor:  # (..., D)
+    """The norm of x, written to `out` if given. Not differentiable by autograd.
 
-    `out` and `summed`, if given, receive y and h. Not differentiable by autograd. Raises ValueError
-    for a wrong shape, dtype, device or layout.
+    Raises ValueError for a wrong shape, dtype, device or layout.
     """
-    _check(x, weight, "out", residual=residual, out=out, summed=summed)
+    _check(x, weight, "out", out=out)
     out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
-    if residual is None:
-        summed = x
-    elif summed is None:
-        summed = torch.empty_like(x)
-    if not runs_kernel(x, weight, residual, out, summed):
-        if residual is not None:
-            torch.add(x, residual, out=summed)
-        return out.copy_(rms_norm_reference(summed, weight, eps, llama_rounding)), summed
+    if not runs_kernel(x, weight, out):
+        return out.copy_(rms_norm_reference(x, weight, eps, llama_rounding))
 
-    if residual is None:
-        x_rows, out_rows = _rows(("x", x), ("out", out))
-        summed_rows = residual_rows = x_rows
-    else:
-        x_rows, out_rows = as_rows("x", x), as_rows("out", out)
-        summed_rows, residual_rows = as_rows("summed", summed), as_rows("residual", residual)
+    x_rows, out_rows = _rows(("x", x), ("out", out))
     D, weight = x.shape[-1], weight.contiguous()
     T, heads = x.numel() // D, x_rows.shape[1] if x_rows.dim() == 3 else 1
 
-    def launch(config: Config) -> None:
-        _forward_kernel[(triton.cdiv(T, config.rows),)](
-            x_rows,
-            residual_rows,
-            weight,
-            summed_rows,
-            out_rows,
-            T,
-            D,
-            *_strides(x_rows),
-            residual_rows.stride(0),
-            summed_rows.stride(0),
-            *_strides(out_rows),
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            LLAMA_ROUNDING=llama_rounding,
-            HEADS=heads,
-            ROWS=config.rows,
-            BLOCK=config.block,
-            num_warps=config.num_warps,
-        )
-
     if T:
-        default = forward_config(D)
+        config = forward_config(D)
         with on_device(x):
-            key = (default.block, x.dtype, residual is not None)
-            written = [out, summed] if residual is not None else [out]
-            launch(choose("rms_norm_forward", key, default, _forwards, launch, written))
-    return out, summed
+            _forward_kernel[(triton.cdiv(T, config.rows),)](
+                x_rows,
+                weight,
+                out_rows,
+                T,
+                D,
+                *_strides(x_rows),
+                *_strides(out_rows),
+                eps,
+                LLAMA_ROUNDING=llama_rounding,
+                HEADS=heads,
+                ROWS=config.rows,
+                BLOCK=config.block,
+                num_warps=config.num_warps,
+            )
+    return out
 
 
 @annotated("norm")
@@ -331,41 +292,36 @@ def rms_norm_backward(
     D, weight = x.shape[-1], weight.contiguous()
     T, heads = x.numel() // D, x_rows.shape[1] if x_rows.dim() == 3 else 1
 
-    def launch(config: Config) -> None:
-        programs = min(triton.cdiv(T, config.rows), sm_count(x) * config.programs_per_sm)
-        partial = weight if dw is None else dw.new_empty(programs, D)
-        _backward_kernel[(programs,)](
-            dy_rows,
-            x_rows,
-            weight,
-            residual_rows,
-            out_rows,
-            partial,
-            T,
-            D,
-            *_strides(dy_rows),
-            *_strides(x_rows),
-            residual_rows.stride(0),
-            *_strides(out_rows),
-            eps,
-            HAS_RESIDUAL=d_residual is not None,
-            HAS_DW=dw is not None,
-            LLAMA_ROUNDING=llama_rounding,
-            HEADS=heads,
-            STAGES=config.num_stages,
-            ROWS=config.rows,
-            BLOCK=config.block,
-            num_warps=config.num_warps,
-        )
-        if dw is not None:
-            dw.add_(partial.sum(0))
-
     if T:
-        default = backward_config(D, dy.element_size())
+        config = backward_config(D, dy.element_size())
         with on_device(x):
-            key = (default.block, x.dtype, d_residual is not None)
-            written = [out] if dw is None else [out, dw]
-            launch(choose("rms_norm_backward", key, default, _backwards, launch, written))
+            programs = min(triton.cdiv(T, config.rows), sm_count(x) * config.programs_per_sm)
+            partial = weight if dw is None else dw.new_empty(programs, D)
+            _backward_kernel[(programs,)](
+                dy_rows,
+                x_rows,
+                weight,
+                residual_rows,
+                out_rows,
+                partial,
+                T,
+                D,
+                *_strides(dy_rows),
+                *_strides(x_rows),
+                residual_rows.stride(0),
+                *_strides(out_rows),
+                eps,
+                HAS_RESIDUAL=d_residual is not None,
+                HAS_DW=dw is not None,
+                LLAMA_ROUNDING=llama_rounding,
+                HEADS=heads,
+                STAGES=config.num_stages,
+                ROWS=config.rows,
+                BLOCK=config.block,
+                num_warps=config.num_warps,
+            )
+            if dw is not None:
+                dw.add_(partial.sum(0))
     return out
 
 
@@ -374,7 +330,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, llama_rounding: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.llama_rounding = eps, llama_rounding
-        return rms_norm_forward(x, weight, eps, llama_rounding=llama_rounding)[0]
+        return rms_norm_forward(x, weight, eps, llama_rounding=llama_rounding)
 
     @staticmethod
     @once_differentiable
@@ -418,10 +374,6 @@ def forward_config(D: int) -> Config:
     return Config(block=block, num_warps=min(16, max(4, block // 1024)), rows=max(1, 2048 // block))
 
 
-def _forwards(default: Config) -> list[Config]:
-    return [replace(default, num_warps=w, rows=r) for w in (4, 8, 16) for r in (1, 2, 4)]
-
-
 @cache
 def backward_config(D: int, itemsize: int = 2) -> Config:
     block = triton.next_power_of_2(D)
@@ -435,10 +387,3 @@ def backward_config(D: int, itemsize: int = 2) -> Config:
         programs_per_sm=2 if row_bytes <= 16384 else 1,
         num_stages=3 if row_bytes <= 16384 else 2 if row_bytes <= 32768 else 1,
     )
-
-
-def _backwards(default: Config) -> list[Config]:
-    trials = ((4, 2, 3), (8, 2, 3), (8, 4, 2), (16, 1, 3), (16, 2, 3))
-    return [
-        replace(default, num_warps=w, rows=1, programs_per_sm=p, num_stages=s) for w, p, s in trials
-    ]

@@ -21,7 +21,6 @@ the polynomial in fp32. HF rounds cos and sin to the model's dtype; here they st
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -34,7 +33,6 @@ from longctx.kernels.launch import (
     check_float,
     check_rows,
     check_shape,
-    choose,
     on_device,
     once_differentiable,
     round_to,
@@ -209,36 +207,32 @@ def _rotate_into(
     (T, H, d), K = q.shape, k.shape[1]
     position_ids, inv_freq = position_ids.contiguous(), inv_freq.contiguous()
 
-    def launch(config: Config) -> None:
-        _rope_kernel[(triton.cdiv(T, config.rows),)](
-            q,
-            k,
-            q_out,
-            k_out,
-            position_ids,
-            inv_freq,
-            T,
-            H,
-            K,
-            d // 2,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *q_out.stride()[:2],
-            *k_out.stride()[:2],
-            attention_scaling,
-            INVERSE=inverse,
-            TOKENS=config.rows,
-            Q_BLOCK=triton.next_power_of_2(H),
-            K_BLOCK=triton.next_power_of_2(K),
-            HALF_BLOCK=config.block,
-            num_warps=config.num_warps,
-        )
-
     if T and H and K:
+        config = default_config(H, d)
         with on_device(q):
-            key = (H, K, d, q.dtype)
-            default = default_config(H, d)
-            launch(choose("rope", key, default, _candidates, launch, [q_out, k_out]))
+            _rope_kernel[(triton.cdiv(T, config.rows),)](
+                q,
+                k,
+                q_out,
+                k_out,
+                position_ids,
+                inv_freq,
+                T,
+                H,
+                K,
+                d // 2,
+                *q.stride()[:2],
+                *k.stride()[:2],
+                *q_out.stride()[:2],
+                *k_out.stride()[:2],
+                attention_scaling,
+                INVERSE=inverse,
+                TOKENS=config.rows,
+                Q_BLOCK=triton.next_power_of_2(H),
+                K_BLOCK=triton.next_power_of_2(K),
+                HALF_BLOCK=config.block,
+                num_warps=config.num_warps,
+            )
 
 
 @annotated("rope")
@@ -321,7 +315,3 @@ def default_config(H: int, d: int) -> Config:
     half = triton.next_power_of_2(d // 2)
     elements = triton.next_power_of_2(H) * half
     return Config(block=half, num_warps=4, rows=max(1, 2048 // elements))
-
-
-def _candidates(default: Config) -> list[Config]:
-    return [replace(default, num_warps=w, rows=r) for w in (2, 4, 8) for r in (1, 2)]

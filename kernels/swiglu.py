@@ -25,7 +25,6 @@ from longctx.kernels.launch import (
     as_rows,
     check_float,
     check_shape,
-    choose,
     on_device,
     once_differentiable,
     round_to,
@@ -147,28 +146,24 @@ def swiglu_forward(
     g, u, o = as_rows("gate", gate), as_rows("up", up), as_rows("out", out)
     T, F = g.shape
 
-    def launch(config: Config) -> None:
-        blocks = triton.cdiv(F, config.block)
-        _forward_kernel[(triton.cdiv(T, config.rows) * blocks,)](
-            g,
-            u,
-            o,
-            T,
-            F,
-            blocks,
-            g.stride(0),
-            u.stride(0),
-            o.stride(0),
-            ROWS=config.rows,
-            BLOCK=config.block,
-            num_warps=config.num_warps,
-        )
-
     if out.numel():
+        config = default_config(F)
         with on_device(gate):
-            key = (triton.next_power_of_2(F), gate.dtype)
-            written = [out]
-            launch(choose("swiglu_forward", key, default_config(F), _candidates, launch, written))
+            blocks = triton.cdiv(F, config.block)
+            _forward_kernel[(triton.cdiv(T, config.rows) * blocks,)](
+                g,
+                u,
+                o,
+                T,
+                F,
+                blocks,
+                g.stride(0),
+                u.stride(0),
+                o.stride(0),
+                ROWS=config.rows,
+                BLOCK=config.block,
+                num_warps=config.num_warps,
+            )
     return out
 
 
@@ -192,31 +187,27 @@ def swiglu_backward_(
         return gate, up
     T, F = g.shape
 
-    def launch(config: Config) -> None:
-        blocks = triton.cdiv(F, config.block)
-        _backward_kernel[(triton.cdiv(T, config.rows) * blocks,)](
-            d,
-            g,
-            u,
-            p,
-            T,
-            F,
-            blocks,
-            d.stride(0),
-            g.stride(0),
-            u.stride(0),
-            p.stride(0),
-            HAS_PRODUCT=product is not None,
-            ROWS=config.rows,
-            BLOCK=config.block,
-            num_warps=config.num_warps,
-        )
-
     if gate.numel():
+        config = default_config(F)
         with on_device(gate):
-            key = (triton.next_power_of_2(F), gate.dtype, product is not None)
-            written = [gate, up] if product is None else [gate, up, product]
-            launch(choose("swiglu_backward", key, default_config(F), _candidates, launch, written))
+            blocks = triton.cdiv(F, config.block)
+            _backward_kernel[(triton.cdiv(T, config.rows) * blocks,)](
+                d,
+                g,
+                u,
+                p,
+                T,
+                F,
+                blocks,
+                d.stride(0),
+                g.stride(0),
+                u.stride(0),
+                p.stride(0),
+                HAS_PRODUCT=product is not None,
+                ROWS=config.rows,
+                BLOCK=config.block,
+                num_warps=config.num_warps,
+            )
     return gate, up
 
 
@@ -267,7 +258,3 @@ def swiglu(
 def default_config(F: int) -> Config:
     block = min(2048, max(128, triton.next_power_of_2(F)))
     return Config(block=block, num_warps=4, rows=2048 // block)
-
-
-def _candidates(default: Config) -> list[Config]:
-    return [Config(block=b, num_warps=w) for b in (1024, 2048, 4096) for w in (2, 4, 8)]

@@ -6,8 +6,9 @@ and the command line's parser takes it, so that a line in a recipe means what th
 
 from __future__ import annotations
 
-import re
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from longctx.errors import UserError
 Written = str | list[str] | dict[str, Any]
 
 _LARGEST_FILE_BYTES = 2**20
+_NO_TAG = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
+_JSON = {"": None, "~": None, "null": None, "true": True, "false": False}
+"""What these words mean where they are not quoted: null everywhere, the others within settings."""
 
 
 def read_text(option: str, path: Path) -> str:
@@ -39,59 +43,77 @@ def read_text(option: str, path: Path) -> str:
 
 
 def read_recipe(path: Path) -> dict[str, Written]:
-    """Option -> a word, a list of words, or a dict for options of settings. What is null is left
-    out. Raises UserError for what is no recipe."""
+    """Option -> a word, a list of words, or a dict for options of settings. Options that are null
+    are left out. Raises UserError for a file that is no recipe."""
     try:
-        loader = _Loader(read_text("config", path))
-        root = loader.get_single_node()
+        root = _Loader(read_text("config", path)).get_single_node()
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise UserError(f"{path} must hold `key: value` lines")
-        found: dict[str, Written] = {}
-        for key_node, node in root.value:
-            key, value = (
-                str(loader.construct_object(key_node, True)),
-                loader.construct_object(node, True),
-            )
-            if key in found:
-                raise UserError(f"{path} has {key} twice")
-            if value is not None:
-                found[key] = value if isinstance(node, yaml.MappingNode) else _as_written(node, key)
-        return found
+        found = _mapping(root, "", _option)
+        return {key: value for key, value in found.items() if value is not None}
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise UserError(f"{path} is nested too deeply for a recipe") from error
 
 
-def _as_written(node: Any, key: str) -> str | list[str]:
+def _mapping(node: Any, option: str, value: Callable[[Any, str], Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, item in node.value:
+        name = _word(key, option)
+        if name in found:
+            raise yaml.YAMLError(f"it has {name} twice")
+        _refuse_tag(item, option or name)
+        found[name] = value(item, option or name)
+    return found
+
+
+def _option(node: Any, option: str) -> Written | None:
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, option, _setting)
     if isinstance(node, yaml.ScalarNode):
-        return str(node.value)
+        word = _word(node, option)
+        return None if not node.style and _JSON.get(word.lower(), word) is None else word
     if not node.value or not all(isinstance(word, yaml.ScalarNode) for word in node.value):
-        raise yaml.YAMLError(f"{key} must be a list of words")
-    return [word.value for word in node.value]
+        raise yaml.YAMLError(f"{option} must be a list of words")
+    return [_word(word, option) for word in node.value]
 
 
-class _Loader(yaml.SafeLoader):
-    """Only JSON's words and numbers mean something, and only within settings. No value is used
-    twice: an alias of aliases of aliases fills the memory."""
+def _setting(node: Any, option: str) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, option, _setting)
+    if isinstance(node, yaml.SequenceNode):
+        return [_setting(item, option) for item in node.value]
+    word = _word(node, option)
+    if node.style:  # in quotes
+        return word
+    for read in (lambda w: _JSON[w.lower()], int, float):
+        with suppress(KeyError, ValueError):
+            return read(word)
+    return word
 
-    yaml_implicit_resolvers: dict[str, Any] = {}
+
+def _word(node: Any, option: str) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1} must hold a word")
+    _refuse_tag(node, option)
+    return str(node.value)
+
+
+def _refuse_tag(node: Any, option: str) -> None:
+    """A tag would make a value another thing than what is written."""
+    if node.tag not in _NO_TAG:
+        raise yaml.YAMLError(f"--{option}: the tag {node.tag!r} cannot be used")
+
+
+class _Loader(yaml.BaseLoader):
+    """Keeps scalars as they are written. No value is used twice: an alias of aliases of aliases
+    fills the memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             line = self.peek_event().start_mark.line + 1
             raise yaml.YAMLError(f"line {line} has an alias: write the value out")
         return super().compose_node(parent, index)
-
-
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"-?(?:0|[1-9][0-9]*)", list("-0123456789")),
-    ("float", r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", list("-.0123456789")),
-):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first
-    )

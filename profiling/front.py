@@ -41,6 +41,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.memory.pending import Pending
 from longctx.model.patch import patch_as
 from longctx.report.page import pyplot, with_ending
@@ -48,9 +49,8 @@ from longctx.run.loading import _hf_attention, load_config
 from profiling.bench.peers import CHECKPOINTING, prepare_peer
 from profiling.bench.trl_bench import PackedRows
 from profiling.build import VOCABULARY
-from profiling.results import write_results
+from profiling.results import files_named, write_results
 
-GIB = 2**30
 ENOUGH_S = 5.0
 SIDES = ("peers", "custom")
 Row = dict[str, Any]
@@ -330,7 +330,12 @@ def draw(rows: Sequence[Row]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="files are OUTPUT.json, .png")
+    parser.add_argument(
+        "--output",
+        type=files_named(".json", ".png"),
+        required=True,
+        help="files are OUTPUT.json, .png",
+    )
     parser.add_argument("--budgets", type=float, nargs="+", default=[8, 12, 24, 40, 80, 138])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS)

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,7 +39,7 @@ def read_junit(path: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=results_file, required=True, help="JSON file to write")
     parser.add_argument("words", nargs="*", help="after --: more words for pytest")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

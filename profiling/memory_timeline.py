@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from longctx.constants import GIB
 from longctx.errors import UserError
 from longctx.report.page import (
     code,
@@ -31,9 +32,10 @@ from longctx.report.page import (
     with_ending,
     write_page,
 )
+from longctx.writing import MARK
 from profiling.memory_categories import CATEGORIES, Marks, categorise
+from profiling.results import files_named
 
-GIB = 2**30
 POINTS = 600
 """Bins of the time axis. Each keeps its moment of most memory, so no peak is lost."""
 COLOURS = dict(
@@ -152,7 +154,7 @@ def write(timelines: list[dict[str, Any]], output: Path) -> list[Path]:
     """Writes OUTPUT.png and OUTPUT.html."""
     png, html = with_ending(output, ".png"), with_ending(output, ".html")
     output.parent.mkdir(parents=True, exist_ok=True)
-    draw(timelines).savefig(png, dpi=110, bbox_inches="tight")
+    draw(timelines).savefig(png, dpi=110, bbox_inches="tight", metadata={"Software": MARK.decode()})
     recorded = []
     for timeline in timelines:
         recorded.append(heading(f"How {title(timeline)} was recorded"))
@@ -184,7 +186,12 @@ def read(path: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("timelines", nargs="+", type=Path, help="memory_rank0.json.gz, one or two")
-    parser.add_argument("--output", type=Path, required=True, help="PATH of PATH.png and PATH.html")
+    parser.add_argument(
+        "--output",
+        type=files_named(".png", ".html"),
+        required=True,
+        help="PATH of PATH.png and PATH.html",
+    )
     args = parser.parse_args()
     try:
         for path in write([read(path) for path in args.timelines], args.output):

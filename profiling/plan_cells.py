@@ -32,10 +32,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.cost.kept import ORDER, Keep, Ladder
 from longctx.cost.machines import MACHINES, Machine
 from longctx.cost.peak import phases
-from longctx.cost.sizes import GIB, Batch, default_head_groups
+from longctx.cost.sizes import Batch, default_head_groups
 from longctx.engines import choose_engine
 from longctx.engines.layout import Layout
 from longctx.memory.ladder import Budget, Step, choose, predicted
@@ -49,7 +50,7 @@ from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
 from profiling.build import VOCABULARY
 from profiling.front import MODELS, batches
-from profiling.results import write_results
+from profiling.results import files_named, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "profiling" / "results"
@@ -468,7 +469,9 @@ def scores(title: str, cells: list[Cell]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="files are OUTPUT.json, .png")
+    parser.add_argument(
+        "--output", type=files_named(".json", ".png"), help="files are OUTPUT.json, .png"
+    )
     args = parser.parse_args()
     groups = {
         "whole steps and layers": [*step_cells(), *layer_cells()],

@@ -37,6 +37,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.annotate import annotated
+from longctx.constants import GIB
 from longctx.errors import UserError
 from longctx.report.page import code, figure, heading, paragraph, pyplot, table, write_page
 from longctx.run.oom import explained_oom
@@ -47,7 +48,6 @@ from profiling.memory_recorder import RecordMemory
 from profiling.phases import LINES, Table, phase_table, read_trace, show
 from profiling.results import describe_run, write_results
 
-GIB = 2**30
 ROW_KEYS = ("class_type", "engine", "tokens", "layers")
 """What each row of phases_rankN.json says of the run."""
 

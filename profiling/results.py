@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -9,17 +10,55 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longctx.writing import replace_file
+from longctx.errors import UserError
+from longctx.files import read_json
+from longctx.report.page import with_ending
+from longctx.writing import check_writable, is_marked, replace_file
 
 _PACKAGES = (
     "torch triton transformers accelerate liger-kernel cut-cross-entropy flash-attn-4 deepspeed trl"
 ).split()
+
+
+def results_file(text: str) -> Path:
+    """The type of an option that names a results file: one that is not there yet, or holds results.
+    Hours of work are not lost at their end, and somebody else's file is not replaced."""
+    path = Path(text)
+    _check(path, path)
+    return path
+
+
+def files_named(*endings: str) -> Callable[[str], Path]:
+    """The type of an option that names OUTPUT + each of the endings: OUTPUT.json are results, and
+    the others are made of them or are marked as ours."""
+
+    def named(text: str) -> Path:
+        for ending in endings:
+            _check(with_ending(Path(text), ending), with_ending(Path(text), ".json"))
+        return Path(text)
+
+    return named
+
+
+def _check(path: Path, results: Path) -> None:
+    try:
+        check_writable(path, ours=lambda path: _holds_results(results) or is_marked(path))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _holds_results(path: Path) -> bool:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"hardware", "commit", "rows"} <= found.keys()
 
 
 def describe_run(path: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from longctx.constants import GIB
 from longctx.cost.rates import AttentionRates, Rates
-from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 
 CONTEXT_BYTES = int(0.55 * GIB)

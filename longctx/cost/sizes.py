@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-GIB = 2**30
+from longctx.constants import GIB
 
 
 def default_head_groups(tokens: int, kv_heads: int, ranks: int = 1) -> int:

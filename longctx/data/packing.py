@@ -27,11 +27,11 @@ from typing import Literal
 import numpy as np
 from datasets import Features, List, Value
 
+from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError
 
 TOKEN_COLUMNS = ("input_ids", "labels", "position_ids")
 ROW_FEATURES = Features({name: List(Value("int32")) for name in (*TOKEN_COLUMNS, "documents")})
-IGNORED = -100
 # Padding of the standard library's 4096-token rows: 1 open row 15%, 4 3.0%, 16 or more 1.0%.
 # 64 leave room for sources of more varied lengths and cost 5 bytes x 64 x seq_len.
 OPEN_ROWS = 64
@@ -105,14 +105,14 @@ def pack(
 def build_row(pieces: list[Piece], seq_len: int, pad_token_id: int) -> dict[str, np.ndarray]:
     """Lays pieces one after another into a row and fills it up with padding."""
     input_ids = np.full(seq_len, pad_token_id, dtype=np.int32)
-    labels = np.full(seq_len, IGNORED, dtype=np.int32)
+    labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int32)
     position_ids = np.empty(seq_len, dtype=np.int32)
     start = 0
     for piece in pieces:
         end = start + len(piece)
         input_ids[start:end] = piece.input_ids
-        labels[start:end] = np.where(piece.trained, piece.input_ids, IGNORED)
-        labels[start] = IGNORED
+        labels[start:end] = np.where(piece.trained, piece.input_ids, IGNORE_INDEX)
+        labels[start] = IGNORE_INDEX
         position_ids[start:end] = np.arange(len(piece))
         start = end
     position_ids[start:] = np.arange(seq_len - start)

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longctx.config import DataArguments, expanded
+from longctx.constants import GIB
 from longctx.data.cache import CHECKSUM, FILE_NAME, FORMAT, TEMPORARY_NAME
 from longctx.errors import UserError, say
 from longctx.program import Parser
 
 DAY_S = 24 * 3600
-GIB = 1 << 30
 KILLED, OTHER = "killed runs' leftovers", "other formats"
 GROUPS = {"documents": "documents", "tokens": "tokens", "rows": "rows", "tokenizer": "tokenizers"}
 """Kind of file -> its line of the table; KILLED and OTHER have lines of their own."""

@@ -35,11 +35,11 @@ from longctx.memory.place import IN_FLIGHT_BYTES
 from longctx.memory.states import Block
 from longctx.memory.stream import StateStream
 
-Place = tuple[Block, int]
+Slot = tuple[Block, int]
 """A block, and a parameter's number in it."""
 
 
-class Gradients:
+class WatchedGradients:
     """The gradients of the parameters that are watched."""
 
     def __init__(
@@ -50,22 +50,22 @@ class Gradients:
     ) -> None:
         """`is_last` says whether the batch whose backward runs is the step's last one."""
         self._stream, self._is_last = stream, is_last
-        self._places: dict[nn.Parameter, Place] = {}
-        self._watched: list[Place] = []
-        self._order: dict[Place, None] = {}
+        self._slots: dict[nn.Parameter, Slot] = {}
+        self._watched: list[Slot] = []
+        self._order: dict[Slot, None] = {}
         """The order in which backward delivered."""
-        self._norms: dict[Place, Tensor] = {}
+        self._norms: dict[Slot, Tensor] = {}
         """The norm of each piece, as last measured."""
-        self._clipped: dict[Place, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._clipped: dict[Slot, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         """Gradients in 16 bits that `clip` has left as they are: their version then, and factor."""
         self._leaving: deque[tuple[object, int, Tensor]] = deque()
-        self._reducing: deque[tuple[Place, Tensor, dist.Work]] = deque()
+        self._reducing: deque[tuple[Slot, Tensor, dist.Work]] = deque()
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
-    def watch(self, parameter: nn.Parameter, place: Place) -> None:
-        """Takes what backward delivers for a parameter, which is the place's."""
-        self._places[parameter] = place
-        self._watched.append(place)
+    def watch(self, parameter: nn.Parameter, slot: Slot) -> None:
+        """Takes what backward delivers for a parameter, whose slot it is."""
+        self._slots[parameter] = slot
+        self._watched.append(slot)
         parameter.grad_dtype = None  # type: ignore[attr-defined]  # sums have fp32
         # Hooks hold nothing: garbage collection does not see through those of parameters.
         me, number = weakref.ref(self), len(self._watched) - 1
@@ -88,44 +88,44 @@ class Gradients:
         """How many there are."""
         return sum(1 for _ in self._present())
 
-    def _present(self) -> Iterator[tuple[Place, Tensor]]:
-        for parameter, place in self._places.items():
+    def _present(self) -> Iterator[tuple[Slot, Tensor]]:
+        for parameter, slot in self._slots.items():
             if (grad := parameter.grad) is not None:
-                yield place, grad
+                yield slot, grad
 
     # --- from backward -------------------------------------------------------------------------
 
-    def _widen(self, place: Place) -> None:
+    def _widen(self, slot: Slot) -> None:
         """Another batch is about to be added to a gradient: in fp32, and to what `clip` left."""
-        parameter = place[0].parameters[place[1]]
+        parameter = slot[0].parameters[slot[1]]
         grad = parameter.grad
         if grad is None or isinstance(grad, HeldGradient):
             return
-        if place[0].streams:  # somebody's own, on the host maybe
-            held = HeldGradient(parameter, self, place)
+        if slot[0].streams:  # somebody's own, on the host maybe
+            held = HeldGradient(parameter, self, slot)
             held.here = grad.to(self._stream.device).contiguous()
             parameter.grad = held
         elif grad.dtype != torch.float32:
-            factor = self.factor(place, grad)
+            factor = self.factor(slot, grad)
             grad = grad.float()
             parameter.grad = grad if factor is None else grad.mul_(factor)
 
-    def _arrive(self, place: Place) -> None:
+    def _arrive(self, slot: Slot) -> None:
         """Autograd has written `parameter.grad`, or added to it."""
-        block, i = place
+        block, i = slot
         parameter = block.parameters[i]
-        self._order.pop(place, None)
-        self._order[place] = None
+        self._order.pop(slot, None)
+        self._order[slot] = None
         grad = parameter.grad
         if grad is None or isinstance(grad, HeldGradient):  # added to where it is
             return
         if grad.layout != torch.strided:
             raise RuntimeError("exact AdamW takes no sparse gradients: use sparse=False")
         self._settle_block(block)
-        self._norms.pop(place, None)
+        self._norms.pop(slot, None)
         leaves = self._leaves(block, grad)
         if leaves or block.streams:  # a parameter on the host takes no GPU's tensor as its grad
-            held = HeldGradient(parameter, self, place)
+            held = HeldGradient(parameter, self, slot)
             parameter.grad = held
             grad = grad.to(self._stream.device).contiguous()  # a loop may have moved the weight
             if leaves:
@@ -133,7 +133,7 @@ class Gradients:
             else:
                 held.here = grad
         elif self._processes > 1 and self._is_last():
-            self._reduce(place, grad)
+            self._reduce(slot, grad)
 
     def _settle_block(self, block: Block) -> None:
         """Nothing of the block's gradients is read by an update any more."""
@@ -150,10 +150,10 @@ class Gradients:
 
     def _send(self, held: HeldGradient, grad: Tensor) -> None:
         """To its room on the host, whatever is there."""
-        block, i = held.place
+        block, i = held.slot
         room = block.host_grad
         assert room is not None
-        self._measure(held.place, grad)
+        self._measure(held.slot, grad)
         grad = grad.to(room.dtype)
         with annotate("gradient out"), self._stream.down.after(self._stream.compute.mark()):
             room[block.ranges[i]].copy_(grad.view(-1), non_blocking=True)
@@ -168,8 +168,8 @@ class Gradients:
 
     def add(self, held: HeldGradient, grad: Tensor) -> None:
         """Adds another batch's gradient to one that is held, in fp32."""
-        self._settle_block(held.place[0])
-        room = held.place[0].host_grad
+        self._settle_block(held.slot[0])
+        room = held.slot[0].host_grad
         if held.here is None and room is not None and room.dtype == torch.float32:
             self._add_on_host(held, grad.to(self._stream.device).contiguous())
             return
@@ -179,7 +179,7 @@ class Gradients:
         held.here, held.factor = total.add_(grad.to(total.device)), None
 
     def _add_on_host(self, held: HeldGradient, grad: Tensor) -> None:
-        block, i = held.place
+        block, i = held.slot
         assert block.host_grad is not None
         stream, factor = self._stream, held.factor
         begin = stream.compute.mark()
@@ -195,7 +195,7 @@ class Gradients:
                     if factor is not None:
                         total.mul_(factor)
                     total.add_(block.grad_at(i, piece, grad))
-                    self._measure_piece(held.place, n, total)
+                    self._measure_piece(held.slot, n, total)
                     added = stream.update.mark()
                 with stream.down.after(added):
                     home.copy_(total, non_blocking=True)
@@ -207,7 +207,7 @@ class Gradients:
 
     def whole(self, held: HeldGradient) -> Tensor:
         """A copy of a gradient that is held, on the GPU, in its parameter's shape."""
-        block, i = held.place
+        block, i = held.slot
         self._settle_block(block)
         if held.here is not None:
             grad = held.here.clone()
@@ -222,7 +222,7 @@ class Gradients:
 
     def replace(self, held: HeldGradient, grad: Tensor) -> None:
         """Puts another gradient in the place of one that is held."""
-        self._settle_block(held.place[0])
+        self._settle_block(held.slot[0])
         if held.here is None:
             self._send(held, grad)
         else:
@@ -230,17 +230,17 @@ class Gradients:
 
     def multiply(self, held: HeldGradient, factor: Any) -> None:
         """Has the update multiply a gradient that is held."""
-        self._settle_block(held.place[0])
+        self._settle_block(held.slot[0])
         factor = torch.as_tensor(factor, dtype=torch.float32).to(self._stream.device)
         held.factor = factor.clone() if held.factor is None else held.factor * factor
 
     # --- over processes ------------------------------------------------------------------------
 
-    def _reduce(self, place: Place, grad: Tensor) -> None:
+    def _reduce(self, slot: Slot, grad: Tensor) -> None:
         if not self._reducing:  # what is on its way when backward ends arrives then
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)  # type: ignore
         total = grad.float()
-        self._reducing.append((place, total, dist.all_reduce(total, async_op=True)))
+        self._reducing.append((slot, total, dist.all_reduce(total, async_op=True)))
         while sum(total.nbytes for _, total, _ in self._reducing) > 2 * IN_FLIGHT_BYTES:
             self._end_reduce()
 
@@ -263,7 +263,7 @@ class Gradients:
     def norm(self) -> Tensor:
         """The norm of all gradients, fp32, ()."""
         self.settle()
-        found = [self._norms_of(place, grad) for place, grad in self._present()]
+        found = [self._norms_of(slot, grad) for slot, grad in self._present()]
         if not found:
             return torch.zeros((), device=self._stream.device)
         return torch.cat(found).double().square().sum().sqrt().float()
@@ -271,27 +271,27 @@ class Gradients:
     def norm_of(self, held: HeldGradient) -> Tensor:
         """The norm of one that is held, fp32, ()."""
         self.settle()
-        return self._norms_of(held.place, held).double().square().sum().sqrt().float()
+        return self._norms_of(held.slot, held).double().square().sum().sqrt().float()
 
-    def _norms_of(self, place: Place, grad: Tensor) -> Tensor:
+    def _norms_of(self, slot: Slot, grad: Tensor) -> Tensor:
         """Of its pieces."""
         here = grad.here if isinstance(grad, HeldGradient) else grad
         if here is not None:
-            self._measure(place, here.to(self._stream.device).contiguous())
-        factor = self.factor(place, grad)
-        return self._norms[place] if factor is None else self._norms[place] * factor
+            self._measure(slot, here.to(self._stream.device).contiguous())
+        factor = self.factor(slot, grad)
+        return self._norms[slot] if factor is None else self._norms[slot] * factor
 
-    def _measure(self, place: Place, grad: Tensor) -> None:
-        block, i = place
+    def _measure(self, slot: Slot, grad: Tensor) -> None:
+        block, i = slot
         for n, piece in enumerate(block.pieces(i, self._stream.piece)):
-            self._measure_piece(place, n, block.grad_at(i, piece, grad))
+            self._measure_piece(slot, n, block.grad_at(i, piece, grad))
 
-    def _measure_piece(self, place: Place, n: int, grad: Tensor) -> None:
-        if place not in self._norms:
-            count = len(place[0].pieces(place[1], self._stream.piece))
+    def _measure_piece(self, slot: Slot, n: int, grad: Tensor) -> None:
+        if slot not in self._norms:
+            count = len(slot[0].pieces(slot[1], self._stream.piece))
             device = self._stream.device
-            self._norms[place] = torch.zeros(count, dtype=_norm_dtype(device), device=device)
-        norms = self._norms[place]
+            self._norms[slot] = torch.zeros(count, dtype=_norm_dtype(device), device=device)
+        norms = self._norms[slot]
         torch.linalg.vector_norm(grad, dtype=norms.dtype, out=norms[n])
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -301,26 +301,26 @@ class Gradients:
         if not max_norm:
             return norm
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
-        for place, grad in self._present():
+        for slot, grad in self._present():
             if isinstance(grad, HeldGradient):
                 self.multiply(grad, factor)
             elif grad.dtype == torch.float32:
                 grad.mul_(factor.to(grad.device))
             else:
-                earlier = self.factor(place, grad)
+                earlier = self.factor(slot, grad)
                 total = factor if earlier is None else earlier * factor
-                self._clipped[place] = weakref.ref(grad), grad._version, total
+                self._clipped[slot] = weakref.ref(grad), grad._version, total
         return norm
 
-    def factor(self, place: Place, grad: Tensor) -> Tensor | None:
+    def factor(self, slot: Slot, grad: Tensor) -> Tensor | None:
         """What the update multiplies the gradient by: fp32, ()."""
         if isinstance(grad, HeldGradient):
             return grad.factor
-        reference, version, factor = self._clipped.get(place, (None, 0, None))
+        reference, version, factor = self._clipped.get(slot, (None, 0, None))
         if reference is None or reference() is not grad:
             return None
         if grad._version != version:
-            del self._clipped[place]
+            del self._clipped[slot]
             if not grad.any():  # zero_grad(set_to_none=False)
                 return None
             raise RuntimeError(
@@ -328,16 +328,16 @@ class Gradients:
             )
         return factor
 
-    def broken(self) -> Place | None:
+    def broken(self) -> Slot | None:
         """Where the first gradient is that is not finite, in the order of backward."""
         present = dict(self._present())
-        for place in self._order:
-            if (grad := present.get(place)) is None:
+        for slot in self._order:
+            if (grad := present.get(slot)) is None:
                 continue
-            if place not in self._norms:  # `clip` measures before it scales by what may be NaN
-                self._norms_of(place, grad)
-            if not self._norms[place].isfinite().all():
-                return place
+            if slot not in self._norms:  # `clip` measures before it scales by what may be NaN
+                self._norms_of(slot, grad)
+            if not self._norms[slot].isfinite().all():
+                return slot
         return None
 
     def tensors(self) -> list[Tensor]:
@@ -345,9 +345,9 @@ class Gradients:
         held = [grad.here for _, grad in self._present() if isinstance(grad, HeldGradient)]
         return [*(x for x in held if x is not None), *(grad for *_, grad in self._leaving)]
 
-    def take(self, place: Place) -> Tensor | None:
+    def take(self, slot: Slot) -> Tensor | None:
         """A gradient for its update, on the GPU and contiguous; None for one on the host."""
-        parameter = place[0].parameters[place[1]]
+        parameter = slot[0].parameters[slot[1]]
         grad = parameter.grad
         assert grad is not None
         if isinstance(grad, HeldGradient):

@@ -50,16 +50,16 @@ class HeldGradient(Tensor):
     """What it is multiplied by: fp32, (), on the GPU; None is 1."""
 
     @staticmethod
-    def __new__(cls, parameter: nn.Parameter, gradients: Holder, place: Any) -> HeldGradient:
+    def __new__(cls, parameter: nn.Parameter, gradients: Holder, slot: Any) -> HeldGradient:
         held: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         return held
 
-    def __init__(self, parameter: nn.Parameter, gradients: Holder, place: Any) -> None:
+    def __init__(self, parameter: nn.Parameter, gradients: Holder, slot: Any) -> None:
         # Weak, since garbage collection does not see through `parameter.grad`.
         self._gradients = weakref.ref(gradients)
-        self.place, self.here, self.factor = place, None, None
+        self.slot, self.here, self.factor = slot, None, None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 
 PROC = Path("/proc/self")
 SPARE, MOST_SPARED_GIB = 0.1, 4

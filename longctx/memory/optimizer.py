@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.kernels.adamw import join_master, weight_checksums
-from longctx.memory.gradients import Gradients
+from longctx.memory.gradients import WatchedGradients
 from longctx.memory.place import Place
 from longctx.memory.states import Block, BlockSpec, Step
 from longctx.memory.stream import StateStream
@@ -57,10 +57,10 @@ class ExactAdamW(torch.optim.Optimizer):
         not on the GPU.
         """
         self.stream = stream
-        self.gradients = Gradients(stream, is_last=is_last)
+        self.gradients = WatchedGradients(stream, is_last=is_last)
         self.steps: dict[nn.Parameter, int] = {}
         """How often each parameter was updated."""
-        self._states = States(self)
+        self._states = StatesByParameter(self)
         self._places = {
             parameter: (block, i)
             for block in stream.blocks
@@ -209,7 +209,7 @@ class ExactAdamW(torch.optim.Optimizer):
     # --- states, whole -----------------------------------------------------------------------
 
     @property  # type: ignore[override]
-    def state(self) -> States:
+    def state(self) -> StatesByParameter:
         """The states by parameter, as those of torch's optimizers; they are views."""
         return self._states
 
@@ -342,7 +342,7 @@ class ExactAdamW(torch.optim.Optimizer):
         return self.__getstate__()
 
 
-class States(MutableMapping[nn.Parameter, Mapping[str, Any]]):
+class StatesByParameter(MutableMapping[nn.Parameter, Mapping[str, Any]]):
     """An optimizer's states by parameter, of those that were updated: views of where they live."""
 
     def __init__(self, optimizer: ExactAdamW) -> None:

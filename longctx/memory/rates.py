@@ -30,9 +30,9 @@ import psutil
 import torch
 
 from longctx.config import DataArguments, expanded
+from longctx.constants import GIB
 from longctx.cost.machines import SMALL_HEADS, between, machine_like
 from longctx.cost.rates import AttentionRates, Rates
-from longctx.cost.sizes import GIB
 from longctx.errors import UserError, print_rank0
 from longctx.memory.slab import PinnedSlab
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import torch
 
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.errors import UserError
 
 LINE = 512

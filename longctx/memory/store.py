@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from longctx.annotate import annotate
+from longctx.constants import GIB
 from longctx.cost.kept import Keep, Ladder
-from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.slab import PinnedSlab, whole_lines

@@ -277,7 +277,7 @@ def split_heads(w: Layer, s: Schedule) -> Iterator[Group]:
 
 def normed(x: Tensor, weight: Tensor, s: Schedule) -> Tensor:  # (T, D), (D,) -> (T, D)
     """What products take."""
-    return rms_norm_forward(x, weight, s.eps)[0].to(s.dtype)
+    return rms_norm_forward(x, weight, s.eps).to(s.dtype)
 
 
 class InnerQKV:
@@ -343,7 +343,7 @@ def attended(
     def run(tile: slice) -> None:
         into = [None if wide else out[tile] for out in outs]
         ready = [
-            rms_norm_forward(x[tile], norm, s.eps, out=out)[0]
+            rms_norm_forward(x[tile], norm, s.eps, out=out)
             for x, norm, out in zip(given, norms, into, strict=True)
         ]
         s.rotate_(ready[0], ready[1], t, tile)
@@ -832,7 +832,7 @@ class _FinalNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, owned: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.owned = eps, owned
-        return rms_norm_forward(x, weight, eps)[0]
+        return rms_norm_forward(x, weight, eps)
 
     @staticmethod
     @once_differentiable

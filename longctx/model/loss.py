@@ -50,7 +50,6 @@ def linear_cross_entropy_reference(
     num_items: int | Tensor | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float | None = None,
     logits_scaling: float = 1.0,
 ) -> Tensor:  # scalar
@@ -62,8 +61,6 @@ def linear_cross_entropy_reference(
     loss = torch.nn.functional.cross_entropy(
         z, y, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing
     )
-    if z_loss:
-        loss = loss + z_loss * (z.logsumexp(1)[y != IGNORE_INDEX] ** 2).sum()
     if num_items is not None:
         return loss / num_items
     return loss / max(1, int((y != IGNORE_INDEX).sum())) if reduction == "mean" else loss
@@ -270,7 +267,6 @@ def linear_cross_entropy(
     num_items: int | Tensor | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     softcap: float | None = None,
     logits_scaling: float = 1.0,
     logits_bytes: int | None = None,
@@ -280,11 +276,11 @@ def linear_cross_entropy(
 
     Labels of -100 are ignored. The sum over the others is divided by `num_items` if given (the
     count over a whole gradient accumulation, HF's `num_items_in_batch`), else by their number
-    (`reduction="mean"`), else by nothing. Without any label that counts the loss is 0. `z_loss`
-    adds z_loss * lse^2, `softcap` bounds the logits by softcap * tanh(logits / softcap),
-    `logits_scaling` divides them before all that, `logits_bytes` bounds the logits held at a time
-    (default: `default_logits_bytes`). `counted` is of these labels, from whoever had them earlier:
-    the host does not wait for the GPU then.
+    (`reduction="mean"`), else by nothing. Without any label that counts the loss is 0. `softcap`
+    bounds the logits by softcap * tanh(logits / softcap), `logits_scaling` divides them before
+    that, `logits_bytes` bounds the logits held at a time (default: `default_logits_bytes`).
+    `counted` is of these labels, from whoever had them earlier: the host does not wait for the GPU
+    then.
 
     Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
     run once. Raises ValueError for a wrong shape, dtype or value.
@@ -322,7 +318,7 @@ def linear_cross_entropy(
     check_float("weight", weight, hidden.dtype)
 
     labels = labels.flatten()
-    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap}
+    options = {"label_smoothing": label_smoothing, "softcap": softcap}
     with torch.autocast(kind, enabled=False):
         count = 1 if num_items is None and reduction == "sum" else num_items
         return _LinearCrossEntropy.apply(

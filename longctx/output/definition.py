@@ -75,7 +75,7 @@ _ROWS = {"seq_len", "long_documents", "seed"}
 """Other values give other rows from the same data."""
 _NO_MODEL = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
 """What a config.json says besides what the model computes."""
-Run = dict[str, Any]
+RunDefinition = dict[str, Any]
 
 
 def define(
@@ -86,11 +86,11 @@ def define(
     model: Mapping[str, Any],
     num_processes: int,
     base: str | None = None,
-) -> Run:
+) -> RunDefinition:
     """The definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs means
     here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`, `base`
     what tells the frozen weights under adapters from others (checkpoints do not hold them)."""
-    run: Run = {}
+    run: RunDefinition = {}
     for name in (*OPTIONS, *APPLIED):
         owner = next((o for o in options if hasattr(o, name)), None)
         if owner is not None:
@@ -101,7 +101,10 @@ def define(
 
 
 def check_same_run(
-    checkpoint: Path | None, run: Run, allowed: Collection[str], kept: Collection[str] = ()
+    checkpoint: Path | None,
+    run: RunDefinition,
+    allowed: Collection[str],
+    kept: Collection[str] = (),
 ) -> None:
     """Compares with the definition in the checkpoint; says what is applied.
 
@@ -121,7 +124,7 @@ def check_same_run(
             "options and data are taken as they are now"
         )
         return
-    before: Run = manifest["run"]
+    before: RunDefinition = manifest["run"]
     if BASE in run and BASE not in before:
         print_rank0(
             f"{checkpoint} does not say which weights its adapters were trained over (an earlier "
@@ -145,13 +148,13 @@ def check_same_run(
         print_rank0(f"resuming with other options (then and now): {', '.join(changed.values())}")
 
 
-def applied(run: Run) -> set[str]:
+def applied(run: RunDefinition) -> set[str]:
     """What may change without being asked for."""
     on_plateau = run.get("lr_scheduler_type") == "reduce_lr_on_plateau"
     return set(APPLIED) - ({"learning_rate"} if on_plateau else set())
 
 
-def differences(before: Run, now: Run) -> dict[str, str]:
+def differences(before: RunDefinition, now: RunDefinition) -> dict[str, str]:
     """Name -> `name 64 -> 128`, of what both record."""
     found = {
         name: f"{name} {_shown(before[name])} -> {_shown(now[name])}"

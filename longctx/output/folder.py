@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from longctx.config import TrainArguments
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0
 from longctx.output import FINAL, METRICS, STAGING, checkpoint_step
 from longctx.output.removal import discard, remove, require_removable

@@ -25,7 +25,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0
 from longctx.output import checkpoints
 from longctx.output.manifest import write_manifest

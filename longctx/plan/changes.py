@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from longctx.constants import GIB
 from longctx.cost.machines import Machine
-from longctx.cost.sizes import GIB
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
 
 MOST = 5

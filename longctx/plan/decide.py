@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longctx.constants import GIB
 from longctx.cost.kept import Ladder
 from longctx.cost.peak import peak, phases
 from longctx.cost.seconds import NO_TRAFFIC
-from longctx.cost.sizes import GIB, Sizes
+from longctx.cost.sizes import Sizes
 from longctx.memory.ladder import Budget, Chosen, Step, choose, gaps
 from longctx.memory.place import (
     ORDERS,

@@ -19,8 +19,8 @@ import torch
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
+from longctx.constants import GIB
 from longctx.cost.machines import CONTEXT_BYTES, MACHINES, AttentionRates, Machine, machine_like
-from longctx.cost.sizes import GIB
 from longctx.errors import UserError, one_line, say
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.rates import (

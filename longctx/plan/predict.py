@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
 from longctx.cost.seconds import Exchanged, Seconds
-from longctx.cost.sizes import GIB, Batch, Sizes
+from longctx.cost.sizes import Batch, Sizes
 from longctx.engines.layout import Layout, Parameters
 from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from longctx.attention import flash4
 from longctx.config import DataArguments, TrainArguments, expanded
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.errors import UserError, printable
 from longctx.memory.machine import available_host_bytes
 from longctx.memory.rates import driver_version, rates_path, read_rates, version_of

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from longctx.data.packing import IGNORED
+from longctx.constants import IGNORE_INDEX
 from longctx.errors import printable
 
 STRETCH = 600
@@ -35,7 +35,7 @@ def show_example(
     ids, labels, positions = (
         np.asarray(row[name]) for name in ("input_ids", "labels", "position_ids")
     )
-    trained = labels != IGNORED
+    trained = labels != IGNORE_INDEX
     edges = [*np.flatnonzero(positions == 0).tolist(), len(ids)]
     pieces = list(zip(edges, edges[1:], strict=False))
     console.print(f"one row of {len(ids):,} tokens, {trained.sum():,} of them trained")

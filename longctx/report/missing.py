@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from longctx.constants import GIB
 from longctx.cost.machines import Machine, machine_like
-from longctx.cost.sizes import GIB
 from longctx.memory.rates import Measured
 from longctx.plan.measure import Gpu
 

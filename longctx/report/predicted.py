@@ -23,10 +23,10 @@ from rich.table import Table
 from transformers import PretrainedConfig
 
 from longctx.config import ModelArguments, TrainArguments
+from longctx.constants import GIB
 from longctx.cost.kept import Ladder
 from longctx.cost.machines import Machine
 from longctx.cost.peak import peak
-from longctx.cost.sizes import GIB
 from longctx.data.rows import as_arrays
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0, printable

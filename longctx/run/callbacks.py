@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.engines.collectives import all_reduce_min
 from longctx.errors import print_rank0
 from longctx.model.families import base_of

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
 from longctx.config import TrainArguments
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0
 from longctx.lora.foreign import check_resumed
 from longctx.memory.optimizer import ExactAdamW

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.engines.collectives import whole_numel
 from longctx.model.families import head_dim, windows
 

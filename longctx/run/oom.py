@@ -30,7 +30,7 @@ from transformers.loss import loss_utils
 
 from longctx.attention import backends, protocol
 from longctx.config import ModelArguments
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.engines import Engine
 from longctx.engines.collectives import local_shard
 from longctx.errors import UserError

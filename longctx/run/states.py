@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.config import TrainArguments
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.engines.collectives import all_reduce_min
 from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import Budget, Step

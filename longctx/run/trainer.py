@@ -15,6 +15,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Trai
 
 from longctx.attention.shards import Shards
 from longctx.config import TrainArguments, with_our_options
+from longctx.constants import IGNORE_INDEX
 from longctx.engines import Engine, choose_engine
 from longctx.engines.collectives import any_rank
 from longctx.engines.peers import end_with_peers
@@ -25,7 +26,7 @@ from longctx.lora.foreign import check_resumed
 from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
 from longctx.output import STATE
-from longctx.output.definition import Run
+from longctx.output.definition import RunDefinition
 from longctx.output.rehearsal import rehearse_save
 from longctx.output.resume import (
     apply_learning_rate,
@@ -75,7 +76,7 @@ class LongTrainer(ExactTrainer):
         seq_len: int,
         engine: Engine | None = None,
         document_names: Names | None = None,
-        run: Run | None = None,
+        run: RunDefinition | None = None,
         **kwargs: Any,
     ) -> None:
         """`seq_len` is the longest row; `document_names` names the records that rows carry as
@@ -266,14 +267,14 @@ class LongTrainer(ExactTrainer):
             ranks_a_row = self.shards.ranks if self.shards else 1
             first = self.args.process_index // ranks_a_row * len(labels)
             labels = inputs["labels"] = labels.clone()
-            labels[max(0, state.remainder - first) :] = -100
+            labels[max(0, state.remainder - first) :] = IGNORE_INDEX
         targets = labels[:, 1:]
         if self.shards:
-            inputs["shift_labels"] = torch.nn.functional.pad(targets, (0, 1), value=-100)
+            inputs["shift_labels"] = torch.nn.functional.pad(targets, (0, 1), value=IGNORE_INDEX)
             inputs = self.shards.cut(inputs)
             targets = inputs["shift_labels"]
         loss_sum = model(**inputs, num_items_in_batch=1).loss
-        tokens = (targets != -100).sum()
+        tokens = (targets != IGNORE_INDEX).sum()
         self.evaluated += torch.stack([loss_sum.double(), tokens.double()])
         return loss_sum / tokens.clamp(min=1), None, None
 
@@ -460,7 +461,7 @@ def _joined(inputs: dict[str, Any], model: Any, shards: Shards) -> Tensor:  # (B
     positions = shards.whole(inputs["position_ids"].to(device))
     labels = shards.whole(inputs["shift_labels"].to(device))
     later = (positions == 0).cumsum(1) > 1  # the first document's tokens see it alone
-    several = bool((later & (labels != -100)).any())
+    several = bool((later & (labels != IGNORE_INDEX)).any())
     flash = "flash" in str(model.config._attn_implementation)
     if any_rank(several and not flash, device):
         raise UserError(

@@ -47,7 +47,7 @@ from longctx.report.page import (
 from profiling.bench.peers import CHECKPOINTING
 from profiling.bench.step_bench import child_command
 from profiling.bench.subprocess_cases import run_child
-from profiling.results import describe_run, write_results
+from profiling.results import describe_run, files_named, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASS_TYPES = ("vanilla", "liger", "custom")
@@ -144,7 +144,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="other defaults: tiny, two short lengths"
     )
-    parser.add_argument("--output", type=Path, required=True, help="files are called OUTPUT.json..")
+    parser.add_argument(
+        "--output",
+        type=files_named(".json", ".csv", ".html"),
+        required=True,
+        help="files are called OUTPUT.json..",
+    )
     parser.add_argument("flags", nargs="*", help="after --: more flags of train.py")
     args = parser.parse_args(argv)
     pyplot()  # missing? better known now
@@ -202,11 +207,8 @@ def finished(path: Path, wanted: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
     code's: a results file has one command, hardware, set of versions and commit."""
     if not path.exists():
         return []
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        rows = held["rows"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no results file: choose another --output") from error
+    held = json.loads(path.read_text(encoding="utf-8"))
+    rows = held["rows"]
     for row in rows:
         if tuple(row.get(name) for name in KEY) not in wanted:
             raise UserError(

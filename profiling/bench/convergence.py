@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.errors import UserError
 from longctx.report.page import code, figure, heading, paragraph, pyplot, table, write_page
 from profiling.bench.train_bench import run
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 JOB = (
     "--preset llama-3.2-1b --seq_len 4096 --dtype bfloat16 --max_steps 50 --learning_rate 1e-4 "
@@ -138,7 +138,7 @@ def losses_of(name: str, seed: int, flags: list[str], folder: Path) -> list[floa
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=results_file, required=True, help="JSON file to write")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")

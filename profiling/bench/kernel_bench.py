@@ -49,13 +49,14 @@ from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from longctx.constants import GIB
 from longctx.kernels.adamw import adamw_, split_master, weight_checksums
 from longctx.kernels.cross_entropy import cross_entropy
 from longctx.kernels.rms_norm import rms_norm, rms_norm_reference
 from longctx.kernels.rope import rope, rope_reference
 from longctx.kernels.swiglu import swiglu, swiglu_reference
 from longctx.model.loss import linear_cross_entropy, linear_cross_entropy_reference
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EPS = 4096, 14336, 32, 8, 128, 128256, 1e-5
@@ -243,7 +244,7 @@ def measure(
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
-    peak = (torch.cuda.max_memory_allocated() - base) / 2**30
+    peak = (torch.cuda.max_memory_allocated() - base) / GIB
     clear()
 
     def timed(f: Callable[[], Any]) -> float:
@@ -380,7 +381,9 @@ def main() -> None:
     parser.add_argument("--rep-ms", type=int, default=200, help="time for each of the others")
     parser.add_argument("--seconds", type=float, default=1.5, help="for each loss and matmul rate")
     parser.add_argument("--impls", nargs="+", help="only these implementations")
-    parser.add_argument("--out", type=Path, default=ROOT / "profiling/results/h200_kernels.json")
+    parser.add_argument(
+        "--out", type=results_file, default=ROOT / "profiling/results/h200_kernels.json"
+    )
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
     torch.manual_seed(0)

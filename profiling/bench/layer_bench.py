@@ -27,10 +27,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from longctx.constants import GIB
 from profiling.bench.peers import prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, parse_case, run_cases
+from profiling.results import results_file
 
-GIB = 2**30
 WARM_UP_TOKENS = 131072
 
 DEFAULTS: Case = {
@@ -216,7 +217,9 @@ def main() -> None:
     parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
     parser.add_argument("--only", help="of --cases, those that hold this key=value,...")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
+    parser.add_argument(
+        "--output", type=results_file, help="JSON file; rows are added to what it holds"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     cases = [settled({**DEFAULTS, **parse_case(text, DEFAULTS)}) for text in args.case]

@@ -22,9 +22,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.memory.slab import PinnedSlab
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 
 def measure(slab_gib: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def fork() -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=results_file, required=True, help="JSON file to write")
     parser.add_argument("--gib", type=int, nargs="+", default=[4, 16])
     args = parser.parse_args()
     torch.zeros(1, device="cuda")

@@ -35,8 +35,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from longctx.constants import IGNORE_INDEX
 from longctx.report.evaluate import draw
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = (
@@ -127,7 +128,7 @@ def truth(args: argparse.Namespace) -> dict[str, Any]:
                     for h, target in zip(hidden[:-1].split(4096), targets.split(4096), strict=True):
                         logits = model.lm_head(h)
                         total += cross_entropy(logits, target, reduction="sum").item()
-                        count += int((target != -100).sum())
+                        count += int((target != IGNORE_INDEX).sum())
             losses.append(round(total / count, 5))
     return {"step": "truth", "class_type": "vanilla", "dtype": "float32", "losses": losses}
 
@@ -160,7 +161,7 @@ def parse(document: str, name: str, steps: Sequence[str]) -> tuple[argparse.Name
     parser = argparse.ArgumentParser(description=document.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True, help="of scripts/get_smollm2.py")
     parser.add_argument("--data", type=Path, required=True, help="of scripts/get_long_documents.py")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=results_file, required=True, help="JSON file to write")
     parser.add_argument("--runs", type=Path, default=Path("runs", name), help="for models")
     parser.add_argument("--seq_len", type=int, default=32768)
     parser.add_argument("--windows", type=int, default=16, help="for the loss by position")

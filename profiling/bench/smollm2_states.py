@@ -48,7 +48,7 @@ from longctx.kernels.adamw import split_master
 from longctx.report.page import pyplot
 from profiling.bench.convergence import distance
 from profiling.bench.smollm2_32k import FP32, train
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 RUNS = {
     "truth": FP32,
@@ -242,7 +242,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True, help="of scripts/get_smollm2.py")
     parser.add_argument("--data", type=Path, required=True, help="of scripts/get_long_documents.py")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=results_file, required=True, help="JSON file to write")
     parser.add_argument("--runs", type=Path, default=Path("runs/states"), help="for models")
     parser.add_argument("--seq_len", type=int, default=2048, help="tokens in a row (2048)")
     parser.add_argument("--rows", type=int, default=8, help="in each of a step's two batches (8)")

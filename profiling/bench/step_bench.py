@@ -50,12 +50,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from longctx.constants import GIB
 from profiling.bench.peers import prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
+from profiling.results import results_file
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP_TOKENS = 8192
-GIB = 2**30
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
     *("checkpointing", "keep", "passes", "states", "place", "gpu_gib", "lora", "quantize"),
@@ -331,7 +332,9 @@ def main() -> None:
     )
     parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
+    parser.add_argument(
+        "--output", type=results_file, help="JSON file; rows are added to what it holds"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
     args = parser.parse_args()

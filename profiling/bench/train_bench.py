@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from profiling.bench.peers import prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, case_text, parse_case
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS: Case = {
@@ -95,7 +95,7 @@ def run(case: Case, folder: Path, flags: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=results_file, help="JSON file to write")
     parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")

@@ -45,13 +45,14 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import longctx
+from longctx.constants import GIB, IGNORE_INDEX
 from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
+from profiling.results import results_file
 
 SHORTEST, LONGEST = 500, 9000
 """Tokens of a document."""
 WARM_UP_STEPS, IDLE_STEPS = 2, 4
-GIB = 2**30
 DEFAULTS: Case = {
     "class_type": "trl",
     "layers_by": None,
@@ -113,7 +114,7 @@ class PackedRows(Dataset[dict[str, torch.Tensor]]):
         position_ids = torch.cat([torch.arange(n) for n in self.lengths[number]])
         numbers = torch.Generator().manual_seed(number)
         ids = torch.randint(vocabulary, position_ids.shape, generator=numbers)
-        labels = ids.masked_fill(position_ids == 0, -100)
+        labels = ids.masked_fill(position_ids == 0, IGNORE_INDEX)
         return {"input_ids": ids, "labels": labels, "position_ids": position_ids}
 
     def __len__(self) -> int:
@@ -292,7 +293,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
     parser.add_argument("--repeats", type=int, default=8, help="measured steps, after two more")
-    parser.add_argument("--output", type=Path, help="JSON file; rows are added to what it holds")
+    parser.add_argument(
+        "--output", type=results_file, help="JSON file; rows are added to what it holds"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     cases = [parse_case(text, DEFAULTS) for text in args.case] or list(PUBLISHED)

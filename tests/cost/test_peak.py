@@ -13,9 +13,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.cost.kept import Keep
 from longctx.cost.peak import Phase, phases
-from longctx.cost.sizes import GIB, Batch
+from longctx.cost.sizes import Batch
 from longctx.memory.ladder import Budget
 from longctx.memory.place import PlacedStates
 from longctx.model.blocks import state_blocks

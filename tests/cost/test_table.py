@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 from cost_sizes import LLAMA_8B
 
+from longctx.constants import GIB
 from longctx.cost.kept import ORDER, SETS, Keep, describe, uniform
-from longctx.cost.sizes import GIB, Batch, default_head_groups, default_tile_tokens
+from longctx.cost.sizes import Batch, default_head_groups, default_tile_tokens
 from longctx.cost.table import load
 from longctx.model.costs import StepTable, attention_flops
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longctx.data.packing import IGNORED, TOKEN_COLUMNS, PackingStats, Piece, build_row, pack
+from longctx.constants import IGNORE_INDEX
+from longctx.data.packing import TOKEN_COLUMNS, PackingStats, Piece, build_row, pack
 
 
 def document(length: int, first_id: int = 0) -> Piece:
@@ -80,12 +81,12 @@ def test_labels_never_cross_documents_and_positions_restart(long_documents):
             if new_segment:
                 assert positions[i] == 0
             assert positions[i] in (0, positions[i - 1] + 1)
-            assert labels[i] in (IGNORED, ids[i])
+            assert labels[i] in (IGNORE_INDEX, ids[i])
             if positions[i] == 0 or ids[i] == 7:
-                assert labels[i] == IGNORED
+                assert labels[i] == IGNORE_INDEX
             else:
                 assert labels[i] == ids[i] == ids[i - 1] + 1  # the very next token of the document
-            trained += labels[i] != IGNORED
+            trained += labels[i] != IGNORE_INDEX
     assert trained == stats.trained_tokens
 
 
@@ -102,7 +103,7 @@ def test_truncate_keeps_the_start_and_counts_the_rest():
 
 def test_a_tail_of_one_token_is_trained():
     rows, stats = packed([document(17, 100)], 8)
-    assert [int((row["labels"] != IGNORED).sum()) for row in rows] == [7, 6, 1]
+    assert [int((row["labels"] != IGNORE_INDEX).sum()) for row in rows] == [7, 6, 1]
     assert stats.untrained_tokens == 0
 
 

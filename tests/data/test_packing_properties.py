@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.data.packing import IGNORED, PackingStats, Piece, pack
+from longctx.constants import IGNORE_INDEX
+from longctx.data.packing import PackingStats, Piece, pack
 
 PAD = 0
 Row = dict[str, np.ndarray]
@@ -110,10 +111,10 @@ def test_labels_are_the_trained_tokens_but_the_first_of_a_segment(
     labelled = 0
     for row in rows:
         for ids, labels, _ in segments(row):
-            assert labels[0] == IGNORED
+            assert labels[0] == IGNORE_INDEX
             for token, label in zip(ids[1:], labels[1:], strict=True):
-                assert label == (token if token in trained else IGNORED)
-                labelled += label != IGNORED
+                assert label == (token if token in trained else IGNORE_INDEX)
+                labelled += label != IGNORE_INDEX
     assert labelled == stats.trained_tokens
 
 

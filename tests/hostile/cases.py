@@ -49,6 +49,8 @@ class Expected:
     """Temporary names that may stay, because nobody can delete them."""
     one_line: bool = False
     """It says what is wrong in one line on stderr that begins with `error: `."""
+    later: bool = False
+    """Only the model, the data or the machine show what is wrong: the options alone are taken."""
 
     def __str__(self) -> str:
         kind = {0: "prints" if self.steps is None else "works", 1: "fails"}.get(self.status)
@@ -64,6 +66,11 @@ class Expected:
 def fails(says: str) -> Expected:
     """One line on stderr that begins with `error: `, exit status 1, nothing left behind."""
     return Expected(1, says, one_line=True)
+
+
+def fails_later(says: str) -> Expected:
+    """The same for options that are refused when the model, the data or the machine is known."""
+    return replace(fails(says), later=True)
 
 
 def finds(says: str) -> Expected:
@@ -101,6 +108,12 @@ class Case:
     @property
     def id(self) -> str:
         return f"{self.table}: {self.name}"
+
+    @property
+    def of_options(self) -> bool:
+        """Refused for its options: tests/test_config.py takes all of these without a run."""
+        refused = self.expected.one_line and not self.circumstances
+        return self.table in ("flags", "recipes") and refused
 
 
 def table(name: str, rows: dict[str, tuple[Any, ...]]) -> list[Case]:

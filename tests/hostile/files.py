@@ -35,6 +35,17 @@ WITHOUT = "without "
 """Before an option's name: the small run leaves it out."""
 
 
+def with_words(flags: list[str], words: list[str]) -> list[str]:
+    """The flags of the small run, changed as a case says."""
+    flags = list(flags)
+    replaced = {"--dataset_name": "--train_file", "--preset": "--model_name_or_path"}
+    dropped = [old for new, old in replaced.items() if new in words]
+    dropped += [word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT)]
+    for name in {*dropped} & {*flags}:
+        del flags[flags.index(name) : flags.index(name) + 2]
+    return [*flags, *(word for word in words if not word.startswith(WITHOUT))]
+
+
 def both(*makes: Make) -> Make:
     return lambda folder: [word for make in makes for word in make(folder)]
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hostile.cases import Case
 from hostile.client import Server
 from hostile.tables import CASES
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 
 def run(cases: list[Case], folder: Path, servers: int) -> Iterator[dict[str, Any]]:
@@ -48,7 +48,7 @@ def run(cases: list[Case], folder: Path, servers: int) -> Iterator[dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=results_file, help="JSON file to write")
     parser.add_argument("--servers", type=int, default=os.cpu_count(), help="default: %(default)s")
     parser.add_argument("--only", default="", help="a regular expression of `table: name`")
     args = parser.parse_args()

@@ -38,7 +38,7 @@ from paths import ROOT
 from small_run import prepare
 
 from hostile.cases import Case
-from hostile.files import WITHOUT
+from hostile.files import with_words
 from hostile.judge import judge, snapshot
 from hostile.tables import CASES
 from longctx import cli
@@ -86,12 +86,7 @@ class Base:
         if not words or words[0] not in ("train.py", "longctx"):
             flags = [*self.flags, "--max_steps", "2", "--output_dir", str(folder / "run")]
             flags[flags.index("--cache_dir") + 1] = str(folder / "cache")
-            replaced = {"--dataset_name": "--train_file", "--preset": "--model_name_or_path"}
-            dropped = [old for new, old in replaced.items() if new in words]
-            dropped += [word.removeprefix(WITHOUT) for word in words if word.startswith(WITHOUT)]
-            for name in {*dropped} & {*flags}:
-                del flags[flags.index(name) : flags.index(name) + 2]
-            words = ["train.py", *flags, *(w for w in words if not w.startswith(WITHOUT))]
+            words = ["train.py", *with_words(flags, words)]
         return [
             word.replace("FOLDER", str(folder)).replace("BASE", str(self.folder)) for word in words
         ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from exactness import DEVICE
 from longctx.memory import gradients as taking
-from longctx.memory.gradients import Gradients
+from longctx.memory.gradients import WatchedGradients
 from longctx.memory.place import Place
 from longctx.memory.states import BlockSpec
 
@@ -28,14 +28,14 @@ def taker(
     dtype: torch.dtype = BF16,
     shapes: list[tuple[int, ...]] = SHAPES,
     piece: int = PIECE,
-) -> tuple[Gradients, Any]:
+) -> tuple[WatchedGradients, Any]:
     """A taker of gradients, and the one block that they are of."""
     weights = nn.ParameterList(torch.zeros(s, dtype=dtype, device=DEVICE) for s in shapes)
     named = {str(i): weight for i, weight in enumerate(weights)}
     spec = BlockSpec(name="block", parameters=named, modules=[weights], movable=True)
     where = HOST if on_host else Place()
     placed = place(weights, lambda _: where, specs=[spec], accumulates=accumulates, piece=piece)
-    gradients, [block] = Gradients(placed.stream), placed.stream.blocks
+    gradients, [block] = WatchedGradients(placed.stream), placed.stream.blocks
     for i, weight in enumerate(weights):
         gradients.watch(weight, (block, i))
     return gradients, block
@@ -60,12 +60,12 @@ class Deliver(torch.autograd.Function):
         return ctx.grad, None
 
 
-def give(gradients: Gradients, block: Any, i: int, grad: Tensor) -> None:
+def give(gradients: WatchedGradients, block: Any, i: int, grad: Tensor) -> None:
     gradients._stream.need(block)
     Deliver.apply(block.parameters[i], grad).backward()
 
 
-def deliver(gradients: Gradients, block: Any, grads: list[Tensor]) -> None:
+def deliver(gradients: WatchedGradients, block: Any, grads: list[Tensor]) -> None:
     for i, grad in reversed([*enumerate(grads)]):
         give(gradients, block, i, grad.clone())
 
@@ -75,7 +75,7 @@ def forget(block: Any) -> None:
         weight.grad = None
 
 
-def taken(gradients: Gradients, block: Any) -> list[Tensor]:
+def taken(gradients: WatchedGradients, block: Any) -> list[Tensor]:
     """The step's gradients, wherever they are."""
     gradients.settle()
     found = [gradients.take((block, i)) for i in range(len(block.parameters))]

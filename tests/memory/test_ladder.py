@@ -12,11 +12,12 @@ from cost_sizes import LLAMA_8B
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.constants import GIB
 from longctx.cost.kept import ORDER, SETS, Keep, Ladder
 from longctx.cost.peak import peak, phases
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.seconds import Hosted, activation_waits
-from longctx.cost.sizes import GIB, Batch, Cut, default_logits_bytes
+from longctx.cost.sizes import Batch, Cut, default_logits_bytes
 from longctx.cost.table import Keepable, Table, load
 from longctx.memory import ladder as search
 from longctx.memory.ladder import (

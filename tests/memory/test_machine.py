@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
+from longctx.constants import GIB
 from longctx.cost.kept import Keep
-from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 from longctx.memory import machine
 from longctx.memory.store import ActivationStore

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.cost.kept import Keep
-from longctx.cost.sizes import GIB
 from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import (
     ORDERS,

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from longctx.constants import GIB
 from longctx.cost.rates import Rates
-from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 from longctx.memory import rates
 from longctx.memory.rates import (

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
 from longctx.cost.peak import LIBRARY_BYTES
-from longctx.cost.sizes import GIB
 from longctx.engines import collectives, fsdp
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.layout import (

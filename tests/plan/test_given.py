@@ -10,8 +10,8 @@ import pytest
 from small_model import tiny_config
 
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
-from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 from longctx.memory.place import Place
 from longctx.plan.given import Given, read_given, written

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from longctx.attention.backends import FlashOnCpu
+from longctx.constants import GIB
 from longctx.cost.machines import CONTEXT_BYTES, MACHINES, AttentionRates
-from longctx.cost.sizes import GIB
 from longctx.errors import UserError
 from longctx.memory import rates
 from longctx.memory.rates import Link, Measured

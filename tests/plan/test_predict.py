@@ -15,9 +15,10 @@ from small_model import tiny_config
 from transformers import BloomConfig
 
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.cost.kept import SETS
 from longctx.cost.machines import MACHINES, Machine, machine_named
-from longctx.cost.sizes import GIB, Batch
+from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
 from longctx.model.costs import StepTable, attention_flops, squared_length

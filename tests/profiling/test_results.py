@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import json
 import re
 import subprocess
@@ -9,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import open_page
 from paths import ROOT
 
 
@@ -77,9 +78,40 @@ def test_published_results_say_where_they_come_from(path: Path) -> None:
     assert published["rows"]
 
 
-@pytest.mark.parametrize(
-    "page", sorted((ROOT / "profiling/results").glob("*.html")), ids=lambda path: path.stem
-)
-def test_published_pages_open(page: Path, tmp_path: Path) -> None:
-    opened = open_page(page, tmp_path)
-    assert opened.console == [] and opened.svgs >= 1 and opened.ink > 0.02
+SCRIPTS = [
+    path
+    for folder in ("profiling", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "write_results(" in path.read_text() and path.name not in ("results.py", Path(__file__).name)
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_checks_its_output_before_it_works(script: Path) -> None:
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            if isinstance(node.args[0], ast.Constant) and node.args[0].value in OUTPUTS:
+                kind = next(word.value for word in node.keywords if word.arg == "type")
+                name = kind.func if isinstance(kind, ast.Call) else kind
+                assert isinstance(name, ast.Name) and name.id in ("results_file", "files_named")
+
+
+OUTPUTS = ("--output", "--out")
+
+
+def test_somebody_elses_file_is_refused(results, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LONGCTX_COMMIT", "abc")
+    output = tmp_path / "new" / "a.json"
+    for _ in range(2):  # also when it holds results
+        assert results.results_file(str(output)) == output
+        results.write_results(output, [{"s": 1.0}])
+    (tmp_path / "new" / "a.png").write_bytes(b"a picture of them")
+    both = results.files_named(".json", ".png")
+    assert both(str(output.with_suffix(""))) == output.with_suffix("")
+    for name, text in {"notes.json": "{}", "b.json": "[1]", "c.json": "rows commit"}.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(argparse.ArgumentTypeError, match="longctx did not write it"):
+            results.results_file(str(tmp_path / name))
+    (tmp_path / "d.png").write_bytes(b"somebody's")
+    with pytest.raises(argparse.ArgumentTypeError, match="d.png: it is there already"):
+        both(str(tmp_path / "d"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.memory.rates import Link, Measured
 from longctx.plan.measure import Gpu
 from longctx.report import doctor

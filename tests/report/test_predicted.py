@@ -15,9 +15,9 @@ from small_run import add_callback, prepare, run
 from transformers import TrainerCallback
 
 from longctx.config import ModelArguments
+from longctx.constants import GIB
 from longctx.cost.kept import in_order
 from longctx.cost.machines import MACHINES
-from longctx.cost.sizes import GIB
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.plain import Plain
 from longctx.errors import UserError

@@ -48,7 +48,7 @@ from paths import ROOT
 from small_run import add_callback, become_rank, logged, prepare
 from transformers import TrainerCallback
 
-from profiling.results import write_results
+from profiling.results import results_file, write_results
 
 SAVE_STEPS = 2
 AHEAD = 3
@@ -386,7 +386,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--kills", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--output", type=results_file, help="JSON file to write")
     args = parser.parse_args()
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     engine = ENGINES[args.engine]

@@ -7,7 +7,7 @@ import torch
 from small_run import prepare, run
 
 from longctx.config import TrainArguments
-from longctx.cost.sizes import GIB
+from longctx.constants import GIB
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.fsdp import FSDP2
 from longctx.errors import UserError

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
-from paths import PYTHONPATH, ROOT
-from small_run import SendAt, add_callback, logged, prepare, run
+import torch
+from small_run import SendAt, add_callback, fork_ranks, logged, prepare, run
 
 from longctx.run import trainer
 from longctx.run.interrupts import Interrupts
@@ -25,11 +23,16 @@ def flags(tmp_path_factory) -> list[str]:
     return [*prepare(tmp_path_factory.mktemp("small")), "--max_steps", "6"]
 
 
+@pytest.fixture(scope="module")
+def whole(flags, plain_kernels, tmp_path_factory) -> list[dict[str, float]]:
+    """What a run logs that nobody stops."""
+    return run(flags, tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_stops_and_resumes_exactly(
-    flags, monkeypatch, tmp_path, number, capsys
+    flags, whole, monkeypatch, tmp_path, number, capsys
 ) -> None:
-    whole = run(flags, tmp_path / "whole")
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     add_callback(SendAt(number, 3), monkeypatch)
     with pytest.raises(SystemExit) as stop:
@@ -116,42 +119,25 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
 
 
-# Forks its two ranks when everything is imported, once for both. Rank 1 gets a signal in step 2.
-TWO_RANKS = """
-import multiprocessing, os, signal, sys, train
-from small_run import SendAt, add_callback
-
-def run(rank):
-    os.environ.update(RANK=rank, LOCAL_RANK=rank)
-    if rank == "1":
-        add_callback(SendAt(signal.SIGTERM, 2))
-    train.main(sys.argv[1:])
-
-ranks = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in "01"]
-for rank in ranks:
-    rank.start()
-for rank in ranks:
-    rank.join()
-print("exit codes", *(rank.exitcode for rank in ranks))
-"""
-
-
 def test_a_signal_to_one_process_stops_all_at_the_same_step(flags, tmp_path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, "-c", TWO_RANKS, *flags, "--output_dir", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            **{"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
-            **{"PYTHONPATH": PYTHONPATH, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"},
-        },
-        timeout=300,
-    )
-    assert done.stdout.splitlines()[-1] == "exit codes 143 143", (done.stdout, done.stderr)
+    """Rank 1 gets one in step 2."""
+    log = tmp_path / "log"
+
+    def train_and_exit(rank: int) -> NoReturn:
+        status = 1
+        try:
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            torch.set_num_threads(1)
+            if rank == 1:
+                add_callback(SendAt(signal.SIGTERM, 2))
+            run(flags, tmp_path / "run")
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 1
+        finally:
+            os._exit(status)
+
+    statuses = [os.waitpid(child, 0)[1] for child in fork_ranks(2, train_and_exit)]
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [143, 143]
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
-    assert done.stdout.count("stopped by SIGTERM: continue with") == 1
+    assert log.read_text().count("stopped by SIGTERM: continue with") == 1

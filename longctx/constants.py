@@ -1,0 +1,8 @@
+"""Numbers that mean the same in every room."""
+
+from __future__ import annotations
+
+GIB = 2**30
+"""Bytes of a GiB."""
+IGNORE_INDEX = -100
+"""The label of a token that is not trained, as in torch and Hugging Face."""
