@@ -1,0 +1,399 @@
+"""The documentation, read as by somebody who tries all that it says: commands parse, files exist,
+links resolve, code compiles, and figures are those of the plan and of profiling/results."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+
+import longctx.report.plan as plan_command
+from longctx.cli import COMMANDS
+from longctx.config import parse_flags
+from longctx.errors import UserError
+from longctx.program import Parser
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RESULTS = ROOT / "profiling/results"
+names = {page: str(page.relative_to(ROOT)) for page in [*PAGES, *RECIPES]}
+
+
+def each(paths: list[Path]) -> Any:
+    return pytest.mark.parametrize("page", paths, ids=[names[page] for page in paths])
+
+
+def prose(text: str) -> str:
+    """The text without blocks of code."""
+    return re.sub(r"^( *)```.*?^\1```", "", text, flags=re.M | re.S)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1500
+
+
+# --- links and files -------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    found = re.findall(r"^#+ (.*)$", prose(text), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in found}
+
+
+def dead_links(text: str, folder: Path) -> list[str]:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        path = (folder / name).resolve()
+        if name and not path.exists():
+            dead.append(link)
+        elif anchor and anchor not in anchors(path.read_text() if name else text):
+            dead.append(link)
+    return dead
+
+
+def missing_files(text: str) -> list[str]:
+    """Python and Markdown files, and paths from the root, that are named and are not there."""
+    known = {path.name for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.rglob("*.md")}
+    named = re.findall(r"(?<![\w/.*$~-])[\w./-]+\.(?:py|md)\b", text)
+    roots = "profiling|recipes|longctx|kernels|tests|docs|scripts|ds_configs|fsdp_configs"
+    paths = re.findall(rf"(?<![\w/.*$~-])(?:{roots})/[\w./-]*\w", text)
+    own = {"first_run.py", "test_x.py", "x.py"}  # renamed since, and says so; stand for any file
+    missing = [
+        name
+        for name in named
+        if not re.search("[A-Z]{4}", name.replace("README", "").replace("CONTRIBUTING", ""))
+        and name.rpartition("/")[2] not in known | own
+    ]
+    return missing + [
+        path
+        for path in paths
+        if not re.search("[A-Z]{4}", path.replace("README", "")) and Path(path).name not in own
+        if not any((ROOT / f"{path}{end}").exists() for end in ("", ".py", ".json", ".yaml"))
+    ]
+
+
+@each(PAGES)
+def test_links_resolve_and_files_exist(page) -> None:
+    assert not dead_links(page.read_text(), page.parent)
+    assert not missing_files(page.read_text())
+
+
+@each(RECIPES)
+def test_recipes_name_files_that_exist(page) -> None:
+    text = re.sub(r"(\w/)\n# ", r"\1", page.read_text())  # a path over two lines
+    lines = [line for line in text.splitlines() if line.startswith("#")]
+    assert not missing_files("\n".join(lines).replace("/shared/", "")), page
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+class Parsed(Exception):
+    """A command's flags were understood."""
+
+
+OTHERS = {
+    "pip": {"-e", "--no-deps"},
+    "pytest": {"-n", "-m", "--dist"},
+    "accelerate": {
+        "--config_file",
+        "--num_processes",
+        "--num_machines",
+        "--machine_rank",
+        "--main_process_ip",
+        "--main_process_port",
+    },
+    "torchrun": {"--nproc_per_node"},
+    "sbatch": {"--signal"},
+    "scontrol": set(),
+}
+"""Flags of other people's programs that these pages may name."""
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Command lines in blocks of code, in comments of recipes and between backticks."""
+    text = re.sub(r"\\\n[# ]*", "", text)
+    blocks = re.findall(r"^```\n(.*?)^```", text, flags=re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += [line[4:] for line in text.splitlines() if re.match(r"    \w", line)]
+    lines += [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    lines += re.findall(r"`([^`\n]+)`", text)
+    for line in lines:
+        for part in re.split(r"&&|;| \| | > \S+", line.split("  #")[0]):
+            try:
+                words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$\w+", "1", part))
+            except ValueError:
+                continue
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words.pop(0)
+            if words and words[0] in ("longctx", "python", *OTHERS):
+                yield [word for word in words if word != "..."]
+
+
+def parse(words: list[str]) -> None:
+    """Raises where a flag is not one of the program's."""
+    program, flags = words[0], words[1:]
+    if program in OTHERS:
+        script = next((i for i, word in enumerate(flags) if word.endswith(".py")), len(flags))
+        found = {word.split("=")[0] for word in flags[:script] if word.startswith("-")}
+        assert found <= OTHERS[program], words
+        program, flags = "python", flags[script:]
+    if flags[:2] == ["-m", "longctx"]:
+        program, flags = "longctx", flags[2:]
+    if program == "longctx":
+        if flags and flags[0] in COMMANDS:
+            parse_command(flags[0], flags[1:])
+    elif flags and flags[0] == "train.py":
+        parse_flags(flags[1:])
+    elif flags and flags[0].endswith(".py"):
+        written = (ROOT / flags[0]).read_text()
+        for flag in flags[1:]:
+            passes_on = "parse_known_args" in written
+            known = f'"{flag.split("=")[0]}"' in written
+            assert passes_on or known or not flag.startswith("--"), words
+
+
+def parse_command(name: str, flags: list[str]) -> None:
+    if not flags or flags == ["FLAGS", "--gpu", "NAME"]:
+        return
+    if name == "plan":
+        words = [flag for flag in flags if flag != "FLAGS"]
+        values = [] if len(words) > 1 or words[0] not in ("--html", "--gpu") else ["NAME"]
+        parse_flags(plan_command._parse([*words, *values])[1])
+        return
+    with pytest.raises((Parsed, UserError, argparse.ArgumentError)) as ended:
+        importlib.import_module(COMMANDS[name]).main(flags)
+    incomplete = "arguments are required|expected (at least )?one argument"  # a flag in a sentence
+    assert ended.errisinstance(Parsed) or re.search(incomplete, str(ended.value)), ended.value
+
+
+@pytest.fixture
+def parsing_alone(monkeypatch):
+    """longctx's commands end where their flags are parsed."""
+
+    def parse_args(self, args=None, namespace=None):
+        argparse.ArgumentParser.parse_args(self, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(Parser, "parse_args", parse_args)
+    real = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr("longctx.config._Parser.parse_args", real)
+    monkeypatch.chdir(ROOT)
+
+
+@each([*PAGES, *RECIPES])
+def test_every_commands_flags_parse(page, parsing_alone) -> None:
+    for words in commands(page.read_text()):
+        parse(words)
+
+
+# --- Python ----------------------------------------------------------------------------------
+
+
+@each(PAGES)
+def test_python_compiles_and_names_exist(page) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for name in node.names:
+                    importlib.import_module(name.name)
+            elif isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module or "")
+                assert all(hasattr(module, name.name) for name in node.names), ast.unparse(node)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id in ("longctx", "peft"):
+                    assert hasattr(importlib.import_module(node.value.id), node.attr), node.attr
+
+
+# --- figures ---------------------------------------------------------------------------------
+
+PLANNED = [page for page in RECIPES if "longctx plan --config" in page.read_text()]
+SAID = {
+    "step_s": r"([\d.]+) s a step",
+    "gpu_gib": r"([\d.]+) GiB of (?:the|each) GPU",
+    "host_gib": r"([\d.]+) GiB\s+of the host",
+}
+
+
+@pytest.mark.parametrize("page", PLANNED, ids=[names[page] for page in PLANNED])
+def test_predicted_figures_of_recipes_are_todays(page, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = "\n".join(re.findall(r"^# ?(.*)$", page.read_text(), flags=re.M))
+    command = re.sub(r"\\\n *", "", text[text.index("longctx plan") :]).splitlines()[0]
+    flags = [flag for flag in shlex.split(command)[2:] if flag != "--sweep"]
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(io.StringIO()):
+        plan_command.main([*flags, "--json"])
+    planned = json.loads(out.getvalue())
+    predicted = text[text.index("prediction") : text.index("longctx plan")]
+    found = {key: re.search(pattern, predicted) for key, pattern in SAID.items()}
+    assert found["gpu_gib"] and found["host_gib"]
+    for key, match in found.items():
+        if match:
+            decimals = len(match[1].partition(".")[2])
+            assert match[1] == f"{planned[key]:.{decimals}f}", key
+
+
+def test_a_recipe_for_several_gpus_says_what_was_planned_or_measured() -> None:
+    """A figure of memory without a plan's command or a results file is nobody's."""
+    for page in RECIPES:
+        text = page.read_text()
+        if re.search(r"[\d.]+ GiB", text):
+            assert "longctx plan --config" in text or "profiling/results" in text, page
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from numbers(part)
+    elif isinstance(value, float):
+        yield value
+
+
+def foreign(table: str, files: list[str]) -> list[str]:
+    """Decimal figures of a table that round no value of the files, nor a share of one."""
+    rows = [json.loads((RESULTS / f"{name}.json").read_text())["rows"] for name in files]
+    values = list(numbers(rows))
+    found = []
+    for text in re.findall(r"(?<![\w.-])(?<!TRL )\d+\.\d+(?![\w.])", table):
+        half = 0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-9
+        if not any(abs(v * scale - float(text)) <= half for v in values for scale in (1, 100)):
+            found.append(text)
+    return found
+
+
+TABLES = [
+    ("README.md", "What was measured", "h100_states_step h200_states_step h200_lora_peers "
+     "h200_shared_step"),
+    ("docs/states.md", "Measured", "h100_states_step h200_states_step"),
+    ("docs/engines.md", "One row over several GPUs", "h200_shared_step h200_states_step"),
+    ("docs/results.md", "Packed rows", "h200_trl"),
+    ("docs/results.md", "Time against memory", "h200_front"),
+    ("docs/plan.md", "The longest row", "h200_longest_step plan_cells"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, head, files", TABLES, ids=[f"{t[0]}: {t[1]}" for t in TABLES])
+def test_tables_agree_with_their_results(name, head, files) -> None:
+    text = (ROOT / name).read_text()
+    section = re.search(rf"^#+ {head}\n(.*?)(?=^#|\Z)", text, flags=re.M | re.S)
+    assert section
+    tables = re.findall(r"(?:^\|.*\n)+", section[1], flags=re.M)
+    table = next(t for t in tables if re.search(r"\d\.\d", t))
+    assert not foreign(table, files.split())
+
+
+def accuracy(rows: list[dict[str, Any]], key: str) -> tuple[int, float, float]:
+    """Cells, mean and largest error (%) of a predicted figure."""
+    errors = [
+        100 * abs(row[f"predicted_{key}"] / row[f"measured_{key}"] - 1)
+        for row in rows
+        if row.get(f"measured_{key}") and row.get(f"predicted_{key}")
+    ]
+    return len(errors), sum(errors) / len(errors), max(errors)
+
+
+def test_the_plans_accuracy_is_that_of_its_cells_and_stands_once() -> None:
+    rows = json.loads((RESULTS / "plan_cells.json").read_text())["rows"]
+    groups = {"": "whole steps and layers", "engines: ": "engines", "adapters: ": "adapters"}
+    groups["the front: "] = "the front"
+    words = {"GPU peak": "gpu_gib", "host memory": "host_gib", "seconds": "step_s"}
+    text = (ROOT / "docs/plan.md").read_text()
+    pattern = r"^\| ([a-z ]*: )?(GPU peak|host memory|seconds) \| (\d+) \| ([\d.]+)% \| ([\d.]+)%"
+    table = re.findall(pattern, text, flags=re.M)
+    assert len(table) >= 9
+    for group, of, cells, mean, worst in table:
+        shown = [row for row in rows if row["of"] == groups[group]]
+        count, average, largest = accuracy(shown, words[of])
+        assert (cells, mean, worst) == (str(count), f"{average:.1f}", f"{largest:.1f}"), (group, of)
+    for page in PAGES:
+        assert not re.search(r"off by\s+[\d.]+%\s+in\s+the\s+mean", page.read_text()), page
+
+
+def test_cells_that_are_called_refused_need_more_than_their_budget() -> None:
+    rows = json.loads((RESULTS / "plan_cells.json").read_text())["rows"]
+    refused = [row for row in rows if row["cell"].endswith("refused")]
+    for row in refused:
+        budget = re.search(r"in ([\d.]+) GiB", row["cell"])
+        assert budget and row["predicted_gpu_gib"] > float(budget[1])
+    if any(row["fits"] for row in refused):  # then the page says why
+        assert re.search(r"`fits`\s+is `true`", (ROOT / "docs/plan.md").read_text())
+
+
+def unsourced_shares(text: str) -> list[str]:
+    """Paragraphs with a share (13%) that name neither a file nor a place where one stands."""
+    paragraphs = re.split(r"\n\s*\n", prose(text))
+    shares = [p for p in paragraphs if re.search(r"\b\d+(?:\.\d+)?%", p) and not p.startswith("|")]
+    return [p for p in shares if not re.search(r"\.json\)|\.py\)|#[\w-]+\)", p)]
+
+
+def test_shares_in_the_page_of_states_name_their_file() -> None:
+    assert not unsourced_shares((ROOT / "docs/states.md").read_text().split("\n## ")[0])
+
+
+def test_what_was_wrong_once_is_found() -> None:
+    assert missing_files("the choice is in `auto.py`") == ["auto.py"]
+    assert dead_links("[a](no.md), [b](#no), [c](docs/README.md#no)", ROOT) == [
+        "no.md",
+        "#no",
+        "docs/README.md#no",
+    ]
+    assert foreign_k("a row of 1379K tokens") == ["1379K"] and not foreign_k("128K")
+    assert unsourced_shares("weights moved by 13%, 85% of them did not")
+    assert foreign("| 12.3 |", ["h100_states_step"]) == ["12.3"]
+    with pytest.raises(AssertionError):
+        parse(["scontrol", "--signal"])
+    with pytest.raises(UserError):
+        parse(["python", "train.py", "--seq_lenn", "4096"])
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+def foreign_k(text: str) -> list[str]:
+    """Lengths such as 135K on a page that does not say that K is 1024."""
+    if "K is 1024" in text:
+        return []
+    lengths = re.findall(r"\b(\d+)K\b", prose(text))
+    return [f"{n}K" for n in lengths if int(n) & (int(n) - 1)]
+
+
+@each(PAGES)
+def test_words(page) -> None:
+    text = page.read_text()
+    assert not foreign_k(text)
+    riddles = r"(?i)linear maps|that is (?:also )?said|are said\b|matrix products|\bproducts\b"
+    assert not re.findall(riddles, prose(text)), page
+
+
+def test_what_ci_runs_is_what_contributing_says() -> None:
+    ran = (ROOT / ".ci/run").read_text()
+    said = (ROOT / "CONTRIBUTING.md").read_text()
+    paragraph = next(p for p in said.split("\n\n") if p.startswith("`.ci/run`"))
+    for command in ("ruff", "mypy", "pytest -n 2 --dist loadfile"):
+        assert command in ran and command in paragraph
+    assert "does all of this" not in paragraph
+    for command in ("run_all.py", "pre-commit"):
+        assert command not in ran and command in paragraph.split("neither")[1]
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = (ROOT / "docs/README.md").read_text()
+    assert not [page.name for page in PAGES[2:] if f"]({page.name})" not in listed
+                and page.name != "README.md"]  # fmt: skip
