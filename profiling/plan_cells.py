@@ -35,7 +35,7 @@ from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.kept import ORDER, Keep, Ladder
 from longctx.cost.machines import MACHINES, Machine
-from longctx.cost.peak import phases
+from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch, default_head_groups
 from longctx.engines import choose_engine
 from longctx.engines.layout import Layout
@@ -389,16 +389,18 @@ def alone(made: Subject, run: Run, machine: Machine, step: Step, limit: int) -> 
     decision = decided(specs, blocks, chosen, Budget(limit, 0), keeping(step, chosen), False)
     standing = PlacedStates(blocks, chosen.places, accumulates=False)
     found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
+    found = [phase for phase in found if phase.name != "update"]
+    most = peak(found).nbytes
     return Plan(
         run=run,
         machine=machine,
         sizes=chosen.sizes,
         backend="fa4",
         decision=decision,
-        phases=[phase for phase in found if phase.name != "update"],
+        phases=found,
         seconds=predicted(step, chosen),
         gpu_limit=limit,
-        problem=None,
+        problem=None if most <= limit else f"{most / GIB:.1f} GiB of GPU memory are needed",
         rank_host_bytes=decision.host.nbytes,
         parameters=made.parameters,
     )

@@ -362,8 +362,13 @@ def displayed(seconds: Any) -> Any:
 def _cuts(step: Step) -> Iterable[Sizes]:
     if step.given is not None:
         return [step.given[1]]
-    cuts = [*step.sizes.cuts(step.batch.tokens)]
-    return cuts[:1] if step.offload == "all" or step.sizes.class_type != "custom" else cuts
+    tokens = step.batch.tokens
+    cuts = [*step.sizes.cuts(tokens)]
+    if step.sizes.class_type != "custom":
+        return cuts[:1]
+    if step.offload == "all":  # little memory: only logits may be fewer
+        return [cut for cut in cuts if cut.cut(tokens)[:2] == cuts[0].cut(tokens)[:2]]
+    return cuts
 
 
 def _candidates(step: Step, tables: Tables) -> Candidates:

@@ -42,6 +42,7 @@ LOST = H100._replace(link_bytes=1e6)
 LAYER = StepTable.of(LLAMA_8B, Batch(T, T)).layer
 O_BYTES, ALL_BYTES = (LAYER.kept_bytes(SETS[name]) for name in ("o", "all"))
 LOGITS = default_logits_bytes(128256, 4096)
+LITTLE = Cut(8192, 8, LOGITS)
 
 
 def step_of(tokens: int = T, rates: Rates = H100, passes: int = 1, sizes=LLAMA_8B, **asked) -> Step:
@@ -173,6 +174,7 @@ def cut(gpu_gib: float, tokens: int = T, **asked) -> Cut:
 
 def test_little_memory_is_cut_small() -> None:
     assert cut(20, offload="all") == cut(2000, offload="all") == Cut(8192, 8, LOGITS)
+    assert min(cut(gib, offload="all").logits_bytes for gib in (7, 8, 9)) < LOGITS
 
 
 def test_free_memory_makes_one_group_and_one_tile() -> None:
