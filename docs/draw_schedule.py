@@ -39,31 +39,27 @@ mlp_sums = units(D * (3 * F + H * d), 4)  # gradients of down, gate, up, o
 qkv_sums = units(D * (H + 2 * K) * d, 4)
 qkv_weight = units(D * (H + 2 * K) * d)
 
-# --- totals: (phase, part) -> highest sum, lowest sum -------------------------------------------
-# A name of Python holds its tensor until it gets the next one: what an iteration made last is
-# still there when the next begins.
+# --- totals ----------------------------------------------------------------------------------
+# Each tile and group is a function of its own: what one works with is gone when the next begins.
 
 
-def total(phase: str, part: int) -> tuple[float, float]:
-    """What is on the GPU in this part of the phase, but weights and finished weight gradients."""
-    again = part > 0
+def total(phase: str) -> tuple[float, float]:
+    """The most and the least that is on the GPU in a part of the phase, but weights and finished
+    weight gradients."""
     three = x + o + lse + y
     if phase == "attention":
-        project = qkv + 2 * tile + qkv_weight / GROUPS
-        return x + o + lse + project + again * qkv, x + o + lse + qkv
+        return x + o + lse + qkv + 2 * tile + qkv_weight / GROUPS, x + o + lse + qkv
     if phase == "mlp":
         made = 2 * tile + 2 * tile_mlp
-        return three + made + again * 2 * tile_mlp, three + made
+        return three + made, three + made
     if phase == "1":
-        first = 2 * tile + 2 * tile_mlp + again * (3 * tile_mlp + tile)
-        last = 4 * tile + 3 * tile_mlp
+        first, last = 2 * tile + 2 * tile_mlp, 4 * tile + 3 * tile_mlp
         return three + max(first, last) + mlp_sums, three + last + mlp_sums
     if phase == "2":
-        project = qkv + 2 * tile + qkv_weight / GROUPS + again * (2 * qkv + do)
-        attend = qkv + do + qkv + again * qkv + attention_sums
+        project = qkv + 2 * tile + qkv_weight / GROUPS
+        attend = qkv + do + qkv + attention_sums
         return three + dkv + attend, three + dkv + project
-    made = tile + tile_qkv + again * tile_qkv
-    return three + dkv + qkv_weight + qkv_sums + made, three + dkv + qkv_weight + tile
+    return three + dkv + qkv_weight + qkv_sums + tile + tile_qkv, three + dkv + qkv_weight + tile
 
 
 # --- FLOPs, for the shares above the phases -------------------------------------------------------
@@ -245,8 +241,8 @@ def draw_totals(p: Picture) -> list[tuple[float, str]]:
     peaks = []
     for phase in PHASES:
         at, level = [], []
-        for part, start, stop in p.parts(phase):
-            high, low = total(phase, part)
+        for _, start, stop in p.parts(phase):
+            high, low = total(phase)
             middle = (start + stop) / 2
             if phase == "2":  # the projections come first and need less
                 high, low = low, high
