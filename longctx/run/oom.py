@@ -31,6 +31,8 @@ from transformers.loss import loss_utils
 from longctx.attention import backends, protocol
 from longctx.config import ModelArguments
 from longctx.constants import GIB
+from longctx.cost.kept import SETS
+from longctx.cost.sizes import Batch
 from longctx.engines import Engine
 from longctx.engines.collectives import local_shard
 from longctx.errors import UserError
@@ -38,6 +40,7 @@ from longctx.kernels import cross_entropy
 from longctx.memory import slab, store
 from longctx.memory.held import HeldGradient
 from longctx.model import layer, loss
+from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part
 from longctx.run.trainer import LongTrainer
 
@@ -132,6 +135,23 @@ def explain(
     elif snapshot.exists():
         lines.append(f"  snapshot: {snapshot}; open it at https://pytorch.org/memory_viz")
     return lines
+
+
+def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
+    """Bytes of the GPU by which layers would keep less, at most, of the longest batch so far: all
+    but the last on the host, and with less kept."""
+    patched: Any = patched_part(trainer.model)  # type: ignore[arg-type]
+    runtime = patched.longctx
+    tokens = runtime.reserved_tokens
+    layer = StepTable.of(runtime.sizes(patched), Batch(tokens, tokens)).layer
+    ladder = runtime.store.ladder
+    ladder = (patched.config.num_hidden_layers - len(ladder)) * ladder[:1] + ladder
+    here = [layer.kept_bytes(keep.on_gpu) for keep in ladder]
+
+    def less(name: str) -> int:
+        return sum(here) - sum(layer.kept_bytes(keep.on_gpu & SETS[name]) for keep in ladder)
+
+    return {"host": sum(here[:-1]), "o": less("o"), "x": less("x")}
 
 
 def _asked(text: str) -> str | None:
@@ -268,15 +288,13 @@ def advice(
         if not args.gradient_checkpointing:
             add("--gradient_checkpointing true", "a layer's activations are computed again")
     else:
-        kept = held.get("kept activations", 0)
-        layers = config.num_hidden_layers
-        if model_args.offload_activations != "all" and kept:
-            saved = kept * (layers - 1) / layers
-            add("--offload_activations all", "kept activations wait in host memory", saved)
-        if model_args.keep not in ("x", "o"):
-            add("--keep o", "all but attention is computed again")
+        spares = _activations_spared(trainer)
+        if model_args.offload_activations != "all" and spares["host"]:
+            add("--offload_activations all", "kept activations wait in host memory", spares["host"])
+        if model_args.keep not in ("x", "o") and spares["o"]:
+            add("--keep o", "all but attention is computed again", spares["o"])
         if model_args.keep != "x":
-            add("--keep x", "attention runs once more in backward", kept / 2 or None)
+            add("--keep x", "attention runs once more in backward", spares["x"] or None)
         groups = config.num_key_value_heads
         if model_args.head_groups != groups and groups > 1:
             add(f"--head_groups {groups}", "q, k, v of one group of heads at a time")

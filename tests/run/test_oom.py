@@ -123,6 +123,17 @@ def test_advice_leaves_out_what_is_set_already(run, monkeypatch) -> None:
     assert "an allocation did not fit" in message and "by what can be counted" in message
 
 
+def test_what_less_kept_would_spare_is_counted(run, monkeypatch) -> None:
+    """Of --keep all: x and o are a small part, and --keep x spares more than half."""
+    monkeypatch.setattr(layer, "swiglu_backward_", fail()(layer.swiglu_backward_))
+    spared: dict[str, int] = {}
+    count = oom._activations_spared
+    monkeypatch.setattr(oom, "_activations_spared", lambda t: spared.update(count(t)) or spared)
+    message = run("--keep", "all", "--offload_activations", "none")
+    assert spared["x"] > spared["o"] > 0.6 * spared["host"] > 0
+    assert "--keep o" in message and "--keep x" in message
+
+
 def test_other_errors_pass(run, monkeypatch) -> None:
     def broken(*args, **kwargs):
         raise RuntimeError("not about memory")
