@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from longctx.annotate import annotate
 from longctx.attention.documents import Documents
 
 
@@ -82,10 +83,11 @@ class Attention(ABC):
         lse: Tensor,
         window: int | None = None,
     ) -> Iterator[None]:
-        """`forward`, which pauses where an exchange with other ranks is under way; o and lse are
-        there when it ends."""
-        self.forward(qkv, documents, scale, o, lse, window)
-        return iter(())
+        """`forward`, which begins when the iterator is first advanced, and pauses where an exchange
+        with other ranks is under way; o and lse are there when it ends."""
+        with annotate("attention"):
+            self.forward(qkv, documents, scale, o, lse, window)
+        yield from ()
 
     def backward_in_turns(
         self,
@@ -100,8 +102,9 @@ class Attention(ABC):
         out: QKV,
     ) -> Iterator[None]:
         """`backward` into `out`, likewise."""
-        self.backward(do, qkv, documents, scale, o, lse, window, out)
-        return iter(())
+        with annotate("attention"):
+            self.backward(do, qkv, documents, scale, o, lse, window, out)
+        yield from ()
 
 
 def take_turns(parts: Iterable[Iterator[None]]) -> None:

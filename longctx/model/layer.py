@@ -418,10 +418,9 @@ def attention_forward(
     def attend(group: Group) -> Iterator[None]:
         qkv = projected(group)
         o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
-        with annotate("attention"):
-            pauses = s.attention.forward_in_turns(
-                qkv, s.documents, t.scale, o_group, lse[group.lse], s.window(t)
-            )
+        pauses = s.attention.forward_in_turns(
+            qkv, s.documents, t.scale, o_group, lse[group.lse], s.window(t)
+        )
         del qkv  # while it pauses, it may go
         yield from pauses
 
@@ -642,11 +641,10 @@ def attention_backward_(
                 w.o.adapter.add_input_grad_(do[tile], v[tile], tile, t.residual, group.q)
         dk, dv = dkv[:, group.kv], dkv[:, Kd:][:, group.kv]
         do, dq, dk, dv = (x.unflatten(1, (-1, s.head_dim)) for x in (do, o[:, group.q], dk, dv))
-        with annotate("attention"):
-            pauses = s.attention.backward_in_turns(
-                *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
-                out=QKV(dq, dk, dv),
-            )
+        pauses = s.attention.backward_in_turns(
+            *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
+            out=QKV(dq, dk, dv),
+        )
         unnormed = None if w.q_norm is None else qkv
         del qkv, ready, do
         yield from pauses

@@ -1,7 +1,8 @@
 """What would make a run fit: other values of its flags, each tried by planning again.
 
-One flag at a time; if none does, two, then three. The fastest come first. A shorter row comes last
-of all, for it changes the data.
+One flag at a time; if none does, two, then three; none where not even all at once do. What `auto`
+looks at holds every place and everything that may be kept, so that no such flag is tried beside it.
+The fastest come first. A shorter row comes last of all, for it changes the data.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def changes(
     if not host_grows and run.model.host_memory_gib is not None:
         single.append({"host_memory_gib": None})
     found: list[Change] = []
-    for together in (1, 2, 3):
+    all_at_once = {name: value for part in single for name, value in part.items()}
+    hopeless = not single or not tried(all_at_once).fits
+    for together in () if hopeless else (1, 2, 3):
         for chosen in combinations(single, together):
             options = {name: value for part in chosen for name, value in part.items()}
             distinct = len(options) == sum(map(len, chosen))
@@ -76,14 +79,11 @@ def _known(subject: Subject, run: Run) -> Iterator[Options]:
         yield {"per_device_train_batch_size": 1, "gradient_accumulation_steps": passes}
     if run.engine is None:
         yield {"place": "auto"}
-        yield {"place": "host"}
     if run.model.class_type != "custom":
         yield {"class_type": "custom", "attn_backend": "auto"}
         return
     yield {"offload_activations": "auto"}
-    yield {"offload_activations": "all"}
-    for keep in ("auto", "o", "x"):
-        yield {"keep": keep}
+    yield {"keep": "auto"}
     yield {"head_groups": subject.sizes(run).kv_heads}
     if run.model.tile_tokens is None or run.model.tile_tokens > 2048:
         yield {"tile_tokens": 2048}

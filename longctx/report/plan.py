@@ -47,7 +47,7 @@ from longctx.writing import check_writable
 
 SWEEP_FROM = 4096
 MOST_GPUS = 1024
-MOST_TOKENS, MOST_ROWS = 1 << 36, 4096
+MOST_TOKENS, MOST_ROWS = 1 << 34, 1 << 20
 """Of a batch, and rows of a GPU in a step: beyond, no answer comes in seconds, nor would a step."""
 DAY = 24 * 60 * 60
 

@@ -98,6 +98,29 @@ def test_the_next_group_is_sent_before_this_one_attends() -> None:
     ]
 
 
+def test_turns_begin_when_they_are_advanced() -> None:
+    """On a backend of one process as on ranks that share rows."""
+
+    class Said(Attention):
+        writes_gradients = True
+
+        def forward(self, *args, **kwargs):
+            done.append("forward")
+
+        def backward(self, *args, **kwargs):
+            done.append("backward")
+
+    done: list[str] = []
+    nothing = torch.empty(0)
+    qkv, rest = QKV(nothing, nothing, nothing), (None, 1.0, nothing, nothing)
+    forward = Said().forward_in_turns(qkv, *rest)
+    backward = Said().backward_in_turns(nothing, qkv, *rest, out=qkv)
+    assert done == []
+    take_turns([forward])
+    take_turns([backward])
+    assert done == ["forward", "backward"]
+
+
 def test_what_never_pauses_has_the_memory_alone() -> None:
     alive: list[weakref.ref[Tensor]] = []
 

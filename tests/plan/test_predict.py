@@ -229,7 +229,7 @@ def test_each_change_makes_it_fit() -> None:
     request = run(131072, place="gpu")
     assert not plan(eight_layers(), request, card(24), 256 * GIB).fits
     found = found_changes(request, card(24), 256)
-    assert {"--place auto", "--place host"} <= found.keys()
+    assert "--place auto" in found
     assert list(found)[-1].startswith("--seq_len ") or len(found) == 2
 
 
@@ -243,11 +243,7 @@ def test_another_class_a_larger_host_fewer_rows() -> None:
     found = found_changes(run(65536, class_type="vanilla"), card(24), 256)
     assert [*found] == ["--class_type custom", "--seq_len 11264"]
     found = found_changes(run(131072, keep="all", offload_activations="all"), card(24), 48)
-    assert [flags.split()[0] for flags in found] == [
-        "--host_memory_gib",
-        *3 * ["--keep"],
-        "--seq_len",
-    ]
+    assert [flags.split()[0] for flags in found] == ["--host_memory_gib", "--keep", "--seq_len"]
     request = run(131072, per_device_train_batch_size=8)
     found = found_changes(request, card(16), 96)
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 8" in found
