@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from longctx.constants import GIB
-from longctx.cost.rates import Rates
+from longctx.cost.machines import MACHINES, SMALL_HEADS
+from longctx.cost.rates import AttentionRates, Rates
 from longctx.errors import UserError
 from longctx.memory import rates
 from longctx.memory.rates import (
@@ -213,12 +214,27 @@ def test_a_ladder_takes_what_is_kept_and_else_measures(folder, monkeypatch) -> N
     monkeypatch.setattr(rates, "CUBE", (2, 3, 4))
     monkeypatch.setattr(rates, "link", lambda *_: Link(3.0, 2.0, 1.0))
     monkeypatch.setattr(rates, "copies", lambda *_: 7.0)
-    assert gpu_rates(CPU, BF16) == Rates(6 * 24 / 0.5, 1.0, 7.0)
+    asked, flops = ("cudnn", 8192, 128), 6 * 24 / 0.5
+    name = "a card that nobody knows"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    guessed = AttentionRates(*(share * flops for share in rates.ATTENTION_SHARES))
+    assert gpu_rates(CPU, BF16, *asked) == Rates(flops, 1.0, 7.0, guessed)
+    name = "NVIDIA H100 80GB HBM3"  # whose attention is known beside its matmuls
+    gpu_rates.cache_clear()
+    profile = MACHINES["h100"]
+    scaled = AttentionRates(*(flops / profile.flops * r for r in profile.attention["cudnn"]))
+    assert gpu_rates(CPU, BF16, *asked).attention == scaled
+    small = gpu_rates(CPU, BF16, "cudnn", 8192, 64).attention
+    assert small == AttentionRates(*(SMALL_HEADS * rate for rate in scaled))
     write_rates(CPU, MEASURED)
     gpu_rates.cache_clear()
-    assert gpu_rates(CPU, BF16) == Rates(6e14, 3e10, MEASURED.memory_bytes)
-    other = gpu_rates(CPU, torch.float32)  # products of another dtype
-    assert other == Rates(6 * 24 / 0.5, 1.0, 7.0)
+    [(backend, lengths)] = [*MEASURED.attention.items()][:1]
+    length = min(lengths)
+    kept = gpu_rates(CPU, BF16, backend, length, 128)
+    attention = AttentionRates(*lengths[length])
+    assert kept == Rates(6e14, 3e10, MEASURED.memory_bytes, attention)
+    other = gpu_rates(CPU, torch.float32, *asked)  # matmuls of another dtype
+    assert other.flops == flops
 
 
 @pytest.mark.gpu
