@@ -40,7 +40,8 @@ from longctx.cost.sizes import Batch, default_head_groups
 from longctx.engines import choose_engine
 from longctx.engines.layout import Layout
 from longctx.memory.ladder import Budget, Step, choose, predicted
-from longctx.memory.place import Levels, PlacedStates, usable_bytes
+from longctx.memory.levels import Levels
+from longctx.memory.place import PlacedStates, usable_bytes
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
 from longctx.plan.decide import decided, keeping

@@ -6,7 +6,7 @@ from typing import Any
 
 from longctx.cost.kept import Ladder
 from longctx.cost.sizes import Batch
-from longctx.memory.ladder import Candidates, Counted
+from longctx.memory.candidates import Candidates, Counted
 from longctx.model.costs import StepTable
 
 

@@ -31,8 +31,9 @@ from longctx.cost.sizes import (
 )
 from longctx.errors import UserError
 from longctx.memory.ladder import Budget, Step, choose, host_bytes
+from longctx.memory.levels import pending_levels
 from longctx.memory.pending import Pending, pending_bytes
-from longctx.memory.place import pending_levels, usable_bytes
+from longctx.memory.place import usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.costs import StepTable

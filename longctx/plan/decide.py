@@ -21,16 +21,8 @@ from longctx.cost.peak import peak, phases
 from longctx.cost.seconds import NO_TRAFFIC
 from longctx.cost.sizes import Sizes
 from longctx.memory.ladder import Budget, Chosen, Step, choose, gaps
-from longctx.memory.place import (
-    ORDERS,
-    Activity,
-    BlockSizes,
-    Levels,
-    Place,
-    PlacedStates,
-    Placement,
-    usable_bytes,
-)
+from longctx.memory.levels import ORDERS, Activity, Levels
+from longctx.memory.place import BlockSizes, Place, PlacedStates, Placement, usable_bytes
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
 

@@ -27,15 +27,9 @@ from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
 from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
+from longctx.memory.levels import Levels, pending_levels
 from longctx.memory.machine import host_budget
-from longctx.memory.place import (
-    Levels,
-    Place,
-    PlacedStates,
-    Placement,
-    pending_levels,
-    usable_bytes,
-)
+from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable

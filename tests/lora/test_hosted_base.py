@@ -17,7 +17,8 @@ from longctx.cost.kept import Keep
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch
 from longctx.lora.quantise import quantise_
-from longctx.memory.place import Levels, PlacedStates
+from longctx.memory.levels import Levels
+from longctx.memory.place import PlacedStates
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part

@@ -20,18 +20,18 @@ from longctx.cost.seconds import Hosted, activation_waits
 from longctx.cost.sizes import Batch, Cut, default_logits_bytes
 from longctx.cost.table import Keepable, Table, load
 from longctx.memory import ladder as search
+from longctx.memory.candidates import Candidates, candidates, sets
 from longctx.memory.ladder import (
     Budget,
     Chosen,
     Step,
-    candidates,
     choose,
     displayed,
     gaps,
     predicted,
-    sets,
 )
-from longctx.memory.place import ORDERS, BlockSizes, Levels, PlacedStates, pending_levels
+from longctx.memory.levels import ORDERS, Levels, pending_levels
+from longctx.memory.place import BlockSizes, PlacedStates
 from longctx.model.costs import StepTable
 
 T = 131072
@@ -139,7 +139,7 @@ def test_no_ladder_of_four_layers_is_much_faster(monkeypatch) -> None:
     names = [frozenset(ORDER[: i + 1]) for i in range(5)]
     keeps = [Keep(kept, host) for kept in names for host in (frozenset(), *names) if host <= kept]
     keeps.sort(key=lambda keep: len(keep.hosted), reverse=True)
-    every = search.Candidates.of(combinations_with_replacement(keeps, 4))
+    every = Candidates.of(combinations_with_replacement(keeps, 4))
     sizes = replace(LLAMA_8B, layers=4, tile_tokens=8192, head_groups=8, logits_bytes=GIB)
     whole = 4 * ALL_BYTES
     levels = [pending_levels(4, 0, 0, accumulates=False)]

@@ -14,16 +14,13 @@ from transformers import LlamaForCausalLM
 from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.kept import Keep
+from longctx.memory.levels import ORDERS, Activity, Levels, pending_levels
 from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import (
-    ORDERS,
-    Activity,
     BlockSizes,
-    Levels,
     Place,
     PlacedStates,
     buffer_bytes,
-    pending_levels,
     ring_bytes,
     window_bytes,
 )

@@ -1,0 +1,218 @@
+"""The ladders that are looked at, and their bytes, FLOPs and copies: an array entry a candidate.
+
+The first layers wait on the host, since backward needs them last; the last keep everything. Of four
+layers the best of these ladders takes at most 5% longer than the best of any, which is a part of
+one layer's work (tests/memory/test_ladder.py). No budget decides what is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longctx.cost.kept import SETS, Keep, Keeping, Ladder, Names, Offload
+from longctx.cost.peak import BACKWARD, FORWARD, Tables, made_bytes, working
+from longctx.cost.rates import Rates
+from longctx.cost.seconds import Hosted
+from longctx.cost.table import Keepable, Load, Table, load
+from longctx.memory.levels import Activity
+
+MOST = 32
+"""Counts of layers that are tried: all up to so many, else every second, third, and so on."""
+
+
+class Candidates(NamedTuple):
+    """Ladders: what each of their layers keeps, as an index of `keeps`."""
+
+    keeps: list[Keep]
+    layers: Any  # (C, layers)
+    numbers: Any  # (C, keeps)
+    """How many layers have each."""
+
+    @classmethod
+    def of(cls, ladders: Iterable[Ladder]) -> Candidates:
+        ids: dict[Keep, int] = {}
+        rows = {
+            tuple(ids.setdefault(keep, len(ids)) for keep in ladder): None for ladder in ladders
+        }
+        layers = np.array([*rows], np.uint8)
+        numbers = np.stack([(layers == k).sum(axis=1) for k in range(len(ids))], axis=1)
+        return cls([*ids], layers, numbers)
+
+    def ladder(self, i: int) -> Ladder:
+        return tuple(self.keeps[k] for k in self.layers[i])
+
+    def some(self, which: Any) -> Candidates:
+        return Candidates(self.keeps, self.layers[which], self.numbers[which])
+
+
+def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
+    """What a layer may keep, from the least on: each adds what spares most seconds a byte of what
+    helps beside the others. What spares nothing is never kept."""
+
+    def worth(name: str) -> float:
+        keepable = layer.by_name[name]
+        return computed_s(load(keepable.spares), rates) / keepable.aligned
+
+    found = [frozenset(k.name for k in layer.keepables if k.always)]
+    while True:
+        kept = found[-1]
+        able = [k.name for k in layer.keepables if k.name not in kept and k.needs <= kept]
+        able = [name for name in able if worth(name) > 0]
+        if not able:
+            return tuple(found)
+        found.append(kept | {max(able, key=worth)})
+
+
+def computed_s(work: Load, rates: Rates) -> Any:
+    """Seconds of works one after the other."""
+    return (
+        work.matmul / rates.flops
+        + work.attention / rates.attention.forward
+        + work.attention_backward / rates.attention.backward
+        + work.nbytes / rates.memory_bytes
+    )
+
+
+@lru_cache(maxsize=16)
+def candidates(layers: int, kept: tuple[Names, ...], keep: Keeping, offload: Offload) -> Candidates:
+    """All ladders that are looked at."""
+    every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
+    counts = every[:: -(-len(every) // MOST)]
+    runs = (
+        _asked(layers, SETS[keep], counts)
+        if keep != "auto"
+        else _free(layers, kept, counts, offload)
+    )
+    return Candidates.of(tuple(k for k, n in run for _ in range(n)) for run in runs)
+
+
+Run = list[tuple[Keep, int]]
+
+
+def _asked(layers: int, kept: Names, counts: Iterable[int]) -> Iterator[Run]:
+    for n in counts:
+        yield [(Keep(kept, kept), n), (Keep(kept), layers - n)]
+
+
+def _free(
+    layers: int, kept: tuple[Names, ...], counts: Iterable[int], offload: Offload
+) -> Iterator[Run]:
+    """`kept` are sets, each with one more than the one before."""
+    least, usual, most = kept[0], kept[min(1, len(kept) - 1)], kept[-1]
+    step = -(-layers // MOST)
+    for n in counts:
+        hosts: Sequence[int | None] = [None]
+        if n:
+            hosts = range(len(kept))[: 2 if offload == "all" else None]
+        tops = [0] if offload == "all" else range(0, layers + 1, step)
+        for host in hosts:
+            hosted = frozenset[str]() if host is None else kept[host]
+            for top in tops:
+                for base in {usual} if n else {usual, least}:
+                    below, above = sorted((n, layers - top))
+                    first = Keep(base if host is None else hosted, hosted)
+                    both = n > layers - top  # some layers keep all, and a part of it on the host
+                    between = Keep(most, hosted) if both else Keep(base)
+                    runs = [(first, below), (between, above - below)]
+                    yield [*runs, (Keep(most), layers - above)]
+            yield from _between(layers, n, host, kept, step)
+
+
+def _between(
+    layers: int, n: int, host: int | None, kept: tuple[Names, ...], step: int
+) -> Iterator[Run]:
+    """Where GPU or host is full between two sets: the first of the `n` hosted layers keep one thing
+    less, or the first of the others the least."""
+    usual = kept[min(1, len(kept) - 1)]
+    if host:
+        fewer, hosted = kept[host - 1], kept[host]
+        for first in range(1, n, step):
+            runs = [(Keep(fewer, fewer), first), (Keep(hosted, hosted), n - first)]
+            yield [*runs, (Keep(usual), layers - n)]
+        return
+    hosted = frozenset() if host is None else kept[host]
+    for first in range(1, layers - n + 1, step):
+        runs = [(Keep(kept[0], hosted), n), (Keep(kept[0]), first)]
+        yield [*runs, (Keep(usual), layers - n - first)]
+
+
+# --- counted -----------------------------------------------------------------------------------
+
+
+class Counted:
+    """The bytes and FLOPs of candidates, of one model, batch and cut."""
+
+    def __init__(self, found: Candidates, tables: Tables) -> None:
+        self.found, self.tables = found, tables
+
+    def some(self, which: Any) -> Counted:
+        return Counted(self.found.some(which), self.tables)
+
+    def _each(self, count: Callable[[Keep], float]) -> Any:  # (keeps,)
+        return np.array([count(keep) for keep in self.found.keeps])
+
+    def _total(self, count: Callable[[Keep], float]) -> Any:  # (C,)
+        """Of all layers."""
+        return self.found.numbers @ self._each(count)
+
+    @cached_property
+    def on_gpu(self) -> Any:  # (C,)
+        """Saved activations, when forward ends."""
+        return self._total(lambda keep: self.tables.layer.kept_bytes(keep.on_gpu))
+
+    @cached_property
+    def loss_bytes(self) -> int:
+        return sum(self.tables.loss.during("loss").values())
+
+    @cached_property
+    def activity(self) -> Activity:
+        layer = self.tables.layer
+
+        def work(moments: Any) -> Any:
+            """With what this layer keeps, and without."""
+            made = self._each(
+                lambda k: sum(working(layer, moments, k.kept).values()) + made_bytes(layer, k)
+            )
+            return (made - on_gpu)[self.found.layers]
+
+        on_gpu = self._each(lambda keep: layer.kept_bytes(keep.on_gpu))
+        end = np.cumsum(on_gpu[self.found.layers], axis=1)
+        return Activity(
+            forward=end + work(FORWARD),
+            backward=end + work(BACKWARD),
+            loss=end[:, -1] + self.loss_bytes,
+            embedding=sum(self.tables.embedding.during("embedding").values()),
+        )
+
+    @cached_property
+    def below(self) -> Any:  # (C, layers + 1)
+        """What layers below keep on the host."""
+        hosted = self._each(lambda keep: self.tables.layer.kept_bytes(keep.hosted))
+        found = np.zeros((len(self.found.layers), self.found.layers.shape[1] + 1), np.int64)
+        np.cumsum(hosted[self.found.layers], axis=1, out=found[:, 1:])
+        return found
+
+    @cached_property
+    def again(self) -> Load:
+        """What all layers compute again."""
+        loads = [load(self.tables.layer.again(keep.kept)) for keep in self.found.keeps]
+        return Load(*(self.found.numbers @ np.array(of) for of in zip(*loads, strict=True)))
+
+    @cached_property
+    def hosted(self) -> Hosted:
+        layer = self.tables.layer
+
+        def total(which: Callable[[Keepable], bool]) -> Any:
+            of = [k for k in layer.keepables if which(k)]
+            return self._total(lambda keep: sum(k.aligned for k in of if k.name in keep.hosted))
+
+        return Hosted(
+            nbytes=total(lambda _: True),
+            layers=self._total(lambda keep: bool(keep.hosted)),
+            first=total(lambda k: k.read_first),
+            late=total(lambda k: k.of_tiles),
+        )
