@@ -230,7 +230,6 @@ def test_each_change_makes_it_fit() -> None:
     assert not plan(eight_layers(), request, card(24), 256 * GIB).fits
     found = found_changes(request, card(24), 256)
     assert "--place auto" in found
-    assert list(found)[-1].startswith("--seq_len ") or len(found) == 2
 
 
 def test_two_changes_where_one_is_not_enough() -> None:

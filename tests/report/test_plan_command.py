@@ -133,8 +133,8 @@ def test_what_is_wrong_is_one_line(words, says) -> None:
         (["--head_groups", "-1"], "--head_groups must be at least 1"),
         (["--tile_tokens", "0"], "--tile_tokens must be at least 1"),
         (["--gpus", "1e9"], "and 1024 GPUs: lower"),
-        (["--gradient_accumulation_steps", "2147483647"], "4096 rows a step"),
-        (["--per_device_train_batch_size", "2147483647"], "4096 rows a step"),
+        (["--gradient_accumulation_steps", "2147483647"], "1048576 rows a step"),
+        (["--per_device_train_batch_size", "2147483647"], "1048576 rows a step"),
     ],
 )
 def test_what_is_too_large_is_refused_at_once(words, says) -> None:
