@@ -1,6 +1,6 @@
 """Draws docs/schedule.svg, what exists when in one layer's schedule: python docs/draw_schedule.py
 
-Sizes follow from longctx/model/layer.py for Llama-3.1-8B at 131072 tokens: 8 head groups, 16 tiles,
+Sizes follow from longctx/layer for Llama-3.1-8B at 131072 tokens: 8 head groups, 16 tiles,
 flash-attn-4. One *unit* is T*D numbers of two bytes, 1 GiB there. Bars are as high as what they
 stand for; time runs to the right and is not to scale. `--output picture.png` writes another format.
 """

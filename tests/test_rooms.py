@@ -11,12 +11,16 @@ from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
     "report": {"plan", "run", "engines", "output", "data", "attention", "memory", "cost"},
-    "run": {"plan", "lora", "output", "engines", "model", "attention", "memory", "cost", "kernels"},
+    "run": {
+        *("plan", "lora", "output", "engines", "model", "layer", "attention", "memory", "cost"),
+        "kernels",
+    },
     "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
     "lora": {"output", "model", "data"},
     "output": {"memory", "cost"},
     "engines": {"memory"},
-    "model": {"attention", "memory", "cost", "kernels"},
+    "model": {"layer", "attention", "memory", "cost", "kernels"},
+    "layer": {"attention", "memory", "cost", "kernels"},
     "attention": {"kernels"},
     "data": set(),
     "memory": {"cost", "kernels"},

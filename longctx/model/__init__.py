@@ -7,8 +7,7 @@
       strangers.py    finds what the schedule would pass by
       adapters.py     what PEFT's LoRA layers hold
       runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
-      layer.py        one decoder layer, forward and backward by hand       x -> y, dy -> dx
-        projection.py   products, adapters, weight gradients summed in fp32
+      longctx/layer   one decoder layer, forward and backward by hand       x -> y, dy -> dx
       loss.py         lm_head and cross-entropy in chunks                   x -> loss, dx
 
     embed   layer 0            layer 1                        norm    lm_head + cross-entropy

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longctx.model.layer import Weights
-from longctx.model.projection import Lora
+from longctx.layer.lora import Lora
+from longctx.layer.weights import Weights
 
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)

@@ -21,8 +21,9 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.layer.passes import Traits
+from longctx.layer.weights import PROJECTIONS, Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
-from longctx.model.layer import PROJECTIONS, Traits, Weights
 
 Names = tuple[str, ...]
 LINEAR: Names = ("torch.nn.modules.linear.Linear",)

@@ -28,6 +28,9 @@ from transformers.utils import can_return_tuple
 
 from longctx.attention.documents import Documents
 from longctx.errors import UserError, print_rank0
+from longctx.layer.parts.norms import final_norm
+from longctx.layer.passes import Schedule
+from longctx.layer.schedule import scheduled_layer
 from longctx.model.adapters import with_adapters
 from longctx.model.families import (
     base_of,
@@ -37,7 +40,6 @@ from longctx.model.families import (
     layer_weights,
     logits_scaling,
 )
-from longctx.model.layer import Schedule, final_norm, scheduled_layer
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of

@@ -38,7 +38,7 @@ from longctx.cost.sizes import default_logits_bytes
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
-from longctx.model.projection import addmm_, mm
+from longctx.layer.linear import addmm_, mm
 
 
 def linear_cross_entropy_reference(

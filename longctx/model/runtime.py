@@ -30,6 +30,7 @@ from longctx.cost.sizes import (
     default_tile_tokens,
 )
 from longctx.errors import UserError
+from longctx.layer.passes import Schedule
 from longctx.memory.ladder import Budget, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
 from longctx.memory.pending import Pending, pending_bytes
@@ -48,7 +49,6 @@ from longctx.model.families import (
     model_traits,
     windows,
 )
-from longctx.model.layer import Schedule
 
 logger = logging.getLogger("longctx")
 NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import TransformersKwargs
 
 from longctx.errors import one_line
+from longctx.layer.passes import Traits
 from longctx.model.adapters import (
     QUANTISED,
     inner_linears,
@@ -45,7 +46,6 @@ from longctx.model.families import (
     kv_heads,
     part_of,
 )
-from longctx.model.layer import Traits
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)

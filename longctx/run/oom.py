@@ -14,7 +14,6 @@ and its snapshot is written when an allocation fails, before anything is freed.
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import re
 from collections.abc import Iterable, Iterator
@@ -37,9 +36,10 @@ from longctx.engines import Engine
 from longctx.engines.collectives import local_shard
 from longctx.errors import UserError
 from longctx.kernels import cross_entropy
+from longctx.layer import parts
 from longctx.memory import slab, store
 from longctx.memory.held import HeldGradient
-from longctx.model import layer, loss
+from longctx.model import loss
 from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part
 from longctx.run.trainer import LongTrainer
@@ -172,21 +172,11 @@ _FILES = {
     for part, modules in {
         "lm_head and loss": (loss, loss_utils, cross_entropy),
         "attention of a layer": (protocol, backends, sdpa_attention),
+        "projections of a layer": (parts.attention, parts.heads),
+        "MLP of a layer": (parts.mlp,),
         "the activation store": (store, slab),
     }.items()
     for module in modules
-}
-_FUNCTIONS = {
-    inspect.unwrap(function).__code__: part
-    for part, functions in {
-        "MLP of a layer": (layer.mlp_forward, layer.mlp_backward_),
-        "projections of a layer": (
-            layer.project_qkv,
-            layer.attention_backward_,
-            layer.input_backward_,
-        ),
-    }.items()
-    for function in functions
 }
 _MODULES = {
     "MLP": "MLP of a layer",
@@ -217,7 +207,7 @@ def phase_of(traceback: TracebackType | None) -> str:
 
 def _part(frame: FrameType) -> str | None:
     code = frame.f_code
-    if part := _FUNCTIONS.get(code) or _FILES.get(code.co_filename):
+    if part := _FILES.get(code.co_filename):
         return part
     kind = type(frame.f_locals.get("self")).__name__
     return next((part for end, part in _MODULES.items() if kind.endswith(end)), None)

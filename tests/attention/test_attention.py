@@ -14,7 +14,7 @@ from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
 from longctx.errors import UserError
-from longctx.model.layer import Schedule, Traits
+from longctx.layer.passes import Schedule, Traits
 
 BACKENDS = [
     pytest.param("math", torch.float32),

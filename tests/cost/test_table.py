@@ -13,7 +13,8 @@ from longctx.constants import GIB
 from longctx.cost.kept import ORDER, SETS, Keep, describe, uniform
 from longctx.cost.sizes import Batch, default_head_groups, default_tile_tokens
 from longctx.cost.table import load
-from longctx.model.costs import StepTable, attention_flops
+from longctx.layer.parts.attention import attention_flops
+from longctx.model.costs import StepTable
 
 T = 131072
 TABLE = StepTable.of(LLAMA_8B, Batch(T, T))

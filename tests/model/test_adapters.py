@@ -13,8 +13,7 @@ import pytest
 import torch
 from small_cost import activity_peak
 from small_families import FAMILIES, family_config
-from test_cost import CPU, MemTracker, activations, llamas_over_plan, make_step
-from test_layer import (
+from small_layer import (
     LADDER,
     PACKED,
     Autocast,
@@ -26,6 +25,7 @@ from test_layer import (
     gradients,
     run,
 )
+from test_cost import CPU, MemTracker, activations, llamas_over_plan, make_step
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -34,10 +34,10 @@ import longctx
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.layer.lora import Lora
+from longctx.layer.weights import PROJECTIONS
 from longctx.model.families import FAMILIES as FAMILY_OF
 from longctx.model.families import layer_adapters
-from longctx.model.layer import PROJECTIONS
-from longctx.model.projection import Lora
 from longctx.model.strangers import why_not_scheduled
 from longctx.run.loading import load_config
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from small_families import FAMILIES
+from small_layer import KEEPS, PACKED, Autocast, assert_trains_exactly, batch, batches, gradients
 from test_every_family import trio
-from test_layer import KEEPS, PACKED, Autocast, assert_trains_exactly, batch, batches, gradients
 
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
-from longctx.model import layer
+from longctx.layer.parts import norms
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 NORMED = ("qwen3", "qwen3-windows")
@@ -71,7 +71,7 @@ def test_norms_of_q_and_k_are_fp32_for_a_tile_only(monkeypatch) -> None:
         ("rms_norm_forward", rms_norm_forward),
         ("rms_norm_backward", rms_norm_backward),
     ):
-        monkeypatch.setattr(layer, name, watched(norm))
+        monkeypatch.setattr(norms, name, watched(norm))
     _, _, model = wrapped("qwen3", dict(tile_tokens=50))
     gradients(model, batch(PACKED))
     assert sorted(set(rows)) == [44, 50]

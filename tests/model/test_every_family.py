@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 from small_families import FAMILIES, WINDOW, family_config
-from test_layer import (
+from small_layer import (
     LADDER,
     PACKED,
     assert_no_bit_depends_on_the_ladder,

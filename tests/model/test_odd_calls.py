@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import longctx
 from longctx.errors import UserError
-from longctx.model import layer
+from longctx.layer.parts import norms
 from longctx.model.strangers import why_not_scheduled
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -159,8 +159,8 @@ def test_hooks_of_trls_offloading_on_lm_head_are_no_strangers(scheduled, capsys)
 def test_an_engines_hooks_on_the_base_model_cost_no_unit(monkeypatch) -> None:
     """The loss's gradient is overwritten, unless somebody may look at the hidden states."""
     owned: list[bool] = []
-    norm = layer._FinalNorm.apply
-    monkeypatch.setattr(layer._FinalNorm, "apply", lambda *a: owned.append(a[3]) or norm(*a))
+    norm = norms._FinalNorm.apply
+    monkeypatch.setattr(norms._FinalNorm, "apply", lambda *a: owned.append(a[3]) or norm(*a))
     _, ours = pair()
 
     def gather(*args: Any) -> None:

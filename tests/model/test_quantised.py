@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_families import family_config
-from test_adapters import lora, many, peak_of_llama_8b_layers
-from test_layer import (
+from small_layer import (
     LADDER,
     PACKED,
     assert_exact_run,
@@ -22,6 +21,7 @@ from test_layer import (
     gradients,
     run,
 )
+from test_adapters import lora, many, peak_of_llama_8b_layers
 from torch import nn
 from transformers import AutoModelForCausalLM
 

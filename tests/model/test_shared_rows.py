@@ -4,12 +4,12 @@ exact as one process is."""
 from __future__ import annotations
 
 import pytest
+import small_layer
 import test_every_family
-import test_layer
 import torch
 import torch.distributed as dist
+from small_layer import assert_exact_run, batch, run
 from small_run import on_ranks
-from test_layer import assert_exact_run, batch, run
 
 from longctx.attention.shards import Shards
 from longctx.errors import UserError
@@ -60,7 +60,7 @@ def check_exact(models, *batches) -> None:
 def check_llama(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16)[: 4 // ranks]:  # two ranks round as four do
         for settings in SETTINGS:
-            models = test_layer.trio(dtype, settings, num_key_value_heads=4)
+            models = small_layer.trio(dtype, settings, num_key_value_heads=4)
             check_exact(models, *(batch(rows) for rows in ROWS))
 
 
@@ -77,7 +77,7 @@ def test_shared_rows_train_as_whole_ones(check, ranks, tmp_path) -> None:
 
 
 def check_others(rank: int, ranks: int) -> None:
-    *_, model = test_layer.trio(torch.float32)
+    *_, model = small_layer.trio(torch.float32)
     inputs = own_part(batch([[144]]))
     whole = model(**batch([[144]])).loss
     del inputs["position_ids"]  # each rank counts on from the ones before it
@@ -90,14 +90,14 @@ def check_others(rank: int, ranks: int) -> None:
     with pytest.raises(UserError, match="share rows need .* has output_attentions"):
         model(**inputs, output_attentions=True)
     odd = dict(hidden_size=96, num_attention_heads=3, num_key_value_heads=1)
-    *_, model = test_layer.trio(torch.float32, {"head_groups": 1}, **odd)
+    *_, model = small_layer.trio(torch.float32, {"head_groups": 1}, **odd)
     with pytest.raises(UserError, match="2 ranks cannot share a head group of 3 query and 1 key"):
         share(model)(**inputs)
 
 
 def check_report(rank: int, ranks: int) -> None:
     """Of a row whose second half breaks, and with it keys and values that the first one masks."""
-    *_, model = test_layer.trio(torch.float32)
+    *_, model = small_layer.trio(torch.float32)
     row = {name: x for name, x in batch([[143]]).items() if isinstance(x, torch.Tensor)}
     row["input_ids"][0, 100] = token = 3
     row["input_ids"][0, :100].clamp_(min=4)

@@ -21,7 +21,8 @@ from longctx.cost.machines import MACHINES, Machine, machine_named
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
-from longctx.model.costs import StepTable, attention_flops, squared_length
+from longctx.layer.parts.attention import attention_flops, squared_length
+from longctx.model.costs import StepTable
 from longctx.plan.changes import changes
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
 from longctx.run.loading import load_config

@@ -29,8 +29,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from longctx.config import ModelArguments
 from longctx.kernels import launch
+from longctx.layer import schedule
 from longctx.memory.store import ActivationStore
-from longctx.model import layer, loss
+from longctx.model import loss
 from longctx.model.patch import patch_as
 
 GIB = 2**30
@@ -69,8 +70,8 @@ FUNCTIONS = {
         (ForCausalLMLoss, "loss"),
         (ActivationStore.load, "store"),
         (ActivationStore.retire, "store"),
-        (layer._ScheduledLayer.forward, "layer"),
-        (layer._ScheduledLayer.backward, "layer"),
+        (schedule._ScheduledLayer.forward, "layer"),
+        (schedule._ScheduledLayer.backward, "layer"),
     )
 }
 

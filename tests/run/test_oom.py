@@ -13,7 +13,9 @@ import torch
 
 import train
 from longctx.errors import UserError
-from longctx.model import layer, loss
+from longctx.layer import passes
+from longctx.layer.parts import mlp
+from longctx.model import loss
 from longctx.run import oom
 from longctx.run.oom import OutOfMemory
 
@@ -67,9 +69,9 @@ def fail(message: str = MESSAGE, at_call: int = 1):
 @pytest.mark.parametrize(
     ("owner", "name", "class_type", "phase"),
     [
-        (layer, "mlp_forward", "custom", "forward"),
-        (layer, "swiglu_backward_", "custom", "backward, MLP of a layer"),
-        (layer, "rope_", "custom", "forward, projections of a layer"),
+        (mlp, "swiglu_forward", "custom", "forward, MLP of a layer"),
+        (mlp, "swiglu_backward_", "custom", "backward, MLP of a layer"),
+        (passes, "rope_", "custom", "forward, projections of a layer"),
         (loss, "cross_entropy", "custom", "forward, lm_head and loss"),
         (loss, "scale_into", "custom", "backward, lm_head and loss"),
         (torch.nn.functional, "silu", "vanilla", "forward, MLP of a layer"),
@@ -92,7 +94,7 @@ def test_the_phase_is_named(run, monkeypatch, owner, name, class_type, phase) ->
 
 def test_holders_are_counted_and_flags_would_shrink_them(run, monkeypatch) -> None:
     # In the second step, when gradients and Adam's states are there.
-    monkeypatch.setattr(layer, "swiglu_backward_", fail(at_call=6)(layer.swiglu_backward_))
+    monkeypatch.setattr(mlp, "swiglu_backward_", fail(at_call=6)(mlp.swiglu_backward_))
     seen: dict[str, int] = {}
     counted = oom.holders
     monkeypatch.setattr(oom, "holders", lambda t: seen.update(counted(t)) or dict(seen))
@@ -115,7 +117,7 @@ def test_holders_are_counted_and_flags_would_shrink_them(run, monkeypatch) -> No
 
 
 def test_advice_leaves_out_what_is_set_already(run, monkeypatch) -> None:
-    monkeypatch.setattr(layer, "swiglu_backward_", fail("CUDA out of memory.")(None))
+    monkeypatch.setattr(mlp, "swiglu_backward_", fail("CUDA out of memory.")(None))
     flags = ["--offload_activations", "all", "--keep", "x", "--head_groups", "2"]
     message = run(*flags, "--tile_tokens", "32", "--dtype", "bfloat16")
     for flag in (*flags[::2], "--tile_tokens", "--dtype", "--class_type", "expandable"):
@@ -125,7 +127,7 @@ def test_advice_leaves_out_what_is_set_already(run, monkeypatch) -> None:
 
 def test_what_less_kept_would_spare_is_counted(run, monkeypatch) -> None:
     """Of --keep all: x and o are a small part, and --keep x spares more than half."""
-    monkeypatch.setattr(layer, "swiglu_backward_", fail()(layer.swiglu_backward_))
+    monkeypatch.setattr(mlp, "swiglu_backward_", fail()(mlp.swiglu_backward_))
     spared: dict[str, int] = {}
     count = oom._activations_spared
     monkeypatch.setattr(oom, "_activations_spared", lambda t: spared.update(count(t)) or spared)
@@ -138,7 +140,7 @@ def test_other_errors_pass(run, monkeypatch) -> None:
     def broken(*args, **kwargs):
         raise RuntimeError("not about memory")
 
-    monkeypatch.setattr(layer, "mlp_forward", broken)
+    monkeypatch.setattr(mlp, "swiglu_forward", broken)
     with pytest.raises(RuntimeError, match="not about memory"):
         run()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exactness import DEVICE, DTYPES, assert_exact, relative_error
-from longctx.model.projection import WeightGradient, addmm_, linear, linear_add, mm, scaled_mm
+from longctx.layer.linear import WeightGradient, addmm_, linear, linear_add, mm, scaled_mm
 
 SHAPES = [
     pytest.param((96, 40, 72), id="ragged"),

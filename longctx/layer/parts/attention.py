@@ -1,0 +1,317 @@
+"""Attention's residual block, and what it costs:
+
+    n1 = rms_norm(x)              q, k, v = rope(n1 Wq', n1 Wk'), n1 Wv'      (T, H d), (T, K d)
+    o, lse = attention(q, k, v)   h = x + r o Wo'                             (T, H d), (T, D)
+
+Attention runs over the whole row, head group by head group (heads.py), so that q, k and v exist for
+one group only. h is made tile by tile, where the MLP reads it. Backward, after the MLP's:
+
+    per tile     dWo; the MLP's block has made dh of dy
+    per group    [q, k, v again]; do = dh Wo; dq, dk, dv = attention'; dq takes o's place
+                 (with norms of q, k: copies of both, normed and rotated; dq, dk through them)
+    per tile     dn1 = [dq dk dv] [Wq; Wk; Wv] in one matmul; dWq, dWk, dWv; dx = dh + rms_norm'
+
+Letters as in layer/__init__.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from longctx.annotate import annotate, annotated, each
+from longctx.attention.protocol import QKV, take_turns
+from longctx.cost.sizes import Batch, Sizes
+from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
+from longctx.layer.lora import adapter_bytes
+from longctx.layer.parts.heads import Group, HeadGroups
+from longctx.layer.passes import Pass
+
+
+class SelfAttention:
+    """The block in one pass. `h` (T, D) is what forward keeps of its result, if it does."""
+
+    def __init__(self, p: Pass, h: Tensor | None = None) -> None:
+        self._pass, self._schedule, self._weights = p, p.schedule, p.weights
+        self._heads = HeadGroups(p)
+        self.h = h
+        self._d_o = None if p.gradients is None else p.gradients.projection("o")
+
+    # --- forward ---------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: Tensor,  # (T, D)
+        kept: list[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
+        """Adds each group's q, k, v to `kept`."""
+        s, t, w = self._schedule, self._pass.traits, self._weights
+        T, Hd = x.shape[0], len(w.q.weight)
+        o = w.q.weight.new_empty(T, Hd)
+        lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
+
+        def projected(group: Group) -> QKV:
+            qkv = self._heads.project(x, group)
+            if kept is not None:
+                kept.append(qkv)
+            return self._heads.ready(qkv, group, in_place=kept is None)
+
+        def attend(group: Group) -> Iterator[None]:
+            qkv = projected(group)
+            o_group = o[:, group.q].unflatten(1, (-1, s.head_dim))
+            pauses = s.attention.forward_in_turns(
+                qkv, s.documents, t.scale, o_group, lse[group.lse], s.window(t)
+            )
+            del qkv  # while it pauses, it may go
+            yield from pauses
+
+        take_turns(attend(group) for group in each("head group", self._heads))
+        self._heads.forget_inner()
+        return o, lse
+
+    def keep(self, x: Tensor, o: Tensor, lse: Tensor, qkv: Sequence[Tensor]) -> None:
+        """Of the whole row, and room for h."""
+        p = self._pass
+        if p.keeps("o"):
+            p.keep("o", o=o, lse=lse)
+        if p.keeps("q k v"):
+            p.keep("q k v", **{_part(i): part for i, part in enumerate(qkv)})
+        p.send("o", "lse", *map(_part, range(len(qkv))))
+        if p.keeps("h"):
+            self.h = torch.empty_like(x)
+            p.keep("h", h=self.h)
+
+    def output(self, x: Tensor, o: Tensor, tile: slice) -> Tensor:
+        """h of a tile, (t, D), in its place if it is kept."""
+        out = None if self.h is None else self.h[tile]
+        with annotate("projections"):
+            return self._weights.o.added(
+                x[tile], o[tile], tile, scale=self._pass.traits.residual, out=out
+            )
+
+    # --- backward --------------------------------------------------------------------------
+
+    def output_again(self, x: Tensor, o: Tensor, tile: slice) -> Tensor:
+        """h of a tile, (t, D): what was kept, or the same once more."""
+        return self.output(x, o, tile) if self.h is None else self.h[tile]
+
+    @annotated("projections")
+    def output_backward(self, dh: Tensor, o: Tensor, tile: slice) -> None:
+        """The gradient of o's projection, from dh (t, D) of a tile."""
+        assert self._d_o is not None
+        narrow = dh.to(self._schedule.dtype)
+        self._d_o.add(narrow, o[tile], self._weights.o.inner_grad(narrow), tile)
+
+    def finish_output(self) -> None:
+        assert self._d_o is not None
+        self._pass.grads.finish("o", self._d_o, self._pass.traits.residual)
+
+    @annotated("projections")
+    def backward_(
+        self,
+        dh: Tensor,  # (T, D)
+        x: Tensor,  # (T, D)
+        o: Tensor,  # (T, H d), overwritten by dq
+        lse: Tensor,  # (H, T)
+        kept: Sequence[Tensor],  # (T, (h + 2 k) d) of each group, or empty
+    ) -> Tensor:  # (T, 2 K d): dk | dv
+        """dq, dk, dv of the plain projections, one head group at a time, and the gradients of the
+        norms of q and k."""
+        s, t, w, heads = self._schedule, self._pass.traits, self._weights, self._heads
+        Kd = len(w.k.weight)
+        dkv = w.q.weight.new_empty(x.shape[0], 2 * Kd)
+        narrow = dh.to(s.dtype)
+        v = w.o.inner_grad(narrow)
+
+        def run(i: int, group: Group) -> Iterator[None]:
+            qkv = kept[i] if kept else heads.project(x, group)
+            ready = heads.ready(qkv, group, in_place=False)
+            do = scaled_mm(narrow, w.o.weight[:, group.q], t.residual)
+            if w.o.adapter is not None and v is not None:
+                for tile in s.tiles(len(do)):
+                    w.o.adapter.add_input_grad_(do[tile], v[tile], tile, t.residual, group.q)
+            dk, dv = dkv[:, group.kv], dkv[:, Kd:][:, group.kv]
+            do, dq, dk, dv = (x.unflatten(1, (-1, s.head_dim)) for x in (do, o[:, group.q], dk, dv))
+            pauses = s.attention.backward_in_turns(
+                *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
+                out=QKV(dq, dk, dv),
+            )
+            unnormed = qkv if heads.qk_norms else None
+            del qkv, ready, do
+            yield from pauses
+            heads.back_(dq, dk, unnormed, group)
+            for tile in s.tiles(len(dq)):
+                self._pass.retire(tile, _part(i))
+
+        take_turns(run(i, group) for i, group in enumerate(each("head group", heads)))
+        for norm in heads.qk_norms:
+            norm.finish()
+        return dkv
+
+    @annotated("projections")
+    def input_backward_(
+        self,
+        dh: Tensor,  # (T, D), overwritten by dx
+        x: Tensor,  # (T, D)
+        dq: Tensor,  # (T, H d)
+        dkv: Tensor,  # (T, 2 K d)
+        wants_dx: bool,
+    ) -> None:
+        """From dh to dx = dh + rms_norm'(x, dn1), if it is wanted, and the gradients of q, k, v."""
+        s, w, heads, grads = self._schedule, self._weights, self._heads, self._pass.grads
+        given, norm = grads.given, heads.norm
+        whole = given.q.to(s.dtype) if given.qkv_in_one else torch.cat([p.weight for p in w.qkv])
+        d_qkv = self._d_qkv(whole)
+        d_adapters = [grads.projection(name, WeightGradient(False)) for name in "qkv"]
+        rows = [len(p.weight) for p in w.qkv]
+
+        def run(tile: slice) -> None:
+            n1 = heads.normed(x[tile])
+            dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
+            d_qkv.add(dqkv, n1)
+            dn1 = dqkv @ whole if wants_dx or norm.trained else None
+            us = heads.inner(n1, tile)
+            for p, grad, dy, u in zip(w.qkv, d_adapters, dqkv.split(rows, dim=1), us, strict=True):
+                v = p.inner_grad(dy)
+                grad.add(dy, n1, v, tile, u)
+                if dn1 is not None and p.adapter is not None and v is not None:
+                    p.adapter.add_input_grad_(dn1, v, tile)
+            if dn1 is not None:
+                norm.backward(dn1.to(x.dtype), x[tile], onto=dh[tile], out=dh[tile])
+
+        tiles = s.tiles(x.shape[0])
+        for i, tile in enumerate(each("tile", tiles)):
+            run(tile)
+            if i < len(tiles) // 2:
+                self._pass.retire(tile, "lse", "x", "o")
+        norm.finish()
+        grads.finish_qkv(d_qkv, d_adapters)
+
+    def _d_qkv(self, whole: Tensor) -> WeightGradient:
+        """Of the three weights, one below the other."""
+        grads = self._pass.grads
+        given, wants = grads.given, grads.wants
+        alike = given.q.dtype == self._schedule.dtype
+        return WeightGradient(
+            bool(wants.q or wants.k or wants.v),
+            bool(wants.q_bias or wants.k_bias or wants.v_bias),
+            dtype=sum_dtype(whole, grads.sums) if alike else torch.float32,
+        )
+
+    # --- what it keeps, and what it costs --------------------------------------------------
+
+    @staticmethod
+    def groups_in(kept: dict[str, Tensor]) -> list[Tensor]:
+        """Each group's q, k, v among what forward kept; none if it kept none."""
+        return [kept[_part(i)] for i in range(len(kept)) if _part(i) in kept]
+
+    @staticmethod
+    def cost(s: Sizes, batch: Batch) -> Table:
+        """Of one layer's block."""
+        tokens, unit = batch.tokens, s.unit(batch.tokens)
+        tile_tokens, groups, _ = s.cut(tokens)
+        n = tokens * s.itemsize
+        columns = s.wide + 2 * s.narrow
+        rotated = 2 * n * (s.wide + s.narrow)
+        projected = Work(
+            name="q k v",
+            flops=2 * tokens * s.hidden * columns,
+            nbytes=rotated + groups * 2 * unit,  # n1 of each head group
+        )
+        attended = Work(name="attention", flops=attention_flops(s, batch), rate="attention")
+        output = Work(name="o", flops=2 * tokens * s.wide * s.hidden, nbytes=unit)
+        sums = weight_sums(s, tokens, s.hidden * (2 * s.wide + 2 * s.narrow))
+        gradients = (1 + s.trains_weights) * (projected.flops + output.flops)
+        return Table(
+            forward=(projected, attended, output),
+            backward=(
+                Work(
+                    name="attention",
+                    flops=2.5 * attended.flops,
+                    rate="attention backward",
+                    nbytes=rotated + n * (4 * s.wide + 6 * s.narrow),
+                ),
+                Work(name="q k v, o", flops=gradients, nbytes=6 * unit + sums),
+            ),
+            keepables=(
+                Keepable(name="x", nbytes=unit, always=True, read_first=True),
+                Keepable(
+                    name="o",
+                    nbytes=tokens * (s.wide * s.itemsize + 4 * s.heads),
+                    tensors=2,
+                    spares=(projected, attended),
+                    read_first=True,
+                    buffered=True,
+                ),
+                Keepable(
+                    name="h",
+                    nbytes=unit,
+                    spares=(Work(name="o", flops=output.flops),),
+                    needs=frozenset({"o"}),
+                    of_tiles=True,
+                ),
+                Keepable(
+                    name="q k v",
+                    nbytes=n * columns,
+                    tensors=s.kv_heads,
+                    spares=(projected,),
+                    needs=frozenset({"o"}),
+                ),
+            ),
+            buffers=_attention_buffers(s, tokens),
+        )
+
+
+def _part(group: int) -> str:
+    return f"qkv{group}"
+
+
+def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
+    """Forward: a head group's q, k, v. Backward: those and do; their gradients, which
+    flash-attention sums in fp32, and makes before they are copied, unless it writes them in their
+    places; q and k once more, if they are normed; dk and dv of all groups; the MLP's weight
+    gradients, rounded."""
+    groups = s.cut(tokens).head_groups
+    columns = s.wide + 2 * s.narrow
+    made = (s.wide + (0 if s.writes_gradients else columns)) * s.itemsize
+    made += 4 * columns if s.itemsize < 4 else 0
+    made += (s.wide + s.narrow) * s.itemsize if s.qk_norms else 0
+    weights = s.hidden * (3 * s.intermediate + s.wide) * s.itemsize * s.trains_weights
+    shared = 8 * (s.wide + s.narrow) // groups * s.itemsize if s.ranks > 1 else 0
+
+    def back(name: str, nbytes: int, spared_by: str | None = None) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="attention backward", spared_by=spared_by)
+
+    group = columns // groups * s.itemsize
+    return (
+        Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
+        back("dy", s.unit(tokens)),
+        back("the MLP's gradients", weights),
+        back("dk, dv", tokens * 2 * s.narrow * s.itemsize),
+        back("a head group", tokens * (made // groups + adapter_bytes(s))),
+        back("a head group", tokens * group, spared_by="q k v"),
+        # of the group before and of the next, both ways (attention/sharded.py)
+        back("exchanges", tokens * shared),
+        back("a layer's dense weights", s.dense_bytes),
+    )
+
+
+def attention_flops(s: Sizes, batch: Batch) -> float:
+    """Of one layer's forward, the mean of all: 2 H d L^2 for a document of L tokens without a
+    window, since a token sees half of the others; ranks that share rows have a share each."""
+    tokens, document = batch.tokens * s.ranks, batch.document
+    windows = s.windows or (None,)
+    squared = sum(squared_length(document, window) for window in windows)
+    rest = sum(squared_length(tokens % document, window) for window in windows)
+    pairs = (tokens // document * squared + rest) / len(windows)
+    return 2.0 * s.wide * pairs / s.ranks
+
+
+def squared_length(document: int, window: int | None) -> int:
+    """Twice the pairs of tokens that attend to each other."""
+    if window is None or document <= window:
+        return document**2
+    return window**2 + (document - window) * (2 * window - 1)

@@ -1,0 +1,183 @@
+"""The decoder layer's schedule: one autograd.Function with a hand-written backward.
+
+For the T tokens of a batch, x (T, D), weights as Hugging Face holds them (out, in):
+
+    n1 = rms_norm(x)              q, k, v = rope(n1 Wq', n1 Wk'), n1 Wv'      (T, H d), (T, K d)
+    o, lse = attention(q, k, v)   h = x + o Wo'                               (T, H d), (T, D)
+    n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
+
+That is Llama's: two residual blocks, each a part of its own (parts/). Of other families
+(model/families.py) come, as data (`Traits`, `Weights`): a window or another scale of attention,
+layers without rope, a factor r of both sums (h = x + r o Wo'), norms of q and k before rope, and
+parameters that hold several of these weights. Any of the seven may have an adapter of low rank; for
+what is frozen nothing is computed, and dx only where something below is trained.
+
+Token-wise work runs in tiles of the sequence, attention in head groups, so that gate, up and q, k,
+v exist for one tile or one group only. What stands between the two blocks, h and n2, exists for a
+tile only, too, because one loop runs the end of the first block and all of the second:
+
+    forward     attention, per group:  o, lse
+                per tile:              h, n2, gate, up, y
+    backward    per tile:              [h, n2, gate, up again]; dh in dy's place; all weights' but
+                                       q, k and v's gradients
+                per group:             [q, k, v again]; dq in o's place, dk, dv
+                per tile:              dx in dh's place; q, k and v's gradients
+
+Kept from forward to backward, as chosen (memory/ladder.py): x, o with lse, h, q k v, gate and up.
+x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one and runs attention forward twice,
+70% of a layer's time at 131072 tokens. What is not kept is computed again, from the same tiles by
+the same kernels, so that no bit depends on it; n1 and n2 always, the down projection never.
+
+Peak over weights and gradients: three units (x, o|dq, dy|dh|dx), dk|dv (2 K/H of a unit), a group's
+q, k, v, do, dq, and one tile of the MLP. Weight gradients add up over tiles in fp32 and are rounded
+once. Each tile and group is a function of its own, so that what one works with is gone when the
+next begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.annotate import annotate, annotated, each
+from longctx.kernels.launch import once_differentiable
+from longctx.layer.gradients import Gradients
+from longctx.layer.lora import Lora
+from longctx.layer.parts.attention import SelfAttention
+from longctx.layer.parts.mlp import SwiGLU
+from longctx.layer.passes import Pass, Schedule, Traits
+from longctx.layer.weights import Weights
+
+
+def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
+    """y, and what is kept for backward."""
+    attention, mlp = SelfAttention(p), SwiGLU(p)
+    qkv: list[Tensor] = []
+    o, lse = attention.forward(x, qkv if p.keeps("q k v") else None)
+    attention.keep(x, o, lse, qkv)
+    mlp.keep(o)
+    y = torch.empty_like(x)
+
+    def run(tile: slice) -> None:
+        h = attention.output(x, o, tile)
+        mlp.forward(h, tile, out=y[tile])
+        p.send("h", "gate", "up", tile=tile)
+
+    with annotate("mlp"):
+        for tile in each("tile", p.schedule.tiles(len(x))):
+            run(tile)
+    return y
+
+
+def layer_backward_(
+    p: Pass,
+    dy: Tensor,  # (T, D), overwritten by dx
+    x: Tensor,  # (T, D)
+    kept: dict[str, Tensor],
+    wants_dx: bool,
+) -> None:
+    attention = SelfAttention(p, kept.get("h"))
+    if "o" in kept:
+        o, lse = kept["o"], kept["lse"]
+    else:
+        for tile in p.schedule.tiles(len(x)):
+            p.schedule.store.wait(tile)
+        o, lse = attention.forward(x)
+    _tiles_backward_(p, dy, x, o, attention, SwiGLU(p, kept.get("gate"), kept.get("up")))
+    if wants_dx or p.grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm"):
+        dkv = attention.backward_(dy, x, o, lse, SelfAttention.groups_in(kept))
+        attention.input_backward_(dy, x, o, dkv, wants_dx)
+
+
+@annotated("mlp")
+def _tiles_backward_(
+    p: Pass,
+    dy: Tensor,  # (T, D), overwritten by dh
+    x: Tensor,  # (T, D)
+    o: Tensor,  # (T, H d)
+    attention: SelfAttention,
+    mlp: SwiGLU,
+) -> None:
+    """The MLP's block and the end of attention's. The sums of the MLP's gradients go with `mlp`."""
+
+    def run(tile: slice) -> None:
+        h = attention.output_again(x, o, tile)
+        mlp.backward_(dy[tile], h, tile)
+        attention.output_backward(dy[tile], o, tile)
+
+    for tile in each("tile", p.schedule.tiles(len(x))):
+        p.schedule.store.wait(tile)
+        run(tile)
+        p.retire(tile, "h", "gate", "up")
+    attention.finish_output()
+    mlp.finish()
+
+
+class _ScheduledLayer(torch.autograd.Function):
+    @staticmethod
+    @annotated("layer forward")
+    def forward(
+        ctx: Any,
+        x: Tensor,  # (T, D)
+        t: Traits,
+        s: Schedule,
+        layers_above: int | None,
+        loras: Mapping[str, Lora],
+        *weights: Tensor | None,
+    ) -> Tensor:  # (T, D)
+        w = Weights(*weights).dense().layer(loras, s.dtype)  # type: ignore[arg-type]
+        saved = None
+        if layers_above is not None and any(ctx.needs_input_grad):
+            saved = s.store.open(layers_above)
+            s.store.add(saved, "x", x=x)
+            s.store.send(saved, "x")  # beside attention, the rest beside the MLP
+        y = layer_forward(Pass(schedule=s, traits=t, weights=w, saved=saved), x)
+        if saved is not None:
+            s.store.release(saved)
+        ctx.traits, ctx.schedule, ctx.loras, ctx.saved = t, s, loras, saved
+        ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
+        ctx.save_for_backward(*weights)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    @annotated("layer backward")
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        t: Traits = ctx.traits
+        s: Schedule = ctx.schedule
+        given = Weights(*ctx.saved_tensors).dense()
+        w = given.layer(ctx.loras, s.dtype)
+        wants_dx, wants = ctx.needs_input_grad[0], Weights(*ctx.needs_input_grad[5:])
+        tiles = s.tiles(dy.shape[0])
+        grads = Gradients(given, w, wants, len(tiles) + (t.residual != 1.0))
+        kept = s.store.load(ctx.saved, tiles)
+        x = kept["x"]
+        if x is ctx.x() and x._version != ctx.version:  # a user's own, as inputs_embeds
+            raise RuntimeError("a layer's input was modified in place before its backward")
+        dx = dy.contiguous()  # nobody else reads it: the layer above made it for this one
+        p = Pass(schedule=s, traits=t, weights=w, saved=ctx.saved, gradients=grads)
+        layer_backward_(p, dx, x, kept, wants_dx)
+        s.store.finish(ctx.saved)
+        found = (grads.done.get(name) for name in Weights._fields)
+        return dx if wants_dx else None, None, None, None, None, *found
+
+
+def scheduled_layer(
+    x: Tensor,  # (T, D)
+    s: Schedule,
+    layers_above: int,
+    w: Weights,
+    loras: Mapping[str, Lora] = MappingProxyType({}),
+) -> Tensor:  # (T, D)
+    """The decoder layer of the module's equations, differentiable in x and every weight.
+
+    `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
+    `loras` are of the linear layers that have an adapter in `w`.
+    """
+    above = layers_above if torch.is_grad_enabled() else None  # no backward: nothing is kept
+    return _ScheduledLayer.apply(x, s.traits[-1 - layers_above], s, above, loras, *w)

@@ -1,0 +1,132 @@
+"""A layer's parameters as the schedule takes them, and what a pass through it computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.layer.linear import dense
+from longctx.layer.lora import Adapter, Lora
+from longctx.layer.projection import Projection
+
+NORMS = ("norm1", "norm2", "q_norm", "k_norm")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class Weights(NamedTuple):
+    """A layer's parameters, in the order in which the Function takes and returns them.
+
+    One parameter may hold several: q those of q, k, v, one below the other, if k and v are None;
+    gate those of gate and up, if up is. `apart` has views of each. An adapter of one that holds
+    several has one A (r, I) for them.
+    """
+
+    norm1: Tensor  # (D,)
+    q: Tensor  # (H d, D)
+    k: Tensor  # (K d, D)
+    v: Tensor  # (K d, D)
+    o: Tensor  # (D, H d)
+    norm2: Tensor  # (D,)
+    gate: Tensor  # (F, D)
+    up: Tensor  # (F, D)
+    down: Tensor  # (D, F)
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # (d,)
+    k_norm: Tensor | None = None  # (d,)
+    q_a: Tensor | None = None  # (r, D), as of all adapters that are there
+    q_b: Tensor | None = None  # (H d, r)
+    k_a: Tensor | None = None
+    k_b: Tensor | None = None
+    v_a: Tensor | None = None
+    v_b: Tensor | None = None
+    o_a: Tensor | None = None
+    o_b: Tensor | None = None
+    gate_a: Tensor | None = None
+    gate_b: Tensor | None = None
+    up_a: Tensor | None = None
+    up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
+
+    @property
+    def qkv_in_one(self) -> bool:
+        return self.k is None
+
+    @property
+    def gate_up_in_one(self) -> bool:
+        return self.up is None
+
+    @property
+    def in_one(self) -> dict[str, str]:
+        """Weights that another one's parameter holds -> that one."""
+        found = {"k": "q", "v": "q"} if self.qkv_in_one else {}
+        return found | ({"up": "gate"} if self.gate_up_in_one else {})
+
+    def dense(self) -> Weights:
+        """With quantised weights made dense, for a pass."""
+        return Weights(*map(dense, self))
+
+    def apart(self) -> Weights:
+        w = self
+        if self.qkv_in_one:
+            Hd = self.o.shape[1]
+            Kd = (self.q.shape[0] - Hd) // 2
+            w = w._divided("qkv", [Hd, Kd, Kd])
+        if self.gate_up_in_one:
+            w = w._divided(("gate", "up"), [len(self.gate) // 2] * 2)
+        return w
+
+    def _divided(self, names: Any, sizes: list[int]) -> Weights:
+        """The first one's rows are those of all."""
+        of = f"{names[0]}%s"
+        parts = dict(zip(names, getattr(self, of % "").split(sizes), strict=True))
+        if (b := getattr(self, of % "_b")) is not None:
+            parts |= {f"{n}_b": x for n, x in zip(names, b.split(sizes), strict=True)}
+            parts |= {f"{n}_a": getattr(self, of % "_a") for n in names}
+        return self._replace(**parts)
+
+    def layer(self, loras: Mapping[str, Lora], dtype: torch.dtype) -> Layer:
+        """For matmuls in `dtype`, to which norms stay as they are, as in autocast. `loras` are
+        what adapters have besides their tensors, by the names of projections."""
+        w, held = self.apart(), self.in_one
+
+        def cast(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.to(dtype)
+
+        def projection(name: str) -> Projection:
+            a, b = (getattr(w, f"{name}_{factor}") for factor in "ab")
+            lora = loras[held.get(name, name)] if a is not None else None
+            adapter = None if lora is None else Adapter.of(a, b, lora, dtype)
+            return Projection(getattr(w, name).to(dtype), cast(getattr(w, f"{name}_bias")), adapter)
+
+        parts: dict[str, Any] = {name: projection(name) for name in PROJECTIONS}
+        return Layer(**parts, **{name: getattr(w, name) for name in NORMS})
+
+
+class Layer(NamedTuple):
+    """What a pass through a layer computes with."""
+
+    norm1: Tensor  # (D,)
+    q: Projection  # (H d, D)
+    k: Projection  # (K d, D)
+    v: Projection  # (K d, D)
+    o: Projection  # (D, H d)
+    norm2: Tensor  # (D,)
+    gate: Projection  # (F, D)
+    up: Projection  # (F, D)
+    down: Projection  # (D, F)
+    q_norm: Tensor | None  # (d,)
+    k_norm: Tensor | None  # (d,)
+
+    @property
+    def qkv(self) -> tuple[Projection, Projection, Projection]:
+        return self.q, self.k, self.v

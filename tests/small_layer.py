@@ -1,0 +1,176 @@
+"""Small models through the scheduled layers beside Hugging Face's, by the rule of exactness.py.
+
+Truth is vanilla in fp64 (fp32 on a GPU in bf16), naive is vanilla in the dtype under test. Loss and
+every parameter's gradient are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
+from longctx.config import ModelArguments
+from longctx.cost.kept import ORDER, Keep
+from longctx.model.patch import patch_as
+
+DEVICE = torch.device(DEVICE)
+
+
+def config(**changes) -> LlamaConfig:
+    defaults = {
+        "vocab_size": 211,
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    return LlamaConfig(**defaults | changes)
+
+
+REPEATABLE = "auto" if DEVICE == "cpu" else "math"
+"""The attention backend that repeats itself bit by bit: others sum dq by atomics on a GPU."""
+
+
+def trio(dtype: torch.dtype, settings=None, truth_dtype=torch.float64, **changes):
+    """(truth, naive, ours) with the same weights, rounded to `dtype`."""
+    torch.manual_seed(0)
+    naive = LlamaForCausalLM(config(**changes))
+    with torch.no_grad():
+        for parameter in naive.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    naive = cast(naive.to(DEVICE), dtype)
+    truth = cast(copy.deepcopy(naive), truth_dtype)
+    ours = copy.deepcopy(naive)
+    patch_as(ours, ModelArguments(**(settings or {})), DEVICE)
+    return truth, naive, ours
+
+
+def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Like loading in `dtype`: the parameters only. `.to(dtype)` would round RoPE's frequencies."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def batch(lengths: list[list[int]], seed: int = 1) -> dict[str, Tensor]:
+    """One row per list of document lengths; the first third of each document is not trained."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    ids = torch.randint(211, positions.shape, generator=generator)
+    labels = ids.masked_fill(positions < min(map(min, lengths)) // 3 + 1, -100)
+    inputs = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return {name: x.to(DEVICE) for name, x in inputs.items()} | {"use_cache": False}
+
+
+def gradients(model: nn.Module, inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+Run = tuple[Tensor, dict[str, Tensor]]
+"""The losses of several batches, and every parameter's gradients, stacked."""
+
+
+def run(model: nn.Module, *batches) -> Run:
+    found = [gradients(model, inputs) for inputs in batches]
+    for _, grads in found:
+        assert (missing := [name for name in grads if grads[name] is None]) == [], missing
+    losses = torch.stack([loss.detach() for loss, _ in found])
+    return losses, {n: torch.stack([grads[n] for _, grads in found]) for n in found[0][1]}
+
+
+def assert_exact_run(ours: Run, naive: Run, truth: Run, dtype: torch.dtype) -> None:
+    """Errors are taken over all batches together: in so small a model, a bf16 gradient's error
+    scatters by a tenth from batch to batch."""
+    limit = FACTOR * relative_error(naive[0], truth[0]) + FLOOR[dtype]
+    assert relative_error(ours[0], truth[0]) <= limit, "loss"
+    assert ours[1].keys() == truth[1].keys()
+    for name in truth[1]:
+        assert_exact(name, ours[1][name], naive[1][name], truth[1][name])
+
+
+def assert_trains_exactly(models, *batches) -> None:
+    truth, naive, ours = (run(model, *batches) for model in models)
+    assert_exact_run(ours, naive, truth, models[1].dtype)
+
+
+def batches(lengths: list[list[int]]) -> list[dict[str, Tensor]]:
+    return [batch(lengths, seed) for seed in (1, 2, 3, 4)]
+
+
+PACKED = [[60, 83, 1]]
+
+
+@lru_cache(maxsize=2)  # tests of one model in one or two dtypes follow each other
+def vanilla_runs(trio: Callable[..., Any], *model: Any, **changes: Any) -> tuple[Run, Run]:
+    """(truth, naive) of the packed batches, two thirds of a test's time: no setting of ours changes
+    them."""
+    truth, naive, _ = trio(*model, **changes)
+    return run(truth, *batches(PACKED)), run(naive, *batches(PACKED))
+
+
+def assert_settings_train_exactly(trio: Callable[..., Any], *model: Any, settings, **changes):
+    """The model that `trio` makes, patched with these settings, on packed rows."""
+    truth, naive = vanilla_runs(trio, *model, **changes)
+    ours = trio(*model, settings=settings, **changes)[2]
+    assert_exact_run(run(ours, *batches(PACKED)), naive, truth, ours.dtype)
+
+
+SETS_IN_ORDER = [frozenset(ORDER[:i]) for i in range(1, 6)]
+OTHER_SETS = [frozenset({"x", "o", "q k v"}), frozenset({"x", "o", "h", "gate up"})]
+KEEPS = [
+    Keep(kept, hosted)
+    for kept in (*SETS_IN_ORDER, *OTHER_SETS)
+    for hosted in (frozenset(), *SETS_IN_ORDER, *OTHER_SETS)
+    if hosted <= kept
+]
+
+
+class Autocast(nn.Module):
+    """fp32 weights under bf16 autocast, as Trainer's `bf16=True`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return self.model(**inputs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16  # its errors'
+
+
+LADDER = dict(offload_activations="all", keep="all", tile_tokens=31, attn_backend=REPEATABLE)
+
+
+def any_keep(draw: random.Random) -> Keep:
+    return draw.choice(KEEPS)
+
+
+def assert_no_bit_depends_on_the_ladder(ours: LlamaForCausalLM, mixed: int) -> None:
+    """Nor on `mixed` ladders of three layers at random."""
+    inputs, draw = batch(PACKED), random.Random(0)
+    ours(**inputs)  # sizes the slab
+    found = []
+    for ladder in [*((keep,) for keep in KEEPS), *(draw.choices(KEEPS, k=3) for _ in range(mixed))]:
+        ours.longctx.store.ladder = tuple(ladder)
+        loss, grads = gradients(ours, inputs)
+        found.append((ladder, loss.detach(), {n: g.clone() for n, g in grads.items()}))
+    _, first_loss, first = found[0]
+    for ladder, loss, grads in found:
+        assert torch.equal(loss, first_loss), ladder
+        assert [n for n in first if not torch.equal(grads[n], first[n])] == [], ladder
