@@ -15,7 +15,7 @@ ALLOWED = {
     "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
     "lora": {"output", "model", "data"},
     "output": {"memory", "cost"},
-    "engines": {"memory"},
+    "engines": {"memory", "cost"},
     "model": {"attention", "memory", "cost", "kernels"},
     "attention": {"kernels"},
     "data": set(),

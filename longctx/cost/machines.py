@@ -18,20 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from longctx.constants import GIB
+from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, SMALL_HEADS
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.errors import UserError
-
-CONTEXT_BYTES = int(0.55 * GIB)
-"""What CUDA and the kernels' code take of a GPU before anything else."""
-
-
-SMALL_HEADS = 0.85
-"""Of attention's rates is what heads below 128 reach."""
-
-
-NVLINK = 230e9
-"""Of an H200's 450 GB/s each way: a layer of Llama-3.1-8B in bf16 is gathered by two in 0.9 to 1.4
-ms, and 128 MiB of an all-to-all take 0.5 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from longctx.cost.fitted import (
+    ENGINE_PROCESS_GIB,
+    ENGINE_UPDATE_BYTES,
+    HOOKS_PARAMETERS,
+    ZERO_PROCESS_GIB,
+    ZERO_UPDATE_BYTES,
+)
 from longctx.errors import UserError, shortened
 from longctx.memory.pending import Pending
 
@@ -63,11 +70,10 @@ class Layout:
     processes: int = 1
     offloads: bool = False
     """Everything between steps is on the host."""
-    process_gib: float = 2.5
+    process_gib: float = ENGINE_PROCESS_GIB
     """Of host memory, for Python, torch, CUDA and the engine."""
-    update_bytes: int = 68
-    """A parameter of the update on the GPU, clipping with it, takes as long as so many bytes that
-    are read or written: 40 by count, and 64 ms for 4.0e9 under FSDP2 (h200_step.json)."""
+    update_bytes: int = ENGINE_UPDATE_BYTES
+    """As many are read or written while a parameter is updated on the GPU."""
 
     @property
     def states_on_host(self) -> bool:
@@ -241,11 +247,8 @@ class Zero(Layout):
     """DeepSpeed's, of any stage."""
 
     name: str = "ZeRO"
-    process_gib: float = 3.2
-    """h200_step.json, h200_shared_step.json: two ranks of ZeRO-3 have 5.4 to 7.2 GiB of host memory
-    in use."""
-    update_bytes: int = 109
-    """54 by count, and 103 ms for 4.0e9 (h200_step.json)."""
+    process_gib: float = ZERO_PROCESS_GIB
+    update_bytes: int = ZERO_UPDATE_BYTES
     stage: int = 3
     accumulates: bool = False
     """Over several batches, in fp32."""
@@ -376,10 +379,9 @@ class Zero(Layout):
         return gradients + (BF16 * shard if self.offloads_weights else 0)
 
     def waits(self, p: Parameters) -> float:
-        """Of ZeRO-3's hooks: its steps are 0.4 and 0.5 s longer than FSDP2's, and 0.1 of that is
-        counted elsewhere (8.03e9 parameters on two GPUs, h200_step.json)."""
+        """Of ZeRO-3's hooks."""
         hooks = self.stage == 3 and self.processes > 1 and not self.offloads_states
-        return p.total / 27e9 if hooks else 0.0
+        return p.total / HOOKS_PARAMETERS if hooks else 0.0
 
 
 def _pinned(nbytes: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx.cost.fitted import GAPS
 from longctx.cost.kept import Keeping, Ladder, Offload, runs
 from longctx.cost.peak import Tables
 from longctx.cost.rates import Rates
@@ -104,9 +105,6 @@ def gaps(step: Step) -> int:
     return int(GAPS * step.sizes.unit(step.batch.tokens)) if custom else 0
 
 
-GAPS = 0.4
-"""Of a (T, D) tensor: the most with which every run that was measured still fits
-(h200_longest_step.json, h200_lora_step.json; tests/plan/test_measured.py)."""
 LEAST = 256
 """Of candidates that cannot fit, so many that lack least are looked at."""
 

@@ -21,8 +21,8 @@ from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
 from longctx.constants import GIB
+from longctx.cost.fitted import CONTEXT_BYTES
 from longctx.cost.machines import (
-    CONTEXT_BYTES,
     MACHINES,
     AttentionRates,
     Machine,
