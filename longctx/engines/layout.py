@@ -19,7 +19,7 @@ Sources: DeepSpeed 0.19 (runtime/zero/stage3.py, partitioned_param_coordinator.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from longctx.cost.fitted import (
     ZERO_PROCESS_GIB,
     ZERO_UPDATE_BYTES,
 )
+from longctx.cost.sizes import Parameters
 from longctx.errors import UserError, shortened
 from longctx.memory.pending import Pending
 
@@ -37,29 +38,6 @@ BF16, FP32 = 2, 4
 Buffers = dict[str, int]
 """Name -> bytes."""
 LEAST_PINNED = 2**12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """Of a model, in numbers."""
-
-    numels: Sequence[int]
-    """Of each that is trained, in the model's order."""
-    layer: int
-    """Of the largest decoder layer, L,"""
-    embedding: int
-    head: int
-    """and of lm_head, h; 0: it is the embedding."""
-    hidden: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.numels)
-
-    @property
-    def output(self) -> int:
-        """What makes logits, whichever tensor it is."""
-        return self.head or self.embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +67,13 @@ class Layout:
         """On the GPU between steps, but for gradients."""
         raise NotImplementedError
 
+    def shard(self, p: Parameters) -> int:
+        """Parameters of a rank."""
+        return p.total // self.processes
+
     def late(self, p: Parameters) -> int:
-        """Of it what the first update makes: AdamW's two moments."""
-        raise NotImplementedError
+        """Bytes of `standing` that the first update makes: AdamW's two moments."""
+        return 0 if self.states_on_host else moments_bytes(p.total, self.processes)
 
     def gradient(self, numel: int) -> int:
         """Of so many parameters, from their backward to the update, on the GPU."""
@@ -181,11 +163,7 @@ class FullyShard(Layout):
     def standing(self, p: Parameters) -> Buffers:
         if self.offloads:
             return {}
-        shard = p.total // self.processes
-        return {"weights": FP32 * shard, "AdamW's states": 2 * FP32 * shard}
-
-    def late(self, p: Parameters) -> int:
-        return 0 if self.offloads else 2 * FP32 * (p.total // self.processes)
+        return {"weights": FP32 * self.shard(p), "AdamW's states": 2 * FP32 * self.shard(p)}
 
     def gradient(self, numel: int) -> int:
         return 0 if self.offloads else FP32 * numel // self.processes
@@ -215,8 +193,7 @@ class FullyShard(Layout):
         return 4 * FP32 * p.total // self.processes if self.offloads else 0
 
     def pending(self, p: Parameters) -> Pending:
-        on_gpu = 0 if self.offloads else p.total // self.processes
-        shards = Pending(2 * FP32 * on_gpu, FP32 * on_gpu)
+        shards = Pending(self.late(p), 0 if self.offloads else FP32 * self.shard(p))
         gathered = gathered_bytes(2 * p.layer, p.output)
         return gathering_pending(shards, gathered, p.output)
 
@@ -278,7 +255,7 @@ class Zero(Layout):
         return self._summed_bytes * bucket * (1 if self.stage == 3 else 2)
 
     def standing(self, p: Parameters) -> Buffers:
-        shard = p.total // self.processes
+        shard = self.shard(p)
         weights = shard if self.stage == 3 else p.total
         states = 0 if self.offloads_states else shard
         return {
@@ -286,9 +263,6 @@ class Zero(Layout):
             "AdamW's states": 3 * FP32 * states,
             "buckets": self._bucket(p),
         }
-
-    def late(self, p: Parameters) -> int:
-        return 0 if self.offloads_states else moments_bytes(p.total, self.processes)
 
     @property
     def gradients_stand(self) -> bool:
@@ -329,7 +303,7 @@ class Zero(Layout):
     def update(self, p: Parameters) -> Buffers:
         if self.offloads_states:
             return {}
-        shard = p.total // self.processes
+        shard = self.shard(p)
         if self.stage == 3:
             return {"gradients, fp32": FP32 * min(shard, self.sub_group)}
         return {"gradients, fp32": (FP32 + self._grad_bytes * (self.stage == 1)) * shard}
@@ -374,7 +348,7 @@ class Zero(Layout):
 
     def chain(self, p: Parameters) -> int:
         """Weights come up; a gradient goes down, comes back to be made fp32, and goes down so."""
-        shard = p.total // self.processes
+        shard = self.shard(p)
         gradients = (BF16 + BF16 + FP32) * shard if self.offloads_states else 0
         return gradients + (BF16 * shard if self.offloads_weights else 0)
 

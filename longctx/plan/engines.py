@@ -24,8 +24,8 @@ from longctx.cost.fitted import BESIDE, CPU_ADAM
 from longctx.cost.machines import Machine
 from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
 from longctx.cost.seconds import Exchanged
-from longctx.cost.sizes import Sizes
-from longctx.engines.layout import FP32, Layout, Parameters
+from longctx.cost.sizes import Parameters, Sizes
+from longctx.engines.layout import FP32, Layout
 from longctx.model.blocks import state_blocks
 
 

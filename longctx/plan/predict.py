@@ -22,8 +22,8 @@ from longctx.cost.fitted import PROCESS_BYTES
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
 from longctx.cost.seconds import Exchanged, Seconds
-from longctx.cost.sizes import Batch, Sizes
-from longctx.engines.layout import Layout, Parameters
+from longctx.cost.sizes import Batch, Parameters, Sizes
+from longctx.engines.layout import Layout
 from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
