@@ -84,12 +84,13 @@ print("collects", gc.isenabled())
 """
 
 
-def test_a_plan_imports_no_engine_no_text_and_no_figure() -> None:
+def test_a_plan_imports_no_engine_no_trainer_no_text_and_no_figure() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", PLANNED], env=env, capture_output=True, text=True, check=True
     )
     *_, modules, collects = done.stdout.splitlines()
     unused = {"deepspeed", "matplotlib", "liger_kernel", "trl", "longctx.data", "longctx.output"}
+    unused |= {"transformers.trainer", "datasets", "pandas"}
     assert not unused & {*modules.split()}
     assert collects == "collects True"
