@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from longctx.errors import UserError
-from longctx.program import program
+from longctx.program import importing, program
 
 COMMANDS = {
     "cache": "longctx.data.prune",
@@ -56,7 +56,9 @@ def run(argv: list[str]) -> None:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
         raise UserError(f"unknown command {argv[0]!r}; did you mean longctx {close}?")
     with started_alone():
-        importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+        with importing():
+            command = importlib.import_module(COMMANDS[argv[0]])
+        command.main(argv[1:])
 
 
 @contextmanager

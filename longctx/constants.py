@@ -6,3 +6,5 @@ GIB = 2**30
 """Bytes of a GiB."""
 IGNORE_INDEX = -100
 """The label of a token that is not trained, as in torch and Hugging Face."""
+VOCAB_SIZE = 8192
+"""Tokens of the tokenizer that longctx trains itself where a model has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 
 from longctx import cli
 from longctx.errors import UserError
-from longctx.program import Parser, program
+from longctx.program import Parser, importing, program
 
 pytestmark = pytest.mark.usefixtures("heard_signals")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -89,3 +90,16 @@ def test_what_libraries_log_moves_no_cursor(caplog) -> None:
         logging.getLogger("theirs").warning("\x1b[1mkeys\x1b[0m\n\t%s", "a\x1b[2Jb\rc")
     logging.getLogger("theirs").warning("after\r")
     assert caplog.messages == ["\x1b[1mkeys\x1b[0m\n\ta\\x1b[2Jb\\rc", "after\r"]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_imports_do_not_collect_garbage(collects: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with pytest.raises(ImportError), importing():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -18,7 +18,7 @@ ALLOWED = {
     "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
     "lora": {"output", "model", "data"},
     "output": {"memory", "cost"},
-    "engines": {"memory"},
+    "engines": {"memory", "cost"},
     "model": {"layer", "attention", "memory", "cost", "kernels"},
     "layer": {"attention", "memory", "cost", "kernels"},
     "attention": {"kernels"},

@@ -2,7 +2,7 @@
 
 `h100` and `h200` hold what profiling/results measured (h200_layer.json, h200_kernels.json,
 h200_adamw.json, *_states_step.json), the others what their datasheets let expect: of dense bf16
-FLOP/s with fp32 sums 65 to 90% in large products, less in attention, of the memory's rate 88%, of
+FLOP/s with fp32 sums 65 to 91% in large products, less in attention, of the memory's rate 88%, of
 the link's 80%. They are estimates, and said to be.
 
 Attention is timed by backend, the one that `--attn_backend auto` takes first.
@@ -18,20 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from longctx.constants import GIB
+from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, SMALL_HEADS
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.errors import UserError
-
-CONTEXT_BYTES = int(0.55 * GIB)
-"""What CUDA and the kernels' code take of a GPU before anything else."""
-
-
-SMALL_HEADS = 0.85
-"""Of attention's rates is what heads below 128 reach."""
-
-
-NVLINK = 230e9
-"""Of an H200's 450 GB/s each way: a layer of Llama-3.1-8B in bf16 is gathered by two in 0.9 to 1.4
-ms, and 128 MiB of an all-to-all take 0.5 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +40,10 @@ class Machine:
     """Read or written in a second."""
     link_bytes: float
     """Copied to the host in a second while as much comes from it."""
+    peak_flops: float | None = None
+    """The datasheet's dense bf16 FLOP/s, with sums in fp32; None: not known."""
+    other_peaks: Mapping[str, float] = field(default_factory=dict)
+    """The same of cards whose name for CUDA holds `device` too, and which are other chips."""
     peer_bytes: float | None = None
     """To another GPU of the host in a second, while as much comes from it; None: over the link."""
     measured: bool = False
@@ -112,6 +105,8 @@ MACHINES = {
             name="h100",
             device="H100",
             gpu_gib=79.18,
+            peak_flops=989e12,
+            other_peaks={"H100 PCIe": 756e12},
             flops=665e12,
             attention=_HOPPER,
             memory_bytes=2.95e12,
@@ -123,6 +118,7 @@ MACHINES = {
             name="h200",
             device="H200",
             gpu_gib=139.80,
+            peak_flops=989e12,
             flops=665e12,
             attention=_HOPPER,
             memory_bytes=4.25e12,
@@ -134,6 +130,7 @@ MACHINES = {
             name="a100",
             device="A100",
             gpu_gib=79.25,
+            peak_flops=312e12,
             flops=255e12,
             attention=_flash(190e12, 165e12),
             memory_bytes=1.75e12,
@@ -144,6 +141,7 @@ MACHINES = {
             name="l40s",
             device="L40S",
             gpu_gib=44.4,
+            peak_flops=362e12,
             flops=235e12,
             attention=_flash(160e12, 140e12),
             memory_bytes=0.76e12,
@@ -153,6 +151,7 @@ MACHINES = {
             name="rtx-3090",
             device="RTX 3090",
             gpu_gib=23.6,
+            peak_flops=71e12,
             flops=63e12,
             attention=_flash(58e12, 52e12),
             memory_bytes=0.82e12,
@@ -162,6 +161,7 @@ MACHINES = {
             name="rtx-4090",
             device="RTX 4090",
             gpu_gib=23.5,
+            peak_flops=165.2e12,
             flops=148e12,
             attention=_flash(135e12, 120e12),
             memory_bytes=0.89e12,
@@ -171,6 +171,7 @@ MACHINES = {
             name="rtx-5090",
             device="RTX 5090",
             gpu_gib=31.3,
+            peak_flops=209.5e12,
             flops=190e12,
             attention=_flash(170e12, 150e12),
             memory_bytes=1.58e12,
@@ -180,6 +181,8 @@ MACHINES = {
             name="b200",
             device="B200",
             gpu_gib=178.3,
+            peak_flops=2250e12,
+            other_peaks={"GB200": 2500e12},
             flops=1500e12,
             attention={
                 "fa4": AttentionRates(1300e12, 950e12),
@@ -206,3 +209,13 @@ def machine_named(name: str) -> Machine:
 def machine_like(gpu: str) -> Machine | None:
     """The profile of a GPU that CUDA calls so; None for one that has no name here."""
     return next((machine for machine in MACHINES.values() if machine.device in gpu), None)
+
+
+def peak_flops(gpu: str) -> float | None:
+    """The dense bf16 peak, in FLOP/s, of a GPU that CUDA calls so; None for one that has no name
+    here."""
+    machine = machine_like(gpu)
+    if machine is None:
+        return None
+    others = (peak for name, peak in machine.other_peaks.items() if name in gpu)
+    return next(others, machine.peak_flops)

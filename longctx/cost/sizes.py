@@ -7,7 +7,7 @@ T tokens of a batch, D hidden size, F intermediate size, H query heads of size d
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -170,3 +170,26 @@ class Sizes:
     def layer_weights(self) -> int:
         """Elements of a layer's seven matrices."""
         return self.hidden * (3 * self.intermediate + 2 * self.wide + 2 * self.narrow)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """How many parameters a model has, where an engine lays them out."""
+
+    numels: Sequence[int]
+    """Of each that is trained, in the model's order."""
+    layer: int
+    """Of the largest decoder layer."""
+    embedding: int
+    head: int
+    """Of lm_head; 0: it is the embedding."""
+    hidden: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.numels)
+
+    @property
+    def output(self) -> int:
+        """Of what makes logits, whichever tensor it is."""
+        return self.head or self.embedding

@@ -25,12 +25,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import logging as transformers_logging
 
 from longctx.config import DataArguments, ModelArguments, expanded
+from longctx.constants import VOCAB_SIZE
 from longctx.data.cache import cache_path, digest, mark_used, write_text
 from longctx.data.sources import read_documents, stdlib_files
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.files import refuse_odd
 
-VOCAB_SIZE = 8192
 LARGEST_ID = 2**24
 """The largest vocabularies have 300,000 tokens."""
 BOS, END, PAD, START = "<|bos|>", "<|im_end|>", "<|pad|>", "<|im_start|>"

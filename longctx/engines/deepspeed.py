@@ -13,7 +13,7 @@ import os
 import warnings
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from longctx.config import (
     TrainArguments,
@@ -36,6 +36,9 @@ from longctx.engines.layout import Layout, moments_bytes, zero_layout
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 from longctx.memory.pending import Pending, trained_bytes_on_gpu
+
+if TYPE_CHECKING:  # it imports datasets
+    from transformers import Trainer
 
 
 class DeepSpeed(Engine):

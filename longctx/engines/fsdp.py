@@ -12,13 +12,13 @@ from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from longctx.config import TrainArguments, means_no, read_settings
 from longctx.engines.collectives import (
@@ -31,6 +31,9 @@ from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError, shortened
 from longctx.memory.pending import Pending, pending_bytes
+
+if TYPE_CHECKING:  # it imports datasets
+    from transformers import Trainer
 
 
 class FSDP2(Engine):

@@ -19,10 +19,18 @@ Sources: DeepSpeed 0.19 (runtime/zero/stage3.py, partitioned_param_coordinator.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from longctx.cost.fitted import (
+    ENGINE_PROCESS_GIB,
+    ENGINE_UPDATE_BYTES,
+    HOOKS_PARAMETERS,
+    ZERO_PROCESS_GIB,
+    ZERO_UPDATE_BYTES,
+)
+from longctx.cost.sizes import Parameters
 from longctx.errors import UserError, shortened
 from longctx.memory.pending import Pending
 
@@ -33,29 +41,6 @@ LEAST_PINNED = 2**12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """Of a model, in numbers."""
-
-    numels: Sequence[int]
-    """Of each that is trained, in the model's order."""
-    layer: int
-    """Of the largest decoder layer, L,"""
-    embedding: int
-    head: int
-    """and of lm_head, h; 0: it is the embedding."""
-    hidden: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.numels)
-
-    @property
-    def output(self) -> int:
-        """What makes logits, whichever tensor it is."""
-        return self.head or self.embedding
-
-
-@dataclass(frozen=True, kw_only=True)
 class Layout:
     """An engine's answer to where everything is. Bytes are of one rank."""
 
@@ -63,11 +48,10 @@ class Layout:
     processes: int = 1
     offloads: bool = False
     """Everything between steps is on the host."""
-    process_gib: float = 2.5
+    process_gib: float = ENGINE_PROCESS_GIB
     """Of host memory, for Python, torch, CUDA and the engine."""
-    update_bytes: int = 68
-    """A parameter of the update on the GPU, clipping with it, takes as long as so many bytes that
-    are read or written: 40 by count, and 64 ms for 4.0e9 under FSDP2 (h200_step.json)."""
+    update_bytes: int = ENGINE_UPDATE_BYTES
+    """As many are read or written while a parameter is updated on the GPU."""
 
     @property
     def states_on_host(self) -> bool:
@@ -83,9 +67,13 @@ class Layout:
         """On the GPU between steps, but for gradients."""
         raise NotImplementedError
 
+    def shard(self, p: Parameters) -> int:
+        """Parameters of a rank."""
+        return p.total // self.processes
+
     def late(self, p: Parameters) -> int:
-        """Of it what the first update makes: AdamW's two moments."""
-        raise NotImplementedError
+        """Bytes of `standing` that the first update makes: AdamW's two moments."""
+        return 0 if self.states_on_host else moments_bytes(p.total, self.processes)
 
     def gradient(self, numel: int) -> int:
         """Of so many parameters, from their backward to the update, on the GPU."""
@@ -175,11 +163,7 @@ class FullyShard(Layout):
     def standing(self, p: Parameters) -> Buffers:
         if self.offloads:
             return {}
-        shard = p.total // self.processes
-        return {"weights": FP32 * shard, "AdamW's states": 2 * FP32 * shard}
-
-    def late(self, p: Parameters) -> int:
-        return 0 if self.offloads else 2 * FP32 * (p.total // self.processes)
+        return {"weights": FP32 * self.shard(p), "AdamW's states": 2 * FP32 * self.shard(p)}
 
     def gradient(self, numel: int) -> int:
         return 0 if self.offloads else FP32 * numel // self.processes
@@ -209,8 +193,7 @@ class FullyShard(Layout):
         return 4 * FP32 * p.total // self.processes if self.offloads else 0
 
     def pending(self, p: Parameters) -> Pending:
-        on_gpu = 0 if self.offloads else p.total // self.processes
-        shards = Pending(2 * FP32 * on_gpu, FP32 * on_gpu)
+        shards = Pending(self.late(p), 0 if self.offloads else FP32 * self.shard(p))
         gathered = gathered_bytes(2 * p.layer, p.output)
         return gathering_pending(shards, gathered, p.output)
 
@@ -241,11 +224,8 @@ class Zero(Layout):
     """DeepSpeed's, of any stage."""
 
     name: str = "ZeRO"
-    process_gib: float = 3.2
-    """h200_step.json, h200_shared_step.json: two ranks of ZeRO-3 have 5.4 to 7.2 GiB of host memory
-    in use."""
-    update_bytes: int = 109
-    """54 by count, and 103 ms for 4.0e9 (h200_step.json)."""
+    process_gib: float = ZERO_PROCESS_GIB
+    update_bytes: int = ZERO_UPDATE_BYTES
     stage: int = 3
     accumulates: bool = False
     """Over several batches, in fp32."""
@@ -275,7 +255,7 @@ class Zero(Layout):
         return self._summed_bytes * bucket * (1 if self.stage == 3 else 2)
 
     def standing(self, p: Parameters) -> Buffers:
-        shard = p.total // self.processes
+        shard = self.shard(p)
         weights = shard if self.stage == 3 else p.total
         states = 0 if self.offloads_states else shard
         return {
@@ -283,9 +263,6 @@ class Zero(Layout):
             "AdamW's states": 3 * FP32 * states,
             "buckets": self._bucket(p),
         }
-
-    def late(self, p: Parameters) -> int:
-        return 0 if self.offloads_states else moments_bytes(p.total, self.processes)
 
     @property
     def gradients_stand(self) -> bool:
@@ -326,7 +303,7 @@ class Zero(Layout):
     def update(self, p: Parameters) -> Buffers:
         if self.offloads_states:
             return {}
-        shard = p.total // self.processes
+        shard = self.shard(p)
         if self.stage == 3:
             return {"gradients, fp32": FP32 * min(shard, self.sub_group)}
         return {"gradients, fp32": (FP32 + self._grad_bytes * (self.stage == 1)) * shard}
@@ -371,15 +348,14 @@ class Zero(Layout):
 
     def chain(self, p: Parameters) -> int:
         """Weights come up; a gradient goes down, comes back to be made fp32, and goes down so."""
-        shard = p.total // self.processes
+        shard = self.shard(p)
         gradients = (BF16 + BF16 + FP32) * shard if self.offloads_states else 0
         return gradients + (BF16 * shard if self.offloads_weights else 0)
 
     def waits(self, p: Parameters) -> float:
-        """Of ZeRO-3's hooks: its steps are 0.4 and 0.5 s longer than FSDP2's, and 0.1 of that is
-        counted elsewhere (8.03e9 parameters on two GPUs, h200_step.json)."""
+        """Of ZeRO-3's hooks."""
         hooks = self.stage == 3 and self.processes > 1 and not self.offloads_states
-        return p.total / 27e9 if hooks else 0.0
+        return p.total / HOOKS_PARAMETERS if hooks else 0.0
 
 
 def _pinned(nbytes: int) -> int:

@@ -18,12 +18,12 @@ from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from longctx.config import TrainArguments
 from longctx.engines.collectives import destroy_process_group
@@ -32,6 +32,9 @@ from longctx.engines.rows import asked_parallelism, share_rows
 from longctx.errors import UserError
 from longctx.limits import given
 from longctx.memory.pending import Pending, pending_bytes
+
+if TYPE_CHECKING:  # it imports datasets
+    from transformers import Trainer
 
 
 class Engine(ABC):

@@ -24,6 +24,10 @@ MOST = 32
 """Counts of layers that are tried: all up to so many, else every second, third, and so on."""
 
 
+Run = tuple[Keep, int]
+"""What layers of a ladder keep, and how many of them in a row do."""
+
+
 class Candidates(NamedTuple):
     """Ladders: what each of their layers keeps, as an index of `keeps`."""
 
@@ -33,12 +37,14 @@ class Candidates(NamedTuple):
     """How many layers have each."""
 
     @classmethod
-    def of(cls, ladders: Iterable[Ladder]) -> Candidates:
+    def of(cls, ladders: Iterable[Iterable[Run]]) -> Candidates:
+        """Equal ladders are one candidate."""
         ids: dict[Keep, int] = {}
         rows = {
-            tuple(ids.setdefault(keep, len(ids)) for keep in ladder): None for ladder in ladders
+            b"".join(bytes([ids.setdefault(keep, len(ids))]) * n for keep, n in runs if n > 0): None
+            for runs in ladders
         }
-        layers = np.array([*rows], np.uint8)
+        layers = np.array([[*row] for row in rows], np.uint8)
         numbers = np.stack([(layers == k).sum(axis=1) for k in range(len(ids))], axis=1)
         return cls([*ids], layers, numbers)
 
@@ -82,25 +88,19 @@ def candidates(layers: int, kept: tuple[Names, ...], keep: Keeping, offload: Off
     """All ladders that are looked at."""
     every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
-    runs = (
-        _asked(layers, SETS[keep], counts)
-        if keep != "auto"
-        else _free(layers, kept, counts, offload)
-    )
-    return Candidates.of(tuple(k for k, n in run for _ in range(n)) for run in runs)
+    if keep == "auto":
+        return Candidates.of(_free(layers, kept, counts, offload))
+    return Candidates.of(_asked(layers, SETS[keep], counts))
 
 
-Run = list[tuple[Keep, int]]
-
-
-def _asked(layers: int, kept: Names, counts: Iterable[int]) -> Iterator[Run]:
+def _asked(layers: int, kept: Names, counts: Iterable[int]) -> Iterator[list[Run]]:
     for n in counts:
         yield [(Keep(kept, kept), n), (Keep(kept), layers - n)]
 
 
 def _free(
     layers: int, kept: tuple[Names, ...], counts: Iterable[int], offload: Offload
-) -> Iterator[Run]:
+) -> Iterator[list[Run]]:
     """`kept` are sets, each with one more than the one before."""
     least, usual, most = kept[0], kept[min(1, len(kept) - 1)], kept[-1]
     step = -(-layers // MOST)
@@ -124,7 +124,7 @@ def _free(
 
 def _between(
     layers: int, n: int, host: int | None, kept: tuple[Names, ...], step: int
-) -> Iterator[Run]:
+) -> Iterator[list[Run]]:
     """Where GPU or host is full between two sets: the first of the `n` hosted layers keep one thing
     less, or the first of the others the least."""
     usual = kept[min(1, len(kept) - 1)]

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.cost.kept import Keeping, Ladder, Offload
+from longctx.cost.fitted import GAPS
+from longctx.cost.kept import Keeping, Ladder, Offload, runs
 from longctx.cost.peak import Tables
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import NO_TRAFFIC, Exchanged, Seconds, Traffic, seconds
@@ -104,9 +105,6 @@ def gaps(step: Step) -> int:
     return int(GAPS * step.sizes.unit(step.batch.tokens)) if custom else 0
 
 
-GAPS = 0.4
-"""Of a (T, D) tensor: the most with which every run that was measured still fits
-(h200_longest_step.json, h200_lora_step.json; tests/plan/test_measured.py)."""
 LEAST = 256
 """Of candidates that cannot fit, so many that lack least are looked at."""
 
@@ -170,7 +168,7 @@ def _cuts(step: Step) -> Iterable[Sizes]:
 
 def _candidates(step: Step, tables: Tables) -> Candidates:
     if step.given is not None:
-        return Candidates.of([step.given[0]])
+        return Candidates.of([runs(step.given[0])])
     return candidates(step.sizes.layers, sets(tables.layer, step.rates), step.keep, step.offload)
 
 
@@ -196,6 +194,6 @@ def host_bytes(step: Step, chosen: Chosen) -> int:
 def predicted(step: Step, chosen: Chosen) -> Seconds:
     """Of what was chosen, on another batch or with other exchanges than it was chosen for."""
     tables = step.count(chosen.sizes, step.batch)
-    counted = Counted(Candidates.of([chosen.ladder]), tables)
+    counted = Counted(Candidates.of([runs(chosen.ladder)]), tables)
     found = _seconds(step, counted, chosen.traffic)
     return Seconds(*(float(np.reshape(x, -1)[0]) for x in found))

@@ -14,11 +14,9 @@ from pathlib import Path, PurePosixPath
 import psutil
 
 from longctx.constants import GIB
+from longctx.cost.fitted import HOST_MOST_SPARED_GIB, HOST_SPARE
 
 PROC = Path("/proc/self")
-SPARE, MOST_SPARED_GIB = 0.1, 4
-"""Of what the host has free, and at most: for the process itself, compilers, and the block that is
-copied when states are saved."""
 
 
 def available_host_bytes() -> int:
@@ -64,7 +62,7 @@ def cgroup_limit_bytes() -> int | None:
 
 def host_budget(available: int, limit_gib: float | None) -> int:
     """Of the bytes that are free, what a run may lock."""
-    available -= int(min(SPARE * available, MOST_SPARED_GIB * GIB))
+    available -= int(min(HOST_SPARE * available, HOST_MOST_SPARED_GIB * GIB))
     return available if limit_gib is None else min(available, int(limit_gib * GIB))
 
 

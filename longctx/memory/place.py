@@ -13,16 +13,13 @@ from typing import Literal
 
 import numpy as np
 
+from longctx.cost.fitted import GPU_MOST_SPARED, GPU_SPARE, GPU_SPARE_BYTES
 from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
-
-SPARE, SPARE_BYTES, MOST_SPARED = 0.015, 3 * 2**27, 1 / 32
-"""Of GPU memory, for the allocator's rounding and gaps: this share, at least so many bytes, but not
-more than the other share."""
 
 
 def usable_bytes(free: int) -> int:
     """Of free GPU memory, what a plan may fill."""
-    return free - int(max(SPARE * free, min(SPARE_BYTES, MOST_SPARED * free)))
+    return free - int(max(GPU_SPARE * free, min(GPU_SPARE_BYTES, GPU_MOST_SPARED * free)))
 
 
 PIECE = 2**24

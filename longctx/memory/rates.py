@@ -31,7 +31,8 @@ import torch
 
 from longctx.config import DataArguments, expanded
 from longctx.constants import GIB
-from longctx.cost.machines import SMALL_HEADS, between, machine_like
+from longctx.cost.fitted import ATTENTION_SHARES, SMALL_HEADS
+from longctx.cost.machines import between, machine_like
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.errors import UserError, print_rank0
 from longctx.memory.slab import PinnedSlab
@@ -94,11 +95,6 @@ def gpu_rates(
     if head_dim < 128:
         attention = AttentionRates(*(SMALL_HEADS * rate for rate in attention))
     return Rates(flops, link_bytes, memory_bytes, attention)
-
-
-ATTENTION_SHARES = 0.7, 0.6
-"""Of the rate of matmuls, what attention reaches on a GPU that nobody measured: about as on the
-estimated machines of cost/machines.py."""
 
 
 # --- kept on disk ----------------------------------------------------------------------------

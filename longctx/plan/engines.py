@@ -20,20 +20,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from longctx.cost.fitted import BESIDE, CPU_ADAM
 from longctx.cost.machines import Machine
 from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
 from longctx.cost.seconds import Exchanged
-from longctx.cost.sizes import Sizes
-from longctx.engines.layout import FP32, Layout, Parameters
+from longctx.cost.sizes import Parameters, Sizes
+from longctx.engines.layout import FP32, Layout
 from longctx.model.blocks import state_blocks
-
-CPU_ADAM = 4.3e9
-"""Parameters a second that DeepSpeed's CPU AdamW updates on a host of 32 cores, whichever ranks
-they are of: 1.62 to 2.10 s for 8.03e9 in six runs (h200_step.json, h200_states_step.json)."""
-BESIDE = 3.9
-"""As often as they take on links of their own, exchanges of shared rows make the computation
-longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
-to 425984 tokens)."""
 
 
 def parameters_of(model: Any) -> Parameters:

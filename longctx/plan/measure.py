@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,14 @@ from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
 from longctx.constants import GIB
-from longctx.cost.machines import CONTEXT_BYTES, MACHINES, AttentionRates, Machine, machine_like
+from longctx.cost.fitted import CONTEXT_BYTES
+from longctx.cost.machines import (
+    MACHINES,
+    AttentionRates,
+    Machine,
+    machine_like,
+    peak_flops,
+)
 from longctx.errors import UserError, one_line, say
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.rates import (
@@ -122,6 +130,7 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
         device=gpu.name,
         gpu_gib=gpu.total_bytes / GIB,
         flops=measured.flops,
+        peak_flops=peak_flops(gpu.name),
         attention={**longest, "cudnn": torchs},  # with Hugging Face's layers torch takes what runs
         memory_bytes=measured.memory_bytes,
         link_bytes=measured.link.both,
@@ -136,18 +145,7 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
 
 def profiled_machine(gpu: Gpu, profile: Machine) -> Machine:
     """The GPU that is here, with the rates of its profile."""
-    return Machine(
-        name=profile.name,
-        device=gpu.name,
-        gpu_gib=gpu.total_bytes / GIB,
-        flops=profile.flops,
-        attention=profile.attention,
-        memory_bytes=profile.memory_bytes,
-        link_bytes=profile.link_bytes,
-        peer_bytes=profile.peer_bytes,
-        measured=profile.measured,
-        held_bytes=_held(gpu),
-    )
+    return replace(profile, device=gpu.name, gpu_gib=gpu.total_bytes / GIB, held_bytes=_held(gpu))
 
 
 def _held(gpu: Gpu) -> int:

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from longctx.attention.backends import BACKENDS
 from longctx.config import ModelArguments
 from longctx.constants import GIB
+from longctx.cost.fitted import PROCESS_BYTES
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
 from longctx.cost.seconds import Exchanged, Seconds
-from longctx.cost.sizes import Batch, Sizes
-from longctx.engines.layout import Layout, Parameters
+from longctx.cost.sizes import Batch, Parameters, Sizes
+from longctx.engines.layout import Layout
 from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
@@ -39,8 +40,6 @@ from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import Sharded, averaged, exchanged, parameters_of, shared_rows
 
 DTYPE = torch.bfloat16
-PROCESS_BYTES = int(2.5 * GIB)
-"""Of the host: Python, torch and CUDA."""
 SHORTEST = 512
 """Tokens: rows that fit are found to a multiple of it."""
 LONGEST = 2**24

@@ -26,10 +26,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from longctx.config import ModelArguments, TrainArguments
-from longctx.constants import GIB
+from longctx.constants import GIB, VOCAB_SIZE
 from longctx.cost.kept import describe
 from longctx.cost.machines import MACHINES, Machine, machine_named
-from longctx.data.tokenizer import VOCAB_SIZE
 from longctx.engines import Engine
 from longctx.engines.rows import groups_of, ulysses
 from longctx.errors import UserError, printable

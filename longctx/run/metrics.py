@@ -1,15 +1,9 @@
 """What a step cost: tokens/s, MFU and peak memory, from counters that never stall the GPU.
 
-Model FLOPs of a step (forward + backward; recomputation does not count as useful work):
-
-    6 * P * T  +  6 * H * d * sum over layers and documents of (document length)^2
-
-with P the parameters in matmuls (lm_head included, input embedding not), T the tokens, H query
-heads of size d. The second term is causal attention: 2 products of 2*L*L*d multiply-adds per head
-forward, halved by causality, and twice that backward. Documents come from `position_ids`, which
-restart at 0: the sum of (2*p + 1) over a document's positions 0..L-1 is L^2, so no boundary search
-is needed and the sum stays on the GPU until a line is logged. In a layer with a sliding window of W
-tokens a position counts 2*min(p, W-1) + 1.
+The formula of model FLOPs and the chips' peaks are the count's (cost/flops.py, cost/machines.py).
+Documents come from `position_ids`, which restart at 0: the sum of (2*p + 1) over a document's
+positions 0..L-1 is L^2, so no boundary search is needed and the sum stays on the GPU until a line
+is logged.
 """
 
 from __future__ import annotations
@@ -25,44 +19,29 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.constants import GIB
+from longctx.cost.flops import matmul_parameters, mfu, step_flops
+from longctx.cost.machines import peak_flops
 from longctx.engines.collectives import whole_numel
 from longctx.model.families import head_dim, windows
 
-# Dense bf16 peaks from the vendors' datasheets, in TFLOP/s.
-_PEAK_TFLOPS = {
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "GH200": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.2,
-    "RTX 5090": 209.5,
-}
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak in FLOP/s; None where it is not known (CPUs among them)."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def device_peak_tflops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in TFLOP/s; None where it is not known (CPUs among them)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for chip, peak in _PEAK_TFLOPS.items() if chip in name), None)
-
-
-def matmul_parameters(model: PreTrainedModel) -> int:
-    """Parameters that multiply every token: all but the input embedding (tied lm_head counts). Two
-    thirds of what is frozen: its products give no gradient of the weight."""
+def parameters_in_matmuls(model: PreTrainedModel) -> int:
+    """As MFU counts them: all but the input embedding (a tied lm_head counts), whole over all
+    processes."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = lm_head.weight is embedding.weight
     counted = [p for p in model.parameters() if tied or p is not embedding.weight]
     frozen = sum(whole_numel(p) for p in counted if not p.requires_grad)
-    return sum(map(whole_numel, counted)) - frozen // 3
+    return matmul_parameters(sum(map(whole_numel, counted)), frozen)
 
 
 def squared_lengths(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  # (B, S)
-    """The sum over layers and documents of the module's formula."""
+    """The sum of `cost.flops.squared_length` over layers and documents."""
     total = torch.zeros((), dtype=torch.int64, device=position_ids.device)
     for window, layers in Counter(windows(config)).items():
         seen = position_ids if window is None else position_ids.clamp(max=window - 1)
@@ -70,11 +49,10 @@ def squared_lengths(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  
     return total
 
 
-def step_flops(config: PretrainedConfig, parameters: int, tokens: int, squared: int) -> float:
-    """Model FLOPs of forward and backward over `tokens` tokens whose `squared_lengths` are those;
-    see the module's formula."""
-    attention = config.num_attention_heads * head_dim(config) * squared
-    return 6.0 * parameters * tokens + 6.0 * attention
+def counted_flops(config: PretrainedConfig, parameters: int, tokens: int, squared: int) -> float:
+    """Model FLOPs of a step over `tokens` tokens whose `squared_lengths` are those."""
+    wide = config.num_attention_heads * head_dim(config)
+    return step_flops(parameters=parameters, tokens=tokens, wide=wide, squared=squared)
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
@@ -98,7 +76,8 @@ class Throughput:
     config: PretrainedConfig
     parameters: int
     world_size: int = 1
-    peak_tflops: float | None = None
+    peak_flops: float | None = None
+    """Of a process's GPU, in FLOP/s."""
     ranks_a_row: int = 1
     """Processes that count the same rows."""
     _tokens: int = 0
@@ -132,9 +111,8 @@ class Throughput:
             "step_s": self._seconds / self._steps,
             "tokens_per_s": tokens / self._seconds,
         }
-        if self.peak_tflops:
-            flops = step_flops(self.config, self.parameters, tokens, squared)
-            peak_flops = self.peak_tflops * 1e12 * self.world_size
-            figures["mfu"] = flops / self._seconds / peak_flops
+        if self.peak_flops:
+            flops = counted_flops(self.config, self.parameters, tokens, squared)
+            figures["mfu"] = mfu(flops, self._seconds, self.peak_flops * self.world_size)
         self._tokens, self._squared_lengths, self._steps, self._seconds = 0, 0, 0, 0.0
         return figures

@@ -59,7 +59,12 @@ from longctx.run.callbacks import (
 )
 from longctx.run.exact import ExactTrainer, overrides
 from longctx.run.interrupts import Interrupts
-from longctx.run.metrics import Throughput, device_peak_tflops, matmul_parameters, peak_memory
+from longctx.run.metrics import (
+    Throughput,
+    device_peak_flops,
+    parameters_in_matmuls,
+    peak_memory,
+)
 from longctx.run.nonfinite import Names, NonFinite
 
 
@@ -113,12 +118,12 @@ class LongTrainer(ExactTrainer):
         self._skipped_steps = 0
         group = self.engine.row_group(self.accelerator)
         self.shards = None if group is None else Shards(group)
-        ranks_a_row = args.sequence_parallel_size
+        ranks_a_row, peak_tflops = args.sequence_parallel_size, self.args.peak_tflops
         self.throughput = Throughput(
             model.config,
-            matmul_parameters(model),
+            parameters_in_matmuls(model),
             self.args.world_size,
-            self.args.peak_tflops or device_peak_tflops(self.args.device),
+            peak_tflops * 1e12 if peak_tflops else device_peak_flops(self.args.device),
             ranks_a_row,
         )
         announce_compiling()

@@ -282,9 +282,10 @@ def row_keys(case: Case) -> dict[str, Any]:
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
     import torch
 
+    from longctx.cost.flops import mfu
     from longctx.memory.machine import cgroup_limit_bytes
     from longctx.model.runtime import patched_part
-    from longctx.run.metrics import device_peak_tflops, squared_lengths, step_flops
+    from longctx.run.metrics import counted_flops, device_peak_flops, squared_lengths
     from profiling.build import RandomRows
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")
@@ -295,13 +296,13 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     rows: float = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows /= case["sequence_parallel"]  # of one GPU
     row["tokens_per_s"] = args.world_size * rows * length / row["step_s"]
-    peak_tflops = device_peak_tflops(args.device)
+    peak_flops = device_peak_flops(args.device)
     one_document = isinstance(trainer.train_dataset, RandomRows)  # a row
-    if peak_tflops and one_document and not case["lora"]:
+    if peak_flops and one_document and not case["lora"]:
         config, parameters = trainer.model.config, trainer.throughput.parameters
         squared = int(squared_lengths(config, torch.arange(length)))
-        flops = step_flops(config, parameters, length, squared)
-        row["mfu"] = rows * flops / row["step_s"] / (peak_tflops * 1e12)
+        flops = counted_flops(config, parameters, length, squared)
+        row["mfu"] = mfu(rows * flops, row["step_s"], peak_flops)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
     if patched := patched_part(trainer.model):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.constants import GIB
-from longctx.cost.kept import ORDER, SETS, Keep, Ladder
+from longctx.cost.kept import ORDER, SETS, Keep, Ladder, runs
 from longctx.cost.peak import peak, phases
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.seconds import Hosted, activation_waits
@@ -139,7 +139,7 @@ def test_no_ladder_of_four_layers_is_much_faster(monkeypatch) -> None:
     names = [frozenset(ORDER[: i + 1]) for i in range(5)]
     keeps = [Keep(kept, host) for kept in names for host in (frozenset(), *names) if host <= kept]
     keeps.sort(key=lambda keep: len(keep.hosted), reverse=True)
-    every = Candidates.of(combinations_with_replacement(keeps, 4))
+    every = Candidates.of(map(runs, combinations_with_replacement(keeps, 4)))
     sizes = replace(LLAMA_8B, layers=4, tile_tokens=8192, head_groups=8, logits_bytes=GIB)
     whole = 4 * ALL_BYTES
     levels = [pending_levels(4, 0, 0, accumulates=False)]

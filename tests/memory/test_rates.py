@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from longctx.constants import GIB
-from longctx.cost.machines import MACHINES, SMALL_HEADS
+from longctx.cost.fitted import SMALL_HEADS
+from longctx.cost.machines import MACHINES
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.errors import UserError
 from longctx.memory import rates

@@ -13,12 +13,12 @@ from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
 from longctx.cost.peak import LIBRARY_BYTES
+from longctx.cost.sizes import Parameters
 from longctx.engines import collectives, fsdp
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.layout import (
     FullyShard,
     Layout,
-    Parameters,
     Zero,
     fully_shard_layout,
     zero_layout,

@@ -11,7 +11,8 @@ import torch
 
 from longctx.attention.backends import FlashOnCpu
 from longctx.constants import GIB
-from longctx.cost.machines import CONTEXT_BYTES, MACHINES, AttentionRates
+from longctx.cost.fitted import CONTEXT_BYTES
+from longctx.cost.machines import MACHINES, AttentionRates
 from longctx.errors import UserError
 from longctx.memory import rates
 from longctx.memory.rates import Link, Measured

@@ -16,12 +16,13 @@ from transformers import BloomConfig
 
 from longctx.config import ModelArguments
 from longctx.constants import GIB
+from longctx.cost.flops import squared_length
 from longctx.cost.kept import SETS
 from longctx.cost.machines import MACHINES, Machine, machine_named
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
-from longctx.layer.parts.attention import attention_flops, squared_length
+from longctx.layer.parts.attention import attention_flops
 from longctx.model.costs import StepTable
 from longctx.plan.changes import changes
 from longctx.plan.predict import Plan, Run, Subject, longest, plan

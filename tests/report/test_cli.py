@@ -73,3 +73,24 @@ def test_commands_start_alone_whatever_launched_them(said, monkeypatch, capsys) 
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["engine"] is None and found["gpus"] == 1
     assert all(os.environ[name] == value for name, value in said.items())
+
+
+PLANNED = """
+import gc, sys
+from longctx import cli
+cli.main("plan --preset tiny --seq_len 512 --gpu h100 --host_memory_gib 8".split())
+print(*sys.modules)
+print("collects", gc.isenabled())
+"""
+
+
+def test_a_plan_imports_no_engine_no_trainer_no_text_and_no_figure() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PLANNED], env=env, capture_output=True, text=True, check=True
+    )
+    *_, modules, collects = done.stdout.splitlines()
+    unused = {"deepspeed", "matplotlib", "liger_kernel", "trl", "longctx.data", "longctx.output"}
+    unused |= {"transformers.trainer", "datasets", "pandas"}
+    assert not unused & {*modules.split()}
+    assert collects == "collects True"

@@ -8,10 +8,10 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 from longctx.run.metrics import (
     Throughput,
-    matmul_parameters,
+    counted_flops,
+    parameters_in_matmuls,
     peak_memory,
     squared_lengths,
-    step_flops,
 )
 
 
@@ -32,21 +32,21 @@ def model(tied: bool = False) -> LlamaForCausalLM:
 def test_matmul_parameters_count_lm_head_but_not_the_embedding() -> None:
     layer = 16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24 + 2 * 16
     for tied in (False, True):
-        assert matmul_parameters(model(tied)) == 2 * layer + 16 + 50 * 16
+        assert parameters_in_matmuls(model(tied)) == 2 * layer + 16 + 50 * 16
 
 
 def test_flops_of_packed_documents() -> None:
     """Documents of 3 and 5 tokens: attention is 6 * layers * H * d * (9 + 25)."""
     config = model().config
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    throughput = Throughput(config, parameters=1000, world_size=2, peak_tflops=1e-6)
+    throughput = Throughput(config, parameters=1000, world_size=2, peak_flops=1e6)
     throughput.start_clock()
     throughput.count(positions)
     throughput.step_done()
     seconds = throughput._seconds
     figures = throughput.read()
     flops = 2 * (6 * 1000 * 8 + 6 * 2 * 16 * (9 + 25))
-    assert step_flops(config, 1000, 16, 2 * 2 * 34) == flops
+    assert counted_flops(config, 1000, 16, 2 * 2 * 34) == flops
     assert figures["tokens_per_s"] == pytest.approx(16 / seconds)
     assert figures["mfu"] == pytest.approx(flops / seconds / 2e6)
     assert throughput.read() == {}
@@ -64,7 +64,7 @@ def test_flops_of_windows() -> None:
 
 
 def test_no_figure_is_invented_without_a_gpu() -> None:
-    throughput = Throughput(model().config, parameters=1, peak_tflops=None)
+    throughput = Throughput(model().config, parameters=1, peak_flops=None)
     throughput.count(torch.zeros(1, 1, dtype=torch.long))
     throughput.step_done()
     assert "mfu" not in throughput.read()

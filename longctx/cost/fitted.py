@@ -1,0 +1,93 @@
+"""Numbers of the cost model that were fitted or chosen, and cannot be counted.
+
+Each says what it means and which results file (profiling/results) it was fitted to.
+
+    python profiling/fit_rates.py
+
+fits them again, beside the values that stand here. A number without a results file says how it was
+chosen. What a machine does in a second is in machines.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longctx.constants import GIB
+
+# --- GPU memory ------------------------------------------------------------------------------
+
+CONTEXT_BYTES = int(0.55 * GIB)
+"""What CUDA and the kernels' code take of a GPU before anything else. No results file gives it:
+rows hold a GPU's capacity, not what CUDA calls free."""
+GPU_SPARE, GPU_SPARE_BYTES, GPU_MOST_SPARED = 0.015, 3 * 2**27, 1 / 32
+"""What a plan leaves free for the allocator's rounding: this share of the GPU's free memory, at
+least so many bytes, and at most the other share. Chosen: no results file tells it from GAPS."""
+GAPS = 0.4
+"""What torch's allocator has reserved at the peak and nobody can use, in (T, D) tensors. With 0.48
+every measured run still fits by the ladder that ran (h200_longest_step.json, h200_lora_step.json),
+and 0.4 is a little less."""
+
+# --- host memory -----------------------------------------------------------------------------
+
+PROCESS_BYTES = int(2.5 * GIB)
+"""Python, torch and CUDA in a process: the median of runs that keep nothing on the host
+(h200_compare.json, h200_step.json, h200_states_step.json)."""
+ENGINE_PROCESS_GIB, ZERO_PROCESS_GIB = 2.5, 3.2
+"""The same with FSDP2 and with ZeRO: the mean of runs of two ranks that keep nothing on the host
+(h200_step.json, h200_shared_step.json)."""
+HOST_SPARE, HOST_MOST_SPARED_GIB = 0.1, 4
+"""What a run leaves free on the host: this share, and at most so much, for the process itself,
+compilers, and the block that is copied when states are saved. Chosen, not fitted."""
+
+# --- seconds ---------------------------------------------------------------------------------
+
+SMALL_HEADS = 0.85
+"""The share of attention's rates that heads below 128 reach: in Llama-3.2-1B 0.84 with documents of
+8192 tokens and 0.88 with longer ones (h200_front.json)."""
+ATTENTION_SHARES = 0.7, 0.6
+"""Attention's rates, forward and backward, in rates of matmuls, on a GPU that nobody measured.
+About the smallest of the machines whose rates are estimates (machines.py)."""
+NVLINK = 230e9
+"""Bytes that an H200 gets from another in a second, of 450 GB/s each way: two gather a layer of
+Llama-3.1-8B in bf16 in 0.9 to 1.4 ms, and 128 MiB of an all-to-all take 0.5 ms. The mean of a
+step's gathers, beside its computation, is 194e9 (h200_shared_trace.json)."""
+CPU_ADAM = 4.3e9
+"""Parameters a second that DeepSpeed's CPU AdamW updates on a host of 32 cores, whichever ranks
+they are of: 1.62 to 2.10 s for 8.03e9 in six runs (h200_step.json, h200_states_step.json)."""
+ENGINE_UPDATE_BYTES, ZERO_UPDATE_BYTES = 68, 109
+"""A parameter of an engine's update on the GPU, clipping with it, takes as long as so many bytes
+that are read or written: 40 and 54 by count, but FSDP2's takes 65 ms for 4.0e9 parameters and
+ZeRO-3's 103 ms under Liger-Kernel (h200_step.json). With our layers, whose saved activations fill
+the GPU, both take 14 to 20% longer."""
+HOOKS_PARAMETERS = 27e9
+"""Parameters a second whose hooks ZeRO-3 runs in backward while the GPU waits: on two GPUs a
+backward of 8.03e9 takes 0.29 s longer than FSDP2's, and 0.38 s under Liger-Kernel
+(h200_step.json)."""
+BESIDE = 3.9
+"""As often as they take on links of their own, exchanges of shared rows make the computation
+longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
+to 425984 tokens)."""
+DEQUANTISE = 3.5
+"""A byte that bitsandbytes makes dense takes as long as so many that are read or written: 0.096 ms
+for 14336 x 4096 on an H200. No results file holds that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Hugging Face's layers or Liger-Kernel's: elements a token, as multiples of D and of F. One
+    model was measured, so only the sums are fitted; the split between D and F is by count."""
+
+    works: tuple[float, float]
+    """Of a layer in backward, its input among them: 31.5 and 21.5 units of Llama-3.1-8B
+    (h200_layer.json, at 131072 tokens and at 32768)."""
+    moves: tuple[float, float]
+    """Read and written in forward (h200_layer.json);"""
+    more: float
+    """backward moves as much once more, and so often besides."""
+
+
+PEERS = {
+    "vanilla": Peer(works=(7, 7), moves=(116, 5), more=1.6),
+    "liger": Peer(works=(4, 5), moves=(36, 3), more=0.4),
+}
+"""By --class_type."""

@@ -1,0 +1,36 @@
+"""Model FLOPs of a step, forward and backward: what MFU counts over the chip's peak.
+
+    6 P T  +  6 H d * sum over layers and documents of (document length)^2
+
+with P the parameters in matmuls (lm_head included, input embedding not), T the tokens, H query
+heads of size d. The second term is causal attention: 2 matmuls of 2*L*L*d FLOPs per head in
+forward, halved by causality, and twice that in backward. What backward computes again is no useful
+work and does not count.
+"""
+
+from __future__ import annotations
+
+
+def step_flops(*, parameters: float, tokens: int, wide: int, squared: int) -> float:
+    """`parameters` are those in matmuls; `wide` is H d; `squared` is the sum of `squared_length`
+    over layers and documents."""
+    return 6.0 * parameters * tokens + 6.0 * wide * squared
+
+
+def matmul_parameters(total: int, frozen: int) -> int:
+    """Of `total` parameters in matmuls `frozen` count two thirds: their matmuls give no gradient of
+    the weight."""
+    return total - frozen // 3
+
+
+def squared_length(document: int, window: int | None = None) -> int:
+    """Twice the pairs of tokens of a document that attend to each other, but a token with itself
+    once: document^2, and with a window of W tokens 2 min(p, W - 1) + 1 at each position p."""
+    if window is None or document <= window:
+        return document**2
+    return window**2 + (document - window) * (2 * window - 1)
+
+
+def mfu(flops: float, seconds: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation: the share of the chips' dense peak, in FLOP/s, that was used."""
+    return flops / seconds / peak_flops

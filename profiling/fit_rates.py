@@ -1,0 +1,359 @@
+"""Fits the numbers of longctx/cost/fitted.py again, from the committed results.
+
+    python profiling/fit_rates.py
+
+prints a line for each: its value today, what the results give, and the files they are in; then
+those that no results file can give. Nothing is measured and no GPU is needed; it takes 15 seconds,
+most of them for plans of the steps that were measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from longctx.config import ModelArguments
+from longctx.constants import GIB
+from longctx.cost import fitted
+from longctx.cost.machines import MACHINES
+from longctx.cost.sizes import Sizes
+from longctx.plan.engines import shared_rows
+from longctx.plan.predict import Subject, plan
+from profiling.front import batches
+from profiling.plan_cells import (
+    LONGEST,
+    PRESET,
+    RESULTS,
+    front_cell,
+    kept_as,
+    planned,
+    rows_of,
+    run_of,
+    subject,
+)
+
+H200 = MACHINES["h200"]
+PARAMETERS, LAYER, EMBEDDING = 8_030_261_248, 218_112_000, 525_336_576
+"""Of Llama-3.1-8B: all, of a decoder layer, of the embedding and of lm_head each."""
+D, F, LAYERS, BF16 = 4096, 14336, 32, 2
+HOST_GIB = 252
+"""Of the machine on which whole steps were measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    name: str
+    today: float
+    again: Callable[[], float]
+    files: str
+    tolerance: float
+    """Relative: how far what the results give may be from today's value."""
+
+
+def where(name: str, **values: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a results file that have these values."""
+    for row in rows_of(name):
+        if all(row.get(key) == value for key, value in values.items()):
+            yield row
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+def gaps() -> float:
+    """The most with which every run that was measured within a budget still fits, with the ladder
+    that ran: each is planned with less and less of its GPU until it does not fit."""
+    rows = [row for name in (LONGEST, "h200_lora_step") for row in where(name, class_type="custom")]
+    return fitted.GAPS + min(_spare_units(row) for row in rows if row["gpu_gib"])
+
+
+def _spare_units(row: dict[str, Any]) -> float:
+    """GPU memory that a run can do without, in (T, D) tensors; below 0: that it lacks."""
+    run = run_of(row, exact=True)
+    of, unit = _subject(run.model.lora_r, run.model.quantize), row["tokens"] * D * BF16
+
+    def fits(units: float) -> bool:
+        less = run.having(gpu_memory_gib=row["gpu_gib"] - units * unit / GIB)
+        return plan(of, less, H200, HOST_GIB * GIB, kept_as(row)).fits
+
+    low, high = -1.0, 1.0
+    while high - low > 0.02:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@cache
+def _subject(lora_r: int | None, quantize: Literal["none", "nf4"]) -> Subject:
+    return subject(args=ModelArguments(preset=PRESET, lora_r=lora_r, quantize=quantize))
+
+
+def process_bytes() -> float:
+    rows = [
+        *where("h200_compare", offload="none"),
+        *(row for row in where("h200_step", engine="plain") if row["host_gib"] < 4),
+        *where("h200_states_step", tokens=8192, gpu_gib=0, place="auto", engine="plain"),
+    ]
+    return statistics.median(row["host_gib"] for row in rows if row["engine"] == "plain") * GIB
+
+
+def engine_process_gib(engine: str) -> float:
+    rows = [
+        row
+        for name in ("h200_step", "h200_shared_step")
+        for row in where(name, engine=engine, gpus=2, offload="none")
+        if "host_gib" in row
+    ]
+    return statistics.mean(row["host_gib"] / row["gpus"] for row in rows)
+
+
+# --- seconds ---------------------------------------------------------------------------------
+
+
+def small_heads() -> float:
+    """Of forward and backward of one document of 8192 tokens and of 131072: what is not attention
+    is taken from the plan."""
+    shares = []
+    for rows in ("8192 tokens", "131072 tokens"):
+        tokens = batches()[rows]["input_ids"].numel()
+        for row in where("h200_front", model="Llama-3.2-1B", rows=rows, class_type="custom"):
+            seconds = front_cell(row, tokens, tokens).plan.seconds
+            measured = row["s"] - (seconds.step - seconds.attention)
+            shares.append(fitted.SMALL_HEADS * seconds.attention / measured)
+    return statistics.mean(shares)
+
+
+def attention_share(way: str) -> float:
+    """The smallest of the estimated machines'."""
+    estimated = (machine for machine in MACHINES.values() if not machine.measured)
+    return min(
+        getattr(next(iter(machine.attention.values())), way) / machine.flops
+        for machine in estimated
+    )
+
+
+def peer_bytes() -> float:
+    """Of the gathers of a step of two ranks: of each layer and of the embedding twice, of lm_head
+    once."""
+    rows = json.loads((RESULTS / "h200_shared_trace.json").read_text())["rows"]
+    (row,) = (row for row in rows if "AllGather" in row["kernel"])
+    gathered = 2 * LAYERS * LAYER + 3 * EMBEDDING
+    return float(gathered * BF16 / 2 / (row["ms"] / 1e3))
+
+
+def cpu_adam() -> float:
+    rows = [
+        row
+        for name in ("h200_step", "h200_states_step")
+        for row in where(name, engine="zero3_cpu", layers=LAYERS)
+    ]
+    return statistics.median(PARAMETERS / row["opt_s"] for row in rows)
+
+
+def update_bytes(engine: str) -> float:
+    (row,) = where("h200_step", engine=engine, gpus=2, class_type="liger")
+    return float(row["opt_s"] * H200.memory_bytes * row["gpus"] / PARAMETERS)
+
+
+def hooks_parameters() -> float:
+    def backward(engine: str, class_type: str) -> float:
+        (row,) = where("h200_step", engine=engine, gpus=2, class_type=class_type)
+        return float(row["bwd_s"])
+
+    longer = [backward("zero3", kind) - backward("fsdp2", kind) for kind in ("custom", "liger")]
+    return PARAMETERS / statistics.mean(longer)
+
+
+def beside() -> float:
+    """What measured steps take longer than planned without it, in exchanges of shared rows."""
+    whole, found = subject(), []
+    for row in where("h200_shared_step", engine="fsdp2", class_type="custom"):
+        run = run_of(row, exact=True)
+        made = planned(row, whole, run)["plan"]
+        taken = _taken(made.sizes, run.tokens)
+        found.append(fitted.BESIDE * (1 + (row["step_s"] - made.seconds.step) / taken))
+    return statistics.mean(found)
+
+
+def _taken(sizes: Sizes, tokens: int) -> float:
+    exchanged = shared_rows(sizes, tokens, H200)
+    return exchanged.taken_forward + exchanged.taken_backward
+
+
+def peer_works(class_type: str) -> float:
+    """Of a layer in units of (T, D), the median of all lengths."""
+    rows = where("h200_layer", class_type=class_type)
+    return statistics.median(row["peak_gib"] * GIB / (row["tokens"] * D * BF16) for row in rows)
+
+
+def peer_moves(class_type: str) -> float:
+    """Elements a token that forward moves, in D: what is left of its seconds when matmuls and
+    attention are taken off, of torch's attention at 32768 tokens."""
+    (row,) = where("h200_layer", class_type=class_type, tokens=32768, backend="sdpa")
+    return _moved(row, "fwd_s", matmuls=1, backward=0)
+
+
+def peer_moves_of_a_step(class_type: str) -> float:
+    """The same of forward and backward, the median of all rows."""
+    rows = where("h200_layer", class_type=class_type)
+    return statistics.median(_moved(row, "layer_s", matmuls=4, backward=1) for row in rows)
+
+
+def _moved(row: dict[str, Any], seconds: str, matmuls: int, backward: int) -> float:
+    """`matmuls` times those of forward; attention's forward once, or with its backward twice."""
+    tokens = row["tokens"]
+    rates = H200.attention["cudnn" if row["backend"] == "sdpa" else row["backend"]]
+    attention = 2 * D * tokens**2
+    left = row[seconds] - matmuls * 2 * tokens * LAYER / H200.flops
+    left -= (1 + backward) * attention / rates.forward
+    left -= backward * 2.5 * attention / rates.backward
+    return float(left * H200.memory_bytes / (BF16 * tokens * D))
+
+
+def _in_hidden(multiples: tuple[float, float]) -> float:
+    """Multiples of D and of F, in D."""
+    return multiples[0] + multiples[1] * F / D
+
+
+def _of_peer(kind: str) -> Iterator[Fit]:
+    peer, file = fitted.PEERS[kind], "h200_layer"
+    moves = _in_hidden(peer.moves)
+    for name, today, again, tolerance in (
+        ("works", _in_hidden(peer.works), peer_works, 0.03),
+        ("moves", moves, peer_moves, 0.03),
+        ("moves * (2 + more)", moves * (2 + peer.more), peer_moves_of_a_step, 0.08),
+    ):
+        yield Fit(
+            name=f"PEERS[{kind}].{name}, in D",
+            today=today,
+            again=partial(again, kind),
+            files=file,
+            tolerance=tolerance,
+        )
+
+
+FITS: tuple[Fit, ...] = (
+    Fit(
+        name="GAPS",
+        today=fitted.GAPS,
+        again=gaps,
+        files=f"{LONGEST}, h200_lora_step",
+        tolerance=0.25,  # a tenth of a tensor is 0.1 GiB at 131072 tokens
+    ),
+    Fit(
+        name="PROCESS_BYTES",
+        today=fitted.PROCESS_BYTES,
+        again=process_bytes,
+        files="h200_compare, h200_step, h200_states_step",
+        tolerance=0.05,
+    ),
+    Fit(
+        name="ENGINE_PROCESS_GIB",
+        today=fitted.ENGINE_PROCESS_GIB,
+        again=partial(engine_process_gib, "fsdp2"),
+        files="h200_step",
+        tolerance=0.05,
+    ),
+    Fit(
+        name="ZERO_PROCESS_GIB",
+        today=fitted.ZERO_PROCESS_GIB,
+        again=partial(engine_process_gib, "zero3"),
+        files="h200_step, h200_shared_step",
+        tolerance=0.02,
+    ),
+    Fit(
+        name="SMALL_HEADS",
+        today=fitted.SMALL_HEADS,
+        again=small_heads,
+        files="h200_front",
+        tolerance=0.03,
+    ),
+    *(
+        Fit(
+            name=f"ATTENTION_SHARES, {way}",
+            today=today,
+            again=partial(attention_share, way),
+            files="longctx/cost/machines.py",
+            tolerance=0.03,
+        )
+        for way, today in zip(("forward", "backward"), fitted.ATTENTION_SHARES, strict=True)
+    ),
+    Fit(
+        name="NVLINK",
+        today=fitted.NVLINK,
+        again=peer_bytes,
+        files="h200_shared_trace",
+        tolerance=0.25,  # the trace's gathers run beside attention
+    ),
+    Fit(
+        name="CPU_ADAM",
+        today=fitted.CPU_ADAM,
+        again=cpu_adam,
+        files="h200_step, h200_states_step",
+        tolerance=0.1,
+    ),
+    Fit(
+        name="ENGINE_UPDATE_BYTES",
+        today=fitted.ENGINE_UPDATE_BYTES,
+        again=partial(update_bytes, "fsdp2"),
+        files="h200_step",
+        tolerance=0.02,
+    ),
+    Fit(
+        name="ZERO_UPDATE_BYTES",
+        today=fitted.ZERO_UPDATE_BYTES,
+        again=partial(update_bytes, "zero3"),
+        files="h200_step",
+        tolerance=0.02,
+    ),
+    Fit(
+        name="HOOKS_PARAMETERS",
+        today=fitted.HOOKS_PARAMETERS,
+        again=hooks_parameters,
+        files="h200_step",
+        tolerance=0.15,
+    ),
+    Fit(
+        name="BESIDE",
+        today=fitted.BESIDE,
+        again=beside,
+        files="h200_shared_step",
+        tolerance=0.2,
+    ),
+    *_of_peer("vanilla"),
+    *_of_peer("liger"),
+)
+UNFITTED = {
+    "CONTEXT_BYTES": "in no results file",
+    "GPU_SPARE": "chosen",
+    "GPU_SPARE_BYTES": "chosen",
+    "GPU_MOST_SPARED": "chosen",
+    "HOST_SPARE": "chosen",
+    "HOST_MOST_SPARED_GIB": "chosen",
+    "DEQUANTISE": "0.096 ms for 14336 x 4096, in no results file",
+}
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    for fit in FITS:
+        again = fit.again()
+        print(
+            f"{fit.name:42} {fit.today:12.5g} today {again:12.5g} fitted "
+            f"{again / fit.today - 1:+7.1%}  {fit.files}"
+        )
+    for name, how in UNFITTED.items():
+        print(f"{name:42} {getattr(fitted, name):12.5g} today, {how}")
+
+
+if __name__ == "__main__":
+    main()
