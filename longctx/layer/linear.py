@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.cost.fitted import DEQUANTISE
 from longctx.cost.sizes import Sizes
 from longctx.cost.table import Table, Work
 
@@ -161,11 +162,6 @@ def weight_sums(s: Sizes, tokens: int, elements: int) -> int:
     """Bytes that weight gradients read and write as they add up over tiles in fp32."""
     tiles = -(-tokens // s.cut(tokens).tile_tokens)
     return elements * s.trains_weights * (8 * tiles + 2 if tiles > 1 else 2)
-
-
-DEQUANTISE = 3.5
-"""A byte that bitsandbytes makes dense takes as long as so many that are read or written: 0.096 ms
-for 14336 x 4096 on an H200."""
 
 
 def dense_cost(s: Sizes) -> Table:

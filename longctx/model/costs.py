@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from longctx.cost.fitted import PEERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.layer.linear import dense_cost
@@ -71,25 +72,6 @@ def update_cost(s: Sizes) -> Table:
 
 
 # --- Hugging Face's layers and Liger-Kernel's, with checkpointing by layer ---------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """Elements a token, as multiples of D and of F."""
-
-    works: tuple[float, float]
-    """Of a layer in backward, its input among them (h200_layer.json: 31.5 and 21.5 units of
-    Llama-3.1-8B, at 32768 and at 131072 tokens)."""
-    moves: tuple[float, float]
-    """Read and written in forward (h200_layer.json);"""
-    more: float
-    """backward moves as much once more, and so often besides."""
-
-
-PEERS = {
-    "vanilla": Peer(works=(7, 7), moves=(116, 5), more=1.6),
-    "liger": Peer(works=(4, 5), moves=(36, 3), more=0.4),
-}
 
 
 def peer_layer_cost(s: Sizes, batch: Batch) -> Table:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from longctx.annotate import annotate, annotated, each
 from longctx.attention.protocol import QKV, take_turns
+from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
@@ -308,10 +309,3 @@ def attention_flops(s: Sizes, batch: Batch) -> float:
     rest = sum(squared_length(tokens % document, window) for window in windows)
     pairs = (tokens // document * squared + rest) / len(windows)
     return 2.0 * s.wide * pairs / s.ranks
-
-
-def squared_length(document: int, window: int | None) -> int:
-    """Twice the pairs of tokens that attend to each other."""
-    if window is None or document <= window:
-        return document**2
-    return window**2 + (document - window) * (2 * window - 1)
