@@ -49,6 +49,7 @@ from longctx.run.loading import _hf_attention, load_config
 from profiling.bench.peers import CHECKPOINTING, prepare_peer
 from profiling.bench.trl_bench import PackedRows
 from profiling.build import VOCABULARY
+from profiling.ladders import ladder_columns
 from profiling.results import files_named, write_results
 
 ENOUGH_S = 5.0
@@ -70,7 +71,8 @@ COLOURS = {"none": "#c44e52", "layers": "#dd8452", "selective": "#937860", "cust
 
 
 PACKED = "32768 tokens, packed documents"
-KINDS = ("8192 tokens", PACKED, "32768 tokens", "131072 tokens")
+KINDS = {"8192 tokens": 8192, PACKED: 32768, "32768 tokens": 32768, "131072 tokens": 131072}
+"""Tokens of a row of each kind."""
 
 
 def batches() -> dict[str, Batch]:
@@ -80,8 +82,8 @@ def batches() -> dict[str, Batch]:
         ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
         return dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens)[None])
 
-    packed = PackedRows(1, 32768, VOCABULARY)[0]
-    whole = {kind: one(int(kind.split()[0])) for kind in KINDS}
+    packed = PackedRows(1, KINDS[PACKED], VOCABULARY)[0]
+    whole = {kind: one(tokens) for kind, tokens in KINDS.items()}
     return whole | {PACKED: {name: x[None] for name, x in packed.items()}}
 
 
@@ -145,15 +147,15 @@ def measure(model: Any, batch: Batch, repeats: int) -> Row:
     }
 
 
-def spend(model: Any, tokens: int, budget_bytes: int) -> str:
-    """Gives custom so much of the GPU, in all; what it makes of it, in words."""
+def spend(model: Any, tokens: int, budget_bytes: int) -> Row:
+    """Gives custom so much of the GPU, in all; returns what it makes of it (ladders.py)."""
     device, runtime = model.device, model.longctx
     capacity = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / capacity), device)
     runtime.pending_bytes = _gradients
     runtime.reserved_tokens = 0
     runtime.reserve(model, tokens)
-    return runtime.describe()
+    return ladder_columns(runtime.store.ladder, runtime.cut)
 
 
 def _gradients(model: Any) -> Pending:
@@ -176,7 +178,7 @@ def custom_rows(
     for budget in budgets:
         row = {"class_type": "custom", "backend": "fa4", "budget_gib": budget}
         ladder = spend(model, tokens, int(budget * GIB))
-        yield {**row, "ladder": ladder, **measure(model, batch, repeats)}
+        yield {**row, **ladder, **measure(model, batch, repeats)}
         torch.cuda.empty_cache()
 
 
@@ -338,7 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--budgets", type=float, nargs="+", default=[8, 12, 24, 40, 80, 138])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--rows", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

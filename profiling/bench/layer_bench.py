@@ -13,7 +13,8 @@ offload=none or all.
 
 `layer_s` is forward + backward over `layers`, the median of `--repeats` after a warm-up of at most
 131072 tokens; `peak_gib` is the allocator's peak less weights and gradients (bf16, the same size
-each); `host_gib` the process's peak resident memory.
+each); `host_gib` the process's peak resident memory; `ladder` and `cut` what custom's layers kept,
+and how their work was cut (ladders.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.constants import GIB
 from profiling.bench.peers import prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, parse_case, run_cases
+from profiling.ladders import ladder_columns
 from profiling.results import results_file
 
 WARM_UP_TOKENS = 131072
@@ -178,6 +180,7 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
         if case["class_type"] == "custom":
             model.longctx.reserve(model, tokens)
             model.longctx.loss_follows = True  # as after it, nobody else holds the gradient
+            row |= ladder_columns(model.longctx.store.ladder, model.longctx.cut)
         for step in range(repeats + 1):
             length = tokens if step else min(tokens, WARM_UP_TOKENS)
             model.zero_grad(set_to_none=True)

@@ -19,8 +19,9 @@ into host memory.
 
 `fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass, of
-which a step has `passes`; `keep` is custom's, and `ladder` what came of it, where an engine's
-process may lock `host_room_gib` of the host; `states`, `place`, `gpu_gib` and `host_memory_gib` (0:
+which a step has `passes`; `keep` is custom's, and `ladder` and `cut` what came of it (ladders.py),
+with `host_free_gib` of the host free before the run, of which an engine's process may lock
+`host_room_gib`; `states`, `place`, `gpu_gib` and `host_memory_gib` (0:
 all) are options of a run without an engine; under an engine `gpu_gib` is the most that PyTorch's
 allocator may take of each GPU. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of
 that length, `host_gib` what the run's processes hold of the host (memory/machine.py), in a control
@@ -53,6 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.constants import GIB
 from profiling.bench.peers import prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
+from profiling.ladders import ladder_columns
 from profiling.results import results_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,12 +187,14 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     """Rows of the results, a row per length, from this process (one per GPU)."""
     import torch
 
+    from longctx.memory.machine import available_host_bytes
     from longctx.run.oom import OutOfMemory
     from longctx.run.states import limit_gpu
     from profiling.build import PhaseMarks, build_trainer
 
     if case["engine"] != "plain" and case["gpu_gib"]:
         limit_gpu(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), case["gpu_gib"])
+    free = {"host_free_gib": round(available_host_bytes() / GIB, 1)}
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     warm_up = min(WARM_UP_TOKENS, *lengths)
     if case["class_type"] != "custom" and case["sequence_parallel"] > 1:
@@ -219,7 +223,9 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     measured = list(zip(schedule, steps_done, strict=False))[1:]
     by_length = {n: [step for length, step in measured if length == n] for n in lengths}
     rows = [
-        row_of(case, n, steps, trainer) for n, steps in by_length.items() if len(steps) == repeats
+        row_of(case, n, steps, trainer) | free
+        for n, steps in by_length.items()
+        if len(steps) == repeats
     ]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
         rows.append({**row_keys(case), "tokens": length, "status": "oom"})
@@ -305,7 +311,7 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
     if patched := patched_part(trainer.model):
-        row["ladder"] = patched.longctx.describe()
+        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
         if room := patched.longctx.host_room:
             row["host_room_gib"] = room / GIB
     if limit := cgroup_limit_bytes():

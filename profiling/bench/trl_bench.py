@@ -18,7 +18,8 @@ transformers (with its own loss in chunks) or longctx (the model is patched befo
 an operator of torch (peers.py); offload=all its `activation_offloading`. `liger`, `vanilla` and
 `custom` are train.py's trainer, as in step_bench.py.
 
-`gpu_gib` is custom's budget of GPU memory (0: all).
+`gpu_gib` is custom's budget of GPU memory (0: all), `ladder` and `cut` what its layers kept and how
+their work was cut (ladders.py).
 
 states `as_weights`: weights and AdamW in bf16. `fp32`: custom, liger and vanilla have exact AdamW
 over bf16 weights, TRL fp32 weights under bf16 autocast.
@@ -48,6 +49,7 @@ import longctx
 from longctx.constants import GIB, IGNORE_INDEX
 from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
 from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
+from profiling.ladders import ladder_columns
 from profiling.results import results_file
 
 SHORTEST, LONGEST = 500, 9000
@@ -261,6 +263,7 @@ def idle_share(busy: Iterable[tuple[int, int]]) -> float:
 def run_case(case: Case, repeats: int) -> dict[str, Any]:
     """One row of the results, from this process."""
     from longctx.config import ModelArguments
+    from longctx.model.runtime import patched_part
     from longctx.run.loading import load_config
     from longctx.run.oom import OutOfMemory
     from profiling.build import VOCABULARY
@@ -285,6 +288,8 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     row = {**case, **clock.row, "tokens_per_s": case["tokens"] / clock.row["step_s"]}
     logged = [line for line in trainer.state.log_history if line.get("step") == clock.last]
     row |= {name: logged[0][name] for name in ("loss", "grad_norm")}
+    if patched := patched_part(trainer.model):
+        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
     row["status"] = "ok"
     return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
 

@@ -90,6 +90,7 @@ def test_quick_runs_real_steps_and_the_page_shows_them(
         assert row["step_s"] == pytest.approx(parts, abs=2e-4) and parts > 0  # each is rounded
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_s"], rel=0.01)
         assert not {"peak_gib", "reserved_gib", "mfu"} & row.keys()  # there is no GPU to measure
+        assert row["host_free_gib"] > 0 and ("ladder" in row) == (row["class_type"] == "custom")
     with output.with_suffix(".csv").open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 4 and "peak_gib" not in table[0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from profiling.bench import trl_bench
+from profiling.ladders import ladder_of
 
 TINY = dict(preset="tiny", layers=2, tokens=1536, states="fp32")
 
@@ -69,6 +70,7 @@ def ours(plain_kernels) -> dict[str, Any]:
 def test_our_trainer_is_timed(ours) -> None:
     assert ours["status"] == "ok" and ours["step_s"] > 0
     assert ours["tokens_per_s"] == pytest.approx(1536 / ours["step_s"], rel=0.01)
+    assert len(ladder_of(ours)) == 2 and ours["cut"]["head_groups"] == 1
 
 
 @pytest.mark.parametrize(
