@@ -43,13 +43,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.memory.pending import Pending
-from longctx.model.patch import patch_as
 from longctx.report.page import pyplot, with_ending
-from longctx.run.loading import _hf_attention, load_config
-from profiling.bench.peers import CHECKPOINTING, prepare_peer
+from profiling.bench.peers import CHECKPOINTING
 from profiling.bench.trl_bench import PackedRows
-from profiling.build import VOCABULARY
+from profiling.build import VOCABULARY, build_model
 from profiling.ladders import ladder_columns
+from profiling.pictures import CUSTOM, legend_below
 from profiling.results import files_named, write_results
 
 ENOUGH_S = 5.0
@@ -67,7 +66,8 @@ PEERS = [
     for offload in ("none", "all")
     if (checkpointing, offload) != ("none", "all")  # several times the bytes of any other
 ]
-COLOURS = {"none": "#c44e52", "layers": "#dd8452", "selective": "#937860", "custom": "#4c72b0"}
+COLOURS = {"none": "#c44e52", "layers": "#dd8452", "selective": "#937860"}
+"""Of peers, by their checkpointing."""
 
 
 PACKED = "32768 tokens, packed documents"
@@ -91,9 +91,6 @@ def batches() -> dict[str, Batch]:
 
 
 def build(preset: str, layers: int | None, peer: Row | None, tokens: int) -> Any:
-    from transformers import LlamaForCausalLM
-
-    device = torch.device("cuda")
     args = ModelArguments(
         preset=preset,  # type: ignore[arg-type]
         class_type="custom" if peer is None else "liger",
@@ -101,19 +98,11 @@ def build(preset: str, layers: int | None, peer: Row | None, tokens: int) -> Any
         extend_context=True,
         attn_backend="fa4",
     )
-    config = load_config(args, vocab_size=VOCABULARY)
-    config.num_hidden_layers = layers or config.num_hidden_layers
-    attention = "sdpa" if peer is None else _hf_attention(args, device)
     torch.manual_seed(0)
-    with device:
-        model = LlamaForCausalLM._from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention
-        )
-    patch_as(model.train(), args, device)
+    case = peer or {"class_type": "custom"}
+    model = build_model(args, case, device=torch.device("cuda"), layers=layers)
     if peer is None:
         model.longctx.strict = True
-    else:
-        prepare_peer(model, peer)
     return model
 
 
@@ -307,11 +296,11 @@ def draw(rows: Sequence[Row]) -> Any:
             )
             if ours:
                 line = [(row["peak_gib"], row["tokens_per_s"]) for row in ours]
-                axes.plot(*zip(*line, strict=True), "o-", color=COLOURS["custom"], label="custom")
+                axes.plot(*zip(*line, strict=True), "o-", color=CUSTOM, label="custom")
             for row in ours:
                 if alone_in(row, shown):
                     at = (row["peak_gib"], row["tokens_per_s"])
-                    style = dict(color=COLOURS["custom"], markersize=13, label=ALONE)
+                    style = dict(color=CUSTOM, markersize=13, label=ALONE)
                     axes.plot(*at, "*", **style)
             axes.set_xscale("log", base=2)
             axes.set_xlim(4, 160)
@@ -321,11 +310,7 @@ def draw(rows: Sequence[Row]) -> Any:
             axes.set_title(f"{model}\n{kind}", fontsize=9)
             axes.set_xlabel("peak GPU memory (GiB)")
             axes.set_ylabel("tokens/s" if j == 0 else "")
-    found = {
-        t: h for axes in fig.axes for h, t in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    fig.tight_layout()
-    fig.legend(found.values(), found.keys(), loc="upper center", ncols=3, bbox_to_anchor=(0.5, 0))
+    legend_below(fig, columns=3)
     plt.close(fig)
     return fig
 

@@ -51,6 +51,7 @@ from longctx.run.loading import load_config
 from profiling.build import VOCABULARY
 from profiling.front import MODELS, batches
 from profiling.ladders import ladder_of
+from profiling.pictures import legend_below
 from profiling.results import files_named, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -443,11 +444,7 @@ def draw(groups: dict[str, list[Cell]]) -> Any:
         axes.set_title(f"{title}: {len(shown)} cells", fontsize=9)
         axes.set_xlabel("measured")
     panels[0].set_ylabel("predicted")
-    found = {
-        t: h for axes in fig.axes for h, t in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    fig.tight_layout()
-    fig.legend(found.values(), found.keys(), loc="upper center", ncols=4, bbox_to_anchor=(0.5, 0))
+    legend_below(fig, columns=4)
     plt.close(fig)
     return fig
 

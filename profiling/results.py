@@ -18,7 +18,7 @@ import torch
 
 from longctx.errors import UserError
 from longctx.files import read_json
-from longctx.report.page import with_ending
+from longctx.report.page import code, heading, paragraph, with_ending
 from longctx.writing import check_writable, is_marked, replace_file
 
 _PACKAGES = (
@@ -90,6 +90,12 @@ def describe_run(path: Path) -> dict[str, Any]:
         "command": " ".join(["python", *map(shlex.quote, words)]),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def how_measured(described: dict[str, Any]) -> list[str]:
+    """The part of a page that says where the rows of a results file come from."""
+    where = f"{described['hardware']}; commit {described['commit']}; {described['date']}."
+    return [heading("How it was measured"), paragraph(where), code(described["command"])]
 
 
 def _commit() -> str:

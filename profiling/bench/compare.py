@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.config import ModelArguments, installed
 from longctx.errors import UserError
 from longctx.report.page import (
-    code,
     figure,
     heading,
     paragraph,
@@ -44,14 +43,13 @@ from longctx.report.page import (
     with_ending,
     write_page,
 )
+from profiling.bench import step_bench
 from profiling.bench.peers import CHECKPOINTING
-from profiling.bench.step_bench import child_command
-from profiling.bench.subprocess_cases import run_child
-from profiling.results import describe_run, files_named, write_results
+from profiling.bench.runner import ROOT, run_child
+from profiling.pictures import COLOURS
+from profiling.results import describe_run, files_named, how_measured, write_results
 
-ROOT = Path(__file__).resolve().parents[2]
 CLASS_TYPES = ("vanilla", "liger", "custom")
-COLOURS = {"vanilla": "#c44e52", "liger": "#dd8452", "custom": "#4c72b0"}
 LINES = {None: "-", "layers": "-", "selective": "--", "none": ":"}
 KEY = (
     *("class_type", "checkpointing", "offload", "backend", "engine", "gpus", "tokens", "layers"),
@@ -93,7 +91,7 @@ class Case:
     def command(self) -> list[str]:
         """The child's."""
         case = {name: getattr(self, name) for name in KEY if name not in ("steps", "flags")}
-        return child_command(case, self.steps, shlex.split(self.flags))
+        return step_bench.BENCH.command(case, self.steps, shlex.split(self.flags))
 
 
 def settings(name: str, on_gpu: bool) -> dict[str, Any]:
@@ -270,11 +268,7 @@ def publish(output: Path, rows: list[dict[str, Any]]) -> None:
             *(figure(fig, caption) for fig, caption in plots.values()),
             heading("All cases"),
             table(rows, columns),
-            heading("How it was measured"),
-            paragraph(
-                f"{description['hardware']}; commit {description['commit']}; {description['date']}"
-            ),
-            code(description["command"]),
+            *how_measured(description),
             table(versions, ["package", "version"]),
         ],
     )

@@ -36,7 +36,7 @@ def test_documents_have_the_lengths_that_are_said(tokens: int) -> None:
 
 
 def test_cases_say_their_settings() -> None:
-    cases = [trl_bench.complete(case) for case in trl_bench.PUBLISHED]
+    cases = trl_bench.BENCH.cases(None)
     assert len({tuple(case.items()) for case in cases}) == len(cases) == 11
     for case in cases:
         ours = case["class_type"] == "custom" or case["layers_by"] == "longctx"
@@ -59,7 +59,8 @@ def test_idle_is_what_nothing_covers(busy, idle) -> None:
 
 
 def measured(**settings: Any) -> dict[str, Any]:
-    return trl_bench.run_case(trl_bench.complete({**TINY, **settings}), 1)
+    (row,) = trl_bench.run_case(trl_bench.BENCH.case({**TINY, **settings}), 1, [])
+    return row
 
 
 @pytest.fixture(scope="module")
