@@ -100,15 +100,17 @@ def build_trainer(
 
 
 def build_model(
-    args: ModelArguments,
     case: dict[str, Any],
     *,
     device: torch.device,
-    layers: int | None = None,
     vocabulary: int | None = None,
+    **settings: Any,
 ) -> PreTrainedModel:
     """A model of random bf16 weights, for forward and backward alone: patched, or with the settings
-    of a peer's case (peers.py). `layers` and `vocabulary` replace the preset's."""
+    of a peer's case (peers.py). The case's `layers`, where it has any, and `vocabulary` replace the
+    preset's; `settings` are more model options."""
+    args = model_arguments(case, **settings)
+    layers = case.get("layers")
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = layers or config.num_hidden_layers
     config.vocab_size = vocabulary or config.vocab_size
@@ -120,6 +122,18 @@ def build_model(
     print(patch_as(model.train(), args, device), file=sys.stderr)
     prepare_peer(model, case)
     return model
+
+
+def model_arguments(case: dict[str, Any], **settings: Any) -> ModelArguments:
+    """The model options of a case with preset, class_type, tokens and backend."""
+    return ModelArguments(
+        preset=case["preset"],
+        class_type=case["class_type"],
+        seq_len=case["tokens"],
+        extend_context=True,
+        attn_backend=case["backend"],
+        **settings,
+    )
 
 
 def _rows(

@@ -40,7 +40,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.memory.pending import Pending
 from longctx.report.page import pyplot, with_ending
@@ -60,6 +59,7 @@ MODELS: dict[str, tuple[str, int | None]] = {
     "4 layers of Llama-3.1-8B": ("llama-3.1-8b", 4),
 }
 """Preset, and how many of its layers."""
+CUSTOM_CASE = dict(class_type="custom", backend="fa4")
 PEERS = [
     dict(class_type="liger", checkpointing=checkpointing, offload=offload, backend="fa4")
     for checkpointing in CHECKPOINTING
@@ -91,16 +91,9 @@ def batches() -> dict[str, Batch]:
 
 
 def build(preset: str, layers: int | None, peer: Row | None, tokens: int) -> Any:
-    args = ModelArguments(
-        preset=preset,  # type: ignore[arg-type]
-        class_type="custom" if peer is None else "liger",
-        seq_len=tokens,
-        extend_context=True,
-        attn_backend="fa4",
-    )
+    case = {"preset": preset, "layers": layers, "tokens": tokens, **(peer or CUSTOM_CASE)}
     torch.manual_seed(0)
-    case = peer or {"class_type": "custom"}
-    model = build_model(args, case, device=torch.device("cuda"), layers=layers)
+    model = build_model(case, device=torch.device("cuda"))
     if peer is None:
         model.longctx.strict = True
     return model
@@ -165,7 +158,7 @@ def custom_rows(
     tokens = batch["input_ids"].numel()
     model = build(*source, None, tokens)
     for budget in budgets:
-        row = {"class_type": "custom", "backend": "fa4", "budget_gib": budget}
+        row = {**CUSTOM_CASE, "budget_gib": budget}
         ladder = spend(model, tokens, int(budget * GIB))
         yield {**row, **ladder, **measure(model, batch, repeats)}
         torch.cuda.empty_cache()

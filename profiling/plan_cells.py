@@ -48,7 +48,8 @@ from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report.page import pyplot, with_ending
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
-from profiling.build import VOCABULARY
+from profiling.bench.step_bench import engine_options
+from profiling.build import VOCABULARY, model_arguments
 from profiling.front import MODELS, batches
 from profiling.ladders import ladder_of
 from profiling.pictures import legend_below
@@ -174,11 +175,7 @@ def layout_of(row: dict[str, Any]) -> Layout | None:
     name = row.get("engine", "plain")
     if name == "plain":
         return None
-    flags = Namespace(deepspeed=None, fsdp=None, fsdp_config=None)
-    if name.startswith("fsdp"):
-        flags.fsdp, flags.fsdp_config = "true", str(ROOT / f"fsdp_configs/{name}.json")
-    else:
-        flags.deepspeed = str(ROOT / f"ds_configs/{name}.json")
+    flags = Namespace(**dict(deepspeed=None, fsdp=None, fsdp_config=None) | engine_options(name))
     engine = choose_engine(flags)
     engine.read(flags)
     return engine.layout(row["gpus"], row.get("passes", 1))
@@ -343,13 +340,7 @@ def front_cells() -> Iterator[Cell]:
 def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     machine, ours = MACHINES["h200"], row["class_type"] == "custom"
     preset, layers = MODELS[row["model"]]
-    args = ModelArguments(
-        preset=preset,  # type: ignore[arg-type]
-        class_type=row["class_type"],
-        seq_len=tokens,
-        extend_context=True,
-        attn_backend="fa4",
-    )
+    args = model_arguments({**row, "preset": preset, "tokens": tokens})
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = layers or config.num_hidden_layers
     made, run = Subject(config), Run(model=args, exact=False)

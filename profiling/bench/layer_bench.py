@@ -22,7 +22,6 @@ from __future__ import annotations
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -86,23 +85,6 @@ def h200_cases() -> list[Case]:
     return [*long, *peers, *extreme, *families]
 
 
-def model_arguments(case: Case) -> Any:
-    from longctx.config import ModelArguments
-
-    return ModelArguments(
-        preset=case["preset"],
-        class_type=case["class_type"],
-        seq_len=case["tokens"],
-        extend_context=True,
-        attn_backend=case["backend"],
-        head_groups=case["head_groups"],
-        tile_tokens=case["tile_tokens"],
-        keep=case["keep"],
-        offload_activations=case["offload"],
-        host_memory_gib=100,
-    )
-
-
 def source_and_sink():
     """Stand-ins for embedding and loss that keep nothing of a row's size."""
     import torch
@@ -141,8 +123,9 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
         total_bytes = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case["limit_gib"] * GIB / total_bytes)
     torch.manual_seed(0)
-    args, device = model_arguments(case), torch.device("cuda")
-    model = build_model(args, case, device=device, layers=case["layers"], vocabulary=128)
+    settings = {name: case[name] for name in ("head_groups", "tile_tokens", "keep")}
+    settings |= dict(offload_activations=case["offload"], host_memory_gib=100)
+    model = build_model(case, device=torch.device("cuda"), vocabulary=128, **settings)
     tokens = case["tokens"]
     positions = torch.arange(tokens, device="cuda")[None]
     anchor = torch.zeros((), device="cuda", requires_grad=True)

@@ -134,12 +134,13 @@ PUBLISHED: dict[str, list[Case]] = {
 }
 
 
-def engine_flags(engine: str) -> list[str]:
+def engine_options(engine: str) -> dict[str, str]:
+    """train.py's options that ask for an engine; none for `plain`."""
     if engine == "plain":
-        return []
+        return {}
     if engine.startswith("fsdp"):
-        return ["--fsdp", "true", "--fsdp_config", str(ROOT / f"fsdp_configs/{engine}.json")]
-    return ["--deepspeed", str(ROOT / f"ds_configs/{engine}.json")]
+        return {"fsdp": "true", "fsdp_config": str(ROOT / f"fsdp_configs/{engine}.json")}
+    return {"deepspeed": str(ROOT / f"ds_configs/{engine}.json")}
 
 
 def train_flags(case: Case, longest: int) -> list[str]:
@@ -164,7 +165,7 @@ def train_flags(case: Case, longest: int) -> list[str]:
         flags |= {name: gib for name, gib in budgets.items() if gib}
     if case["lora"]:
         flags |= dict(lora_r=case["lora"], quantize=case["quantize"])
-    return [f"--{k}={v}" for k, v in flags.items()] + engine_flags(case["engine"])
+    return [f"--{k}={v}" for k, v in (flags | engine_options(case["engine"])).items()]
 
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longctx.config import ModelArguments
 from longctx.model.runtime import runtime_of
 from profiling.build import VOCABULARY, build_model
 
@@ -14,9 +13,9 @@ from profiling.build import VOCABULARY, build_model
 def test_a_model_is_patched_or_has_its_peers_settings(vocabulary) -> None:
     cpu = torch.device("cpu")
     for class_type in ("custom", "vanilla"):
-        args = ModelArguments(preset="tiny", class_type=class_type, seq_len=64)
-        case = dict(class_type=class_type, checkpointing="layers", offload="none", backend="auto")
-        model = build_model(args, case, device=cpu, layers=3, vocabulary=vocabulary)
+        case = dict(preset="tiny", class_type=class_type, tokens=64, layers=3, backend="auto")
+        case |= dict(checkpointing="layers", offload="none")
+        model = build_model(case, device=cpu, vocabulary=vocabulary, host_memory_gib=1)
         assert model.training and model.dtype == torch.bfloat16
         assert len(model.model.layers) == 3
         assert model.config.vocab_size == (vocabulary or VOCABULARY)
