@@ -110,6 +110,11 @@ def _commit() -> str:
     return (git("rev-parse", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file; none where there is no file yet."""
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
 def write_results(
     path: Path,
     rows: Iterable[dict[str, Any]],
@@ -120,10 +125,9 @@ def write_results(
     """Writes rows under a fresh description, which `extra` adds to. With `key`, a row replaces the
     one in the file that agrees with it in these columns, and the others stay."""
     rows = list(rows)
-    if key is not None and path.exists():
+    if key is not None:
         fresh = [tuple(row.get(k) for k in key) for row in rows]
-        old = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        rows = [r for r in old if tuple(r.get(k) for k in key) not in fresh] + rows
+        rows = [r for r in read_rows(path) if tuple(r.get(k) for k in key) not in fresh] + rows
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(describe_run(path) | (extra or {}), indent=2).removesuffix("\n}")
     # As a whole: an interrupted write loses no rows.

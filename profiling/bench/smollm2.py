@@ -55,93 +55,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.errors import UserError
-from longctx.report.evaluate import draw as draw_evaluations
 from longctx.report.page import pyplot
-from profiling.bench import weights_moved
-from profiling.bench.runner import Row
-from profiling.bench.smollm2_steps import (
-    FP32_LOGITS,
-    NF4,
-    ONE_BATCH,
-    PARTS,
-    RUNS,
-    Args,
-    Step,
-    adapter_steps,
-    check_states,
-    evaluate,
-    generate,
-    read_rows,
-    scale,
-    train,
-    train_states,
-    truth,
-)
-from profiling.results import results_file, write_results
+from profiling.bench.smollm2_steps import CONTEXT, LORA, PICTURE, Args
+from profiling.bench.weights_moved import STATES
+from profiling.results import read_rows, results_file, write_results
 
-PICTURE = "picture"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    steps: Mapping[str, Step]
-    """Each is called with its own name and the options."""
-    options: Mapping[str, Any]
-    """Those that the study has besides paths, with their defaults."""
-    key: Sequence[str] = ("step",)
-    """Columns that tell a row from others."""
-    prepare: Callable[[Args], None] = lambda args: None
-    """Called before the first step. Raises UserError."""
-    draw: Callable[[list[Row]], Any] | None = None
-    """The picture of all rows, where the study has one."""
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.steps, *([PICTURE] if self.draw else [])]
-
-
-EVALUATED = {"seq_len": 32768, "windows": 16, "device": "cuda"}
-STUDIES = {
-    "32k": Study(
-        steps={
-            "base": evaluate,
-            "yarn": partial(evaluate, flags=["--rope_scaling", "yarn"]),
-            "train-custom": train,
-            "train-vanilla": partial(train, class_type="vanilla"),
-            "train-noise": partial(train, class_type="vanilla", flags=ONE_BATCH),
-            "train-fp32-logits": partial(train, class_type="vanilla", program=("-c", FP32_LOGITS)),
-            "truth": truth,
-            "custom": partial(evaluate, model="custom/final"),
-            "vanilla": partial(evaluate, model="vanilla/final"),
-            "generate": partial(generate, model="custom/final"),
-        },
-        options=EVALUATED,
-        draw=lambda rows: draw_evaluations([row for row in rows if "needles" in row]),
-    ),
-    "lora": Study(
-        steps={"base": evaluate, **adapter_steps("lora", []), **adapter_steps("qlora", NF4)},
-        options=EVALUATED,
-        prepare=scale,
-    ),
-    "states": Study(
-        steps={
-            run + part: partial(train_states, run=run, part=part) for part in PARTS for run in RUNS
-        },
-        options={"seq_len": 2048, "rows": 8},
-        key=("states", "learning_rate"),
-        prepare=check_states,
-        draw=lambda rows: weights_moved.draw(rows, [rate for rate, _ in PARTS.values()]),
-    ),
-}
+STUDIES = {"32k": CONTEXT, "lora": LORA, "states": STATES}
 
 
 def parse(argv: list[str] | None = None) -> Args:

@@ -1,4 +1,4 @@
-"""The steps of smollm2.py: what is trained, evaluated and generated, each a row of its results.
+"""The steps of smollm2.py's studies: what is trained, evaluated and generated, each a row.
 
 A step is called with its name and the options. It works in the runs' folder: `train-NAME` trains
 into NAME, and `NAME/final` is what is evaluated.
@@ -13,18 +13,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from longctx.config import ModelArguments
 from longctx.constants import IGNORE_INDEX
-from longctx.errors import UserError
 from longctx.lora.merge import merge
+from longctx.report.evaluate import draw as draw_evaluations
 from longctx.run.loading import load_config
-from profiling.bench import weights_moved
-from profiling.bench.convergence import distance
 from profiling.bench.runner import ROOT, Row, train_lines
 
 Args = argparse.Namespace
@@ -208,56 +207,48 @@ def adapter_steps(name: str, flags: Sequence[str]) -> dict[str, Step]:
     }
 
 
-# --- states ----------------------------------------------------------------------------------
+# --- studies ---------------------------------------------------------------------------------
 
-RUNS = {
-    "truth": FP32,
-    "fp32": "--dtype bfloat16 --optimizer_states fp32 --save_fp32 true".split(),
-    "as_weights": "--dtype bfloat16 --optimizer_states as_weights".split(),
-}
-CONSTANT = "--max_steps 20 --lr_scheduler_type constant --warmup_steps 0".split()
-PARTS: dict[str, tuple[float, list[str]]] = {"": (3e-4, []), "-1e-5": (1e-5, CONSTANT)}
-"""Ending of a run's name -> its learning rate, and flags."""
+PICTURE = "picture"
 
 
-def train_states(name: str, args: Args, *, run: str, part: str) -> Row:
-    """Trains, and compares a bf16 run with its truth."""
-    learning_rate, flags = PARTS[part]
-    batch = ["--per_device_train_batch_size", str(args.rows)]
-    flags = [*flags, *batch, "--learning_rate", str(learning_rate), *RUNS[run]]
-    trained = train(name, args, flags=flags)
-    del trained["step"]
-    row = {"states": run, "learning_rate": learning_rate, **shape(args), **trained}
-    if run != "truth":
-        row["rms_loss_difference"] = distance(row["losses"], truth_of(part, args)["losses"])
-        finals = (args.runs / f"{kind}{part}" / "final" for kind in ("truth", run))
-        row |= weights_moved.compare(*map(weights_moved.read, (args.model, *finals)))
-    return row
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    steps: Mapping[str, Step]
+    """Each is called with its own name and the options."""
+    options: Mapping[str, Any]
+    """Those that the study has besides paths, with their defaults."""
+    key: Sequence[str] = ("step",)
+    """Columns that tell a row from others."""
+    prepare: Callable[[Args], None] = lambda args: None
+    """Called before the first step. Raises UserError."""
+    draw: Callable[[list[Row]], Any] | None = None
+    """The picture of all rows, where the study has one."""
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.steps, *([PICTURE] if self.draw else [])]
 
 
-def shape(args: Args) -> Row:
-    return {"seq_len": args.seq_len, "rows": args.rows}
-
-
-def truth_of(part: str, args: Args) -> Row:
-    """Its row. Raises UserError where its run is not there, or had other rows."""
-    wanted = {"states": "truth", "learning_rate": PARTS[part][0], **shape(args)}
-    for row in read_rows(args.output):
-        if wanted.items() <= row.items() and (args.runs / f"truth{part}" / "final").is_dir():
-            return row
-    raise UserError(
-        f"{args.output} and {args.runs} hold no run to compare with: add truth{part} to --only"
-    )
-
-
-def read_rows(path: Path) -> list[Row]:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-
-
-def check_states(args: Args) -> None:
-    """Raises UserError for what would end the work only after a run."""
-    weights_moved.check_start(args.model)
-    for part in PARTS:
-        asked = {run for run in RUNS if run + part in args.only}
-        if asked and "truth" not in asked:
-            truth_of(part, args)
+EVALUATED = {"seq_len": 32768, "windows": 16, "device": "cuda"}
+CONTEXT = Study(
+    steps={
+        "base": evaluate,
+        "yarn": partial(evaluate, flags=["--rope_scaling", "yarn"]),
+        "train-custom": train,
+        "train-vanilla": partial(train, class_type="vanilla"),
+        "train-noise": partial(train, class_type="vanilla", flags=ONE_BATCH),
+        "train-fp32-logits": partial(train, class_type="vanilla", program=("-c", FP32_LOGITS)),
+        "truth": truth,
+        "custom": partial(evaluate, model="custom/final"),
+        "vanilla": partial(evaluate, model="vanilla/final"),
+        "generate": partial(generate, model="custom/final"),
+    },
+    options=EVALUATED,
+    draw=lambda rows: draw_evaluations([row for row in rows if "needles" in row]),
+)
+LORA = Study(
+    steps={"base": evaluate, **adapter_steps("lora", []), **adapter_steps("qlora", NF4)},
+    options=EVALUATED,
+    prepare=scale,
+)

@@ -7,13 +7,14 @@ With w of a run, t of truth and w0 at the start, over all weights and in fp64:
     share_unchanged   of the weights in bf16, those that are bit by bit what they were in w0
 
 w are the weights in bf16; `..._masters` is the same of the fp32 masters. rms_loss_difference is the
-root mean square of the losses' differences from truth's. The rows are smollm2.py's, of `states`.
+root mean square of the losses' differences from truth's. This is smollm2.py's study `states`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,19 @@ from longctx.errors import UserError
 from longctx.kernels.adamw import split_master
 from longctx.report.page import pyplot
 from profiling.bench.convergence import distance
+from profiling.bench.runner import Row
+from profiling.bench.smollm2_steps import FP32, Args, Study, train
 from profiling.pictures import CUSTOM, RED
+from profiling.results import read_rows
 
-RUNS = ("truth", "fp32", "as_weights")
+RUNS = {
+    "truth": FP32,
+    "fp32": "--dtype bfloat16 --optimizer_states fp32 --save_fp32 true".split(),
+    "as_weights": "--dtype bfloat16 --optimizer_states as_weights".split(),
+}
+CONSTANT = "--max_steps 20 --lr_scheduler_type constant --warmup_steps 0".split()
+PARTS: dict[str, tuple[float, list[str]]] = {"": (3e-4, []), "-1e-5": (1e-5, CONSTANT)}
+"""Ending of a run's name -> its learning rate, and flags."""
 COLOURS = {"fp32": CUSTOM, "as_weights": RED}
 BARS = {
     "fp32, its masters": ("fp32", "_masters", "#55a868"),
@@ -36,8 +47,49 @@ BARS = {
 }
 """Label -> run, ending of the measure, colour."""
 
-Row = dict[str, Any]
 Weights = Mapping[str, Tensor]
+
+
+def train_states(name: str, args: Args, *, run: str, part: str) -> Row:
+    """Trains, and compares a bf16 run with its truth."""
+    learning_rate, flags = PARTS[part]
+    batch = ["--per_device_train_batch_size", str(args.rows)]
+    flags = [*flags, *batch, "--learning_rate", str(learning_rate), *RUNS[run]]
+    trained = train(name, args, flags=flags)
+    del trained["step"]
+    row = {"states": run, "learning_rate": learning_rate, **shape(args), **trained}
+    if run != "truth":
+        row["rms_loss_difference"] = distance(row["losses"], truth_of(part, args)["losses"])
+        finals = (args.runs / f"{kind}{part}" / "final" for kind in ("truth", run))
+        row |= compare(*map(read, (args.model, *finals)))
+    return row
+
+
+def shape(args: Args) -> Row:
+    return {"seq_len": args.seq_len, "rows": args.rows}
+
+
+def truth_of(part: str, args: Args) -> Row:
+    """Its row. Raises UserError where its run is not there, or had other rows."""
+    wanted = {"states": "truth", "learning_rate": PARTS[part][0], **shape(args)}
+    for row in read_rows(args.output):
+        if wanted.items() <= row.items() and (args.runs / f"truth{part}" / "final").is_dir():
+            return row
+    raise UserError(
+        f"{args.output} and {args.runs} hold no run to compare with: add truth{part} to --only"
+    )
+
+
+def check_states(args: Args) -> None:
+    """Raises UserError for what would end the work only after a run."""
+    check_start(args.model)
+    for part in PARTS:
+        asked = {run for run in RUNS if run + part in args.only}
+        if asked and "truth" not in asked:
+            truth_of(part, args)
+
+
+# --- weights -------------------------------------------------------------------------------------
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -88,19 +140,18 @@ def measure(start: Weights, truth: Weights, final: Weights) -> Row:
 # --- picture -------------------------------------------------------------------------------------
 
 
-def draw(rows: list[Row], learning_rates: Sequence[float]) -> Any:
-    """Left the losses at the first learning rate, above, and their differences from truth's, below;
-    right a bar for each measure, run and learning rate. Raises UserError where a run at the first
-    learning rate is missing."""
+def draw(rows: list[Row]) -> Any:
+    """Left the recipe's losses, above, and their differences from truth's, below; right a bar for
+    each measure, run and learning rate. Raises UserError where a run of the recipe is missing."""
     plt = pyplot()
     found = {(row["states"], row["learning_rate"]): row for row in rows}
-    rates = [rate for rate in learning_rates if all((run, rate) in found for run in RUNS)]
-    if learning_rates[0] not in rates:
+    rates = [rate for rate, _ in PARTS.values() if all((run, rate) in found for run in RUNS)]
+    if PARTS[""][0] not in rates:
         raise UserError(f"the picture needs the runs {', '.join(RUNS)} first")
     fig = plt.figure(figsize=(12, 7), layout="constrained")
     left, right = fig.subfigures(1, 2, width_ratios=[3, 2])
     above, below = left.subplots(2, 1, sharex=True)
-    _draw_losses(above, below, {run: found[run, rates[0]]["losses"] for run in RUNS}, rates[0])
+    _draw_losses(above, below, {run: found[run, rates[0]]["losses"] for run in RUNS})
     measures = {
         "distance": "distance to truth / how far truth moved",
         "share_moved": "share of truth's movement that happened",
@@ -113,9 +164,7 @@ def draw(rows: list[Row], learning_rates: Sequence[float]) -> Any:
     return fig
 
 
-def _draw_losses(
-    above: Any, below: Any, losses: dict[str, list[float]], learning_rate: float
-) -> None:
+def _draw_losses(above: Any, below: Any, losses: dict[str, list[float]]) -> None:
     truth = losses["truth"]
     steps = range(1, len(truth) + 1)
     above.plot(steps, truth, color="black", linewidth=3, alpha=0.35, label="truth: all in fp32")
@@ -128,7 +177,7 @@ def _draw_losses(
     above.set_ylabel("loss")
     below.set_ylabel("difference of the losses")
     below.set_xlabel("step")
-    title = f"learning rate {_rate(learning_rate)}, {len(truth)} steps"
+    title = f"learning rate {_rate(PARTS[''][0])}, {len(truth)} steps"
     above.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, title=title)
     below.legend()
 
@@ -163,3 +212,12 @@ def _rate(learning_rate: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if 0.1 <= share <= 0.99 else f"{share:.1%}"
+
+
+STATES = Study(
+    steps={run + part: partial(train_states, run=run, part=part) for part in PARTS for run in RUNS},
+    options={"seq_len": 2048, "rows": 8},
+    key=("states", "learning_rate"),
+    prepare=check_states,
+    draw=draw,
+)

@@ -23,7 +23,7 @@ from profiling.bench import smollm2, weights_moved
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LONGCTX_COMMIT", "a" * 40)
-    from profiling.bench import smollm2_steps as states
+    from profiling.bench import weights_moved as states
 
     return states
 
