@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
 from profiling.bench import runner
-from profiling.bench.runner import Case, Row, until_out_of_memory
+from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
 from profiling.ladders import ladder_columns
 
 WARM_UP_TOKENS = 131072
@@ -175,7 +175,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
         "reserved_gib": peak["peak_reserved_gib"],
         "host_gib": peak["peak_host_gib"],
     }
-    return [{k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}]
+    return [rounded(row)]
 
 
 BENCH = runner.Benchmark(

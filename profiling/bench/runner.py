@@ -188,6 +188,11 @@ def until_out_of_memory() -> Iterator[Row]:
         outcome["status"] = "oom"
 
 
+def rounded(row: Row) -> Row:
+    """The row with four decimals."""
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+
+
 # --- processes -------------------------------------------------------------------------------
 
 

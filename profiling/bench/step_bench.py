@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.constants import GIB
 from profiling.bench import runner
 from profiling.bench.peers import prepare_peer
-from profiling.bench.runner import ROOT, Case, until_out_of_memory
+from profiling.bench.runner import ROOT, Case, rounded, until_out_of_memory
 from profiling.ladders import ladder_columns
 
 WARM_UP_TOKENS = 8192
@@ -296,7 +296,7 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
             row["host_room_gib"] = room / GIB
     if limit := cgroup_limit_bytes():
         row["cgroup_gib"] = limit / GIB
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+    return rounded(row)
 
 
 BENCH = runner.Benchmark(

@@ -47,7 +47,7 @@ import longctx
 from longctx.constants import GIB, IGNORE_INDEX
 from profiling.bench import runner
 from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
-from profiling.bench.runner import Case, Row, until_out_of_memory
+from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
 from profiling.ladders import ladder_columns
 
 SHORTEST, LONGEST = 500, 9000
@@ -285,7 +285,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     if patched := patched_part(trainer.model):
         row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
     row |= outcome
-    return [{k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}]
+    return [rounded(row)]
 
 
 BENCH = runner.Benchmark(
