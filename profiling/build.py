@@ -1,4 +1,4 @@
-"""A trainer for measuring: train.py's building blocks, on rows that need no data.
+"""A trainer, or a model alone, for measuring: train.py's building blocks, on rows without data.
 
 Each row is one document of random tokens, so attention sees the whole row and no figure depends on
 how text happens to be packed. With --train_file or --dataset_name among the flags, the rows are
@@ -7,22 +7,25 @@ those that train.py would train on.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, default_collate
-from transformers import TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, set_seed
 
 from longctx.annotate import annotate
 from longctx.config import DataArguments, ModelArguments
 from longctx.data.rows import as_arrays, build_dataset, check_sources, collate
 from longctx.data.tokenizer import load_tokenizer
-from longctx.run.loading import check_request, load_config, load_model
+from longctx.model.patch import patch_as
+from longctx.run.loading import _hf_attention, check_request, load_config, load_model
 from longctx.run.oom import explained_oom_of_weights
 from longctx.run.options import parse_args
 from longctx.run.trainer import LongTrainer
+from profiling.bench.peers import prepare_peer
 
 VOCABULARY = 8192
 """Of presets that have none of their own (tiny takes its tokenizer's in train.py)."""
@@ -94,6 +97,43 @@ def build_trainer(
             data_collator=collate if own_data else default_collate,
         )
     return trainer, model_args
+
+
+def build_model(
+    case: dict[str, Any],
+    *,
+    device: torch.device,
+    vocabulary: int | None = None,
+    **settings: Any,
+) -> PreTrainedModel:
+    """A model of random bf16 weights, for forward and backward alone: patched, or with the settings
+    of a peer's case (peers.py). The case's `layers`, where it has any, and `vocabulary` replace the
+    preset's; `settings` are more model options."""
+    args = model_arguments(case, **settings)
+    layers = case.get("layers")
+    config = load_config(args, vocab_size=VOCABULARY)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    config.vocab_size = vocabulary or config.vocab_size
+    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        )
+    print(patch_as(model.train(), args, device), file=sys.stderr)
+    prepare_peer(model, case)
+    return model
+
+
+def model_arguments(case: dict[str, Any], **settings: Any) -> ModelArguments:
+    """The model options of a case with preset, class_type, tokens and backend."""
+    return ModelArguments(
+        preset=case["preset"],
+        class_type=case["class_type"],
+        seq_len=case["tokens"],
+        extend_context=True,
+        attn_backend=case["backend"],
+        **settings,
+    )
 
 
 def _rows(

@@ -40,15 +40,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.memory.pending import Pending
-from longctx.model.patch import patch_as
 from longctx.report.page import pyplot, with_ending
-from longctx.run.loading import _hf_attention, load_config
-from profiling.bench.peers import CHECKPOINTING, prepare_peer
+from profiling.bench.peers import CHECKPOINTING
 from profiling.bench.trl_bench import PackedRows
-from profiling.build import VOCABULARY
+from profiling.build import VOCABULARY, build_model
+from profiling.ladders import ladder_columns
+from profiling.pictures import CUSTOM, legend_below
 from profiling.results import files_named, write_results
 
 ENOUGH_S = 5.0
@@ -60,17 +59,20 @@ MODELS: dict[str, tuple[str, int | None]] = {
     "4 layers of Llama-3.1-8B": ("llama-3.1-8b", 4),
 }
 """Preset, and how many of its layers."""
+CUSTOM_CASE = dict(class_type="custom", backend="fa4")
 PEERS = [
     dict(class_type="liger", checkpointing=checkpointing, offload=offload, backend="fa4")
     for checkpointing in CHECKPOINTING
     for offload in ("none", "all")
     if (checkpointing, offload) != ("none", "all")  # several times the bytes of any other
 ]
-COLOURS = {"none": "#c44e52", "layers": "#dd8452", "selective": "#937860", "custom": "#4c72b0"}
+COLOURS = {"none": "#c44e52", "layers": "#dd8452", "selective": "#937860"}
+"""Of peers, by their checkpointing."""
 
 
 PACKED = "32768 tokens, packed documents"
-KINDS = ("8192 tokens", PACKED, "32768 tokens", "131072 tokens")
+KINDS = {"8192 tokens": 8192, PACKED: 32768, "32768 tokens": 32768, "131072 tokens": 131072}
+"""Tokens of a row of each kind."""
 
 
 def batches() -> dict[str, Batch]:
@@ -80,8 +82,8 @@ def batches() -> dict[str, Batch]:
         ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
         return dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens)[None])
 
-    packed = PackedRows(1, 32768, VOCABULARY)[0]
-    whole = {kind: one(int(kind.split()[0])) for kind in KINDS}
+    packed = PackedRows(1, KINDS[PACKED], VOCABULARY)[0]
+    whole = {kind: one(tokens) for kind, tokens in KINDS.items()}
     return whole | {PACKED: {name: x[None] for name, x in packed.items()}}
 
 
@@ -89,29 +91,11 @@ def batches() -> dict[str, Batch]:
 
 
 def build(preset: str, layers: int | None, peer: Row | None, tokens: int) -> Any:
-    from transformers import LlamaForCausalLM
-
-    device = torch.device("cuda")
-    args = ModelArguments(
-        preset=preset,  # type: ignore[arg-type]
-        class_type="custom" if peer is None else "liger",
-        seq_len=tokens,
-        extend_context=True,
-        attn_backend="fa4",
-    )
-    config = load_config(args, vocab_size=VOCABULARY)
-    config.num_hidden_layers = layers or config.num_hidden_layers
-    attention = "sdpa" if peer is None else _hf_attention(args, device)
+    case = {"preset": preset, "layers": layers, "tokens": tokens, **(peer or CUSTOM_CASE)}
     torch.manual_seed(0)
-    with device:
-        model = LlamaForCausalLM._from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention
-        )
-    patch_as(model.train(), args, device)
+    model = build_model(case, device=torch.device("cuda"))
     if peer is None:
         model.longctx.strict = True
-    else:
-        prepare_peer(model, peer)
     return model
 
 
@@ -145,15 +129,15 @@ def measure(model: Any, batch: Batch, repeats: int) -> Row:
     }
 
 
-def spend(model: Any, tokens: int, budget_bytes: int) -> str:
-    """Gives custom so much of the GPU, in all; what it makes of it, in words."""
+def spend(model: Any, tokens: int, budget_bytes: int) -> Row:
+    """Gives custom so much of the GPU, in all; returns what it makes of it (ladders.py)."""
     device, runtime = model.device, model.longctx
     capacity = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / capacity), device)
     runtime.pending_bytes = _gradients
     runtime.reserved_tokens = 0
     runtime.reserve(model, tokens)
-    return runtime.describe()
+    return ladder_columns(runtime.store.ladder, runtime.cut)
 
 
 def _gradients(model: Any) -> Pending:
@@ -174,9 +158,9 @@ def custom_rows(
     tokens = batch["input_ids"].numel()
     model = build(*source, None, tokens)
     for budget in budgets:
-        row = {"class_type": "custom", "backend": "fa4", "budget_gib": budget}
+        row = {**CUSTOM_CASE, "budget_gib": budget}
         ladder = spend(model, tokens, int(budget * GIB))
-        yield {**row, "ladder": ladder, **measure(model, batch, repeats)}
+        yield {**row, **ladder, **measure(model, batch, repeats)}
         torch.cuda.empty_cache()
 
 
@@ -305,11 +289,11 @@ def draw(rows: Sequence[Row]) -> Any:
             )
             if ours:
                 line = [(row["peak_gib"], row["tokens_per_s"]) for row in ours]
-                axes.plot(*zip(*line, strict=True), "o-", color=COLOURS["custom"], label="custom")
+                axes.plot(*zip(*line, strict=True), "o-", color=CUSTOM, label="custom")
             for row in ours:
                 if alone_in(row, shown):
                     at = (row["peak_gib"], row["tokens_per_s"])
-                    style = dict(color=COLOURS["custom"], markersize=13, label=ALONE)
+                    style = dict(color=CUSTOM, markersize=13, label=ALONE)
                     axes.plot(*at, "*", **style)
             axes.set_xscale("log", base=2)
             axes.set_xlim(4, 160)
@@ -319,11 +303,7 @@ def draw(rows: Sequence[Row]) -> Any:
             axes.set_title(f"{model}\n{kind}", fontsize=9)
             axes.set_xlabel("peak GPU memory (GiB)")
             axes.set_ylabel("tokens/s" if j == 0 else "")
-    found = {
-        t: h for axes in fig.axes for h, t in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    fig.tight_layout()
-    fig.legend(found.values(), found.keys(), loc="upper center", ncols=3, bbox_to_anchor=(0.5, 0))
+    legend_below(fig, columns=3)
     plt.close(fig)
     return fig
 
@@ -338,7 +318,7 @@ def main() -> None:
     )
     parser.add_argument("--budgets", type=float, nargs="+", default=[8, 12, 24, 40, 80, 138])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rows", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--rows", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()

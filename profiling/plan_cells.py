@@ -6,9 +6,9 @@ writes plan_cells.json and, one panel for GPU, host and seconds each, plan_cells
 
 A row that was measured before the ladder and the larger pieces (rows without `keep`) is predicted
 with what was then: x and o kept, tiles of 4096 tokens, 1 GiB of logits; where states live is always
-decided as today. Rows of the front (forward and backward alone, by budget) are predicted with the
-ladder and the cut that their text names; those that ran out of memory must be refused. Host memory
-is compared where a row is of a process of its own, on a machine that nothing else used.
+decided as today. Rows with a ladder (ladders.py) are predicted with it and with its cut. Of the
+front (forward and backward alone, by budget), rows that ran out of memory must be refused. Host
+memory is compared where a row is of a process of its own, on a machine that nothing else used.
 
 So are rows of engines, for which the run's free host memory is not known. Left out are peers with
 `offload=all` or `checkpointing=selective`: no flag of train.py makes them so. Of the engines'
@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.config import ModelArguments
 from longctx.constants import GIB
-from longctx.cost.kept import ORDER, Keep, Ladder
-from longctx.cost.machines import MACHINES, Machine
+from longctx.cost.machines import MACHINES, Machine, machine_like
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch, default_head_groups
 from longctx.engines import choose_engine
@@ -49,14 +48,19 @@ from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report.page import pyplot, with_ending
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
-from profiling.build import VOCABULARY
+from profiling.bench.step_bench import engine_options
+from profiling.build import VOCABULARY, model_arguments
 from profiling.front import MODELS, batches
+from profiling.ladders import ladder_of
+from profiling.pictures import legend_below
 from profiling.results import files_named, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "profiling" / "results"
 LONGEST = "h200_longest_step"
 PRESET, KV_HEADS = "llama-3.1-8b", 8
+HOST_GIB = 252
+"""What a host of 256 GiB has free; rows of other hosts have `host_free_gib`."""
 STATES_MD = {131072: 11.65, 8192: 6.94}
 """docs/states.md: peaks with everything on the host, in GiB, by tokens."""
 
@@ -108,10 +112,21 @@ def figures(found: Plan) -> dict[str, float]:
     }
 
 
+def results(name: str) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return read
+
+
 def rows_of(name: str, *others: str) -> list[dict[str, Any]]:
-    """Those that ran, and those of `others`."""
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    return [row for row in rows if row["status"] in ("ok", *others)]
+    """The rows whose status is `ok` or one of `others`."""
+    return [row for row in results(name)["rows"] if row["status"] in ("ok", *others)]
+
+
+def machine_of(name: str) -> Machine:
+    """The profile of the GPU that a results file was measured on."""
+    machine = machine_like(results(name)["hardware"])
+    assert machine is not None, name
+    return machine
 
 
 def subject(
@@ -160,11 +175,7 @@ def layout_of(row: dict[str, Any]) -> Layout | None:
     name = row.get("engine", "plain")
     if name == "plain":
         return None
-    flags = Namespace(deepspeed=None, fsdp=None, fsdp_config=None)
-    if name.startswith("fsdp"):
-        flags.fsdp, flags.fsdp_config = "true", str(ROOT / f"fsdp_configs/{name}.json")
-    else:
-        flags.deepspeed = str(ROOT / f"ds_configs/{name}.json")
+    flags = Namespace(**dict(deepspeed=None, fsdp=None, fsdp_config=None) | engine_options(name))
     engine = choose_engine(flags)
     engine.read(flags)
     return engine.layout(row["gpus"], row.get("passes", 1))
@@ -178,10 +189,9 @@ def step_cells() -> Iterator[Cell]:
         for row in rows_of(name):
             if row["engine"] != "plain" or row["tokens"] == 196608 or row.get("lora"):
                 continue  # not of these cells; a row whose ladder left 20 GiB of the GPU free
-            host_gib = 125 if "16 CPU" in row.get("hardware", "") else 252
             exact = row.get("states") == "fp32"
             of = whole if row["layers"] == 32 else four
-            plans = planned(row, of, run_of(row, exact), MACHINES[name[:4]], host_gib)
+            plans = planned(row, of, run_of(row, exact), machine_of(name))
             if "ladder" not in row and partly_on_the_host(plans["plan"]):
                 continue  # by another order than today's, which nobody wrote down
             measured = measured_of(row, plans["plan"])
@@ -197,7 +207,7 @@ def step_cells() -> Iterator[Cell]:
             yield Cell(name=cell, **plans, measured=measured)
     for tokens, peak_gib in STATES_MD.items():
         model = ModelArguments(preset=PRESET, seq_len=tokens, offload_activations="all")
-        found = plan(whole, Run(model=model, place="host"), MACHINES["h200"], 252 * GIB)
+        found = plan(whole, Run(model=model, place="host"), MACHINES["h200"], HOST_GIB * GIB)
         cell = f"h200 on the host: custom 32 layers, 1 x {tokens}, today"
         yield Cell(name=cell, plan=found, measured={"gpu_gib": peak_gib})
 
@@ -237,21 +247,26 @@ def engine_cells() -> Iterator[Cell]:
     for name in ("h200_step", "h200_states_step", "h200_shared_step"):
         rows = [row for row in rows_of(name) if row["engine"] != "plain"]
         mine = sorted((row for row in rows if is_custom(row)), key=itemgetter("tokens"))
-        slabs = {row.get("ladder"): row["tokens"] for row in mine}  # the longest row's of a process
+        slabs = {process(row): row["tokens"] for row in mine}  # the longest row of each process
         for row in filter(is_planned, rows):
             plans = planned(row, whole, run_of(row, exact=True))
             measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
-            custom, ladder = is_custom(row), row.get("ladder")
-            alone = not custom or row["tokens"] == slabs[ladder]
+            custom = is_custom(row)
+            alone = not custom or row["tokens"] == slabs[process(row)]
             if alone and "host_gib" in row:
                 measured["host_gib"] = row["host_gib"]
             ranks = row.get("sequence_parallel", 1)
             shared = f", {ranks} a row" if ranks > 1 else ""
-            old = ", of an older commit" if custom and ladder is None else ""
+            old = ", of an older commit" if custom and "ladder" not in row else ""
             what = f"{row['class_type']}, 1 x {row['tokens']}{shared}{old}"
             held = f" of {row['gpu_gib']} GiB" if row.get("gpu_gib") else ""
             cell = f"h200 x {row['gpus']}{held}, {row['engine']}: {what}"
             yield Cell(name=cell, **plans, measured=measured)
+
+
+def process(row: dict[str, Any]) -> str:
+    """What the rows of one process share: their ladder and their cut."""
+    return json.dumps([row.get("ladder"), row.get("cut")])
 
 
 def adapter_cells() -> Iterator[Cell]:
@@ -268,33 +283,31 @@ def adapter_cells() -> Iterator[Cell]:
 
 
 def planned(
-    row: dict[str, Any],
-    of: Subject,
-    run: Run,
-    machine: Machine = MACHINES["h200"],
-    host_gib: int = 252,
+    row: dict[str, Any], of: Subject, run: Run, machine: Machine = MACHINES["h200"]
 ) -> dict[str, Plan]:
     """With the ladder that ran, and, where a row names it, with the plan's own choice."""
-    plans = {"plan": plan(of, run, machine, host_gib * GIB, kept_as(row))}
+    host_bytes = row.get("host_free_gib", HOST_GIB) * GIB
+    plans = {"plan": plan(of, run, machine, host_bytes, kept_as(row))}
     if "ladder" not in row or (run.engine and run.gpu_memory_gib):  # a flag of no engine
         return plans
-    return plans | {"own": plan(of, run, machine, host_gib * GIB)}
+    return plans | {"own": plan(of, run, machine, host_bytes)}
 
 
 def kept_as(row: dict[str, Any]) -> Callable[[Step], Step]:
     """With the ladder and the cut that a row names."""
-    if "ladder" not in row:
-        return with_logits_of_1_gib
-    text = row["ladder"]
-    ladder, cut = read_ladder(text if "head group" in text else f"{text}; {FIRST_CUT}")
-    return lambda step: replace(step, given=(ladder, replace(step.sizes, **cut)))
+    return partial(as_it_ran, row) if "ladder" in row else with_logits_of_1_gib
+
+
+def as_it_ran(row: dict[str, Any], step: Step) -> Step:
+    cut = row.get("cut", FIRST_CUT)
+    return replace(step, given=(ladder_of(row), replace(step.sizes, **cut)))
 
 
 def with_logits_of_1_gib(step: Step) -> Step:
     return replace(step, sizes=replace(step.sizes, logits_bytes=GIB))
 
 
-FIRST_CUT = "1 head group, tiles of 8192 tokens"
+FIRST_CUT = dict(head_groups=1, tile_tokens=8192)
 """Of 8192 tokens, before rows said it."""
 
 
@@ -314,26 +327,6 @@ def layer_cells() -> Iterator[Cell]:
 # --- the front -------------------------------------------------------------------------------
 
 
-def read_ladder(text: str) -> tuple[Ladder, dict[str, int]]:
-    """From what `Runtime.describe` says: the ladder, and how the work is cut."""
-    kept, _, cut = text.removeprefix("kept for backward: ").rpartition("; ")
-    ladder: list[Keep] = []
-    for first, last, what in re.findall(r"layers (\d+) to (\d+): ([^;]+)", kept):
-        places = {place: names for names, place in re.findall(r"([a-z ]+?) on the (\w+)", what)}
-        hosted, on_gpu = (_names(places.get(place, "")) for place in ("host", "GPU"))
-        ladder += (int(last) - int(first) + 1) * [Keep(hosted | on_gpu, hosted)]
-    found = re.match(r"(\d+) head groups?, tiles of (\d+) tokens(?:, ([\d.]+) GiB of logits)?", cut)
-    assert found is not None, text
-    pieces = dict(head_groups=int(found[1]), tile_tokens=int(found[2]))
-    return tuple(ladder), pieces | (
-        {"logits_bytes": int(float(found[3]) * GIB)} if found[3] else {}
-    )
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(name for name in ORDER if f" {name} " in f" {text.strip()} ")
-
-
 def front_cells() -> Iterator[Cell]:
     """Forward and backward alone: no states, no update. Of the peers, checkpointing by layer."""
     found = batches()
@@ -347,13 +340,7 @@ def front_cells() -> Iterator[Cell]:
 def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     machine, ours = MACHINES["h200"], row["class_type"] == "custom"
     preset, layers = MODELS[row["model"]]
-    args = ModelArguments(
-        preset=preset,  # type: ignore[arg-type]
-        class_type=row["class_type"],
-        seq_len=tokens,
-        extend_context=True,
-        attn_backend="fa4",
-    )
+    args = model_arguments({**row, "preset": preset, "tokens": tokens})
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = layers or config.num_hidden_layers
     made, run = Subject(config), Run(model=args, exact=False)
@@ -368,8 +355,7 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
         offload="auto" if ours else "none",
     )
     if ours:
-        ladder, cut = read_ladder(row["ladder"])
-        step = replace(step, given=(ladder, replace(sizes, **cut)))
+        step = as_it_ran(row, step)
     found = alone(made, run, machine, step, limit)
     ran = row["status"] == "ok"
     if not ran and found.gpu_bytes <= limit:
@@ -386,7 +372,7 @@ def alone(made: Subject, run: Run, machine: Machine, step: Step, limit: int) -> 
     specs = state_blocks(made.model, movable=False)
     blocks = [replace(spec.sizes(accumulates=False), states=0) for spec in specs]
     levels = Levels(blocks, "gpu", accumulates=False)
-    chosen = choose(step, [levels], Budget(usable_bytes(limit), HOST_GIB * GIB))
+    chosen = choose(step, [levels], Budget(usable_bytes(limit), FRONT_HOST_GIB * GIB))
     decision = decided(specs, blocks, chosen, Budget(limit, 0), keeping(step, chosen), False)
     standing = PlacedStates(blocks, chosen.places, accumulates=False)
     found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
@@ -407,7 +393,7 @@ def alone(made: Subject, run: Run, machine: Machine, step: Step, limit: int) -> 
     )
 
 
-HOST_GIB = 100
+FRONT_HOST_GIB = 100
 """That the front's runs might take."""
 
 
@@ -449,11 +435,7 @@ def draw(groups: dict[str, list[Cell]]) -> Any:
         axes.set_title(f"{title}: {len(shown)} cells", fontsize=9)
         axes.set_xlabel("measured")
     panels[0].set_ylabel("predicted")
-    found = {
-        t: h for axes in fig.axes for h, t in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    fig.tight_layout()
-    fig.legend(found.values(), found.keys(), loc="upper center", ncols=4, bbox_to_anchor=(0.5, 0))
+    legend_below(fig, columns=4)
     plt.close(fig)
     return fig
 

@@ -18,7 +18,7 @@ import torch
 
 from longctx.errors import UserError
 from longctx.files import read_json
-from longctx.report.page import with_ending
+from longctx.report.page import code, heading, paragraph, with_ending
 from longctx.writing import check_writable, is_marked, replace_file
 
 _PACKAGES = (
@@ -92,6 +92,12 @@ def describe_run(path: Path) -> dict[str, Any]:
     }
 
 
+def how_measured(described: dict[str, Any]) -> list[str]:
+    """The part of a page that says where the rows of a results file come from."""
+    where = f"{described['hardware']}; commit {described['commit']}; {described['date']}."
+    return [heading("How it was measured"), paragraph(where), code(described["command"])]
+
+
 def _commit() -> str:
     """HEAD, and whether the code differs from it; the results are what such a run writes."""
 
@@ -104,6 +110,11 @@ def _commit() -> str:
     return (git("rev-parse", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file; none where there is no file yet."""
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
 def write_results(
     path: Path,
     rows: Iterable[dict[str, Any]],
@@ -114,10 +125,9 @@ def write_results(
     """Writes rows under a fresh description, which `extra` adds to. With `key`, a row replaces the
     one in the file that agrees with it in these columns, and the others stay."""
     rows = list(rows)
-    if key is not None and path.exists():
+    if key is not None:
         fresh = [tuple(row.get(k) for k in key) for row in rows]
-        old = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        rows = [r for r in old if tuple(r.get(k) for k in key) not in fresh] + rows
+        rows = [r for r in read_rows(path) if tuple(r.get(k) for k in key) not in fresh] + rows
     lines = ",\n".join("    " + json.dumps(row) for row in rows)
     head = json.dumps(describe_run(path) | (extra or {}), indent=2).removesuffix("\n}")
     # As a whole: an interrupted write loses no rows.

@@ -81,4 +81,4 @@ def test_all_kinds_are_among_them() -> None:
     assert known <= set(SCRIPTS)
     assert {path.name for path in (ROOT / "profiling/bench").glob("*.py")} - {
         Path(script).name for script in SCRIPTS
-    } == {"subprocess_cases.py", "peers.py"}
+    } == {"runner.py", "peers.py", "smollm2_steps.py", "weights_moved.py"}

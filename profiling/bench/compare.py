@@ -25,7 +25,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.config import ModelArguments, installed
 from longctx.errors import UserError
 from longctx.report.page import (
-    code,
     figure,
     heading,
     paragraph,
@@ -44,14 +42,13 @@ from longctx.report.page import (
     with_ending,
     write_page,
 )
+from profiling.bench import step_bench
 from profiling.bench.peers import CHECKPOINTING
-from profiling.bench.step_bench import child_command
-from profiling.bench.subprocess_cases import run_child
-from profiling.results import describe_run, files_named, write_results
+from profiling.bench.runner import ROOT, Case, Row, run_child
+from profiling.pictures import COLOURS
+from profiling.results import describe_run, files_named, how_measured, write_results
 
-ROOT = Path(__file__).resolve().parents[2]
 CLASS_TYPES = ("vanilla", "liger", "custom")
-COLOURS = {"vanilla": "#c44e52", "liger": "#dd8452", "custom": "#4c72b0"}
 LINES = {None: "-", "layers": "-", "selective": "--", "none": ":"}
 KEY = (
     *("class_type", "checkpointing", "offload", "backend", "engine", "gpus", "tokens", "layers"),
@@ -71,29 +68,15 @@ FULL = dict(
 QUICK = dict(preset="tiny", tokens=[256, 512], class_types=("vanilla", "custom"), steps=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What one process measures. `gpus` is 0 without a GPU; `layers` None keeps the preset's."""
+def key_of(row: Row) -> tuple[Any, ...]:
+    """What tells cases apart. `gpus` is 0 without a GPU; `layers` None keeps the preset's."""
+    return tuple(row.get(name) for name in KEY)
 
-    class_type: str
-    checkpointing: str | None
-    offload: str
-    backend: str
-    engine: str
-    gpus: int
-    tokens: int
-    layers: int | None
-    preset: str
-    steps: int
-    flags: str
 
-    def key(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in KEY)
-
-    def command(self) -> list[str]:
-        """The child's."""
-        case = {name: getattr(self, name) for name in KEY if name not in ("steps", "flags")}
-        return child_command(case, self.steps, shlex.split(self.flags))
+def command(case: Case) -> list[str]:
+    """The child's."""
+    settings = {name: value for name, value in case.items() if name not in ("steps", "flags")}
+    return step_bench.BENCH.command(settings, case["steps"], shlex.split(case["flags"]))
 
 
 def settings(name: str, on_gpu: bool) -> dict[str, Any]:
@@ -182,17 +165,10 @@ def plan(args: argparse.Namespace) -> list[Case]:
     gpus = (args.gpus or 1) if device.type == "cuda" else 0
     if gpus > torch.cuda.device_count():
         raise UserError(f"--gpus {gpus}: this machine has {torch.cuda.device_count()}")
+    shared = dict(gpus=gpus, layers=args.layers, preset=args.preset, steps=args.steps)
+    shared["flags"] = shlex.join(args.flags)
     return [
-        Case(
-            **kind,
-            engine=engine,
-            gpus=gpus,
-            tokens=tokens,
-            layers=args.layers,
-            preset=args.preset,
-            steps=args.steps,
-            flags=shlex.join(args.flags),
-        )
+        {**kind, **shared, "engine": engine, "tokens": tokens}
         for tokens in sorted(set(args.tokens))
         for engine in args.engines
         for kind in kinds
@@ -202,7 +178,7 @@ def plan(args: argparse.Namespace) -> list[Case]:
 # --- running ---------------------------------------------------------------------------------
 
 
-def finished(path: Path, wanted: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
+def finished(path: Path, wanted: set[tuple[Any, ...]]) -> list[Row]:
     """The rows of an interrupted sweep. Raises UserError if they are another sweep's, machine's or
     code's: a results file has one command, hardware, set of versions and commit."""
     if not path.exists():
@@ -210,7 +186,7 @@ def finished(path: Path, wanted: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
     held = json.loads(path.read_text(encoding="utf-8"))
     rows = held["rows"]
     for row in rows:
-        if tuple(row.get(name) for name in KEY) not in wanted:
+        if key_of(row) not in wanted:
             raise UserError(
                 f"{path} holds cases that are not of this sweep: name them too, so that the "
                 "recorded command makes all rows, or choose another --output"
@@ -224,22 +200,22 @@ def finished(path: Path, wanted: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
     return rows
 
 
-def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str, Any]]]:
+def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[Row]]:
     """Runs what is not finished yet; yields all rows of the plan so far after every case."""
     path = with_ending(args.output, ".json")
-    wanted = {case.key() for case in cases}
-    rows = finished(path, wanted)
-    done = {tuple(row.get(name) for name in KEY) for row in rows}
+    rows = finished(path, set(map(key_of, cases)))
+    done = set(map(key_of, rows))
     if done:
         print(f"{len(done)} of {len(cases)} cases are in {path} already", flush=True)
     yield rows
     for number, case in enumerate(cases, 1):
-        if case.key() in done:
+        if key_of(case) in done:
             continue
-        print(f"[{number}/{len(cases)}] {label(vars(case))}, {case.engine}, {case.tokens:,} tokens")
-        measured = run_child(case.command(), args.timeout_s)
+        what = f"{label(case)}, {case['engine']}, {case['tokens']:,} tokens"
+        print(f"[{number}/{len(cases)}] {what}")
+        measured = run_child(command(case), args.timeout_s)
         if measured:
-            rows = [*rows, {**measured[0], **vars(case)}]
+            rows = [*rows, {**measured[0], **case}]
             write_results(path, rows)
             yield rows
 
@@ -247,7 +223,7 @@ def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[dict[str
 # --- what is written -------------------------------------------------------------------------
 
 
-def publish(output: Path, rows: list[dict[str, Any]]) -> None:
+def publish(output: Path, rows: list[Row]) -> None:
     """CSV, plots and page of the rows in OUTPUT.json."""
     description = json.loads(with_ending(output, ".json").read_text(encoding="utf-8"))
     rows = sorted(rows, key=lambda r: (r["engine"], label(r), r["tokens"]))
@@ -267,20 +243,16 @@ def publish(output: Path, rows: list[dict[str, Any]]) -> None:
         "Class types over sequence lengths",
         [
             paragraph(describe_cases(rows)),
-            *(figure(fig, caption) for fig, caption in plots.values()),
+            *(figure(fig, f"{of} against tokens in a row.") for fig, of in plots.values()),
             heading("All cases"),
             table(rows, columns),
-            heading("How it was measured"),
-            paragraph(
-                f"{description['hardware']}; commit {description['commit']}; {description['date']}"
-            ),
-            code(description["command"]),
+            *how_measured(description),
             table(versions, ["package", "version"]),
         ],
     )
 
 
-def describe_cases(rows: list[dict[str, Any]]) -> str:
+def describe_cases(rows: list[Row]) -> str:
     """What ran, in a sentence or two for the page."""
     row = rows[0]
     layers = f"{row['layers']} of its layers" if row["layers"] else "all of its layers"
@@ -295,7 +267,7 @@ def describe_cases(rows: list[dict[str, Any]]) -> str:
     return text + (f"Flags of train.py: {row['flags']}." if row["flags"] else "")
 
 
-def label(row: dict[str, Any]) -> str:
+def label(row: Row) -> str:
     """A row's class type, with what its peer keeps: `liger, selective, offloaded`."""
     words = [row["class_type"]]
     if row.get("checkpointing") is not None:
@@ -304,36 +276,25 @@ def label(row: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def on_gpu(rows: list[dict[str, Any]]) -> bool:
+def on_gpu(rows: list[Row]) -> bool:
     return any(row["gpus"] for row in rows)
 
 
-def draw(rows: list[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
-    """Name -> (figure, caption). Cases that ran out of memory are crosses above it."""
+def draw(rows: list[Row]) -> dict[str, tuple[Any, str]]:
+    """Name -> (figure, what it shows). Cases that ran out of memory are crosses above it."""
     memory = (
         ("peak_gib", "Peak GPU memory") if on_gpu(rows) else ("peak_host_gib", "Peak host memory")
     )
     machine = "" if on_gpu(rows) else " (CPU)"
     capacity = max((row.get("capacity_gib") or 0 for row in rows), default=0)
     return {
-        "memory": (
-            _plot(rows, memory[0], f"{memory[1]} (GiB)", capacity_gib=capacity),
-            f"{memory[1]} against tokens in a row.",
-        ),
-        "time": (
-            _plot(rows, "step_s", f"s a step{machine}", log=True),
-            "Time of a training step against tokens in a row.",
-        ),
-        "speed": (
-            _plot(rows, "tokens_per_s", f"tokens/s{machine}"),
-            "Tokens per second against tokens in a row.",
-        ),
+        "memory": (_plot(rows, memory[0], f"{memory[1]} (GiB)", capacity_gib=capacity), memory[1]),
+        "time": (_plot(rows, "step_s", f"s a step{machine}", log=True), "Time of a training step"),
+        "speed": (_plot(rows, "tokens_per_s", f"tokens/s{machine}"), "Tokens per second"),
     }
 
 
-def _plot(
-    rows: list[dict[str, Any]], key: str, unit: str, log: bool = False, capacity_gib: float = 0
-) -> Any:
+def _plot(rows: list[Row], key: str, unit: str, log: bool = False, capacity_gib: float = 0) -> Any:
     plt = pyplot()
     from matplotlib.ticker import LogLocator
 
@@ -390,7 +351,7 @@ def main() -> None:
     try:
         args = parse()
         cases = plan(args)
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         for rows in sweep(args, cases):
             if rows:
                 publish(args.output, rows)

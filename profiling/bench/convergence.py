@@ -24,9 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.errors import UserError
-from longctx.report.page import code, figure, heading, paragraph, pyplot, table, write_page
-from profiling.bench.train_bench import run
-from profiling.results import results_file, write_results
+from longctx.report.page import figure, pyplot, table, write_page
+from profiling.bench.runner import train_lines
+from profiling.pictures import COLOURS
+from profiling.results import how_measured, results_file, write_results
 
 JOB = (
     "--preset llama-3.2-1b --seq_len 4096 --dtype bfloat16 --max_steps 50 --learning_rate 1e-4 "
@@ -39,7 +40,6 @@ RUNS = {
     "custom": ["--class_type", "custom"],
     "liger": ["--class_type", "liger"],
 }
-COLOURS = {"vanilla": "#c44e52", "custom": "#4c72b0", "liger": "#dd8452"}
 
 Losses = dict[tuple[str, int], list[float]]
 """(run, seed) -> the loss of each step."""
@@ -121,18 +121,18 @@ def publish(output: Path, losses: Losses) -> None:
         [
             figure(fig, caption),
             table(written["rows"], columns),
-            heading("How it was measured"),
-            paragraph(f"{written['hardware']}; commit {written['commit']}; {written['date']}"),
-            code(written["command"]),
+            *how_measured(written),
         ],
     )
 
 
 def losses_of(name: str, seed: int, flags: list[str], folder: Path) -> list[float]:
-    """Of one run of train.py. Raises UserError if it did not finish."""
-    lines = run(f"{name}, seed {seed}", [*JOB, *RUNS[name], "--seed", str(seed), *flags], folder)
-    if any("status" in line for line in lines):
-        raise UserError(f"the run {name!r} with seed {seed} failed, see above")
+    """The losses of one run of train.py. Raises UserError if it did not finish."""
+    print(f"{name}, seed {seed}", flush=True)
+    try:
+        lines = train_lines([*JOB, *RUNS[name], "--seed", str(seed), *flags], folder)
+    except UserError as error:
+        raise UserError(f"the run {name!r} with seed {seed} failed: {error}") from error
     return [line["loss"] for line in lines]
 
 

@@ -13,24 +13,22 @@ offload=none or all.
 
 `layer_s` is forward + backward over `layers`, the median of `--repeats` after a warm-up of at most
 131072 tokens; `peak_gib` is the allocator's peak less weights and gradients (bf16, the same size
-each); `host_gib` the process's peak resident memory.
+each); `host_gib` the process's peak resident memory; `ladder` and `cut` what custom's layers kept,
+and how their work was cut (ladders.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
-from profiling.bench.peers import prepare_peer, settled
-from profiling.bench.subprocess_cases import Case, parse_case, run_cases
-from profiling.results import results_file
+from profiling.bench import runner
+from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
+from profiling.ladders import ladder_columns
 
 WARM_UP_TOKENS = 131072
 
@@ -87,40 +85,6 @@ def h200_cases() -> list[Case]:
     return [*long, *peers, *extreme, *families]
 
 
-def build(case: Case):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from longctx.config import ModelArguments
-    from longctx.model.patch import patch_as
-    from longctx.run.loading import _hf_attention, load_config
-
-    args = ModelArguments(
-        preset=case["preset"],
-        class_type=case["class_type"],
-        seq_len=case["tokens"],
-        extend_context=True,
-        attn_backend=case["backend"],
-        head_groups=case["head_groups"],
-        tile_tokens=case["tile_tokens"],
-        keep=case["keep"],
-        offload_activations=case["offload"],
-        host_memory_gib=100,
-    )
-    device = torch.device("cuda")
-    config = load_config(args, vocab_size=1)
-    config.num_hidden_layers, config.vocab_size = case["layers"], 128
-    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
-    with device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention
-        )
-    model.train()
-    print(patch_as(model, args, device), file=sys.stderr)
-    prepare_peer(model, case)
-    return model
-
-
 def source_and_sink():
     """Stand-ins for embedding and loss that keep nothing of a row's size."""
     import torch
@@ -147,18 +111,21 @@ def source_and_sink():
     return Source.apply, Sink.apply
 
 
-def run_case(case: Case, repeats: int) -> dict[str, Any]:
+def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """One row of the results, from this process."""
     import torch
 
     from longctx.model.forwards import _scheduled_forward
     from longctx.run.metrics import peak_memory
+    from profiling.build import build_model
 
     if case["limit_gib"]:
         total_bytes = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case["limit_gib"] * GIB / total_bytes)
     torch.manual_seed(0)
-    model = build(case)
+    settings = {name: case[name] for name in ("head_groups", "tile_tokens", "keep")}
+    settings |= dict(offload_activations=case["offload"], host_memory_gib=100)
+    model = build_model(case, device=torch.device("cuda"), vocabulary=128, **settings)
     tokens = case["tokens"]
     positions = torch.arange(tokens, device="cuda")[None]
     anchor = torch.zeros((), device="cuda", requires_grad=True)
@@ -174,10 +141,11 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     weights_bytes = sum(p.numel() * p.element_size() for p in model.model.layers.parameters())
     forward_s, backward_s = [], []
     row = {key: value for key, value in case.items() if key != "limit_gib"}
-    try:
+    with until_out_of_memory() as outcome:
         if case["class_type"] == "custom":
             model.longctx.reserve(model, tokens)
             model.longctx.loss_follows = True  # as after it, nobody else holds the gradient
+            row |= ladder_columns(model.longctx.store.ladder, model.longctx.cut)
         for step in range(repeats + 1):
             length = tokens if step else min(tokens, WARM_UP_TOKENS)
             model.zero_grad(set_to_none=True)
@@ -193,10 +161,9 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
                 backward_s.append(events[1].elapsed_time(events[2]) / 1e3)
             else:
                 torch.cuda.reset_peak_memory_stats()
-        row["status"] = "ok"
-    except torch.OutOfMemoryError:
-        row["status"] = "oom"
-        return row
+    row |= outcome
+    if row["status"] == "oom":
+        return [row]
     peak = peak_memory(torch.device("cuda"))
     layers = case["layers"]
     row |= {
@@ -208,36 +175,16 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
         "reserved_gib": peak["peak_reserved_gib"],
         "host_gib": peak["peak_host_gib"],
     }
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+    return [rounded(row)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--cases", choices=["h200"], help="the published table")
-    parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
-    parser.add_argument("--only", help="of --cases, those that hold this key=value,...")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument(
-        "--output", type=results_file, help="JSON file; rows are added to what it holds"
-    )
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    cases = [settled({**DEFAULTS, **parse_case(text, DEFAULTS)}) for text in args.case]
-    if args.child:
-        print(json.dumps([run_case(cases[0], args.repeats)]))
-        return
-    if args.cases:
-        wanted = parse_case(args.only or "", DEFAULTS).items()
-        published = [settled({**DEFAULTS, **case}) for case in h200_cases()]
-        cases += [case for case in published if wanted <= case.items()]
-    if not cases:
-        parser.error("nothing to run: give --case or --cases")
-
-    def child(case: Case, text: str) -> list[str]:
-        return [sys.executable, __file__, "--child", "--case", text, "--repeats", str(args.repeats)]
-
-    run_cases(cases, DEFAULTS, child, args.output, key=tuple(DEFAULTS))
-
+BENCH = runner.Benchmark(
+    script=__file__,
+    description=__doc__,
+    defaults=DEFAULTS,
+    published={"h200": h200_cases()},
+    measure=run_case,
+)
 
 if __name__ == "__main__":
-    main()
+    runner.main(BENCH)

@@ -10,13 +10,11 @@ mapped as its own, shared or not).
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,24 +22,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
 from longctx.memory.slab import PinnedSlab
-from profiling.results import results_file, write_results
+from profiling.bench import runner
+from profiling.bench.runner import Case, Row
 
 
-def measure(slab_gib: int) -> dict[str, Any]:
+def measure(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """Forks once beside a slab that is locked and used by a copy."""
+    torch.zeros(1, device="cuda")  # or the first time would be that of CUDA's start
+    slab_gib = case["slab_gib"]
     untouched_s = lock_untouched(slab_gib * GIB)
     start = time.perf_counter()
     slab = PinnedSlab(slab_gib * GIB, torch.device("cuda"))
     lock_s = time.perf_counter() - start
     slab.data[:GIB].copy_(torch.ones(GIB, dtype=torch.uint8, device="cuda"))
     rss_gib, fork_s = fork()
-    return {
+    row = {
         "slab_gib": slab_gib,
         "lock_s": round(lock_s, 2),
         "untouched_s": round(untouched_s, 2),
         "fork_s": round(fork_s, 4),
         "child_rss_gib": round(rss_gib, 2),
     }
+    return [row]
 
 
 def lock_untouched(nbytes: int) -> float:
@@ -73,17 +75,15 @@ def fork() -> tuple[float, float]:
     return rss_gib, fork_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=results_file, required=True, help="JSON file to write")
-    parser.add_argument("--gib", type=int, nargs="+", default=[4, 16])
-    args = parser.parse_args()
-    torch.zeros(1, device="cuda")
-    rows = [measure(gib) for gib in args.gib]
-    for row in rows:
-        print(row)
-    write_results(args.output, rows)
-
+BENCH = runner.Benchmark(
+    script=__file__,
+    description=__doc__,
+    defaults={"slab_gib": 4},
+    published={"published": [dict(slab_gib=4), dict(slab_gib=16)]},
+    measure=measure,
+    settle=dict,
+    repeats=None,
+)
 
 if __name__ == "__main__":
-    main()
+    runner.main(BENCH)

@@ -19,8 +19,9 @@ into host memory.
 
 `fwd_s`, `bwd_s`, `opt_s` end when the computation does (clipping counts as `opt_s`, updates that
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass, of
-which a step has `passes`; `keep` is custom's, and `ladder` what came of it, where an engine's
-process may lock `host_room_gib` of the host; `states`, `place`, `gpu_gib` and `host_memory_gib` (0:
+which a step has `passes`; `keep` is custom's, and `ladder` and `cut` what came of it (ladders.py),
+with `host_free_gib` of the host free before the run, of which an engine's process may lock
+`host_room_gib`; `states`, `place`, `gpu_gib` and `host_memory_gib` (0:
 all) are options of a run without an engine; under an engine `gpu_gib` is the most that PyTorch's
 allocator may take of each GPU. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of
 that length, `host_gib` what the run's processes hold of the host (memory/machine.py), in a control
@@ -37,25 +38,22 @@ What comes after `--` goes to train.py.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
-from profiling.bench.peers import prepare_peer, settled
-from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
-from profiling.results import results_file
+from profiling.bench import runner
+from profiling.bench.peers import prepare_peer
+from profiling.bench.runner import ROOT, Case, rounded, until_out_of_memory
+from profiling.ladders import ladder_columns
 
-ROOT = Path(__file__).resolve().parents[2]
 WARM_UP_TOKENS = 8192
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
@@ -87,73 +85,62 @@ DEFAULTS: Case = {
 }
 
 
-def published_cases(name: str) -> list[Case]:
-    liger = dict(class_type="liger", backend="fa4", checkpointing="selective")
-    if name == "h200":
-        return [
-            dict(class_type="custom", tokens="8192+131072"),
-            dict(**liger, tokens="8192+131072"),
-            dict(class_type="vanilla", backend="fa4", tokens="8192+131072"),
-            dict(
-                engine="plain",
-                tokens="131072+196608",
-                backend="fa4",
-                offload="auto",
-                states="as_weights",
-            ),
-            dict(engine="plain", **liger, states="as_weights"),
-        ]
-    exact = dict(engine="plain", offload="auto", backend="fa4")
-    if name == "states":
-        return [
-            dict(**exact, tokens=8192),
-            dict(**exact, tokens=8192, gpu_gib=24),
-            dict(**exact, tokens=131072),
-        ]
-    if name == "states_host":  # hosts of 256 GiB
-        return [
-            dict(**exact, tokens=131072, gpu_gib=24),
-            dict(**exact, tokens=8192, rows=16, gpu_gib=12),
-            dict(**exact, tokens=8192, place="host"),
-            dict(**exact, tokens=131072, place="host"),
-            dict(engine="zero3_cpu", tokens=8192),
-        ]
-    if name == "lora":
-        lora, nf4 = dict(lora=16), dict(lora=16, quantize="nf4")
-        hosted = {**exact, "offload": "all", "place": "host"}
-        peer = dict(engine="plain", class_type="liger", backend="fa4", checkpointing="selective")
-        return [
-            dict(**exact, **lora, gpu_gib=24),
-            dict(**exact, **nf4, gpu_gib=24),
-            dict(**exact, **nf4, gpu_gib=12),
-            dict(**hosted, **nf4, gpu_gib=8),
-            dict(**peer, **lora, offload="all"),
-            dict(**peer, **nf4, offload="all"),
-            dict(**peer, **nf4, offload="none"),
-        ]
-    if name == "longest":  # of docs/plan.md and docs/lora.md, with some of a card's memory in use
-        nf4 = dict(lora=16, quantize="nf4")
-        return [
-            dict(**exact, tokens=138240, gpu_gib=11.5, host_memory_gib=124),
-            dict(**exact, tokens=180224, gpu_gib=23.5, host_memory_gib=124),
-            dict(**exact, tokens=160256, gpu_gib=79, host_memory_gib=60),
-            dict(**exact, **nf4, tokens=239616, gpu_gib=15.5, host_memory_gib=60),
-            dict(**exact, **nf4, tokens=261632, gpu_gib=23.5, host_memory_gib=60),
-            dict(**exact, **nf4, tokens=473088, gpu_gib=79, host_memory_gib=60),
-        ]
-    return [
+LIGER = dict(class_type="liger", backend="fa4", checkpointing="selective")
+EXACT = dict(engine="plain", offload="auto", backend="fa4")
+LORA, NF4 = dict(lora=16), dict(lora=16, quantize="nf4")
+PEER = dict(engine="plain", **LIGER)
+PUBLISHED: dict[str, list[Case]] = {
+    "h200": [
+        dict(class_type="custom", tokens="8192+131072"),
+        dict(**LIGER, tokens="8192+131072"),
+        dict(class_type="vanilla", backend="fa4", tokens="8192+131072"),
+        dict(**EXACT, tokens="131072+196608", states="as_weights"),
+        dict(**PEER, states="as_weights"),
+    ],
+    "h200_x2": [
         {**dict(engine=engine, gpus=2, tokens=32768, backend="fa4", offload="none"), **settings}
         for engine in ("zero3", "fsdp2")
-        for settings in (dict(class_type="custom"), liger)
-    ]
+        for settings in (dict(class_type="custom"), LIGER)
+    ],
+    "states": [
+        dict(**EXACT, tokens=8192),
+        dict(**EXACT, tokens=8192, gpu_gib=24),
+        dict(**EXACT, tokens=131072),
+    ],
+    "states_host": [  # hosts of 256 GiB
+        dict(**EXACT, tokens=131072, gpu_gib=24),
+        dict(**EXACT, tokens=8192, rows=16, gpu_gib=12),
+        dict(**EXACT, tokens=8192, place="host"),
+        dict(**EXACT, tokens=131072, place="host"),
+        dict(engine="zero3_cpu", tokens=8192),
+    ],
+    "lora": [
+        dict(**EXACT, **LORA, gpu_gib=24),
+        dict(**EXACT, **NF4, gpu_gib=24),
+        dict(**EXACT, **NF4, gpu_gib=12),
+        dict({**EXACT, "offload": "all"}, **NF4, place="host", gpu_gib=8),
+        dict(**PEER, **LORA, offload="all"),
+        dict(**PEER, **NF4, offload="all"),
+        dict(**PEER, **NF4, offload="none"),
+    ],
+    "longest": [  # of docs/plan.md and docs/lora.md, with some of a card's memory in use
+        dict(**EXACT, tokens=138240, gpu_gib=11.5, host_memory_gib=124),
+        dict(**EXACT, tokens=180224, gpu_gib=23.5, host_memory_gib=124),
+        dict(**EXACT, tokens=160256, gpu_gib=79, host_memory_gib=60),
+        dict(**EXACT, **NF4, tokens=239616, gpu_gib=15.5, host_memory_gib=60),
+        dict(**EXACT, **NF4, tokens=261632, gpu_gib=23.5, host_memory_gib=60),
+        dict(**EXACT, **NF4, tokens=473088, gpu_gib=79, host_memory_gib=60),
+    ],
+}
 
 
-def engine_flags(engine: str) -> list[str]:
+def engine_options(engine: str) -> dict[str, str]:
+    """train.py's options that ask for an engine; none for `plain`."""
     if engine == "plain":
-        return []
+        return {}
     if engine.startswith("fsdp"):
-        return ["--fsdp", "true", "--fsdp_config", str(ROOT / f"fsdp_configs/{engine}.json")]
-    return ["--deepspeed", str(ROOT / f"ds_configs/{engine}.json")]
+        return {"fsdp": "true", "fsdp_config": str(ROOT / f"fsdp_configs/{engine}.json")}
+    return {"deepspeed": str(ROOT / f"ds_configs/{engine}.json")}
 
 
 def train_flags(case: Case, longest: int) -> list[str]:
@@ -178,19 +165,20 @@ def train_flags(case: Case, longest: int) -> list[str]:
         flags |= {name: gib for name, gib in budgets.items() if gib}
     if case["lora"]:
         flags |= dict(lora_r=case["lora"], quantize=case["quantize"])
-    return [f"--{k}={v}" for k, v in flags.items()] + engine_flags(case["engine"])
+    return [f"--{k}={v}" for k, v in (flags | engine_options(case["engine"])).items()]
 
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]:
     """Rows of the results, a row per length, from this process (one per GPU)."""
     import torch
 
-    from longctx.run.oom import OutOfMemory
+    from longctx.memory.machine import available_host_bytes
     from longctx.run.states import limit_gpu
     from profiling.build import PhaseMarks, build_trainer
 
     if case["engine"] != "plain" and case["gpu_gib"]:
         limit_gpu(torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), case["gpu_gib"])
+    free = {"host_free_gib": round(available_host_bytes() / GIB, 1)}
     lengths = [int(n) for n in str(case["tokens"]).split("+")]
     warm_up = min(WARM_UP_TOKENS, *lengths)
     if case["class_type"] != "custom" and case["sequence_parallel"] > 1:
@@ -200,7 +188,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     schedule = [warm_up] + [n for n in lengths for _ in range(repeats)]
     steps_done: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        try:
+        with until_out_of_memory():
             trainer, _ = build_trainer(
                 [*train_flags(case, max(lengths)), *flags],
                 steps=len(schedule),
@@ -212,14 +200,12 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
             watch = Stopwatch(trainer.args.device, steps_done)
             trainer.add_callback(PhaseMarks(trainer, watch.mark))
             trainer.train()
-        except (OutOfMemory, RuntimeError) as error:
-            if "out of memory" not in str(error):
-                raise
-            print(error, file=sys.stderr)
     measured = list(zip(schedule, steps_done, strict=False))[1:]
     by_length = {n: [step for length, step in measured if length == n] for n in lengths}
     rows = [
-        row_of(case, n, steps, trainer) for n, steps in by_length.items() if len(steps) == repeats
+        row_of(case, n, steps, trainer) | free
+        for n, steps in by_length.items()
+        if len(steps) == repeats
     ]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
         rows.append({**row_keys(case), "tokens": length, "status": "oom"})
@@ -306,58 +292,23 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"
     if patched := patched_part(trainer.model):
-        row["ladder"] = patched.longctx.describe()
+        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
         if room := patched.longctx.host_room:
             row["host_room_gib"] = room / GIB
     if limit := cgroup_limit_bytes():
         row["cgroup_gib"] = limit / GIB
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+    return rounded(row)
 
 
-def child_command(case: Case, repeats: int, flags: Sequence[str] = ()) -> list[str]:
-    launcher = [sys.executable]
-    if case["gpus"] > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-        launcher += [str(case["gpus"])]
-    text = case_text(case, DEFAULTS)
-    command = [*launcher, __file__, "--child", "--case", text, "--repeats", str(repeats)]
-    return [*command, "--", *flags]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument(
-        "--cases",
-        choices=["h200", "h200_x2", "states", "states_host", "lora", "longest"],
-        help="the published tables",
-    )
-    parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument(
-        "--output", type=results_file, help="JSON file; rows are added to what it holds"
-    )
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
-    args = parser.parse_args()
-    cases = [settled({**DEFAULTS, **parse_case(text, DEFAULTS)}) for text in args.case]
-    if args.child:
-        rows = run_case(cases[0], args.repeats, args.flags)
-        short = any(row["status"] == "oom" for row in rows)  # maybe in this process only
-        if short or os.environ.get("RANK", "0") == "0":
-            print(json.dumps(rows), flush=True)
-        os._exit(0)  # an engine that ran out of memory may hang in its own clean-up
-    if args.cases:
-        cases += [settled({**DEFAULTS, **case}) for case in published_cases(args.cases)]
-    if not cases:
-        parser.error("nothing to run: give --case or --cases")
-    run_cases(
-        cases,
-        DEFAULTS,
-        lambda case, _: child_command(case, args.repeats, args.flags),
-        args.output,
-        KEY,
-    )
-
+BENCH = runner.Benchmark(
+    script=__file__,
+    description=__doc__,
+    defaults=DEFAULTS,
+    published=PUBLISHED,
+    measure=run_case,
+    key=KEY,
+    takes_flags=True,
+)
 
 if __name__ == "__main__":
-    main()
+    runner.main(BENCH)

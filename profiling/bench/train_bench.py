@@ -11,9 +11,6 @@ a peer, its settings (peers.py). Anything after `--` goes to train.py, for all c
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,11 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from profiling.bench import runner
 from profiling.bench.peers import prepare_peer, settled
-from profiling.bench.subprocess_cases import Case, case_text, parse_case
-from profiling.results import results_file, write_results
+from profiling.bench.runner import QUIET, ROOT, Case, Row, logged_lines, until_out_of_memory
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS: Case = {
     "class_type": "custom",
     "checkpointing": None,
@@ -33,22 +29,20 @@ DEFAULTS: Case = {
     "backend": "fa4",
 }
 """`offload`: of a peer `none` or `all`, of custom what --offload_activations takes."""
-PUBLISHED = (
+PUBLISHED = [
     dict(class_type="vanilla", checkpointing="layers"),
     dict(class_type="liger", checkpointing="layers"),
     dict(class_type="liger", checkpointing="selective"),
     dict(class_type="liger", checkpointing="none"),
     dict(class_type="custom"),
-)
-JOB = ["--config", "recipes/llama-3.2-1b_32k.yaml"]
-QUIET = ["--save_strategy", "no", "--disable_tqdm", "true"]
+]
+JOB = ["--config", str(ROOT / "recipes/llama-3.2-1b_32k.yaml")]
 
 
 def complete(case: Case) -> Case:
-    """With its defaults: as train.py runs custom, and a peer that keeps all on the GPU."""
-    case = settled({**DEFAULTS, **case})
+    """The case with its settings: as train.py runs custom, and a peer that keeps all on the GPU."""
     offload = "auto" if case["class_type"] == "custom" else "none"
-    return {**case, "offload": case["offload"] or offload}
+    return {**settled(case), "offload": case["offload"] or offload}
 
 
 def train_flags(case: Case) -> list[str]:
@@ -58,60 +52,38 @@ def train_flags(case: Case) -> list[str]:
     return [*flags, "--gradient_checkpointing", "false"]  # it is prepare_peer's
 
 
-def train(case: Case, flags: list[str]) -> None:
-    """train.py in this process, with the peer's settings given to the model that it loads."""
-    import train as program
-    from longctx.program import program as explained
+def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
+    """The logged lines of train.py in this process, with the peer's settings given to the model
+    that it loads, and a row that says so where memory ran out."""
+    import train
 
-    load_model = program.load_model
+    load_model = train.load_model
 
     def load_peer(*args: Any, **kwargs: Any) -> Any:
         model = load_model(*args, **kwargs)
         prepare_peer(model, case)
         return model
 
-    program.load_model = load_peer
-    with explained():
-        program.main(flags)
-
-
-def run(case: Case, folder: Path, flags: list[str]) -> list[dict[str, Any]]:
-    """The logged lines of one run of train.py, and a row that says how it failed if it did."""
-    command = [sys.executable, __file__, "--child", "--case", case_text(case, DEFAULTS), "--"]
-    command += [*JOB, *QUIET, "--output_dir", str(folder), *train_flags(case), *flags]
-    print(f"{case_text(case, DEFAULTS)}: {' '.join(command[1:])}", flush=True)
-    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    metrics = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.open()] if metrics.exists() else []
-    rows = [{**case, **line} for line in lines if "loss" in line]
-    if done.returncode:
-        print(done.stderr[-2000:], flush=True)
-        status = "oom" if "out of memory" in done.stderr else "failed"
-        rows.append({**case, "status": status})
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--output", type=results_file, help="JSON file to write")
-    parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
-    args = parser.parse_args()
-    cases = [parse_case(text, DEFAULTS) for text in args.case] or list(PUBLISHED)
-    if args.child:
-        train(complete(cases[0]), args.flags)
-        return
-    if args.output is None:
-        parser.error("--output is missing")
-    rows = []
+    train.load_model = load_peer
     with tempfile.TemporaryDirectory() as folder:
-        for number, case in enumerate(map(complete, cases)):
-            rows += run(case, Path(folder) / str(number), args.flags)
-    write_results(args.output, rows)
+        words = [*JOB, *QUIET, "--output_dir", folder, *train_flags(case), *flags]
+        with until_out_of_memory() as outcome:
+            train.main(words)
+        rows = [{**case, **line} for line in logged_lines(Path(folder))]
+    return rows if outcome["status"] == "ok" else [*rows, {**case, **outcome}]
 
+
+BENCH = runner.Benchmark(
+    script=__file__,
+    description=__doc__,
+    defaults=DEFAULTS,
+    published={"published": PUBLISHED},
+    measure=run_case,
+    settle=complete,
+    key=(*DEFAULTS, "step"),
+    repeats=None,
+    takes_flags=True,
+)
 
 if __name__ == "__main__":
-    main()
+    runner.main(BENCH)

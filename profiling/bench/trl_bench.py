@@ -18,7 +18,8 @@ transformers (with its own loss in chunks) or longctx (the model is patched befo
 an operator of torch (peers.py); offload=all its `activation_offloading`. `liger`, `vanilla` and
 `custom` are train.py's trainer, as in step_bench.py.
 
-`gpu_gib` is custom's budget of GPU memory (0: all).
+`gpu_gib` is custom's budget of GPU memory (0: all), `ladder` and `cut` what its layers kept and how
+their work was cut (ladders.py).
 
 states `as_weights`: weights and AdamW in bf16. `fp32`: custom, liger and vanilla have exact AdamW
 over bf16 weights, TRL fp32 weights under bf16 autocast.
@@ -26,8 +27,6 @@ over bf16 weights, TRL fp32 weights under bf16 autocast.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import tempfile
@@ -46,9 +45,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import longctx
 from longctx.constants import GIB, IGNORE_INDEX
+from profiling.bench import runner
 from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
-from profiling.bench.subprocess_cases import Case, case_text, parse_case, run_cases
-from profiling.results import results_file
+from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
+from profiling.ladders import ladder_columns
 
 SHORTEST, LONGEST = 500, 9000
 """Tokens of a document."""
@@ -79,10 +79,9 @@ PUBLISHED = [
 
 
 def complete(case: Case) -> Case:
-    """With its defaults: as train.py runs custom, and a peer that keeps all on the GPU."""
-    case = {**DEFAULTS, **case}
+    """The case with its settings: as train.py runs custom, and a peer that keeps all on the GPU."""
     if case["class_type"] == "trl":
-        case["layers_by"] = case["layers_by"] or "liger"
+        case = {**case, "layers_by": case["layers_by"] or "liger"}
     ours = "custom" if case["layers_by"] == "longctx" else case["class_type"]
     case = {**settled({**case, "class_type": ours}), "class_type": case["class_type"]}
     return {**case, "offload": case["offload"] or ("auto" if ours == "custom" else "none")}
@@ -258,11 +257,11 @@ def idle_share(busy: Iterable[tuple[int, int]]) -> float:
     return idle / (end - first)
 
 
-def run_case(case: Case, repeats: int) -> dict[str, Any]:
+def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """One row of the results, from this process."""
     from longctx.config import ModelArguments
+    from longctx.model.runtime import patched_part
     from longctx.run.loading import load_config
-    from longctx.run.oom import OutOfMemory
     from profiling.build import VOCABULARY
 
     args = ModelArguments(preset=case["preset"], seq_len=case["tokens"], extend_context=True)
@@ -271,45 +270,33 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
     steps = WARM_UP_STEPS + repeats + (IDLE_STEPS if torch.cuda.is_available() else 0)
     rows = PackedRows(steps, case["tokens"], config.vocab_size)
     clock = StepClock(repeats)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            if case["class_type"] == "trl":
-                trainer = trl_trainer(case, rows, config, Path(folder))
-            else:
-                trainer = long_trainer(case, rows, Path(folder))
-            trainer.add_callback(clock)
-            trainer.train()
-    except (OutOfMemory, torch.OutOfMemoryError) as error:
-        print(error, file=sys.stderr)
-        return {**case, "status": "oom"}
+    with tempfile.TemporaryDirectory() as folder, until_out_of_memory() as outcome:
+        if case["class_type"] == "trl":
+            trainer = trl_trainer(case, rows, config, Path(folder))
+        else:
+            trainer = long_trainer(case, rows, Path(folder))
+        trainer.add_callback(clock)
+        trainer.train()
+    if outcome["status"] == "oom":
+        return [{**case, **outcome}]
     row = {**case, **clock.row, "tokens_per_s": case["tokens"] / clock.row["step_s"]}
     logged = [line for line in trainer.state.log_history if line.get("step") == clock.last]
     row |= {name: logged[0][name] for name in ("loss", "grad_norm")}
-    row["status"] = "ok"
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+    if patched := patched_part(trainer.model):
+        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
+    row |= outcome
+    return [rounded(row)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--case", action="append", default=[], help="key=value,... (repeatable)")
-    parser.add_argument("--repeats", type=int, default=8, help="measured steps, after two more")
-    parser.add_argument(
-        "--output", type=results_file, help="JSON file; rows are added to what it holds"
-    )
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    cases = [parse_case(text, DEFAULTS) for text in args.case] or list(PUBLISHED)
-    cases = [complete(case) for case in cases]
-    if args.child:
-        print(json.dumps([run_case(cases[0], args.repeats)]), flush=True)
-        return
-
-    def child(case: Case, text: str) -> list[str]:
-        words = [sys.executable, __file__, "--child", "--repeats", str(args.repeats)]
-        return [*words, "--case", case_text(case, DEFAULTS)]
-
-    run_cases(cases, DEFAULTS, child, args.output, key=tuple(DEFAULTS))
-
+BENCH = runner.Benchmark(
+    script=__file__,
+    description=__doc__,
+    defaults=DEFAULTS,
+    published={"published": PUBLISHED},
+    measure=run_case,
+    settle=complete,
+    repeats=8,
+)
 
 if __name__ == "__main__":
-    main()
+    runner.main(BENCH)

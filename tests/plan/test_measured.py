@@ -6,14 +6,12 @@ import statistics
 
 import pytest
 
-from longctx.cost.kept import Keep
 from profiling.plan_cells import (
     Cell,
     adapter_cells,
     engine_cells,
     front_cells,
     layer_cells,
-    read_ladder,
     step_cells,
 )
 
@@ -102,15 +100,3 @@ def test_what_ran_out_of_memory_is_refused(front) -> None:
     assert gone and all(c.plan.gpu_bytes > c.plan.gpu_limit for c in gone)
     ran = [cell for cell in front if cell.measured]
     assert all(c.plan.gpu_bytes <= c.plan.gpu_limit for c in ran)
-
-
-def test_what_a_run_says_is_read() -> None:
-    text = (
-        "kept for backward: layers 0 to 1: x o h on the host; layers 2 to 2: x o h q k v on the "
-        "host, gate up on the GPU; layers 3 to 3: x o on the GPU; 1 head group, tiles of 16 tokens"
-    )
-    two = 2 * (Keep.of("h", "h"),)
-    ladder = (*two, Keep.of("all", "qkv"), Keep.of("o"))
-    cut = dict(head_groups=1, tile_tokens=16)
-    assert read_ladder(text) == (ladder, cut)
-    assert read_ladder(f"{text}, 0.5 GiB of logits") == (ladder, cut | dict(logits_bytes=2**29))

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from browser import open_page
@@ -55,13 +51,12 @@ def test_quick_runs_real_steps_and_the_page_shows_them(
 ) -> None:
     """One case in a process of its own, as users have them all; the others here, for time."""
     from profiling.bench import step_bench
-    from profiling.bench.subprocess_cases import parse_case, run_child
+    from profiling.bench.runner import run_child
 
     own: list[str] = []
 
     def child(command: list[str], timeout_s: float) -> list[dict[str, object]]:
-        case = parse_case(command[command.index("--case") + 1], step_bench.DEFAULTS)
-        case = {**step_bench.DEFAULTS, **case}
+        case = step_bench.BENCH.parsed(command[command.index("--case") + 1])
         if not own and case["class_type"] == "custom":
             own.extend(command)
             with monkeypatch.context() as environment:
@@ -90,6 +85,7 @@ def test_quick_runs_real_steps_and_the_page_shows_them(
         assert row["step_s"] == pytest.approx(parts, abs=2e-4) and parts > 0  # each is rounded
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_s"], rel=0.01)
         assert not {"peak_gib", "reserved_gib", "mfu"} & row.keys()  # there is no GPU to measure
+        assert row["host_free_gib"] > 0 and ("ladder" in row) == (row["class_type"] == "custom")
     with output.with_suffix(".csv").open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 4 and "peak_gib" not in table[0]
@@ -218,47 +214,6 @@ def test_liger_without_a_gpu_is_said_before_anything_runs(compare, tmp_path, mon
     missing = "a GPU" if installed("liger_kernel") else "Liger-Kernel: pip install"
     with pytest.raises(SystemExit, match=f"--class_type liger needs {missing}"):
         run(compare, monkeypatch, "--preset", "tiny", "--output", str(tmp_path / "a"))
-
-
-def test_a_child_that_is_late_or_fails_has_no_rows(compare, capfd) -> None:
-    from profiling.bench.subprocess_cases import run_child
-
-    def python(code: str, timeout_s: float | None = None) -> list[dict[str, object]]:
-        return run_child([sys.executable, "-c", code], timeout_s)
-
-    assert python("print('a line'); print('[{\"status\": \"oom\"}]')") == [{"status": "oom"}]
-    assert python("raise SystemExit('no such thing')") == []
-    assert "failed: exit code 1" in (printed := capfd.readouterr()).out
-    assert "no such thing" in printed.err
-    assert python("print('[{\"a\": 1}]'); raise SystemExit(1)") == [{"a": 1}]  # a peer failed
-    assert python("import time; time.sleep(9)", 0.2) == []
-    assert "not done after" in capfd.readouterr().out
-
-
-def test_a_late_launcher_takes_its_workers_with_it(compare, tmp_path: Path, monkeypatch) -> None:
-    """It is late as soon as its worker runs: no time is measured here."""
-    from profiling.bench import subprocess_cases
-
-    class LatePopen(subprocess.Popen):
-        def communicate(self, input=None, timeout=None):
-            if timeout is None:
-                return super().communicate(input)
-            while not (tmp_path / "pid").exists():
-                time.sleep(0.01)
-            raise subprocess.TimeoutExpired(self.args, timeout)
-
-    monkeypatch.setattr(subprocess, "Popen", LatePopen)
-    pid_file, written = str(tmp_path / "pid"), str(tmp_path / "written")
-    worker = f"import os, time; open({written!r}, 'w').write(str(os.getpid())); "
-    worker += f"os.rename({written!r}, {pid_file!r}); time.sleep(3600)"
-    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], "
-    launcher += "start_new_session=True)"  # as torchrun starts them
-    # A worker that lives on holds the pipe, and this call, until pytest's timeout.
-    assert subprocess_cases.run_child([sys.executable, "-c", launcher, worker], 2) == []
-    pid = int((tmp_path / "pid").read_text())
-    with suppress(psutil.NoSuchProcess):  # one that was not killed sleeps until pytest's timeout
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
 
 
 def test_a_name_with_dots_is_kept(compare) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import open_page
+
+from longctx.config import parse_flags
+from longctx.errors import UserError
 
 STEPS = 20
 
@@ -46,13 +50,16 @@ def test_distances_are_in_units_of_the_largest_vanilla_drift(convergence) -> Non
 
 def test_all_is_written_and_the_page_opens(convergence, tmp_path: Path, monkeypatch) -> None:
     asked = []
+    plain = convergence.RUNS["vanilla"]
 
-    def run(name: str, flags: list[str], folder: Path) -> list[dict[str, float]]:
-        asked.append((name, flags[flags.index("--seed") + 1], flags[-1]))
-        offset = {"vanilla": 0, "custom": 0.01}.get(name.split(", seed")[0], 0.02)
-        return [{"loss": loss} for loss in losses(offset, int(asked[-1][1]))]
+    def run(flags: list[str], folder: Path) -> list[dict[str, float]]:
+        parse_flags([*flags[:-1], "--output_dir", str(folder)])
+        settings, seed = flags[len(convergence.JOB) : -3], flags[-2]
+        asked.append((settings, seed, flags[-1]))
+        offset = 0 if settings == plain else 0.01 if "custom" in settings else 0.02
+        return [{"loss": loss} for loss in losses(offset, int(seed))]
 
-    monkeypatch.setattr(convergence, "run", run)
+    monkeypatch.setattr(convergence, "train_lines", run)
     output = tmp_path / "c.json"
     words = ["convergence.py", "--seeds", "3", "4", "--output", str(output), "--", "--use_cpu"]
     monkeypatch.setattr(sys, "argv", words)
@@ -70,12 +77,15 @@ def test_a_failed_run_and_impossible_requests(convergence, tmp_path: Path, monke
         monkeypatch.setattr(sys, "argv", ["c.py", "--output", str(tmp_path / "c.json"), *words])
         convergence.main()
 
-    monkeypatch.setattr(convergence, "run", lambda *args: [{"status": "oom"}])
+    def failed(*args: Any) -> list[dict[str, float]]:
+        raise UserError("exit code 1")
+
+    monkeypatch.setattr(convergence, "train_lines", failed)
     with pytest.raises(SystemExit, match="'vanilla' with seed 0 failed"):
         main()
     with pytest.raises(SystemExit, match="must hold vanilla"):
         main("--runs", "custom")
-    monkeypatch.setattr(convergence, "run", lambda *args: [{"loss": 1.0}])
+    monkeypatch.setattr(convergence, "train_lines", lambda *args: [{"loss": 1.0}])
     with pytest.raises(SystemExit, match="a second vanilla run"):
         main("--runs", "vanilla", "custom")
     assert not list(tmp_path.iterdir())

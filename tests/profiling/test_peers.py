@@ -14,9 +14,10 @@ from small_model import packed_batch, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import train
 from longctx.attention.documents import Documents
 from profiling.bench import layer_bench, peers, step_bench, train_bench
-from profiling.bench.subprocess_cases import case_text, parse_case
+from profiling.bench.runner import case_text, parse_case
 
 LAYERS = 4
 SETTINGS = [
@@ -202,11 +203,9 @@ def test_cases_say_their_settings() -> None:
 
 
 def test_published_cases_are_settled_and_differ() -> None:
-    cases = [peers.settled({**layer_bench.DEFAULTS, **case}) for case in layer_bench.h200_cases()]
-    cases += [train_bench.complete(case) for case in train_bench.PUBLISHED]
+    cases = [*layer_bench.BENCH.cases("h200"), *train_bench.BENCH.cases(None)]
     for name in ("h200", "h200_x2", "lora", "longest"):
-        published = [{**step_bench.DEFAULTS, **c} for c in step_bench.published_cases(name)]
-        cases += map(peers.settled, published)
+        cases += step_bench.BENCH.cases(name)
     texts = [json.dumps(case, sort_keys=True) for case in cases]
     assert len(texts) == len(set(texts))
     for case in cases:
@@ -241,7 +240,7 @@ def test_step_bench_measures_adapters(class_type, text) -> None:
         pytest.importorskip("bitsandbytes")
     fixed = dict(class_type=class_type, engine="plain", gpus=0, tokens=64, layers=2, preset="tiny")
     given = parse_case(text, step_bench.DEFAULTS)
-    case = peers.settled({**step_bench.DEFAULTS, **fixed, **given})
+    case = step_bench.BENCH.case({**fixed, **given})
     (row,) = step_bench.run_case(case, 1, ["--use_cpu", "--dtype", "bfloat16"])
     assert row["status"] == "ok" and row["lora"] == 2
     assert row.get("quantize", "none") == case["quantize"]
@@ -249,13 +248,15 @@ def test_step_bench_measures_adapters(class_type, text) -> None:
 
 
 def test_train_bench_trains_a_peer(tmp_path, monkeypatch) -> None:
-    """By train.py itself, in a process of its own."""
-    case = train_bench.complete(
-        dict(class_type="vanilla", checkpointing="selective", backend="sdpa", offload="all")
-    )
+    """By train.py's own main."""
+    settings = dict(class_type="vanilla", checkpointing="selective", backend="sdpa", offload="all")
+    case = train_bench.BENCH.case(settings)
     flags = ["--use_cpu", "--max_steps", "2", "--seq_len", "64", "--preset", "tiny"]
+    (tmp_path / "text.txt").write_text("eight words that train a model of two layers. " * 500)
+    flags += ["--train_file", str(tmp_path / "text.txt"), "--cache_dir", str(tmp_path / "cache")]
     monkeypatch.setattr(train_bench, "JOB", [])
-    rows = train_bench.run(case, tmp_path / "run", flags)
+    monkeypatch.setattr(train, "load_model", train.load_model)  # undone after
+    rows = train_bench.run_case(case, 1, flags)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["checkpointing"] == "selective" and row["offload"] == "all" for row in rows)
 

@@ -1,4 +1,4 @@
-"""profiling/bench/smollm2_lora.py, on the small model of the tests."""
+"""profiling/bench/smollm2.py's study of adapters, on the small model of the tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_before_and_after(name, plain_kernels, words, tmp_path: Path, monkeypatc
     if not generates:
         pytest.importorskip("bitsandbytes")
     monkeypatch.setenv("LONGCTX_COMMIT", "a" * 40)
-    from profiling.bench import smollm2_lora
+    from profiling.bench import smollm2
 
     def in_process(command: list[str], cwd: Path, check: bool) -> None:
         with monkeypatch.context() as place:
@@ -50,10 +50,10 @@ def test_before_and_after(name, plain_kernels, words, tmp_path: Path, monkeypatc
             else:
                 cli.run(command[3:])
 
-    monkeypatch.setattr("profiling.bench.smollm2_32k.subprocess.run", in_process)
+    monkeypatch.setattr("profiling.bench.smollm2_steps.subprocess.run", in_process)
     steps = ["base", f"train-{name}", name, *([f"generate-{name}"] * generates)]
-    monkeypatch.setattr(sys, "argv", ["smollm2_lora.py", "--only", *steps, *words])
-    smollm2_lora.main()
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", "--study", "lora", "--only", *steps, *words])
+    smollm2.main()
     rows = json.loads((tmp_path / "s.json").read_text())["rows"]
     before, trained, after, *rest = rows
     assert [row["step"] for row in rows] == steps

@@ -1,9 +1,10 @@
-"""profiling/bench/smollm2_states.py: what other states make of the weights, and the picture."""
+"""profiling/bench/smollm2.py's study of states: how far the weights moved, and the picture."""
 
 from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from transformers import LlamaForCausalLM
 
 import train
 from longctx.errors import UserError
+from profiling.bench import smollm2, weights_moved
 
 
 @pytest.fixture
 def states(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LONGCTX_COMMIT", "a" * 40)
-    from profiling.bench import smollm2_states as states
+    from profiling.bench import weights_moved as states
 
     return states
 
@@ -52,9 +54,11 @@ def run(states, monkeypatch, words: list[str], *more: str) -> list[list[str]]:
             place.chdir(cwd)
             train.main(command[2:])
 
-    monkeypatch.setattr("profiling.bench.smollm2_32k.subprocess.run", in_process)
-    monkeypatch.setattr(sys, "argv", ["profiling/bench/smollm2_states.py", *more, *words])
-    states.main()
+    monkeypatch.setattr("profiling.bench.smollm2_steps.subprocess.run", in_process)
+    monkeypatch.setattr(
+        sys, "argv", ["profiling/bench/smollm2.py", "--study", "states", *more, *words]
+    )
+    smollm2.main()
     return asked
 
 
@@ -98,11 +102,39 @@ def test_a_part_is_made_again_alone(
     assert list(read(tmp_path)) == [("truth", 3e-4), ("as_weights", 3e-4)]
 
 
-def test_measures(states) -> None:
+@pytest.mark.parametrize(
+    ("study", "more", "message"),
+    [
+        ("states", ["--windows", "4"], "--windows has no effect on states"),
+        ("32k", ["--rows", "4"], "--rows has no effect on 32k"),
+        ("lora", ["--only", "base", "yarn"], "lora has no yarn, but base train-lora"),
+        ("64k", [], "invalid choice: '64k'"),
+    ],
+)
+def test_what_a_study_does_not_have_is_refused(study, more, message, tmp_path, capsys) -> None:
+    words = ["--study", study, "--model", "m", "--data", "d", "--output", str(tmp_path / "s.json")]
+    with pytest.raises(SystemExit):
+        smollm2.parse([*words, *more])
+    assert message in capsys.readouterr().err
+
+
+def test_the_recorded_command_makes_the_whole_file(tmp_path) -> None:
+    words = ["--study", "states", "--model", "m", "--data", "d", "--output"]
+    args = smollm2.parse([*words, str(tmp_path / "s.json"), "--only", "truth", "--rows", "1"])
+    assert args.seq_len == 2048 and args.windows is None
+    recorded = smollm2.command(args)
+    assert recorded.endswith("--output profiling/results/s.json --rows 1")
+    again = smollm2.parse(shlex.split(recorded)[2:])
+    assert again.only == [*smollm2.STUDIES["states"].steps, "picture"] and again.rows == 1
+
+
+def test_measures() -> None:
     """Of four weights, two moved in truth, by 3 and 4: |t - w0| = 5."""
     start, truth = {"a": torch.zeros(3), "b": torch.ones(1)}, {"a": torch.tensor([3.0, 0, 0])}
     truth["b"] = torch.tensor([5.0])
-    found = states.measure(start, truth, {"a": torch.tensor([3.0, 0, -2]), "b": torch.ones(1)})
+    found = weights_moved.measure(
+        start, truth, {"a": torch.tensor([3.0, 0, -2]), "b": torch.ones(1)}
+    )
     assert found == {
         "distance": math.sqrt((16 + 4) / 25),
         "share_moved": 9 / 25,
@@ -110,16 +142,16 @@ def test_measures(states) -> None:
     }
 
 
-def test_masters_are_measured_beside_their_bf16_weights(states) -> None:
+def test_masters_are_measured_beside_their_bf16_weights() -> None:
     """1 + 2^-9 is the master of 1 in bf16, 1 + 3 2^-9 that of 1 + 2^-7."""
     start = {"w": torch.ones(2, dtype=torch.bfloat16)}
     masters = {"w": torch.tensor([1 + 2**-9, 1 + 3 * 2**-9])}
-    found = states.compare(start, masters, masters)
+    found = weights_moved.compare(start, masters, masters)
     assert found["distance_masters"] == 0 and found["share_moved_masters"] == 1
     assert found["share_unchanged"] == 0.5 and "share_unchanged_masters" not in found
     assert found["distance"] == math.sqrt(2 / 10) and found["share_moved"] == 12 / 10
     with pytest.raises(UserError, match="different names"):
-        states.compare(start, masters, {"v": masters["w"]})
+        weights_moved.compare(start, masters, {"v": masters["w"]})
 
 
 def test_what_could_not_be_compared_is_refused_before_a_run(

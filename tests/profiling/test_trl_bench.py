@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from profiling.bench import trl_bench
+from profiling.ladders import ladder_of
 
 TINY = dict(preset="tiny", layers=2, tokens=1536, states="fp32")
 
@@ -35,7 +36,7 @@ def test_documents_have_the_lengths_that_are_said(tokens: int) -> None:
 
 
 def test_cases_say_their_settings() -> None:
-    cases = [trl_bench.complete(case) for case in trl_bench.PUBLISHED]
+    cases = trl_bench.BENCH.cases(None)
     assert len({tuple(case.items()) for case in cases}) == len(cases) == 11
     for case in cases:
         ours = case["class_type"] == "custom" or case["layers_by"] == "longctx"
@@ -58,7 +59,8 @@ def test_idle_is_what_nothing_covers(busy, idle) -> None:
 
 
 def measured(**settings: Any) -> dict[str, Any]:
-    return trl_bench.run_case(trl_bench.complete({**TINY, **settings}), 1)
+    (row,) = trl_bench.run_case(trl_bench.BENCH.case({**TINY, **settings}), 1, [])
+    return row
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,7 @@ def ours(plain_kernels) -> dict[str, Any]:
 def test_our_trainer_is_timed(ours) -> None:
     assert ours["status"] == "ok" and ours["step_s"] > 0
     assert ours["tokens_per_s"] == pytest.approx(1536 / ours["step_s"], rel=0.01)
+    assert len(ladder_of(ours)) == 2 and ours["cut"]["head_groups"] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,20 @@
-"""Why AdamW with bf16 states is not the default: SmolLM2-135M trained three times from one start.
+"""How far runs moved the weights that all of them began with, compared with a run in fp32 (truth).
 
-    python profiling/bench/smollm2_states.py --model models/smollm2-135m --data data/long \\
-        --output profiling/results/h100_states.json
-
-trains recipes/smollm2_32k.yaml, its 50 steps with a peak learning rate of 3e-4, and then 20 steps
-with a constant one of 1e-5, each time these runs, or those of `--only`. A row is written as soon as
-its run is over, and the picture, beside the results as .png, shows them all:
-
-    truth         weights, states and compute in fp32, without tf32; torch's AdamW
-    fp32          bf16 weights with `--optimizer_states fp32`, the default: exact AdamW
-    as_weights    bf16 weights with `--optimizer_states as_weights`: torch's AdamW with moments in
-                  bf16 and no masters; the gradients of a step's two batches add up in bf16
-
-All three start at the same weights w0, those of the model in bf16. With w of a run and t of truth,
-over all weights and in fp64:
+With w of a run, t of truth and w0 at the start, over all weights and in fp64:
 
     distance          |w - t| / |t - w0|
     share_moved       <w - w0, t - w0> / |t - w0|^2      the part of truth's movement that happened
     share_unchanged   of the weights in bf16, those that are bit by bit what they were in w0
 
 w are the weights in bf16; `..._masters` is the same of the fp32 masters. rms_loss_difference is the
-root mean square of the losses' differences from truth's.
-
-A step has 32768 tokens in rows of 2048: how an update rounds does not depend on the length of rows,
-but in fp32 attention is plain torch, writes its scores, and takes up to 16 times as long at
-32768. The recipe's own rows are `--seq_len 32768 --rows 1`.
+root mean square of the losses' differences from truth's. This is smollm2.py's study `states`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +22,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from longctx.errors import UserError
 from longctx.kernels.adamw import split_master
 from longctx.report.page import pyplot
 from profiling.bench.convergence import distance
-from profiling.bench.smollm2_32k import FP32, train
-from profiling.results import results_file, write_results
+from profiling.bench.runner import Row
+from profiling.bench.smollm2_steps import FP32, Args, Study, train
+from profiling.pictures import CUSTOM, RED
+from profiling.results import read_rows
 
 RUNS = {
     "truth": FP32,
@@ -58,9 +39,7 @@ RUNS = {
 CONSTANT = "--max_steps 20 --lr_scheduler_type constant --warmup_steps 0".split()
 PARTS: dict[str, tuple[float, list[str]]] = {"": (3e-4, []), "-1e-5": (1e-5, CONSTANT)}
 """Ending of a run's name -> its learning rate, and flags."""
-STEPS = (*(run + part for part in PARTS for run in RUNS), "picture")
-KEY = ("states", "learning_rate")
-COLOURS = {"fp32": "#4c72b0", "as_weights": "#c44e52"}
+COLOURS = {"fp32": CUSTOM, "as_weights": RED}
 BARS = {
     "fp32, its masters": ("fp32", "_masters", "#55a868"),
     "fp32, its bf16 weights": ("fp32", "", COLOURS["fp32"]),
@@ -68,32 +47,29 @@ BARS = {
 }
 """Label -> run, ending of the measure, colour."""
 
-Row = dict[str, Any]
 Weights = Mapping[str, Tensor]
 
 
-# --- runs ----------------------------------------------------------------------------------------
-
-
-def run_step(run: str, part: str, args: argparse.Namespace) -> Row:
+def train_states(name: str, args: Args, *, run: str, part: str) -> Row:
     """Trains, and compares a bf16 run with its truth."""
     learning_rate, flags = PARTS[part]
     batch = ["--per_device_train_batch_size", str(args.rows)]
     flags = [*flags, *batch, "--learning_rate", str(learning_rate), *RUNS[run]]
-    trained = train(run + part, args, "custom", *flags)
+    trained = train(name, args, flags=flags)
     del trained["step"]
     row = {"states": run, "learning_rate": learning_rate, **shape(args), **trained}
     if run != "truth":
         row["rms_loss_difference"] = distance(row["losses"], truth_of(part, args)["losses"])
-        row |= compare(*(weights_of(args, name) for name in (None, "truth" + part, run + part)))
+        finals = (args.runs / f"{kind}{part}" / "final" for kind in ("truth", run))
+        row |= compare(*map(read, (args.model, *finals)))
     return row
 
 
-def shape(args: argparse.Namespace) -> Row:
+def shape(args: Args) -> Row:
     return {"seq_len": args.seq_len, "rows": args.rows}
 
 
-def truth_of(part: str, args: argparse.Namespace) -> Row:
+def truth_of(part: str, args: Args) -> Row:
     """Its row. Raises UserError where its run is not there, or had other rows."""
     wanted = {"states": "truth", "learning_rate": PARTS[part][0], **shape(args)}
     for row in read_rows(args.output):
@@ -104,27 +80,31 @@ def truth_of(part: str, args: argparse.Namespace) -> Row:
     )
 
 
-def read_rows(path: Path) -> list[Row]:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+def check_states(args: Args) -> None:
+    """Raises UserError for what would end the work only after a run."""
+    check_start(args.model)
+    for part in PARTS:
+        asked = {run for run in RUNS if run + part in args.only}
+        if asked and "truth" not in asked:
+            truth_of(part, args)
 
 
 # --- weights -------------------------------------------------------------------------------------
 
 
-def weights_of(args: argparse.Namespace, run: str | None) -> dict[str, Tensor]:
-    """Those that a run ended with; None: those that all begin with. Raises UserError for none."""
-    folder = args.runs / run / "final" if run else args.model
+def read(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder. Raises UserError where it holds none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} holds no .safetensors: give a folder of scripts/get_smollm2.py")
     return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
-def check_start(args: argparse.Namespace) -> None:
+def check_start(folder: Path) -> None:
     """Raises UserError for a model that bf16 would round: its runs would have two starts."""
-    for name, weight in weights_of(args, None).items():
+    for name, weight in read(folder).items():
         if weight.dtype != torch.bfloat16:
-            raise UserError(f"{args.model}: {name} is in {weight.dtype}: bfloat16 is needed")
+            raise UserError(f"{folder}: {name} is in {weight.dtype}: bfloat16 is needed")
 
 
 def compare(start: Weights, truth: Weights, final: Weights) -> Row:
@@ -234,57 +214,10 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if 0.1 <= share <= 0.99 else f"{share:.1%}"
 
 
-# --- command -------------------------------------------------------------------------------------
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Raises UserError for what would end the work only after a run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--model", type=Path, required=True, help="of scripts/get_smollm2.py")
-    parser.add_argument("--data", type=Path, required=True, help="of scripts/get_long_documents.py")
-    parser.add_argument("--output", type=results_file, required=True, help="JSON file to write")
-    parser.add_argument("--runs", type=Path, default=Path("runs/states"), help="for models")
-    parser.add_argument("--seq_len", type=int, default=2048, help="tokens in a row (2048)")
-    parser.add_argument("--rows", type=int, default=8, help="in each of a step's two batches (8)")
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS)
-    parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
-    args = parser.parse_args(argv)
-    for name in ("model", "data", "output", "runs"):  # train.py runs in the repository's root
-        setattr(args, name, getattr(args, name).absolute())
-    args.runs.mkdir(parents=True, exist_ok=True)
-    pyplot()
-    check_start(args)
-    for part in PARTS:
-        asked = {run for run in RUNS if run + part in args.only}
-        if asked and "truth" not in asked:
-            truth_of(part, args)
-    return args
-
-
-def command(args: argparse.Namespace) -> str:
-    """That makes the whole file, in which the rows of several calls with --only stand."""
-    words = [
-        "python profiling/bench/smollm2_states.py --model models/smollm2-135m --data data/long"
-    ]
-    words += ["--output", f"profiling/results/{args.output.name}"]
-    words += ["--seq_len", str(args.seq_len), "--rows", str(args.rows)]
-    return " ".join([*words, *(["--", *args.flags] if args.flags else [])])
-
-
-def main() -> None:
-    try:
-        args = parse()
-        for part in PARTS:
-            for run in RUNS:
-                if run + part in args.only:
-                    row = run_step(run, part, args)
-                    print(json.dumps(row), flush=True)
-                    write_results(args.output, [row], key=KEY, extra={"command": command(args)})
-        if "picture" in args.only:
-            draw(read_rows(args.output)).savefig(args.output.with_suffix(".png"), dpi=110)
-    except UserError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()
+STATES = Study(
+    steps={run + part: partial(train_states, run=run, part=part) for part in PARTS for run in RUNS},
+    options={"seq_len": 2048, "rows": 8},
+    key=("states", "learning_rate"),
+    prepare=check_states,
+    draw=draw,
+)
