@@ -1,4 +1,7 @@
-"""What each part of a model costs in a step: its rows of the count (longctx/cost/table.py).
+"""What a step costs: one table of the rows (longctx/cost/table.py) that its parts declare.
+
+The layer's parts and the loss count theirs where they compute. Here stand the rows of what others
+compute, torch's embedding, the update, Hugging Face's and Liger-Kernel's layers, and the sum.
 
 T tokens, D hidden size, F intermediate size; bytes that matmuls read and write are in their rate.
 """
@@ -15,44 +18,9 @@ from longctx.layer.linear import dense_cost
 from longctx.layer.lora import adapters_cost
 from longctx.layer.parts.attention import SelfAttention, attention_flops
 from longctx.layer.parts.mlp import SwiGLU
+from longctx.model.loss import loss_cost
 
-# --- lm_head and the loss ----------------------------------------------------------------------
-
-
-def loss_cost(s: Sizes, batch: Batch) -> Table:
-    """Logits are written and read twice in fp32, their gradient written and read twice in 16 bits;
-    lm_head's gradient adds up in fp32 for each group of rows."""
-    tokens, unit = batch.tokens, s.unit(batch.tokens)
-    rows = loss_rows(s, tokens)
-    head = s.hidden * s.vocab * s.trains_head
-    workspace = min(s.cut(tokens).logits_bytes, 4 * tokens * s.vocab)
-    rounded = s.itemsize * head
-    buffers = {
-        "last layer's output": unit,
-        "the same, normed": unit,
-        "its gradient": unit,
-        "lm_head's gradient, fp32": 4 * head,
-        # the workspace, which a short batch does not fill, goes before the gradient is rounded
-        "logits" if workspace >= rounded else "the same, rounded": max(workspace, rounded),
-        # hidden and its gradient, where labels that do not count are left out
-        "rows of the loss": 2 * min(tokens, rows) * s.hidden * s.itemsize,
-    }
-    return Table(
-        forward=(
-            Work(
-                name="loss",
-                flops=(6 if s.trains_head else 4) * tokens * s.vocab * s.hidden,
-                nbytes=18.0 * tokens * s.vocab + 8 * -(-tokens // rows) * head,
-            ),
-        ),
-        buffers=tuple(Buffer(name=k, nbytes=n, during="loss") for k, n in buffers.items()),
-    )
-
-
-def loss_rows(s: Sizes, tokens: int) -> int:
-    """Of a group of pieces (model/loss.py)."""
-    lines = s.cut(tokens).logits_bytes // (2 * s.vocab)
-    return max(1, lines * 7 // 8 if s.itemsize < 4 else lines // 2)
+# --- the embedding and the update -----------------------------------------------------------
 
 
 def embedding_cost(s: Sizes, batch: Batch) -> Table:

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from longctx.annotate import annotated
-from longctx.cost.sizes import default_logits_bytes
+from longctx.cost.sizes import Batch, Sizes, default_logits_bytes
+from longctx.cost.table import Buffer, Table, Work
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.kernels.launch import check_float, check_shape, once_differentiable
 from longctx.kernels.scale import scale_into
@@ -333,3 +334,42 @@ def linear_cross_entropy(
             logits_scaling,
             options,
         )
+
+
+# --- what it costs ---------------------------------------------------------------------------
+
+
+def loss_cost(s: Sizes, batch: Batch) -> Table:
+    """Logits are written and read twice in fp32, their gradient written and read twice in 16 bits;
+    lm_head's gradient adds up in fp32 for each group of rows."""
+    tokens, unit = batch.tokens, s.unit(batch.tokens)
+    rows = loss_rows(s, tokens)
+    head = s.hidden * s.vocab * s.trains_head
+    workspace = min(s.cut(tokens).logits_bytes, 4 * tokens * s.vocab)
+    rounded = s.itemsize * head
+    buffers = {
+        "last layer's output": unit,
+        "the same, normed": unit,
+        "its gradient": unit,
+        "lm_head's gradient, fp32": 4 * head,
+        # the workspace, which a short batch does not fill, goes before the gradient is rounded
+        "logits" if workspace >= rounded else "the same, rounded": max(workspace, rounded),
+        # hidden and its gradient, where labels that do not count are left out
+        "rows of the loss": 2 * min(tokens, rows) * s.hidden * s.itemsize,
+    }
+    return Table(
+        forward=(
+            Work(
+                name="loss",
+                flops=(6 if s.trains_head else 4) * tokens * s.vocab * s.hidden,
+                nbytes=18.0 * tokens * s.vocab + 8 * -(-tokens // rows) * head,
+            ),
+        ),
+        buffers=tuple(Buffer(name=k, nbytes=n, during="loss") for k, n in buffers.items()),
+    )
+
+
+def loss_rows(s: Sizes, tokens: int) -> int:
+    """Of a group of pieces (model/loss.py)."""
+    lines = s.cut(tokens).logits_bytes // (2 * s.vocab)
+    return max(1, lines * 7 // 8 if s.itemsize < 4 else lines // 2)

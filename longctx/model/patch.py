@@ -5,8 +5,8 @@
 Its class, its parameters, their names and the files it saves stay Hugging Face's. In training the
 base model runs the scheduled layers (longctx/layer), and with labels lm_head and cross-entropy run
 chunk by chunk (loss.py), so that neither a layer's activations nor the (tokens, vocabulary) logits
-are ever there as a whole: at 131072 tokens and a vocabulary of 128256 the logits are 31 GiB in bf16,
-and vanilla holds them twice more in fp32. forwards.py is what runs.
+are ever there as a whole: at 131072 tokens and a vocabulary of 128256 the logits are 31 GiB in
+bf16, and vanilla holds them twice more in fp32. forwards.py is what runs.
 
 `patch_as` is the switch of train.py's `--class_type`:
 
