@@ -13,7 +13,6 @@ three.
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import os
 import re
@@ -35,14 +34,10 @@ from transformers.integrations import get_available_reporting_integrations
 
 from longctx.errors import UserError, one_line
 from longctx.limits import check_together, check_values, refuse_not_ours
+from longctx.options import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
 from longctx.program import Parser
 from longctx.recipe import Written, read_recipe, read_text
-
-
-def expanded(path: str) -> Path:
-    """With the home folder in place of `~`; a `~user` who does not exist stays as it is."""
-    return Path(os.path.expanduser(path))
-
+from longctx.system import CACHE
 
 _NO = ("false", "no", "none", "0", "off")
 _YES = ("true", "yes", "1", "on", "t", "y")
@@ -51,14 +46,6 @@ _YES = ("true", "yes", "1", "on", "t", "y")
 def means_no(value: Any) -> bool:
     """Whether an option's value switches it off, also as a word (`deepspeed: no` in a recipe)."""
     return not value or str(value).lower() in _NO
-
-
-def installed(module: str) -> bool:
-    """Whether `import module` would find it; nothing is imported but its parent package."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
 
 
 def _option(default: Any, help: str) -> Any:
@@ -80,7 +67,7 @@ class ModelArguments:
     preset: Preset | None = _option(
         None, "Architecture with random weights, for tests and benchmarks without a download."
     )
-    class_type: Literal["vanilla", "custom", "liger"] = _option(
+    class_type: ClassType = _option(
         "custom", "vanilla: Hugging Face as it is; liger: Liger-Kernel's patch; custom: longctx."
     )
     seq_len: int = _option(4096, "Tokens in one packed row.")
@@ -92,23 +79,21 @@ class ModelArguments:
         "Scale RoPE from the model's max_position_embeddings to --seq_len, for the run and in what "
         "it saves: yarn (best after a short fine-tune) or linear. Implies --extend_context.",
     )
-    attn_backend: Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"] = (
-        _option(
-            "auto",
-            "custom: fa4 (flash-attn-4), cudnn, flash or math, auto chooses for this GPU; vanilla "
-            "and liger: sdpa (auto), fa4, fa2 or eager.",
-        )
+    attn_backend: Backend = _option(
+        "auto",
+        "custom: fa4 (flash-attn-4), cudnn, flash or math, auto chooses for this GPU; vanilla and "
+        "liger: sdpa (auto), fa4, fa2 or eager.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "Dtype of weights and compute: auto is bfloat16 on CUDA and float32 on CPU."
     )
-    keep: Literal["auto", "x", "o", "h", "qkv", "all"] = _option(
+    keep: Keeping = _option(
         "auto",
         "custom: what each layer keeps for backward, the rest is computed again: its input x, "
         "attention's output o, the residual stream h, q k v, or all, gate and up too. Each has "
         "what stands before it. auto: as much as is fastest in the memory there is.",
     )
-    offload_activations: Literal["none", "all", "auto"] = _option(
+    offload_activations: Offload = _option(
         "auto", "custom: what is kept lives on the GPU, in host memory, or fills the GPU first."
     )
     head_groups: int | None = _option(
@@ -154,6 +139,16 @@ class ModelArguments:
             )
         check_values(self)
 
+    @property
+    def patch_options(self) -> PatchOptions:
+        """How the model is patched."""
+        return PatchOptions(**{f.name: getattr(self, f.name) for f in fields(PatchOptions)})
+
+    @property
+    def source(self) -> ModelSource:
+        """Where a pretrained model is."""
+        return ModelSource(name=self.model_name_or_path, trust_remote_code=self.trust_remote_code)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataArguments:
@@ -182,9 +177,7 @@ class DataArguments:
     show_example: bool = _option(
         False, "Print one packed row, its documents and trained tokens in colour, and end."
     )
-    cache_dir: str = _option(
-        "~/.cache/longctx", "Where tokenised data and the default tokenizer are kept."
-    )
+    cache_dir: str = _option(CACHE, "Where tokenised data and the default tokenizer are kept.")
 
     def __post_init__(self) -> None:
         check_values(self)

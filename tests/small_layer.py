@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exactness import DEVICE, FACTOR, FLOOR, assert_exact, relative_error
-from longctx.config import ModelArguments
 from longctx.cost.kept import ORDER, Keep
 from longctx.model.patch import patch_as
+from longctx.options import PatchOptions
 
 DEVICE = torch.device(DEVICE)
 
@@ -51,7 +51,7 @@ def trio(dtype: torch.dtype, settings=None, truth_dtype=torch.float64, **changes
     naive = cast(naive.to(DEVICE), dtype)
     truth = cast(copy.deepcopy(naive), truth_dtype)
     ours = copy.deepcopy(naive)
-    patch_as(ours, ModelArguments(**(settings or {})), DEVICE)
+    patch_as(ours, PatchOptions(**(settings or {})), DEVICE)
     return truth, naive, ours
 
 

@@ -15,7 +15,6 @@ from small_model import tiny_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longctx.config import ModelArguments
 from longctx.cost.kept import Keep, Ladder
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import Place
@@ -25,6 +24,7 @@ from longctx.memory.stream import StateStream
 from longctx.model.blocks import state_blocks
 from longctx.model.patch import patch_as
 from longctx.model.runtime import patched_part
+from longctx.options import PatchOptions
 
 TOKENS = 48
 """Of the longest batch."""
@@ -85,7 +85,7 @@ def llama(
     if class_type == "custom":
         backend = "auto" if torch.device(device).type == "cpu" else "math"
         settings = dict(attn_backend=backend, tile_tokens=40) | settings
-        patch_as(model, ModelArguments(class_type=class_type, **settings), torch.device(device))
+        patch_as(model, PatchOptions(class_type=class_type, **settings), torch.device(device))
     return model
 
 

@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from longctx.config import DataArguments, expanded
 from longctx.errors import one_line, print_rank0
 from longctx.kernels.compiling import NOTICE
+from longctx.system import CACHE, expanded
 
 TRAINABLE = (9, 10, 11, 12)
 """Major compute capabilities with forward and backward."""
@@ -128,7 +128,7 @@ def _keep_kernels() -> None:
     if os.environ.get(ENABLED, "1") != "1":
         return
     if FOLDER not in os.environ:
-        folder = expanded(DataArguments.cache_dir) / "flash-attn-4" / _identity()
+        folder = expanded(CACHE) / "flash-attn-4" / _identity()
         try:
             _claim(folder)
         except OSError as error:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.constants import IGNORE_INDEX
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -51,7 +53,7 @@ class Shards:
         def filled(name: str, x: Tensor) -> Tensor:
             if not missing:
                 return x
-            value = -100 if name in ("labels", "shift_labels") else 0
+            value = IGNORE_INDEX if name in ("labels", "shift_labels") else 0
             x = torch.nn.functional.pad(x, (0, missing), value=value)
             if name == "position_ids":
                 x[:, length:] = torch.arange(missing, device=x.device)

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Keeping = Literal["auto", "x", "o", "h", "qkv", "all"]
-Offload = Literal["none", "all", "auto"]
+from longctx.options import Keeping, Offload
+
 Names = frozenset[str]
 ORDER = ("x", "o", "h", "q k v", "gate up")
 """As they are written, and as backward of a layer would need them."""

@@ -21,11 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from longctx.config import DataArguments, expanded
+from longctx.config import DataArguments
 from longctx.constants import GIB
 from longctx.data.cache import CHECKSUM, FILE_NAME, FORMAT, TEMPORARY_NAME
 from longctx.errors import UserError, say
 from longctx.program import Parser
+from longctx.system import expanded
 
 DAY_S = 24 * 3600
 KILLED, OTHER = "killed runs' leftovers", "other formats"

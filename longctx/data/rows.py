@@ -29,7 +29,7 @@ from datasets.utils import tqdm
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from longctx.config import DataArguments, expanded
+from longctx.config import DataArguments
 from longctx.data.cache import (
     cache_path,
     content_of,
@@ -65,6 +65,7 @@ from longctx.data.sources import (
 from longctx.data.stream import stream_rows
 from longctx.errors import UserError, print_rank0
 from longctx.processes import bound_children, explained_workers
+from longctx.system import expanded
 
 DOCUMENT_FEATURES = Features(
     {

@@ -23,10 +23,11 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
-from longctx.config import DataArguments, expanded
+from longctx.config import DataArguments
 from longctx.data.records import Document, as_document
 from longctx.data.values import parse_json
 from longctx.errors import UserError, printable
+from longctx.system import expanded
 
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 TEXT_SUFFIXES = frozenset(

@@ -24,12 +24,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from longctx.config import DataArguments, ModelArguments, expanded
+from longctx.config import DataArguments, ModelArguments
 from longctx.constants import VOCAB_SIZE
 from longctx.data.cache import cache_path, digest, mark_used, write_text
 from longctx.data.sources import read_documents, stdlib_files
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.files import refuse_odd
+from longctx.system import expanded
 
 LARGEST_ID = 2**24
 """The largest vocabularies have 300,000 tokens."""

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, TrainerCallback
 
-from longctx.config import ModelArguments, expanded, installed
+from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.adapters import inside_peft
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
+from longctx.system import expanded, installed
 
 ALL_LINEAR = "all-linear"
 _ENDS = ("embed_tokens", "lm_head")

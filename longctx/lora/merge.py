@@ -23,17 +23,19 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from longctx.config import ModelArguments, expanded, installed
+from longctx.config import ModelArguments
 from longctx.data.tokenizer import read_tokenizer
 from longctx.errors import UserError, one_line, say
 from longctx.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.lora.quantise import round_to_nf4_
 from longctx.model.pretrained import read_config, read_model, weights_identity
+from longctx.options import ModelSource
 from longctx.output.definition import BASE
 from longctx.output.folder import claimed
 from longctx.output.rehearsal import rehearse
 from longctx.output.save import disk_problem, publish, require_space
 from longctx.program import Parser
+from longctx.system import expanded, installed
 
 QUANTIZE = ("none", "nf4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -83,7 +85,7 @@ def merge(
         raise UserError(f"{adapter} does not say which model it is of: give --model")
     with claimed(output) as staged:
         tokenizer = _tokenizer(adapter)
-        base = ModelArguments(model_name_or_path=name, class_type="vanilla")
+        base = ModelArguments(model_name_or_path=name, class_type="vanilla").source
         config = _config(adapter, base)
         check_fits(adapter, config)
         if BASE not in allow_changed:
@@ -102,20 +104,20 @@ def merge(
             raise
 
 
-def _check_base(adapter: Path, base: ModelArguments, config: Any) -> None:
+def _check_base(adapter: Path, base: ModelSource, config: Any) -> None:
     """Raises UserError for other weights than those that the adapter's run was trained over."""
     if (trained := base_of_run(adapter)) is None:
         return
     given = weights_identity(base, config)
     if given is not None and trained != given:
         raise UserError(
-            f"{adapter} was trained over other weights than those of {base.model_name_or_path} "
+            f"{adapter} was trained over other weights than those of {base.name} "
             f"({trained}, not {given}): give the right --model, or merge them with --allow_changed "
             f"{BASE}"
         )
 
 
-def _merged(adapter: Path, base: ModelArguments, config: Any, dtype: str, quantize: str) -> Any:
+def _merged(adapter: Path, base: ModelSource, config: Any, dtype: str, quantize: str) -> Any:
     import peft
 
     asked = dtype if dtype == "auto" else getattr(torch, dtype)
@@ -123,7 +125,7 @@ def _merged(adapter: Path, base: ModelArguments, config: Any, dtype: str, quanti
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
     if quantize != "none":
         round_to_nf4_(model.get_decoder().layers)
-    where = f"cannot merge {adapter} into {base.model_name_or_path}"
+    where = f"cannot merge {adapter} into {base.name}"
     try:
         ends = model.get_input_embeddings(), model.get_output_embeddings()
         adapted = peft.PeftModel.from_pretrained(model, str(adapter))
@@ -189,7 +191,7 @@ _TRAINED = ("rope_parameters", "max_position_embeddings")
 """Of a model's configuration, what `--rope_scaling` and `--extend_context` change."""
 
 
-def _config(adapter: Path, base: ModelArguments) -> Any:
+def _config(adapter: Path, base: ModelSource) -> Any:
     """The model's, with the RoPE that the adapter was trained with."""
     config = read_config(base)
     if not os.path.isfile(adapter / "config.json"):
@@ -201,7 +203,7 @@ def _config(adapter: Path, base: ModelArguments) -> Any:
     if trained.model_type != config.model_type:
         raise UserError(
             f"{adapter} was trained over a model of type {trained.model_type!r}, and "
-            f"{base.model_name_or_path} is of type {config.model_type!r}: give the right --model"
+            f"{base.name} is of type {config.model_type!r}: give the right --model"
         )
     for name in _TRAINED:
         if hasattr(trained, name):

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from longctx.config import ModelArguments, installed
+from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.system import installed
 
 
 def check_quantize(args: ModelArguments) -> None:

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.cost.kept import SETS, Keep, Keeping, Ladder, Names, Offload
+from longctx.cost.kept import SETS, Keep, Ladder, Names
 from longctx.cost.peak import BACKWARD, FORWARD, Tables, made_bytes, working
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import Hosted
 from longctx.cost.table import Keepable, Load, Table, load
 from longctx.memory.levels import Activity
+from longctx.options import Keeping, Offload
 
 MOST = 32
 """Counts of layers that are tried: all up to so many, else every second, third, and so on."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.cost.fitted import GAPS
-from longctx.cost.kept import Keeping, Ladder, Offload, runs
+from longctx.cost.kept import Ladder, runs
 from longctx.cost.peak import Tables
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import NO_TRAFFIC, Exchanged, Seconds, Traffic, seconds
@@ -26,6 +26,7 @@ from longctx.cost.sizes import Batch, Sizes
 from longctx.memory.candidates import Candidates, Counted, candidates, sets
 from longctx.memory.levels import Levels
 from longctx.memory.place import Place
+from longctx.options import Keeping, Offload
 
 Count = Callable[[Sizes, Batch], Tables]
 """The tables of a model, by how its work is cut."""

@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from longctx.config import DataArguments, expanded
 from longctx.constants import GIB
 from longctx.cost.fitted import ATTENTION_SHARES, SMALL_HEADS
 from longctx.cost.machines import between, machine_like
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.errors import UserError, print_rank0
 from longctx.memory.slab import PinnedSlab
+from longctx.system import CACHE, expanded
 
 FORMAT = 1
 """Of the file, and of how is measured: a change raises it."""
@@ -103,7 +103,7 @@ def gpu_rates(
 def rates_path(device: torch.device) -> Path:
     """Where this machine's are kept."""
     key = hashlib.sha256(json.dumps(identity(device)).encode()).hexdigest()[:20]
-    return expanded(DataArguments.cache_dir) / "rates" / f"rates-v{FORMAT}-{key}.json"
+    return expanded(CACHE) / "rates" / f"rates-v{FORMAT}-{key}.json"
 
 
 def read_rates(device: torch.device) -> Measured | None:

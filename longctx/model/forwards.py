@@ -27,6 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from longctx.attention.documents import Documents
+from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError, print_rank0
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Schedule
@@ -52,7 +53,6 @@ from longctx.model.strangers import (
     why_not_scheduled,
 )
 
-IGNORED = -100
 _NO_TRACE = (
     "the schedule cannot be traced or transformed: longctx.unpatch(model) first, for torch.export, "
     "torch.compile(fullgraph=True), torch.jit and torch.func"
@@ -67,6 +67,25 @@ _untraced = torch.compiler.disable(reason=_NO_TRACE)
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """How packing collators say where documents are."""
 _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
+
+
+class Caller:
+    """What the causal model says of one call of its base model, and what it hears of it. No
+    dataclass: wrappers that cast tensors would copy it."""
+
+    def __init__(self, *, owns_gradient: bool = False, trains_padding: bool = False) -> None:
+        self.owns_gradient = owns_gradient
+        """The output goes to our loss, which alone holds its gradient."""
+        self.trains_padding = trains_padding
+        """Labels are predicted from padding."""
+        self.padded = False
+        """Afterwards: the scheduled layers left padding out."""
+
+    def as_keyword(self, base: nn.Module) -> dict[str, Any]:
+        """For a base model that runs our forward, also inside a wrapper that shows its signature
+        (accelerate's autocast); none for any other."""
+        takes = "caller" in inspect.signature(base.forward).parameters
+        return {"caller": self} if takes else {}
 
 
 class Forward:
@@ -156,7 +175,7 @@ def causal_forward(
     logits_to_keep: int | Tensor = 0,
     num_items_in_batch: int | Tensor | None = None,
     shift_labels: Tensor | None = None,  # (B, S), already shifted; wins over labels, as in HF
-    ignore_index: int = IGNORED,
+    ignore_index: int = IGNORE_INDEX,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
     """Hugging Face's forward, except that with labels the loss comes in chunks, and logits when
@@ -172,7 +191,7 @@ def causal_forward(
     )
     given: dict[str, Any] = dict(num_items_in_batch=num_items_in_batch, shift_labels=shift_labels)
     given = {name: value for name, value in given.items() if value is not None}
-    if ignore_index != IGNORED:
+    if ignore_index != IGNORE_INDEX:
         given["ignore_index"] = ignore_index
     given |= dict(labels=labels, logits_to_keep=logits_to_keep)
     runtime = runtime_of(self)
@@ -182,14 +201,16 @@ def causal_forward(
     attach(self)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
     whole = None if labels is None or wants_logits else _why_all_logits(self)
-    runtime.padded = False
     if labels is None or wants_logits or whole:
         if whole:
             _decline(runtime, "all logits are computed", whole)
             if self.training and runtime.label_smoothing:
                 raise UserError(f"--label_smoothing_factor is impossible with {whole}")
+        caller = Caller()
+        if labels is None:  # else a loss function of somebody else's would get the keyword too
+            inputs |= caller.as_keyword(self.model)
         found: CausalLMOutputWithPast = type(self).forward(self, **inputs, **given)
-        if runtime.padded and not wants_logits:
+        if caller.padded and not wants_logits:
             _say(runtime, _PADDING)
         return found
     if use_cache is None:
@@ -199,24 +220,22 @@ def causal_forward(
         shift_labels = shards.shifted(labels, ignore_index)
     elif shift_labels is None:
         shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    if ignore_index != IGNORED:
-        shift_labels = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED)
-    runtime.trains_padding = attention_mask is not None and _any_on_padding(
-        shift_labels, attention_mask
+    if ignore_index != IGNORE_INDEX:
+        shift_labels = shift_labels.masked_fill(shift_labels == ignore_index, IGNORE_INDEX)
+    caller = Caller(
+        owns_gradient=not any(changing_hooks(self.model)),
+        trains_padding=attention_mask is not None and _any_on_padding(shift_labels, attention_mask),
     )
     counted = RowCount(shift_labels)
-    runtime.loss_follows = not any(changing_hooks(self.model))
-    try:
-        base = self.model(**inputs, return_dict=True)  # a config may ask for tuples
-    finally:
-        runtime.loss_follows = runtime.trains_padding = False
+    inputs |= caller.as_keyword(self.model)
+    base = self.model(**inputs, return_dict=True)  # a config may ask for tuples
     hidden = base.last_hidden_state
     if shards is not None and num_items_in_batch is None:
         # The mean over the ranks is the loss, and so it is of their gradients.
-        count = (shift_labels != IGNORED).sum().to(hidden.device)
+        count = (shift_labels != IGNORE_INDEX).sum().to(hidden.device)
         num_items_in_batch = shards.total(count).clamp(min=1) / shards.ranks
     head, scaling = head_of(self), logits_scaling(self)
-    said = partial(_say, runtime, _PADDING) if runtime.padded else None
+    said = partial(_say, runtime, _PADDING) if caller.padded else None
     loss = head(
         hidden,
         labels=shift_labels.to(hidden.device),
@@ -259,7 +278,7 @@ def _any_on_padding(shift_labels: Tensor, mask: Any) -> bool:
     """Whether the output of padding is trained: as it is where a row is padded on its left."""
     if not isinstance(mask, Tensor) or mask.shape != shift_labels.shape:
         return False
-    return bool(((shift_labels != IGNORED).to(mask.device) & (mask == 0)).any())
+    return bool(((shift_labels != IGNORE_INDEX).to(mask.device) & (mask == 0)).any())
 
 
 # --- the base model --------------------------------------------------------------------------
@@ -275,6 +294,7 @@ def base_forward(
     past_key_values: Any = None,
     inputs_embeds: Tensor | None = None,  # (B, S, D)
     use_cache: bool | None = None,
+    caller: Caller | None = None,
     **kwargs: Any,
 ) -> BaseModelOutputWithPast:
     """Hugging Face's forward, with the scheduled layers where they cover the call."""
@@ -294,14 +314,16 @@ def base_forward(
     attach(self)
     if use_cache is None and self.training and torch.is_grad_enabled():
         inputs["use_cache"] = False
-    reason = _not_covered(self, inputs)
+    caller = caller or Caller()
+    reason = _not_covered(self, inputs, caller)
     if runtime.shards is not None:
         _check_shared(inputs, reason)
     if reason is None:
         bounds = kwargs.get("cu_seq_lens_q")
         return BaseModelOutputWithPast(
             last_hidden_state=_scheduled_forward(
-                *(self, input_ids, attention_mask, position_ids, inputs_embeds, bounds)
+                *(self, input_ids, attention_mask, position_ids, inputs_embeds, bounds),
+                caller=caller,
             )
         )
     if reason != _CACHE or torch.is_grad_enabled():
@@ -322,7 +344,7 @@ def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
         raise UserError(f"ranks that share rows need the schedule, and this call has {reason}")
 
 
-def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
+def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | None:
     """Why this call cannot run the scheduled layers, in a few words; None if it can."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
@@ -343,7 +365,7 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
     tokens = inputs["input_ids"] if embeds is None else embeds
     if mask is not None and getattr(mask, "shape", None) != tokens.shape[:2]:
         return "an attention mask of another shape than the batch"
-    if _runtime(base).trains_padding:
+    if caller.trains_padding:
         return "labels that padding predicts (left padding: set the first token's label to -100)"
     if base.dtype == torch.float64:
         return _DOUBLE
@@ -364,6 +386,8 @@ def _scheduled_forward(
     position_ids: Tensor | None,  # (B, S)
     inputs_embeds: Tensor | None,  # (B, S, D)
     bounds: Tensor | None = None,  # (documents + 1,)
+    *,
+    caller: Caller,
 ) -> Tensor:  # (B, S, D)
     """Embedding, scheduled layers, final norm. Padding is left out, and its output zero."""
     runtime = _runtime(base)
@@ -381,7 +405,7 @@ def _scheduled_forward(
     if torch.is_grad_enabled():
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
     documents, real = Documents.of_batch(whole, attention_mask, bounds)
-    runtime.padded = real is not None
+    caller.padded = real is not None
     if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
         base.rotary_emb(x[:1, :1], whole.max().view(1, 1))
     x, positions = x.reshape(B * S, D), position_ids.flatten()
@@ -393,7 +417,7 @@ def _scheduled_forward(
             # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
             # that Hugging Face's layer class would put around the schedule.
             x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-        x = base.norm(x, owned=runtime.loss_follows)
+        x = base.norm(x, owned=caller.owns_gradient)
     if real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)

@@ -16,12 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from longctx.constants import IGNORE_INDEX
 from longctx.kernels.rms_norm import rms_norm
 from longctx.kernels.rope import rope
 from longctx.kernels.swiglu import swiglu
 from longctx.model.loss import linear_cross_entropy
-
-IGNORED = -100
 
 
 class RMSNorm(nn.Module):
@@ -96,7 +95,7 @@ class LinearCrossEntropyLoss(nn.Module):
         device: Any = None,
         dtype: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
-        ignore_index: int = IGNORED,
+        ignore_index: int = IGNORE_INDEX,
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
@@ -105,8 +104,8 @@ class LinearCrossEntropyLoss(nn.Module):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # () fp32
-        if self.ignore_index != IGNORED:
-            target = target.masked_fill(target == self.ignore_index, IGNORED)
+        if self.ignore_index != IGNORE_INDEX:
+            target = target.masked_fill(target == self.ignore_index, IGNORE_INDEX)
         return linear_cross_entropy(
             input.flatten(0, -2),
             self.linear.weight,

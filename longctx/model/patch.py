@@ -18,6 +18,7 @@ bf16, and vanilla holds them twice more in fp32. forwards.py is what runs.
 from __future__ import annotations
 
 import difflib
+from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -25,22 +26,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 
-from longctx.config import ModelArguments
 from longctx.errors import UserError, print_rank0
 from longctx.model import forwards
 from longctx.model.adapters import inside_peft
 from longctx.model.families import FAMILIES, base_of, head_of
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
+from longctx.options import PatchOptions
 
-OPTIONS = (
-    "keep",
-    "offload_activations",
-    "attn_backend",
-    "head_groups",
-    "tile_tokens",
-    "host_memory_gib",
-)
+_NOT_ASKED = ("class_type", "seq_len")
+OPTIONS = tuple(option.name for option in fields(PatchOptions) if option.name not in _NOT_ASKED)
 """Of `patch`: options of train.py by the same names."""
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -71,7 +66,7 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
             "this model has no weights yet (meta tensors): load them and patch then (after "
             "to_empty(), after fully_shard)"
         )
-    args = ModelArguments(**options)
+    args = PatchOptions(**options)
     said = patch_custom(inner, args, inner.device)
     print_rank0(f"longctx {said}; keep={args.keep}, offload_activations={args.offload_activations}")
     base_of(inner).longctx.strict = strict  # type: ignore[union-attr]
@@ -89,7 +84,7 @@ class AutoLongctxModelForCausalLM:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    kind = get_type_hints(ModelArguments)[name]
+    kind = get_type_hints(PatchOptions)[name]
     if get_origin(kind) is Literal and value not in get_args(kind):
         known = ", ".join(get_args(kind))
         raise UserError(f"patch: {name}={value!r}: one of {known}")
@@ -108,7 +103,7 @@ def unpatch(model: Model) -> Model:
     return model
 
 
-def patch_as(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
+def patch_as(model: PreTrainedModel, args: PatchOptions, device: torch.device) -> str:
     """Patches `model` in place as `args.class_type` says, and says in a few words what was."""
     if args.class_type == "vanilla":
         return f"nothing patched; {model.config._attn_implementation} attention"
@@ -120,7 +115,7 @@ def patch_as(model: PreTrainedModel, args: ModelArguments, device: torch.device)
 # --- custom ----------------------------------------------------------------------------------
 
 
-def patch_custom(model: PreTrainedModel, args: ModelArguments, device: torch.device) -> str:
+def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.device) -> str:
     _refuse(model)
     base = base_of(model)
     assert base is not None

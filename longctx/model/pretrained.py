@@ -25,9 +25,10 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 
 from longctx.checksum import checksums
-from longctx.config import ModelArguments, expanded, installed
 from longctx.errors import UserError, one_line, print_rank0, shortened
 from longctx.files import read_json, refuse_odd, tensor_problem
+from longctx.options import ModelSource
+from longctx.system import expanded, installed
 
 MOST_LAYERS = 512
 """Each takes 10 ms even on the meta device; the deepest language models have about 130."""
@@ -46,87 +47,87 @@ WEIGHTS = (
 """In the order in which transformers looks for them: one file, or an index of several."""
 
 
-def read_config(args: ModelArguments) -> PretrainedConfig:
+def read_config(source: ModelSource) -> PretrainedConfig:
     """The configuration of a pretrained model, without what its author chose for other machines.
     Raises UserError for one that is unreadable, or of a model that cannot be trained."""
-    name, where = _pretrained(args)
+    name, where = _pretrained(source)
     try:
         adapter = find_adapter_config_file(name)
         if "gguf_file" not in where:
-            _check_raw_sizes(args, PretrainedConfig.get_config_dict(name)[0])
+            _check_raw_sizes(source, PretrainedConfig.get_config_dict(name)[0])
         config = AutoConfig.from_pretrained(name, **where)
     except UserError:
         raise
     except Exception as error:  # a file's values raise as many types as there are checks
-        raise unreadable(args, error, "its config.json: ") from error
+        raise unreadable(source, error, "its config.json: ") from error
     if adapter:  # transformers would put it into the model, whoever's that is
         raise UserError(
-            f"{args.model_name_or_path} holds an adapter ({Path(adapter).name}) and a run trains "
+            f"{source.name} holds an adapter ({Path(adapter).name}) and a run trains "
             "whole models, or new adapters: merge it into its model first (longctx merge)"
         )
-    _check_sizes(args, config)
+    _check_sizes(source, config)
     if "gguf_file" not in where:
-        _refuse_quantised(args, config)
+        _refuse_quantised(source, config)
     # A kernel of the hub, which would be downloaded and run; a layout over GPUs.
     config._attn_implementation = config._experts_implementation = None
     vars(config).pop("distributed_config", None)
     return config
 
 
-def _check_raw_sizes(args: ModelArguments, found: Mapping[str, Any]) -> None:
+def _check_raw_sizes(source: ModelSource, found: Mapping[str, Any]) -> None:
     """Raises UserError for numbers in a config.json that are too large: some configurations make a
     list of so many layers while they are read."""
     for name, value in found.items():
         if isinstance(value, dict):  # the text part of a model
-            _check_raw_sizes(args, value)
+            _check_raw_sizes(source, value)
         elif name in SIZES and isinstance(value, (int, float)) and value > 1:
-            _check_size(args, name, value)
+            _check_size(source, name, value)
 
 
-def _check_sizes(args: ModelArguments, config: PretrainedConfig) -> None:
+def _check_sizes(source: ModelSource, config: PretrainedConfig) -> None:
     """Raises UserError for numbers of which no model can be made, or none in any memory: not every
     configuration looks at its values."""
     for part in (config, config.get_text_config()):
         for name in SIZES:
             found = getattr(part, name, None)
             if found is not None and not isinstance(found, list):  # of numbers for each layer
-                _check_size(args, name, found)
+                _check_size(source, name, found)
     dropout = getattr(config, "attention_dropout", None) or 0.0
     if not 0 <= dropout < 1:
-        raise UserError(f"{args.model_name_or_path}: its config.json drops {dropout} of attention")
+        raise UserError(f"{source.name}: its config.json drops {dropout} of attention")
 
 
-def _check_size(args: ModelArguments, name: str, found: Any) -> None:
+def _check_size(source: ModelSource, name: str, found: Any) -> None:
     most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
     if type(found) is not int or not 1 <= found <= most:
         raise UserError(
-            f"{args.model_name_or_path}: its config.json has {name} {shortened(repr(found), 40)}: "
+            f"{source.name}: its config.json has {name} {shortened(repr(found), 40)}: "
             f"a whole number from 1 to {most} is needed"
         )
 
 
-def _refuse_quantised(args: ModelArguments, config: PretrainedConfig) -> None:
+def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
             found = getattr(part, key, None)
             if found:
                 method = found.get("quant_method") if isinstance(found, dict) else None
                 raise UserError(
-                    f"{args.model_name_or_path} is quantised ({method or 'by an unnamed method'}), "
+                    f"{source.name} is quantised ({method or 'by an unnamed method'}), "
                     "and rounded weights cannot be trained as a whole: give the model that it was "
                     "made from, in bfloat16 or float32"
                 )
 
 
 def read_model(
-    args: ModelArguments, config: PretrainedConfig, *, dtype: Any, attention: str, **more: Any
+    source: ModelSource, config: PretrainedConfig, *, dtype: Any, attention: str, **more: Any
 ) -> Any:
     """The model with the weights of its files, all of them; `dtype` may be "auto", the files' own.
     Raises UserError where one is missing or damaged."""
-    name, where = _pretrained(args)
+    name, where = _pretrained(source)
     local = Path(name) if os.path.isdir(name) else None
     if local and (problem := tensor_problem(local, ("pytorch_model*.bin",))):
-        raise UserError(f"{args.model_name_or_path}: {problem}")
+        raise UserError(f"{source.name}: {problem}")
     try:
         _refuse_integers(Path(name))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -136,7 +137,7 @@ def read_model(
             attn_implementation=attention,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
-            generation_config=_generation(args, config),
+            generation_config=_generation(source, config),
             **where,
             **more,
         )
@@ -144,13 +145,13 @@ def read_model(
         raise
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{args.model_name_or_path} holds a file that is damaged or would run code when "
+            f"{source.name} holds a file that is damaged or would run code when "
             "read; nothing of it was run"
         ) from error
     except Exception as error:  # a file's values raise as many types as there are
-        raise unreadable(args, error) from error
+        raise unreadable(source, error) from error
     model, found = loaded
-    _refuse_missing(args, found)
+    _refuse_missing(source, found)
     if "gguf_file" in where:
         forget_gguf(model)
     return model
@@ -166,10 +167,10 @@ def _refuse_integers(folder: Path) -> None:
                     raise ValueError(f"{name} in {path.name} holds {dtype}, no floating point")
 
 
-def _generation(args: ModelArguments, config: PretrainedConfig) -> GenerationConfig | None:
+def _generation(source: ModelSource, config: PretrainedConfig) -> GenerationConfig | None:
     """None: transformers reads the model's own. Where it refuses to, training need not: a new one
     takes its place, and it is said."""
-    name, where = _pretrained(args)
+    name, where = _pretrained(source)
     if "gguf_file" in where:
         return None
     try:
@@ -182,7 +183,7 @@ def _generation(args: ModelArguments, config: PretrainedConfig) -> GenerationCon
     return None
 
 
-def _refuse_missing(args: ModelArguments, found: Mapping[str, Any]) -> None:
+def _refuse_missing(source: ModelSource, found: Mapping[str, Any]) -> None:
     """transformers fills in what a file lacks with random weights, and only warns."""
     mismatched = [f"{name} {tuple(there)}" for name, there, _ in found["mismatched_keys"]]
     for names, what in (
@@ -192,25 +193,25 @@ def _refuse_missing(args: ModelArguments, found: Mapping[str, Any]) -> None:
         if names:
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise UserError(
-                f"{len(names)} of the model's weights {what} {args.model_name_or_path} ({shown}): "
+                f"{len(names)} of the model's weights {what} {source.name} ({shown}): "
                 "they would be random; get the files again, or those of this config.json"
             )
 
 
-def unreadable(args: ModelArguments, error: Exception, where: str = "") -> UserError:
+def unreadable(source: ModelSource, error: Exception, where: str = "") -> UserError:
     reason = where + one_line(error)
     if "custom code" in reason:
         reason = (
             "it ships code of its own, which runs with --trust_remote_code alone: read it first"
         )
-    return UserError(f"cannot load a model from {args.model_name_or_path}: {reason}")
+    return UserError(f"cannot load a model from {source.name}: {reason}")
 
 
-def _pretrained(args: ModelArguments) -> tuple[str, dict[str, Any]]:
+def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
     """What `from_pretrained` takes: a folder or hub id, and the keywords a GGUF file needs."""
-    name = args.model_name_or_path
+    name = source.name
     assert name is not None
-    where: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     if name.endswith(".gguf"):
         path = expanded(name)
         if not os.path.isfile(path):
@@ -240,7 +241,7 @@ def forget_gguf(model: Any) -> None:
             delattr(owner, name)
 
 
-def weights_identity(args: ModelArguments, config: PretrainedConfig) -> str | None:
+def weights_identity(source: ModelSource, config: PretrainedConfig) -> str | None:
     """What tells a model's weights from others of the same configuration: the checksum of all its
     files of weights, or a hub model's commit. None for a preset, whose seed decides them, and for a
     hub model without a commit.
@@ -248,9 +249,9 @@ def weights_identity(args: ModelArguments, config: PretrainedConfig) -> str | No
     Files are read once, which their loading then need not: 13 GB/s a thread from memory. The same
     weights cut into other files are others. Raises UserError for files that cannot be read.
     """
-    if args.model_name_or_path is None:
+    if source.name is None:
         return None
-    name, where = _pretrained(args)
+    name, where = _pretrained(source)
     if not os.path.isdir(name):
         commit = getattr(config, "_commit_hash", None)
         return None if commit is None else f"commit {commit}"
@@ -260,7 +261,7 @@ def weights_identity(args: ModelArguments, config: PretrainedConfig) -> str | No
         )
         found = checksums(files, f"Checking {name}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise unreadable(args, error) from error
+        raise unreadable(source, error) from error
     return f"xxh3 {xxhash.xxh3_64(' '.join(found).encode()).hexdigest()}"
 
 

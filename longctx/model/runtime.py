@@ -18,7 +18,6 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
-from longctx.config import ModelArguments
 from longctx.cost.kept import describe, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import (
@@ -49,6 +48,7 @@ from longctx.model.families import (
     model_traits,
     windows,
 )
+from longctx.options import PatchOptions
 
 logger = logging.getLogger("longctx")
 NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))
@@ -59,7 +59,7 @@ class Runtime:
     """The attribute `longctx` of a patched model: no module and no buffer, so that nothing of it
     reaches the state dict."""
 
-    args: ModelArguments
+    args: PatchOptions
     attention: Attention
     backend: str
     """Its name."""
@@ -87,18 +87,12 @@ class Runtime:
     """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
     """What was said already of calls that Hugging Face's code runs."""
-    loss_follows: bool = False
-    """This forward's output goes to our loss, which alone holds its gradient."""
-    trains_padding: bool = False
-    """Labels of this forward are predicted from padding."""
-    padded: bool = False
-    """The latest forward left padding out."""
     shards: Shards | None = None
     """The ranks that share each row with this one."""
 
     @classmethod
     def make(
-        cls, args: ModelArguments, config: Any, device: torch.device, dtype: torch.dtype
+        cls, args: PatchOptions, config: Any, device: torch.device, dtype: torch.dtype
     ) -> tuple[Runtime, str]:
         """And the name of its attention backend; where weights come later (`meta`), `follow` asks
         again. Raises UserError where that cannot run."""
@@ -156,7 +150,7 @@ class Runtime:
     def step(self, sizes: Sizes, tokens: int) -> Step:
         """What the ladder and the cut of batches of `tokens` tokens are chosen for. Where nothing
         is copied over a link there is nothing to weigh: it is all one memory."""
-        device, document = self.store.device, min(tokens, self.args.seq_len)
+        device, document = self.store.device, min(tokens, self.args.seq_len or tokens)
         keep, offload = self.args.keep, self.args.offload_activations
         given, rates = None, NO_RATES
         if device.type == "cuda":
@@ -201,7 +195,7 @@ class Runtime:
 
 def model_sizes(
     model: Any,
-    args: ModelArguments,
+    args: PatchOptions,
     dtype: torch.dtype,
     stream_dtype: torch.dtype | None = None,
 ) -> Sizes:
@@ -241,7 +235,7 @@ def model_sizes(
     )
 
 
-def _remake(args: ModelArguments, settings: dict[str, Any]) -> Runtime:
+def _remake(args: PatchOptions, settings: dict[str, Any]) -> Runtime:
     """Of no dtype that is scheduled: `follow` makes it that of the first batch."""
     cpu, dtype = torch.device("cpu"), torch.float64
     _, attention = choose_attention("math", cpu, dtype)

@@ -113,7 +113,7 @@ class Subject:
 
     def sizes(self, run: Run) -> Sizes:
         if run.model.class_type == "custom":
-            sizes = model_sizes(inside_peft(self.model), run.model, DTYPE)
+            sizes = model_sizes(inside_peft(self.model), run.model.patch_options, DTYPE)
             return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
         config = self.config
         return Sizes(

@@ -30,7 +30,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from longctx.attention import flash4
-from longctx.config import DataArguments, TrainArguments, expanded
+from longctx.config import DataArguments, TrainArguments
 from longctx.constants import GIB
 from longctx.errors import UserError, printable
 from longctx.memory.machine import available_host_bytes
@@ -38,6 +38,7 @@ from longctx.memory.rates import driver_version, rates_path, read_rates, version
 from longctx.plan.measure import Gpu, gpu_here, this_machine
 from longctx.program import Parser
 from longctx.report.missing import Facts, Rate, Unfit, missing, rates
+from longctx.system import expanded
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

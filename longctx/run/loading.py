@@ -19,7 +19,7 @@ from transformers import (
 
 from longctx.attention import flash4
 from longctx.attention.backends import NO_WINDOWS, choose_attention
-from longctx.config import ModelArguments, installed
+from longctx.config import ModelArguments
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, print_rank0
@@ -29,6 +29,7 @@ from longctx.model.families import FAMILIES, has_windows, head_dim
 from longctx.model.patch import patch_as
 from longctx.model.pretrained import read_config, read_model, unreadable
 from longctx.presets import PRESETS
+from longctx.system import installed
 
 HF_ATTENTION = {
     "sdpa": "sdpa",
@@ -52,7 +53,7 @@ def load_config(
         preset |= PRESETS[args.preset or "tiny"]
         config: PretrainedConfig = AutoConfig.for_model(**preset | dict(special_ids or {}))
     else:
-        config = read_config(args)
+        config = read_config(args.source)
     if args.class_type == "custom" and config.model_type not in FAMILIES:
         raise UserError(
             f"--class_type custom patches models of type {', '.join(FAMILIES)}; "
@@ -97,7 +98,7 @@ def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.
         with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes
             model = kind(config)
     except Exception as error:
-        raise unreadable(args, error, "its config.json: ") from error
+        raise unreadable(args.source, error, "its config.json: ") from error
     return sum(p.numel() for p in model.parameters()) * _dtype(args.dtype, device).itemsize
 
 
@@ -138,13 +139,13 @@ def load_model(
             quantise_(model, device)
     else:
         model = read_model(
-            args,
+            args.source,
             config,
             dtype=dtype,
             attention=attention,
             **quantised_loading(args, dtype, device),
         )
-    patched = patch_as(model, args, device)
+    patched = patch_as(model, args.patch_options, device)
     line = (
         f"{args.class_type}: {type(model).__name__}, "
         f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"

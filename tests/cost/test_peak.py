@@ -12,7 +12,6 @@ from small_states import HOST, everything_on_gpu, llama
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.kept import Keep
 from longctx.cost.peak import Phase, phases
@@ -23,6 +22,7 @@ from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.patch import patch_as
 from longctx.model.runtime import model_sizes
+from longctx.options import PatchOptions
 from longctx.plan.decide import Decision, decide
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -64,7 +64,7 @@ def test_the_peak_of_a_step(keep, adapters, monkeypatch) -> None:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     settings = dict(keep=keep, offload_activations="none", head_groups=4, tile_tokens=64)
-    patch_as(model, ModelArguments(**settings), CPU)
+    patch_as(model, PatchOptions(**settings), CPU)
     if adapters:
         peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
     for parameter in model.parameters():

@@ -13,9 +13,9 @@ from small_job import Warm, assert_same_run, batch, lines_of, on_cpu
 
 import train
 from longctx.attention.shards import Shards
-from longctx.config import installed
 from longctx.errors import UserError
 from longctx.run.trainer import _joined
+from longctx.system import installed
 
 SCRIPT = "tests/engines/fsdp_on_cpu.py"
 FSDP2 = "--fsdp true --fsdp_config fsdp_configs/fsdp2.json".split()

@@ -30,8 +30,8 @@ import torch
 from small_run import add_callback, fork_ranks
 from transformers import TrainerCallback
 
-from longctx.config import installed
 from longctx.model import logits
+from longctx.system import installed
 
 
 class WaitForDeath(TrainerCallback):

@@ -38,6 +38,7 @@ from longctx.errors import UserError
 from longctx.layer.parts.attention import SelfAttention
 from longctx.layer.parts.mlp import SwiGLU
 from longctx.model.patch import patch_as
+from longctx.options import PatchOptions
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -375,5 +376,5 @@ def test_llama_8b_dimensions_in_bf16() -> None:
         naive = LlamaForCausalLM._from_config(big, dtype=torch.bfloat16)
     truth = cast(copy.deepcopy(naive), torch.float32)
     ours = copy.deepcopy(naive)
-    patch_as(ours, ModelArguments(offload_activations="all"), torch.device("cuda"))
+    patch_as(ours, PatchOptions(offload_activations="all"), torch.device("cuda"))
     assert_trains_exactly((truth, naive, ours), batch([[5000, 3192]]))

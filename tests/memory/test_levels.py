@@ -25,6 +25,7 @@ from longctx.memory.place import (
     window_bytes,
 )
 from longctx.model.patch import patch_as
+from longctx.options import PatchOptions
 from longctx.run.loading import load_config
 
 UNIT = 2**28
@@ -242,7 +243,7 @@ def test_auto_fills_a_gpu_and_does_not_overflow_it(free_gib: float) -> None:
     config.num_hidden_layers, config.vocab_size = 6, 1024
     with device:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    patch_as(model, ModelArguments(offload_activations="auto"), device)
+    patch_as(model, PatchOptions(offload_activations="auto"), device)
     model.longctx.pending_bytes = lambda model: Pending(0, pending_bytes(model.parameters())[1])
     ids = torch.randint(1024, (1, tokens), device=device)
     batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens, device=device)[None])

@@ -20,6 +20,7 @@ from longctx.errors import UserError
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
 from longctx.model.patch import patch_as, unpatch
+from longctx.options import PatchOptions
 from longctx.run.loading import load_config
 from profiling.bench.slab_bench import fork
 
@@ -139,7 +140,7 @@ def test_copies_beside_compute_change_no_bit(keep: str) -> None:
     def gradients(offload: str, tokens: int, tile: int, groups: int) -> list[torch.Tensor]:
         # Of the backends on a GPU only plain torch repeats itself bit for bit: the others sum dq
         # by atomics, so two runs differ by 5e-3.
-        args = ModelArguments(
+        args = PatchOptions(
             offload_activations=offload,
             attn_backend="math",
             keep="x" if offload == "none" else "all" if keep == "mixed" else keep,

@@ -17,11 +17,11 @@ from transformers import (
     Qwen2Config,
 )
 
-from longctx.config import ModelArguments
 from longctx.lora.quantise import quantise_
 from longctx.memory.states import BlockSpec
 from longctx.model.blocks import decoder_layers, state_blocks
 from longctx.model.patch import patch_as
+from longctx.options import PatchOptions
 
 SIZES = dict(
     vocab_size=101,
@@ -57,7 +57,7 @@ def of(blocks: list[BlockSpec]) -> dict[str, BlockSpec]:
 def test_a_llama(patched, biases) -> None:
     model = LlamaForCausalLM(tiny_config(attention_bias=biases, mlp_bias=biases))
     if patched:
-        patch_as(model, ModelArguments(), CPU)
+        patch_as(model, PatchOptions(), CPU)
     blocks = state_blocks(model, movable=True)
     assert_complete(model, blocks)
     assert [block.name for block in blocks] == ["embedding", *LAYERS, "lm_head", REST]
@@ -163,7 +163,7 @@ def test_a_matrix_of_another_dtype_stays_with_the_rest() -> None:
 def test_an_adapter() -> None:
     """LoRA's matrices move with their layer; the weights under them are frozen."""
     model = LlamaForCausalLM(tiny_config()).to(torch.bfloat16)
-    patch_as(model, ModelArguments(), CPU)
+    patch_as(model, PatchOptions(), CPU)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])
     adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     blocks = state_blocks(adapted, movable=True)

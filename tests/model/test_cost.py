@@ -24,6 +24,7 @@ from longctx.cost.table import load
 from longctx.kernels.rms_norm import rms_norm_forward
 from longctx.layer.parts import norms
 from longctx.model.patch import patch_as
+from longctx.options import PatchOptions
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -67,7 +68,7 @@ def make_step(kind: str = "llama", changes: dict | None = None, **settings) -> S
     )
     model = AutoModelForCausalLM.from_config(config)
     defaults = dict(tile_tokens=64, head_groups=K, offload_activations="none")
-    patch_as(model, ModelArguments(**defaults | settings), CPU)
+    patch_as(model, PatchOptions(**defaults | settings), CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(V, (1, T))
@@ -223,7 +224,7 @@ def test_the_peak_of_llama_8b_layers_on_a_gpu(head_groups: int, limit_gib: float
     config.num_hidden_layers, config.vocab_size = 2, 1024
     with device:
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    args = ModelArguments(offload_activations="all", head_groups=head_groups, tile_tokens=4096)
+    args = PatchOptions(offload_activations="all", head_groups=head_groups, tile_tokens=4096)
     patch_as(model, args, device)
     ids = torch.randint(1024, (1, tokens), device=device)
     batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(tokens, device=device)[None])

@@ -30,6 +30,7 @@ from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model import logits
 from longctx.model.patch import OPTIONS, patch_as
+from longctx.options import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 Batch = dict[str, Any]
@@ -515,7 +516,7 @@ def test_the_door_says_what_it_did(capsys, monkeypatch) -> None:
 
 def test_train_pys_own_door_says_nothing_by_itself(capsys) -> None:
     """train.py prints what it returns."""
-    said = patch_as(LlamaForCausalLM(tiny_config()), ModelArguments(), torch.device("cpu"))
+    said = patch_as(LlamaForCausalLM(tiny_config()), PatchOptions(), torch.device("cpu"))
     assert said.startswith("patched: 2 scheduled") and capsys.readouterr().out == ""
 
 
@@ -550,6 +551,5 @@ def quantised() -> Any:
 
 
 def test_every_option_is_one_of_train_py() -> None:
-    from longctx.config import ModelArguments
 
     assert set(OPTIONS) <= set(ModelArguments.__dataclass_fields__)

@@ -29,6 +29,7 @@ from longctx.config import ModelArguments
 from longctx.model.families import has_windows, windows
 from longctx.model.patch import patch_as
 from longctx.model.strangers import why_not_scheduled
+from longctx.options import PatchOptions
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -45,7 +46,7 @@ def trio(family: str, dtype: torch.dtype, settings=None, **changes):
     naive = cast(naive.to(DEVICE), dtype)
     truth = cast(copy.deepcopy(naive), torch.float64)
     ours = copy.deepcopy(naive)
-    patch_as(ours, ModelArguments(**(settings or {})), DEVICE)
+    patch_as(ours, PatchOptions(**(settings or {})), DEVICE)
     return truth, naive, ours
 
 
@@ -197,7 +198,7 @@ def test_published_dimensions_in_bf16(preset, changes, backend) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     truth = cast(copy.deepcopy(naive), torch.float32)
     ours = copy.deepcopy(naive)
-    settings = ModelArguments(offload_activations="all", keep="qkv", attn_backend=backend)
+    settings = PatchOptions(offload_activations="all", keep="qkv", attn_backend=backend)
     patch_as(ours, settings, torch.device("cuda"))
     assert_trains_exactly((truth, naive, ours), batch([[5000, 3192]]))
     assert not ours.longctx.warned

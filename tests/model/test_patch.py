@@ -14,9 +14,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from longctx.config import ModelArguments
 from longctx.model.logits import LazyLogits
 from longctx.model.patch import patch_as
+from longctx.options import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -28,7 +28,7 @@ def vanilla_and_custom(arguments=None, **changes) -> tuple[LlamaForCausalLM, Lla
         for parameter in vanilla.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     custom = copy.deepcopy(vanilla)
-    patch_as(custom, ModelArguments(**(arguments or {})), CPU)
+    patch_as(custom, PatchOptions(**(arguments or {})), CPU)
     return vanilla, custom
 
 
@@ -174,7 +174,7 @@ def test_room_is_made_in_the_dtype_that_computes() -> None:
     slabs = []
     for turned in (False, True):
         model = LlamaForCausalLM(tiny_config()).bfloat16()
-        patch_as(model, ModelArguments(offload_activations="all"), CPU)
+        patch_as(model, PatchOptions(offload_activations="all"), CPU)
         model.longctx.reserve(model.float() if turned else model, 96)
         slabs.append(model.longctx.store._slab.numel())
     assert slabs[0] == slabs[1] > 0

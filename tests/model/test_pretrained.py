@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.pretrained import weight_files, weights_identity
+from longctx.options import ModelSource
 
 CONFIG: Any = SimpleNamespace(_commit_hash="1234abcd")
 
@@ -34,7 +34,7 @@ def model(folder: Path, value: float = 0.0, shards: int = 1) -> Path:
 
 
 def identity(folder: Path | str) -> str | None:
-    return weights_identity(ModelArguments(model_name_or_path=str(folder)), CONFIG)
+    return weights_identity(ModelSource(name=str(folder)), CONFIG)
 
 
 def test_an_identity_is_of_the_bytes_alone(tmp_path: Path) -> None:
@@ -51,8 +51,8 @@ def test_an_identity_is_of_the_bytes_alone(tmp_path: Path) -> None:
 def test_a_hub_model_is_its_commit_and_a_preset_its_seed(tmp_path: Path) -> None:
     assert identity("someone/model") == "commit 1234abcd"
     unknown: Any = SimpleNamespace()
-    assert weights_identity(ModelArguments(model_name_or_path="some/model"), unknown) is None
-    assert weights_identity(ModelArguments(preset="tiny"), unknown) is None
+    assert weights_identity(ModelSource(name="some/model"), unknown) is None
+    assert weights_identity(ModelSource(), unknown) is None
 
 
 INDEXES = {

@@ -13,10 +13,11 @@ from torch.utils.data import default_collate
 from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-from longctx.config import ModelArguments, TrainArguments
+from longctx.config import TrainArguments
 from longctx.errors import UserError
 from longctx.model.patch import patch_as
 from longctx.model.strangers import why_not_scheduled
+from longctx.options import PatchOptions
 from longctx.run.trainer import LongTrainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -54,7 +55,7 @@ def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         if patched:
-            patch_as(model, ModelArguments(), CPU)
+            patch_as(model, PatchOptions(), CPU)
         pair.append(model.train())
     return pair[0], pair[1]
 
@@ -298,7 +299,7 @@ def test_what_was_changed_before_patching_is_not_lost(before) -> None:
         model = LlamaForCausalLM(tiny_config())
         before(model)
         if patched:
-            patch_as(model, ModelArguments(), CPU)
+            patch_as(model, PatchOptions(), CPU)
         losses.append(model.train()(**packed_batch()).loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
@@ -307,7 +308,7 @@ def test_a_forward_that_would_be_lost_is_refused() -> None:
     model = LlamaForCausalLM(tiny_config())
     model.forward = model.forward
     with pytest.raises(UserError, match="has exchanged the forward .* patch before you build"):
-        patch_as(model, ModelArguments(), CPU)
+        patch_as(model, PatchOptions(), CPU)
 
 
 def test_the_schedule_runs_again_after_hidden_states_were_asked_for() -> None:

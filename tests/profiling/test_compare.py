@@ -12,7 +12,7 @@ import pytest
 import torch
 from browser import open_page
 
-from longctx.config import installed
+from longctx.system import installed
 
 
 @pytest.fixture

@@ -27,12 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from longctx.config import ModelArguments
 from longctx.kernels import launch
 from longctx.layer import schedule
 from longctx.memory.store import ActivationStore
 from longctx.model import loss
 from longctx.model.patch import patch_as
+from longctx.options import PatchOptions
 
 GIB = 2**30
 WEIGHTS, STATES, UNKNOWN, GRADIENT = 0x1000, 0x2000, 0x3000, 0x9000
@@ -105,7 +105,7 @@ class RecordCalls(TorchDispatchMode):
 def recorded_step(name: str) -> list[Call]:
     model = LlamaForCausalLM(tiny_config()).train()
     if name == "custom":
-        patch_as(model, ModelArguments(preset="tiny", offload_activations="all"), CPU)
+        patch_as(model, PatchOptions(offload_activations="all"), CPU)
     elif name == "vanilla":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     calls: list[Call] = []

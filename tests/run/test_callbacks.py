@@ -9,9 +9,10 @@ from small_model import tiny_config
 from small_run import on_ranks
 from transformers import LlamaForCausalLM
 
-from longctx.config import ModelArguments, TrainArguments
+from longctx.config import TrainArguments
 from longctx.memory import store
 from longctx.model.patch import patch_as
+from longctx.options import PatchOptions
 from longctx.run import callbacks
 from longctx.run.callbacks import Reserve
 
@@ -37,7 +38,7 @@ def test_processes_share_out_what_their_host_had_free(tmp_path, monkeypatch) -> 
 
     def check(rank: int, processes: int) -> None:
         model = LlamaForCausalLM(tiny_config())
-        patch_as(model, ModelArguments(offload_activations="all"), torch.device("cpu"))
+        patch_as(model, PatchOptions(offload_activations="all"), torch.device("cpu"))
         time.sleep(0.3 * rank)
         said: list[str] = []
         monkeypatch.setattr(callbacks, "print_rank0", said.append)

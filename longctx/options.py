@@ -1,0 +1,52 @@
+"""What is below the command line is told of a model: how it is patched, and where it comes from.
+
+config.py has an option for each field, of the same name but for `ModelSource.name`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from longctx.limits import check_values
+
+Keeping = Literal["auto", "x", "o", "h", "qkv", "all"]
+Offload = Literal["none", "all", "auto"]
+ClassType = Literal["vanilla", "custom", "liger"]
+Backend = Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchOptions:
+    """Raises UserError for a number out of its range."""
+
+    class_type: ClassType = "custom"
+    """vanilla: Hugging Face as it is; liger: Liger-Kernel's patch; custom: longctx. The other
+    fields are custom's."""
+    keep: Keeping = "auto"
+    """What each layer keeps for backward (cost/kept.py); auto: what is fastest in the memory there
+    is."""
+    offload_activations: Offload = "auto"
+    """Where it waits: on the GPU, in host memory, or on the GPU first."""
+    attn_backend: Backend = "auto"
+    head_groups: int | None = None
+    """Parts in which attention runs; None: by what is free."""
+    tile_tokens: int | None = None
+    """Tokens that token-wise work takes at a time; None: by what is free."""
+    host_memory_gib: float | None = None
+    """Of the host, for activations; None: what is available."""
+    seq_len: int | None = None
+    """The longest document's tokens, on which attention's time depends; None: the batch's."""
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a pretrained model is."""
+
+    name: str | None = None
+    """A local folder, a .gguf file or a hub id; None: a preset, with random weights."""
+    trust_remote_code: bool = False
+    """Whether code that a model repository ships may run."""

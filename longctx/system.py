@@ -1,0 +1,23 @@
+"""What is on this machine: a user's folders, and the packages that are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+CACHE = "~/.cache/longctx"
+"""What can be made again: tokenised data, measured rates, compiled kernels."""
+
+
+def expanded(path: str) -> Path:
+    """With the home folder in place of `~`; a `~user` who does not exist stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
+def installed(module: str) -> bool:
+    """Whether `import module` would find it; nothing is imported but its parent package."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
