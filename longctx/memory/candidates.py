@@ -25,7 +25,7 @@ MOST = 32
 """Counts of layers that are tried: all up to so many, else every second, third, and so on."""
 
 
-Run = tuple[Keep, int]
+Stretch = tuple[Keep, int]
 """What layers of a ladder keep, and how many of them in a row do."""
 
 
@@ -38,7 +38,7 @@ class Candidates(NamedTuple):
     """How many layers have each."""
 
     @classmethod
-    def of(cls, ladders: Iterable[Iterable[Run]]) -> Candidates:
+    def of(cls, ladders: Iterable[Iterable[Stretch]]) -> Candidates:
         """Equal ladders are one candidate."""
         ids: dict[Keep, int] = {}
         rows = {
@@ -94,14 +94,14 @@ def candidates(layers: int, kept: tuple[Names, ...], keep: Keeping, offload: Off
     return Candidates.of(_asked(layers, SETS[keep], counts))
 
 
-def _asked(layers: int, kept: Names, counts: Iterable[int]) -> Iterator[list[Run]]:
+def _asked(layers: int, kept: Names, counts: Iterable[int]) -> Iterator[list[Stretch]]:
     for n in counts:
         yield [(Keep(kept, kept), n), (Keep(kept), layers - n)]
 
 
 def _free(
     layers: int, kept: tuple[Names, ...], counts: Iterable[int], offload: Offload
-) -> Iterator[list[Run]]:
+) -> Iterator[list[Stretch]]:
     """`kept` are sets, each with one more than the one before."""
     least, usual, most = kept[0], kept[min(1, len(kept) - 1)], kept[-1]
     step = -(-layers // MOST)
@@ -125,7 +125,7 @@ def _free(
 
 def _between(
     layers: int, n: int, host: int | None, kept: tuple[Names, ...], step: int
-) -> Iterator[list[Run]]:
+) -> Iterator[list[Stretch]]:
     """Where GPU or host is full between two sets: the first of the `n` hosted layers keep one thing
     less, or the first of the others the least."""
     usual = kept[min(1, len(kept) - 1)]

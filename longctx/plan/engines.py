@@ -44,7 +44,7 @@ def parameters_of(model: Any) -> Parameters:
     )
 
 
-class Sharded:
+class ShardedStates:
     """An engine's weights, states and gradients on one GPU as a step goes on: a
     `cost.peak.Standing`."""
 

@@ -37,7 +37,7 @@ from longctx.model.costs import StepTable
 from longctx.model.families import head_dim, kv_heads
 from longctx.model.runtime import check_shares, model_sizes
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
-from longctx.plan.engines import Sharded, averaged, exchanged, parameters_of, shared_rows
+from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
 
 DTYPE = torch.bfloat16
 SHORTEST = 512
@@ -217,7 +217,7 @@ def plan(
     standing = (
         PlacedStates(decision.blocks, decision.places, accumulates=accumulates)
         if engine is None
-        else Sharded(engine, subject.parameters, step.sizes.layers, accumulates)
+        else ShardedStates(engine, subject.parameters, step.sizes.layers, accumulates)
     )
     document = min(run.document_tokens or run.model.seq_len, run.model.seq_len)
     timed = replace(

@@ -26,7 +26,7 @@ from longctx.engines.layout import (
 from longctx.errors import UserError
 from longctx.memory.pending import Pending
 from longctx.plan import engines as planned_engines
-from longctx.plan.engines import Sharded, averaged, exchanged, parameters_of, shared_rows
+from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.run.loading import load_config
 
@@ -123,7 +123,7 @@ def test_settings_are_read() -> None:
 
 
 def test_gradients_of_fsdp2_come_block_by_block() -> None:
-    states = Sharded(FullyShard(processes=2), P, layers=2, accumulates=False)
+    states = ShardedStates(FullyShard(processes=2), P, layers=2, accumulates=False)
     assert states.loss_gradients() == 0
     assert states.new_gradients(1) == 4 * (80 + 10) // 2
     assert states.new_gradients(0) == 4 * (80 + 10 + 40) // 2
@@ -131,12 +131,12 @@ def test_gradients_of_fsdp2_come_block_by_block() -> None:
     assert states.all_gradients() == 4 * 250 // 2
     head = states.others(kept=1000, unit=7)[0].buffers
     assert head["gradients"] == 0 and head["kept activations"] == 1000
-    added_up = Sharded(FullyShard(processes=2), P, layers=2, accumulates=True)
+    added_up = ShardedStates(FullyShard(processes=2), P, layers=2, accumulates=True)
     assert added_up.loss_gradients() == added_up.new_gradients(1) == 4 * 125
 
 
 def test_the_block_above_is_summed_beside_a_layer() -> None:
-    states = Sharded(FullyShard(processes=2), P, layers=2, accumulates=False)
+    states = ShardedStates(FullyShard(processes=2), P, layers=2, accumulates=False)
     top, below = states.backward(1), states.backward(0)
     assert top["gradients to sum, fp32"] == 4 * 80
     assert below["gradients to sum, fp32"] == 4 * 40
@@ -144,13 +144,13 @@ def test_the_block_above_is_summed_beside_a_layer() -> None:
 
 
 def test_tied_weights_keep_a_whole_gradient_until_the_embedding() -> None:
-    states = Sharded(FullyShard(processes=2), TIED, layers=2, accumulates=False)
+    states = ShardedStates(FullyShard(processes=2), TIED, layers=2, accumulates=False)
     assert states.backward(0)["the embedding's gradient"] == 2 * 80
     assert states.others(kept=0, unit=0) == []
 
 
 def test_gradients_of_zero3_stand() -> None:
-    states = Sharded(Zero(processes=2), P, layers=2, accumulates=False)
+    states = ShardedStates(Zero(processes=2), P, layers=2, accumulates=False)
     assert states.loss_gradients() == states.new_gradients(1) == 2 * 125
 
 
