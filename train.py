@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
     with args.main_process_first(desc="tokenizer"):
         if model_args.model_name_or_path:
-            read_config(model_args)  # before its tokenizer, which would get the blame
+            read_config(model_args.source)  # before its tokenizer, which would get the blame
         tokenizer = load_tokenizer(model_args, data_args)
     special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         data=rows_identity(data_args, train_rows),
         model=config.to_dict(),
         num_processes=args.world_size,
-        base=weights_identity(model_args, config) if model_args.lora_r is not None else None,
+        base=weights_identity(model_args.source, config) if model_args.lora_r is not None else None,
     )
     check_same_run(resume, run, args.allow_changed or [], engine.keeps_options)
     if foreseen:
