@@ -1,4 +1,4 @@
-"""The attention backends, and where `auto` takes each of them:
+"""The attention backends, and the devices on which `auto` chooses each of them:
 
     fa4     flash-attn-4 (optional package), all documents in one launch     sm_90, sm_100, sm_103
     cudnn   torch's cuDNN op, a launch per document              there, if the package is missing
@@ -6,12 +6,12 @@
             torch's own flash op for CPUs, one document at a time            CPUs
     math    plain torch in tiles of queries, the reference     float32 on GPUs, float16 on CPUs
 
-Between cuDNN and flash the order is torch's own (`check_prefer_cudnn_attention` in its
-sdp_utils.cpp). Only Hopper, sm_90, was measured. cuDNN's op has no sliding windows: for models with
-some `auto` takes flash there. torch's op for CPUs has none either, such layers run in `math`.
+The order of cuDNN and flash is torch's own (`check_prefer_cudnn_attention` in its sdp_utils.cpp).
+Only Hopper, sm_90, was measured. cuDNN's op has no sliding windows: for models that have them
+`auto` chooses flash there. torch's op for CPUs has none either; such layers run in `math`.
 
-A new one is a class with `forward` and `backward` (or, one document at a time, those of
-`PerDocument`), a line in `choose_attention`, and a row in tests/attention/test_attention.py.
+A new backend is a class with `forward` and `backward` (or the two methods of `PerDocument`, which
+take one document), a line in `choose_attention`, and a row in tests/attention/test_attention.py.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def choose_attention(
     head_dim: int = 128,
     windows: bool = False,
 ) -> tuple[str, Attention]:
-    """The backend `name` asks for, or for `auto` the fastest that runs here, and its name.
+    """Returns the name and the backend for `name`; for `auto` the fastest that runs here.
 
-    Raises UserError if what was asked for cannot run on this device, with this dtype, with heads of
-    this size or, for a model that has some, with windows.
+    Raises UserError if the backend cannot run on this device, with this dtype, with heads of this
+    size or, for a model that has sliding windows, with windows.
     """
     if name in ("fa2", "sdpa", "eager"):
         raise UserError(
@@ -85,7 +85,7 @@ def _fastest(device: torch.device, head_dim: int, windows: bool) -> str:
         if reason is None:
             return "fa4"
         _print_once(f"flash-attn-4 {reason}")
-    # Before 9.15.1 cuDNN went wrong for lengths that 128 does not divide (pytorch#169849).
+    # Before 9.15.1 cuDNN was wrong for lengths not divisible by 128 (pytorch#169849).
     cudnn = major in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
     return "cudnn" if cudnn and not windows else "flash"
 
@@ -98,7 +98,7 @@ def _sm(device: torch.device) -> str:
 
 
 class FlashAttention4(Attention):
-    """flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`), variable-length form."""
+    """The variable-length form of flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`)."""
 
     writes_gradients = True
 
@@ -129,7 +129,7 @@ class FlashAttention4(Attention):
         window: int | None = None,
         out: QKV | None = None,
     ) -> QKV:
-        # dq is summed with atomics otherwise, in an order that changes from run to run.
+        # Unless deterministic, dq is summed with atomics, whose order changes from run to run.
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic and torch.cuda.get_device_capability(do.device)[0] == 12:
             raise UserError(
@@ -137,7 +137,7 @@ class FlashAttention4(Attention):
                 "use --attn_backend flash"
             )
         dq, dk, dv = out or (None, None, None)
-        grads = self._backward(  # dq is written after o was read
+        grads = self._backward(  # dq may overwrite o: it is written after o was read
             *(*qkv, o, do, lse),
             softmax_scale=scale,
             deterministic=deterministic,
@@ -162,7 +162,7 @@ class FlashAttention4(Attention):
 
 
 class Flash(Attention):
-    """torch's FlashAttention-2 on CUDA, variable-length form."""
+    """The variable-length form of torch's FlashAttention-2 op on CUDA."""
 
     def forward(
         self,
@@ -209,7 +209,7 @@ class Flash(Attention):
 
 
 class PerDocument(Attention):
-    """A backend without a variable-length form: documents are looped over."""
+    """A backend without a variable-length form, which loops over the documents."""
 
     def forward(
         self,
@@ -242,18 +242,18 @@ class PerDocument(Attention):
 
     @abstractmethod
     def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        """o (L, H, d) and lse (H, L) of one document of L tokens"""
+        """Returns o (L, H, d) and lse (H, L) of one document of L tokens."""
 
     @abstractmethod
     def document_backward(
         self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of one document"""
+        """Returns dq (L, H, d), dk and dv (L, K, d) of one document of L tokens."""
 
 
 class Math(PerDocument):
-    """Plain torch, in tiles of queries so that scores stay at (H, TILE, L), or (H, TILE,
-    TILE + window)."""
+    """Plain torch in tiles of queries, so that the scores are (H, TILE, L) at most, or
+    (H, TILE, TILE + window) with a window."""
 
     TILE = 1024
 
@@ -285,7 +285,7 @@ class Math(PerDocument):
         return torch.cat(dq), _sum_groups(dk, qkv.k), _sum_groups(dv, qkv.v)
 
     def _tiles(self, q: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
-        """Queries, and the keys that one of them sees."""
+        """Yields each tile of queries with the keys that at least one of its queries attends to."""
         L = len(q)
         for start in range(0, L, self.TILE):
             stop = min(start + self.TILE, L)
@@ -294,8 +294,8 @@ class Math(PerDocument):
 
 
 class FlashOnCpu(PerDocument):
-    """torch's flash op for CPUs. It wants as many key/value heads as query heads. It has no windows
-    but a mask of (L, L), so those go to `math`."""
+    """torch's flash op for CPUs. It needs as many key/value heads as query heads. It supports
+    windows only by a mask of (L, L), so layers with windows run in `Math`."""
 
     def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         q, k, v = qkv
@@ -322,12 +322,12 @@ class FlashOnCpu(PerDocument):
 class Cudnn(PerDocument):
     """torch's cuDNN attention op.
 
-    It refuses documents of one token; there o = v, dv = do, dq = dk = 0 and lse is the score. It
-    has no windows.
+    It refuses documents of one token, which are computed here: o = v, dv = do, dq = dk = 0, and lse
+    is the score. It has no windows.
     """
 
     def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        if window is not None:  # a row longer than the model's positions
+        if window is not None:  # reached only if a row is longer than the model's positions
             raise UserError(NO_WINDOWS)
         q, k, v = qkv
         if len(q) == 1:
@@ -357,22 +357,22 @@ class Cudnn(PerDocument):
 
 
 def _batched(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """(L, H, d) -> (1, H, L, d) views"""
+    """Views each (L, H, d) tensor as (1, H, L, d)."""
     return tuple(x.transpose(0, 1)[None] for x in tensors)
 
 
 def _repeat(kv: Tensor, q: Tensor) -> Tensor:
-    """(L, K, d) -> (L, H, d): each kv head stands before the H/K query heads that share it"""
+    """Repeats each kv head for the H/K query heads that share it: (L, K, d) -> (L, H, d)."""
     return kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1)
 
 
 def _heads_first(kv: Tensor, q: Tensor) -> Tensor:
-    """(L, K, d) -> (H, L, d)"""
+    """Repeats kv heads for the query heads and puts heads first: (L, K, d) -> (H, L, d)."""
     return _repeat(kv, q).transpose(0, 1)
 
 
 def _sum_groups(grad_HLd: Tensor, kv: Tensor) -> Tensor:
-    """(H, L, d) -> (L, K, d): a kv head's gradient is the sum over its query heads"""
+    """Sums a kv head's gradient over its query heads: (H, L, d) -> (L, K, d)."""
     K = kv.shape[1]
     return grad_HLd.unflatten(0, (K, -1)).sum(1).transpose(0, 1)
 
@@ -380,8 +380,8 @@ def _sum_groups(grad_HLd: Tensor, kv: Tensor) -> Tensor:
 def _scores(
     q_THd: Tensor, keys_HLd: Tensor, offset: int, scale: float, window: int | None
 ) -> Tensor:
-    """(H, T, L) in fp32 or fp64, -inf above the diagonal and before the window; the tile's first
-    query is at `offset`."""
+    """Returns scores (H, T, L) in fp32 or fp64, with -inf above the diagonal and before the window.
+    The tile's first query is at position `offset` of the keys."""
     dtype = torch.float64 if q_THd.dtype == torch.float64 else torch.float32
     scores = (q_THd.transpose(0, 1).to(dtype) @ keys_HLd.to(dtype).mT) * scale
     T, L = scores.shape[-2:]

@@ -1,4 +1,4 @@
-"""Where the documents of a packed batch lie: found once per batch, used by every layer."""
+"""The boundaries of a packed batch's documents, found once per batch and used by every layer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Where the documents of a batch lie in its T flattened tokens. Made once per batch.
+    """The boundaries of a batch's documents in its T flattened tokens, made once per batch.
 
-    Two rows, the first packed from documents of 3 and 5 tokens:
+    An example with two rows, the first packed from documents of 3 and 5 tokens:
 
         position_ids [[0 1 2 0 1 2 3 4], [0 1 2 3 4 5 6 7]]  ->  lengths (3, 5, 8)
                                                                  cu_seqlens [0 3 8 16]
@@ -31,12 +31,12 @@ class Documents:
         attention_mask: Tensor | None = None,  # (B, S), 0 at padding
         cu_seqlens: Tensor | None = None,  # (documents + 1,)
     ) -> tuple[Documents, Tensor | None]:
-        """The documents, and the numbers of the tokens that are real (None: all).
+        """Returns the documents and the indices of the tokens that are not padding (None: all).
 
-        As in Hugging Face's models: a mask decides alone, and each row is one document of what it
-        leaves. Without one it is given bounds, or positions: a document starts where they do not go
-        on. Reads back the boundaries: one synchronisation, two with a mask. Raises ValueError for
-        bounds that are not those of the batch.
+        As in Hugging Face's models, a mask overrides the rest, and the real tokens of each row are
+        one document. Without a mask `cu_seqlens` decides, or else positions: a document starts
+        where they do not increase by 1. The boundaries are read back from the GPU: one
+        synchronisation, two with a mask. Raises ValueError for bounds that do not fit the batch.
         """
         device = position_ids.device
         if attention_mask is not None:
@@ -52,11 +52,11 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:  # (B, S)
-        """A document starts with a row, and where positions do not go on."""
+        """A document starts at each row's start and wherever positions do not increase by 1."""
         if not position_ids.numel():
             return cls.of([], position_ids.device)
         steps = position_ids.flatten().diff() != 1
-        # Read back as it is: to find the starts on the GPU takes as long, and waits twice.
+        # Read back before nonzero: to find the starts on the GPU takes as long, and waits twice.
         starts = steps.cpu().nonzero().squeeze(1) + 1
         bounds = sorted({*starts.tolist(), *range(0, steps.numel() + 2, position_ids.shape[1])})
         lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -64,7 +64,8 @@ class Documents:
 
     @classmethod
     def from_bounds(cls, bounds: list[int], tokens: int, device: torch.device) -> Documents:
-        """[0, 3, 8] are documents of 3 and 5 tokens."""
+        """Makes documents from boundaries: [0, 3, 8] gives documents of 3 and 5 tokens. Raises
+        ValueError for bounds that do not rise from 0 to `tokens`."""
         lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
         if bounds[:1] != [0] or bounds[-1] != tokens or min(lengths, default=0) < 0:
             raise ValueError(

@@ -1,17 +1,17 @@
-"""flash-attn-4, made ready to train: which GPUs it has kernels for, its compiled kernels kept on
-disk, its compiler quiet.
+"""Prepares flash-attn-4 for training: checks which GPUs it has kernels for, caches its compiled
+kernels on disk, and silences a warning of its compiler.
 
-Compute capabilities with a kernel for documents and grouped heads, by the assertions in
-flash_attn/cute/interface.py of 4.0.0b36 (measured here: 9.0 only):
+These compute capabilities have a kernel for documents and grouped heads, by the assertions in
+flash_attn/cute/interface.py of 4.0.0b36 (only 9.0 was measured here):
 
     forward    8.x  9.x  10.x  11.x  12.x
     backward        9.x  10.x  11.x  12.x (not deterministic)
 
-flash-attn-4 can keep what it compiled, but does not unless asked, and then in /tmp. Its files are
-native code, named by a hash of its own sources, the versions of Python, CUTLASS and TVM FFI, and
-the kernel's parameters. Here they lie in a folder that only this user may write, named by what else
-decides them (`_identity`). A folder that cannot be had costs compiling in every run, never a run.
-FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED and _CACHE_DIR, where set, are obeyed.
+flash-attn-4 caches compiled kernels only on request, and by default in /tmp. The files are native
+code, named by a hash of its own sources, the versions of Python, CUTLASS and TVM FFI, and the
+kernel's parameters. Here they lie in a folder that only this user may write, named by a hash of
+everything else that decides them (`_identity`). If that folder cannot be used, each run compiles
+again, but none fails. FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED and _CACHE_DIR, where set, are obeyed.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from longctx.kernels.compiling import NOTICE
 from longctx.system import CACHE, expanded
 
 TRAINABLE = (9, 10, 11, 12)
-"""Major compute capabilities with forward and backward."""
+"""Major compute capabilities with kernels for forward and backward."""
 CHOSEN = (9, 10)
-"""Those for which it was written, Hopper and data-centre Blackwell: `auto` takes it there. On 12.x
-it runs Ampere's instructions, which torch's own kernels use as well."""
+"""Major compute capabilities on which `auto` chooses flash-attn-4: it was written for Hopper and
+data-centre Blackwell. On 12.x it runs Ampere's instructions, as torch's own kernels do."""
 
 SMALLEST_HEAD = 24
-"""Gradients of heads of 8 and 16 are wrong by as much as they are large (4.0.0b36 on an H200); 24,
-32, 192 and 256 are right."""
+"""The smallest head size with right gradients. For 8 and 16 they are wrong by as much as they are
+large (4.0.0b36 on an H200); for 24, 32, 192 and 256 they are right."""
 
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 
 def present() -> bool:
-    """Whether the package is installed; nothing is imported. flash-attn 2 has the same name."""
+    """Whether the package is installed, found without an import. flash-attn 2 has its name, too."""
     spec = util.find_spec("flash_attn")
     places = (spec and spec.submodule_search_locations) or ()
     return any(Path(place, "cute", "interface.py").is_file() for place in places)
 
 
 def why_not(device: torch.device, head_dim: int = 128) -> str | None:
-    """Why flash-attn-4 cannot train heads of this size on this GPU, in a few words; None if it
-    can."""
+    """Says in a few words why flash-attn-4 cannot train heads of this size on this GPU; returns
+    None if it can."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in TRAINABLE:
         return f"has no backward kernel for this GPU (sm_{major}{minor})"
@@ -67,15 +67,15 @@ def why_not(device: torch.device, head_dim: int = 128) -> str | None:
         return "is not installed (pip install 'longctx[fa4]')"
     try:
         load()
-    except Exception as error:  # half installed, its CUDA libraries refuse to load with any of them
+    except Exception as error:  # a half-installed CUDA library may raise any type of error
         return f"is installed but does not load: {one_line(error, 200)}"
     return None
 
 
 @functools.cache
 def load() -> Any:
-    """flash_attn.cute.interface, with its kernels kept on disk and its compiler quiet, whoever
-    calls it (transformers does for vanilla and liger)."""
+    """Imports flash_attn.cute.interface with its kernels cached on disk and its compiler quiet,
+    also for other callers (transformers calls it for vanilla and liger)."""
     _keep_kernels()
     interface = importlib.import_module("flash_attn.cute.interface")
     for function in vars(interface).values():
@@ -88,13 +88,13 @@ def load() -> Any:
 
 
 class Kernels:
-    """One of flash-attn-4's caches, which it asks for a kernel before it compiles one."""
+    """Wraps one of flash-attn-4's caches, in which it looks for a kernel before it compiles one."""
 
     def __init__(self, kept: Any) -> None:
         self._kept = kept
 
     def __contains__(self, key: Any) -> bool:
-        with suppress(OSError, RuntimeError):  # a full disk, a lock that nobody gives back
+        with suppress(OSError, RuntimeError):  # a full disk, a lock that is never released
             if key in self._kept:
                 return True
         NOTICE.compiled()
@@ -105,7 +105,7 @@ class Kernels:
         return self._kept[key]
 
     def __setitem__(self, key: Any, kernel: Any) -> None:
-        with suppress(OSError, RuntimeError):  # it is in memory by then
+        with suppress(OSError, RuntimeError):  # if the disk fails, the kernel is still in memory
             self._kept[key] = kernel
 
     def __getattr__(self, name: str) -> Any:
@@ -113,8 +113,8 @@ class Kernels:
 
 
 def _quiet() -> None:
-    """CUTLASS warns of an argument that flash-attn-4 leaves empty. Called before every compilation:
-    others may have reset the filters since the last one."""
+    """Silences CUTLASS's warning about an argument that flash-attn-4 leaves empty. It is called
+    before every compilation, since other code may have reset the filters."""
     warnings.filterwarnings(
         "ignore",
         r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument",
@@ -124,7 +124,7 @@ def _quiet() -> None:
 
 
 def _keep_kernels() -> None:
-    """Asks flash-attn-4, which reads this when it is imported, to keep its kernels."""
+    """Sets the variables that make flash-attn-4, when it is imported, cache its kernels on disk."""
     if os.environ.get(ENABLED, "1") != "1":
         return
     if FOLDER not in os.environ:
@@ -140,8 +140,8 @@ def _keep_kernels() -> None:
 
 
 def _claim(folder: Path) -> None:
-    """Makes the folder, which only its owner may write, since what lies there is run. OSError where
-    it is another's, or takes no files or no locks."""
+    """Makes the folder, which only its owner may write, since files in it are run. Raises OSError
+    if it belongs to another user, or if files or locks cannot be made in it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -154,8 +154,8 @@ def _claim(folder: Path) -> None:
 
 
 def _identity() -> str:
-    """Of what decides a kernel's code and is not in flash-attn-4's own names: a library whose code
-    is compiled in, CUDA, the processor (a home may be shared), CUTLASS's settings."""
+    """Hashes everything that decides a kernel's code but is not in flash-attn-4's file names: a
+    library compiled in, CUDA, the processor (a home may be shared) and CUTLASS's settings."""
     settings = sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_"))
     parts = [_version("quack-kernels"), torch.version.cuda, platform.machine(), _cpu(), settings]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
@@ -168,7 +168,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> str:
-    """The instructions that the processor has: the code around a kernel is compiled for them."""
+    """Names the processor's instruction sets, for which the code around a kernel is compiled."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")

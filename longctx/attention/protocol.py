@@ -1,14 +1,14 @@
-"""Causal grouped-query attention over packed documents, as a pair of functions per backend.
+"""Causal grouped-query attention over packed documents, as forward and backward of each backend.
 
     o, lse     = attention.forward(qkv, documents)                         4 L^2 H d / 2 FLOPs
     dq, dk, dv = attention.backward(do, qkv, documents, o, lse)            2.5 times that
 
-for each document of L tokens, with s = scale * q @ k.T (causal), o = softmax(s) @ v and
-lse = logsumexp(s). With a window of W tokens, i attends to i - W + 1 ... i, in 4 L W H d FLOPs.
-Nothing of size L x L exists and no mask is built: documents are given by their boundaries, and a
+The FLOPs are for each document of L tokens, with s = scale * q @ k.T (causal), o = softmax(s) @ v
+and lse = logsumexp(s). With a window of W tokens, token i attends to i - W + 1 ... i, in 4 L W H d
+FLOPs. No tensor of size L x L and no mask exists: documents are given by their boundaries, and a
 packed row costs the attention of its documents, not of the whole row.
 
-Tokens of all rows of a batch stand one after another (T of them), heads are last but one:
+The T tokens of all rows of a batch are concatenated; heads are the last dimension but one:
 
     q, o, do, dq (T, H, d)      k, v, dk, dv (T, K, d)      lse (H, T) fp32      H a multiple of K
 """
@@ -36,7 +36,7 @@ class QKV(NamedTuple):
         return QKV(self.q[tokens], self.k[tokens], self.v[tokens])
 
     def copied(self, out: QKV | None) -> QKV:
-        """In `out`, if it is given."""
+        """Copies these tensors into `out` and returns `out`; without `out` returns self."""
         if out is None:
             return self
         for there, here in zip(out, self, strict=True):
@@ -45,10 +45,10 @@ class QKV(NamedTuple):
 
 
 class Attention(ABC):
-    """A backend. Tensors may be strided views; o and lse are written where they lie."""
+    """An attention backend. Tensors may be strided views; o and lse are written in place."""
 
     writes_gradients = False
-    """dq, dk and dv too; else they are made, and copied there."""
+    """True if backward writes dq, dk and dv in place; else it allocates them, and copies them."""
 
     @abstractmethod
     def forward(
@@ -83,8 +83,8 @@ class Attention(ABC):
         lse: Tensor,
         window: int | None = None,
     ) -> Iterator[None]:
-        """`forward`, which begins when the iterator is first advanced, and pauses where an exchange
-        with other ranks is under way; o and lse are there when it ends."""
+        """Runs `forward` as an iterator. It starts at the first advance and pauses while it
+        exchanges tensors with other ranks; o and lse are written when it ends."""
         with annotate("attention"):
             self.forward(qkv, documents, scale, o, lse, window)
         yield from ()
@@ -101,25 +101,25 @@ class Attention(ABC):
         *,
         out: QKV,
     ) -> Iterator[None]:
-        """`backward` into `out`, likewise."""
+        """Runs `backward` into `out` as an iterator that pauses like `forward_in_turns`."""
         with annotate("attention"):
             self.backward(do, qkv, documents, scale, o, lse, window, out)
         yield from ()
 
 
 def take_turns(parts: Iterable[Iterator[None]]) -> None:
-    """Runs each part to its end. Where one pauses, the next one begins before it goes on:
+    """Runs each part to its end. When a part pauses, the next part begins before it goes on:
 
     turn 1    part 0 begins
     turn 2    part 1 begins    part 0 goes on
     turn 3    part 2 begins    part 1 goes on    part 0 ends
 
-    What never pauses runs one after the other.
+    Parts that never pause run one after the other.
     """
     under_way: list[Iterator[None]] = []
     for part in parts:
         under_way = [turn for turn in (part, *under_way) if _goes_on(turn)]
-        del part  # what it holds goes with its end
+        del part  # the tensors that it holds are freed when it ends
     while under_way:
         under_way = [turn for turn in under_way if _goes_on(turn)]
 

@@ -1,31 +1,31 @@
-"""Attention over rows that the ranks of a process group share: each has consecutive tokens of every
-row, and for attention all tokens of some heads.
+"""Attention over rows that the ranks of a process group share. Each rank holds consecutive tokens
+of every row, and during attention all tokens of some heads.
 
-R ranks, B rows of S tokens, t = B S / R tokens a rank, h query and k key/value heads. One
-all-to-all carries q, k, v there, one o back (the gradients likewise):
+There are R ranks, B rows of S tokens, t = B S / R tokens per rank, h query and k key/value heads.
+One all-to-all sends q, k, v to the heads' ranks, and one returns o (likewise for the gradients):
 
     a rank's tokens       q (t, h, d)        k, v (t, k, d)          o (t, h, d)
     all-to-all                 |                  |                       ^
     a rank's heads        q (R t, h / R, d)  k, v (R t, k / R, d) -> o (R t, h / R, d)
 
-so that any backend runs as on one GPU, documents included, and every sum of attention is made by
-one rank in one order. Where there are fewer key/value heads than ranks each goes to the R / k ranks
-whose query heads read it; their gradients for it are added in fp32.
+Any backend therefore runs as on one GPU, documents included, and one rank computes every sum of
+attention in one order. With fewer key/value heads than ranks, each head goes to the R / k ranks
+whose query heads read it, and the gradients of these ranks for it are added in fp32.
 
-Elements that a rank sends: (R - 1) / R t d (2 h + 2 k) in forward, (R - 1) / R t d (4 h + 4 k) in
-backward. lse stays where it was made: (h, t) of a rank holds its (h / R, R t).
+A rank sends (R - 1) / R t d (2 h + 2 k) elements in forward, (R - 1) / R t d (4 h + 4 k) in
+backward. lse stays on its rank: the rank's (h, t) tensor holds its (h / R, R t) values.
 
-Head groups take turns (`take_turns`): while attention of one runs, q, k, v of the next are on their
-way there and o of the last on its way back. No sum changes. With every exchange go its two buffers,
-so that beside this group's t d (h + 2 k) received and t d h of o there lie, in elements,
+Head groups take turns (`take_turns`): while attention of one group runs, q, k, v of the next and o
+of the previous one are being exchanged. No sum changes. Each exchange holds two buffers, so that
+beside this group's t d (h + 2 k) received and t d h of o these elements are allocated:
 
-    forward     2 t d (h + 2 k) of the next group, 2 t d h of the last
-    backward    2 t d (3 h + 2 k) of the next,     2 t d (h + 2 k) of the last
+    forward     2 t d (h + 2 k) of the next group, 2 t d h of the previous one
+    backward    2 t d (3 h + 2 k) of the next,     2 t d (h + 2 k) of the previous one
 
 For 8B (H = 32, K = 8, d = 128) in bf16, 131072 tokens a row, R = 2 and 8 groups (h = 4, k = 1):
-t d is 16 MiB, so forward holds 0.31 GiB more for it and backward 0.62, and sends 0.63 and 1.25 GiB
-a layer; what nothing hides are o of the last group forward and dq, dk, dv of it backward: 32 and 48
-MiB.
+t d is 16 MiB, so forward holds 0.31 GiB more and backward 0.62, and a layer sends 0.63 and 1.25
+GiB. Only the last group's exchanges of o in forward and of dq, dk, dv in backward overlap with no
+computation: 32 and 48 MiB.
 
 Source: DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509).
 """
@@ -45,12 +45,12 @@ from longctx.attention.protocol import QKV, Attention, take_turns
 from longctx.attention.shards import Shards
 
 Parts = Callable[[], Sequence[Tensor]]
-"""What was exchanged, when it is asked for."""
+"""A function that waits for an exchange and returns the received tensors."""
 
 
 @dataclass(frozen=True)
 class Sharded(Attention):
-    """`attention` for `rows` rows that the ranks of `shards` share."""
+    """Runs `attention` over `rows` rows that the ranks of `shards` share."""
 
     attention: Attention
     shards: Shards
@@ -89,7 +89,7 @@ class Sharded(Attention):
         window: int | None = None,
     ) -> Iterator[None]:
         there = self._to_heads(self._for_all(qkv))
-        del qkv  # here and below: it was copied, and may go while others compute
+        del qkv  # here and below: it was copied, so its memory may be freed while others compute
         yield
         whole = QKV(*there())
         o_whole = torch.empty_like(whole.q, memory_format=torch.contiguous_format)
@@ -129,7 +129,7 @@ class Sharded(Attention):
         QKV(dq, *(_sum_repeated(grad, out.k.shape[1]) for grad in (dk, dv))).copied(out)
 
     def _for_all(self, qkv: QKV) -> QKV:
-        """Key/value heads as often as there are ranks that read them."""
+        """Repeats each key/value head for each rank whose query heads read it."""
         times = self.ranks // qkv.k.shape[1]
         if times <= 1:
             return qkv
@@ -139,7 +139,7 @@ class Sharded(Attention):
         return lse.view(len(lse) // self.ranks, -1)
 
     def _to_heads(self, parts: Sequence[Tensor]) -> Parts:
-        """(t, n, d) each, own tokens of all heads -> (R t, n / R, d), all tokens of own heads."""
+        """Exchanges (t, n, d), own tokens of all heads, for (R t, n / R, d), all of own heads."""
         by_rank = [x.unflatten(1, (self.ranks, -1)).transpose(0, 1) for x in parts]
         heads = [x.shape[2] for x in by_rank]
         exchange = self.shards.exchange(torch.cat(by_rank, dim=2))
@@ -153,7 +153,7 @@ class Sharded(Attention):
         return received
 
     def _to_tokens(self, parts: Sequence[Tensor]) -> Parts:
-        """The way back: (R t, n / R, d) each -> (t, n, d)."""
+        """The inverse of `_to_heads`: exchanges (R t, n / R, d) each for (t, n, d)."""
         heads = [x.shape[1] for x in parts]
         whole = torch.cat(tuple(parts), dim=1).unflatten(0, (self.rows, self.ranks, -1))
         exchange = self.shards.exchange(whole.transpose(0, 1).flatten(1, 2))

@@ -1,17 +1,17 @@
-"""One decoder layer, forward and backward by hand: the schedule, and the parts it strings together.
+"""One decoder layer with hand-written forward and backward: the schedule and the parts it runs.
 
     schedule.py     the order of the work: one autograd.Function           x -> y, dy -> dx
-      parts/attention.py   h = x + r o Wo', o = attention(norm(x))         with what it costs
+      parts/attention.py   h = x + r o Wo', o = attention(norm(x))         and its cost
         parts/heads.py       a head group's q, k, v: projected, normed, rotated, and back
-      parts/mlp.py         y = h + r (silu(n Wg') * (n Wu')) Wd', n = norm(h)      likewise
+      parts/mlp.py         y = h + r (silu(n Wg') * (n Wu')) Wd', n = norm(h)      and its cost
       parts/norms.py       RMSNorm inside a pass, and after the last layer
     passes.py       what travels with a batch, and with one pass through one layer
     weights.py      a layer's parameters, and what a pass computes with
-    gradients.py    what they get, by name
+    gradients.py    the gradients of these parameters, by name
     projection.py   a linear layer with its bias and adapter
       lora.py         the adapter
-      linear.py       matmuls that round once; weight gradients that add up in fp32
+      linear.py       matmuls that round once; weight gradients summed in fp32
 
 Letters: T tokens of a batch, D hidden size, F intermediate size, H query heads, K key/value heads,
-d head size, r rank of an adapter (in the equations of layers, the factor of the sums).
+d head size, r rank of an adapter (in a layer's equations, r is the factor of both residual sums).
 """

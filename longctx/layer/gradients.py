@@ -1,4 +1,4 @@
-"""What a layer's parameters get in backward, by the names of `Weights`."""
+"""The gradients of a layer's parameters in backward, by the names of `Weights`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from longctx.layer.weights import Layer, Weights
 
 
 class Gradients:
-    """What the layer's parameters get: `wants` says which, each is rounded when it is complete."""
+    """The gradients of the parameters that `wants` marks. Each is rounded when it is complete."""
 
     def __init__(self, given: Weights, w: Layer, wants: Weights, sums: int) -> None:
-        """Each is a sum over so many tiles; what is multiplied in the end counts as one more."""
+        """`sums` is the number of tiles that a gradient is summed over; a final scaling adds 1."""
         self.given, self.w, self.wants, self.sums = given, w, wants, sums
         self.done: dict[str, Tensor | None] = {}
         self._gate_up: Tensor | None = None
 
     def wanted(self, *names: str) -> bool:
-        """Whether anything of these projections or norms is trained."""
+        """Whether any parameter of these projections or norms is trained."""
         suffixes = ("", "_bias", "_a", "_b")
         return any(getattr(self.wants, n + s, False) for n in names for s in suffixes)
 
@@ -53,7 +53,7 @@ class Gradients:
         self._put(name, grad)
 
     def finish(self, name: str, grad: ProjectionGradient, scale: float = 1.0) -> None:
-        """The gradient is `scale` times `grad`."""
+        """Rounds the gradients of projection `name`, which are `scale` times `grad`."""
         dtype = self.given.q.dtype
         self.done[name], self.done[f"{name}_bias"] = grad.base.round(dtype, scale)
         self._finish_adapters({name: grad}, scale)
@@ -78,7 +78,7 @@ class Gradients:
             self._finish_adapters(group)
 
     def _finish_adapters(self, grads: dict[str, ProjectionGradient], scale: float = 1.0) -> None:
-        """Of one parameter: what its parts did to their one A adds up, to B lies side by side."""
+        """Adapter gradients of one parameter: A is shared and summed, B's parts are stacked."""
         found = [grad.adapters(scale) for grad in grads.values()]
         name = next(iter(grads))
         self._put(f"{name}_a", added_up(a for a, _ in found))

@@ -1,15 +1,15 @@
 """Matmuls of the schedule: 16-bit operands, sums in fp32, results rounded once.
 
-A weight's gradient is a sum over tiles of tokens, dW = sum_t dy_t' x_t. Adding bf16 tiles loses a
-bit with every doubling of their number; here the sum stays in an fp32 buffer that the matrix unit
-adds into (`addmm` with an fp32 output), and is rounded to the weight's dtype at the end. A sum of
-one tile is rounded by the matrix unit: 4 bytes a weight written and read less (3% of a step of
-Llama-3.1-8B at 8192 tokens).
+A weight's gradient is a sum over tiles of tokens, dW = sum_t dy_t' x_t. Adding bf16 tiles loses one
+bit each time the number of tiles doubles. Here the sum stays in an fp32 buffer that the tensor
+cores add into (`addmm` with an fp32 output), and is rounded to the weight's dtype at the end. A sum
+of one tile is rounded by the tensor cores, which writes and reads 4 bytes less per weight (3% of a
+step of Llama-3.1-8B at 8192 tokens).
 
-A quantised weight (NF4) is made dense once a pass, forward and backward: 0.4 ms a layer of 8B,
-which is then 0.41 GiB of 16-bit weights while it computes.
+A quantised weight (NF4) is made dense once in forward and once in backward. This takes 0.4 ms per
+layer of 8B, and the layer's 16-bit weights occupy 0.41 GiB while it computes.
 
-T tokens, I features in, O features out; weights as Hugging Face holds them, (O, I).
+T tokens, I features in, O features out; weights are (O, I), as Hugging Face stores them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def linear(
     scale: float = 1.0,
     out: Tensor | None = None,  # (T, O)
 ) -> Tensor:  # (T, O)
-    """scale (x weight' + bias), rounded once"""
+    """Returns scale (x weight' + bias), rounded once."""
     if bias is not None:
         return torch.addmm(bias, x, weight.t(), beta=scale, alpha=scale, out=out)
     if out is not None:
@@ -50,26 +50,27 @@ def linear_add(
     scale: float = 1.0,
     out: Tensor | None = None,  # (T, O), may be base
 ) -> Tensor:  # (T, O)
-    """base + scale (x weight' + bias), rounded once; with a bias twice, the first time without
-    base, which is the larger part of a residual stream, and so it is into an fp32 stream."""
+    """Returns base + scale (x weight' + bias), rounded once. With a bias, or where base has
+    another dtype than x (an fp32 residual stream), the result is rounded twice: the first time
+    before base is added, since base is the larger term of a residual stream."""
     if base.dtype != x.dtype:
         product = linear(x, weight, bias)
         return torch.add(base, product if scale == 1.0 else product.to(base.dtype) * scale, out=out)
     if bias is None:
         return torch.addmm(base, x, weight.t(), alpha=scale, out=out)
-    # Not by torch.add's own factor, which is rounded to bf16 on CPUs: 1.7 becomes 1.703.
+    # torch.add's alpha is not used: CPUs round it to bf16, so that 1.7 becomes 1.703.
     return torch.add(base, linear(x, weight, bias, scale=scale), out=out)
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale a b, rounded once."""
+    """Returns scale a b, rounded once."""
     if scale == 1.0:
         return a @ b
     return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=scale)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a b, with out in fp32 or in the operands' dtype."""
+    """Writes out = a b, with out in fp32 or in the operands' dtype."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
@@ -79,7 +80,7 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def addmm_(acc: Tensor, a: Tensor, b: Tensor) -> None:
-    """acc += a b, with acc in fp32."""
+    """Adds a b to acc, which is fp32."""
     if a.is_cuda and a.dtype != acc.dtype:
         torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
     else:
@@ -87,8 +88,8 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def dense(weight: Any) -> Any:
-    """A weight (O, I) that bitsandbytes has quantised to 4 bits, as its own layers compute with it;
-    any other as it is."""
+    """Dequantises a weight (O, I) that bitsandbytes holds in 4 bits, as its own layers do; returns
+    any other weight unchanged."""
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight
@@ -98,31 +99,32 @@ def dense(weight: Any) -> Any:
 
 
 LARGE = 2**23
-"""Elements of a matmul's result whose sum cuBLAS does not split, to add the parts in 16 bits."""
+"""From this many elements of the result on, cuBLAS does not split a matmul's sum into parts that it
+would add in 16 bits."""
 
 
 def sum_dtype(weight: Tensor, tiles: int) -> torch.dtype:
-    """Of the sum that becomes a weight's gradient."""
+    """The dtype in which a weight's gradient is summed over this many tiles."""
     rounds_once = tiles == 1 and weight.is_cuda and weight.numel() >= LARGE
     return weight.dtype if rounds_once else torch.float32
 
 
 def wide_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a b, in fp32"""
+    """Returns a b in fp32."""
     out = torch.empty(len(a), b.shape[1], dtype=torch.float32, device=a.device)
     mm(a, b, out=out)
     return out
 
 
 class WeightGradient:
-    """The gradient of a linear layer's weight and bias over tiles of tokens; nothing if frozen."""
+    """Sums a linear layer's weight and bias gradients over tiles of tokens, unless frozen."""
 
     def __init__(
         self,
         weight: bool,
         bias: bool = False,
-        into: Tensor | None = None,  # (O, I): where the weight's adds up
-        dtype: torch.dtype = torch.float32,  # of this sum, without `into`
+        into: Tensor | None = None,  # (O, I): buffer for the sum of the weight's gradient
+        dtype: torch.dtype = torch.float32,  # of that sum, if `into` is not given
     ) -> None:
         self._wants_weight, self._wants_bias = weight, bias
         self._into, self._dtype = into, dtype
@@ -144,7 +146,7 @@ class WeightGradient:
             self._bias = total if self._bias is None else self._bias.add_(total)
 
     def round(self, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor | None, Tensor | None]:
-        """`scale` times the weight's (O, I) and the bias's (O,) gradient; frees the sums."""
+        """Returns `scale` times the gradients of weight (O, I) and bias (O,); frees the sums."""
         sums = (self._weight, self._bias)
         self._weight = self._bias = None
         if scale != 1.0:
@@ -159,12 +161,12 @@ class WeightGradient:
 
 
 def weight_sums(s: Sizes, tokens: int, elements: int) -> int:
-    """Bytes that weight gradients read and write as they add up over tiles in fp32."""
+    """Bytes that weight gradients read and write while they are summed over tiles in fp32."""
     tiles = -(-tokens // s.cut(tokens).tile_tokens)
     return elements * s.trains_weights * (8 * tiles + 2 if tiles > 1 else 2)
 
 
 def dense_cost(s: Sizes) -> Table:
-    """Of quantised weights that are made dense."""
+    """The cost of making quantised weights dense."""
     made = Work(name="quantised weights made dense", nbytes=int(DEQUANTISE * s.dense_bytes))
     return Table(forward=(made,), backward=(made,))

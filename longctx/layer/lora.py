@@ -1,19 +1,19 @@
 """A LoRA adapter inside a pass: s (m x) A' B' beside a linear layer, and its gradients.
 
-s is its scale and m a mask of dropout:
+s is the adapter's scale and m a dropout mask:
 
     y  += u B'            u = s (m x) A'
     dx += m (v A)         v = s dy B
     dB  = dy' u,          dA = v' (m x)
 
-It costs 2 r (I + O) FLOPs a token in forward, three times that in backward for what is above and
-2 r I for u, which is computed again. u and v are (T, r). All that is little; what counts is how
-often x, y and their gradients, (T, I) and (T, O), are read and written for it.
+It costs 2 r (I + O) FLOPs per token in forward. Backward costs three times that for the equations
+above, and 2 r I to recompute u. u and v are (T, r). These FLOPs are few; the cost is set by how
+often x, y and their gradients, (T, I) and (T, O), are read and written.
 
 Adapters are fp32 where the rest has 16 bits (PEFT's default), and converting x to fp32 would cost
 more than the matmul. So a factor of rank r is *spread*: high = bf16(A) and low = bf16(A - high)
-hold 16 of its bits, x A' = x [high; low]' folded, and u B' takes three matmuls in one,
-[u_high u_low u_high] [B_high B_high B_low]'. What is left out, u_low B_low', is 2^-16 of it.
+hold 16 of its bits, x A' = x [high; low]' folded, and u B' is three matmuls in one,
+[u_high u_low u_high] [B_high B_high B_low]'. The omitted term, u_low B_low', is 2^-16 of it.
 
 T tokens, I features in, O features out, r ranks.
 """
@@ -34,8 +34,8 @@ ALL = slice(None)
 
 
 def spread(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-    """A factor `x` of rank r along `dim`, in `dtype`: as it is where that is wide, else in three
-    parts whose products with those of u or v (kernels/spread.py) add up to the product."""
+    """Returns a factor `x` of rank r along `dim` in `dtype`. A 16-bit dtype gives three parts, and
+    their matmuls with the parts of u or v (kernels/spread.py) add up to the whole matmul."""
     if dtype.itemsize >= 4:
         return x.to(dtype)
     high = x.to(dtype)
@@ -44,27 +44,27 @@ def spread(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
 
 
 def folded(x: Tensor, rank: int, dim: int) -> Tensor:
-    """The sum of the parts of rank r along `dim`."""
+    """Returns the sum of the parts of rank r along `dim`."""
     parts = x.split(rank, dim)
     return x if len(parts) == 1 else parts[0].add(parts[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """What an adapter has besides its tensors."""
+    """An adapter's settings, besides its tensors."""
 
     scale: float
     dropout: float = 0.0
     seed: int = 0
-    """Of this pass's masks."""
+    """Seeds the dropout masks of this pass."""
 
     @property
     def factor(self) -> float:
-        """The scale, and what dropout multiplies the numbers by that it keeps."""
+        """The scale, times the factor by which dropout multiplies the elements it keeps."""
         return self.scale / (1.0 - self.dropout) if self.dropout < 1.0 else 0.0
 
     def mask(self, x: Tensor, tile: slice) -> Tensor:  # (T, I)
-        """Ones and zeros: the same whenever a tile of this pass is computed again."""
+        """A mask of ones and zeros, the same whenever this pass recomputes the tile."""
         seed = hash((self.seed, tile.start)) % 2**63
         generator = torch.Generator(x.device).manual_seed(seed)
         return torch.empty_like(x).bernoulli_(1.0 - self.dropout, generator=generator)
@@ -72,7 +72,7 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The low-rank part of a projection. Made once a pass, with its factors spread."""
+    """The low-rank part of a projection, made once per pass with its factors spread."""
 
     a: Tensor  # (r, I), or (3 r, I) spread
     b: Tensor  # (O, r), or (O, 3 r) spread
@@ -81,7 +81,7 @@ class Adapter:
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, lora: Lora, dtype: torch.dtype) -> Adapter:
-        """a (r, I), b (O, r), for products in `dtype`"""
+        """Spreads a (r, I) and b (O, r) for matmuls in `dtype`."""
         wide_a, wide_b = a.float(), b.float()
         return cls(
             a=spread(wide_a, dtype, 0),
@@ -91,7 +91,7 @@ class Adapter:
         )
 
     def rows(self, rows: slice) -> Adapter:
-        """That part of the outputs."""
+        """The adapter of these output features only."""
         return replace(self, b=self.b[rows])
 
     def masked(self, x: Tensor, tile: slice) -> Tensor:  # (T, I)
@@ -102,21 +102,21 @@ class Adapter:
         return self._two(self.a.t())
 
     def inner(self, x: Tensor, tile: slice) -> Tensor:  # (T, I) -> (T, r) or (T, 3 r)
-        """u"""
+        """Returns u = s (m x) A'."""
         return self.spread_out(wide_mm(self.masked(x, tile), self.inner_factor))
 
     def inner_grad(self, dy: Tensor) -> Tensor:  # (T, O) -> (T, r) or (T, 3 r)
-        """v"""
+        """Returns v = s dy B."""
         return self.spread_out(wide_mm(dy, self._two(self.b)))
 
     def spread_out(self, u: Tensor) -> Tensor:  # (T, r) or (T, 2 r) -> (T, r) or (T, 3 r)
-        """u or v, of what a product with x or dy gave, in fp32."""
+        """Returns u or v from the fp32 result of the matmul with x or dy."""
         if self.a.dtype.itemsize < 4:
             return spread_sums(u, self.lora.factor, self.a.dtype)
         return u.mul(self.lora.factor).to(self.a.dtype)
 
     def add_(self, y: Tensor, u: Tensor, scale: float = 1.0) -> None:
-        """y (T, O) += scale u B'"""
+        """Adds scale u B' to y (T, O)."""
         torch.addmm(y, u, self.b.t(), alpha=scale, out=y)
 
     def add_input_grad_(
@@ -127,7 +127,7 @@ class Adapter:
         scale: float = 1.0,
         columns: slice = ALL,  # of I
     ) -> None:
-        """dx += scale m (v A)"""
+        """Adds scale m (v A) to dx."""
         a = self.a[:, columns]
         if not self.lora.dropout:
             torch.addmm(dx, v, a, alpha=scale, out=dx)
@@ -136,11 +136,11 @@ class Adapter:
         dx.add_(scaled_mm(v, a, scale).mul_(mask[:, columns]))
 
     def halves(self, u: Tensor) -> Tensor:
-        """Of u or v, spread: the two parts that add up to it."""
+        """Returns the two parts of a spread u or v that add up to it, (T, 2 r)."""
         return u[:, : 2 * self.rank]
 
     def _two(self, factor: Tensor) -> Tensor:  # (I, 3 r) -> (I, 2 r)
-        """High and low."""
+        """Returns the high and low parts of a spread factor."""
         return factor[:, self.rank :] if factor.shape[1] > self.rank else factor
 
 
@@ -148,14 +148,14 @@ class Adapter:
 
 
 def adapter_bytes(s: Sizes) -> int:
-    """Of a token inside an adapter: in fp32 twice and once, and spread."""
+    """Bytes per token inside an adapter: 3 fp32 values per rank, and the spread ones."""
     return s.rank * (12 + 3 * s.itemsize)
 
 
 def adapters_cost(s: Sizes, batch: Batch) -> Table:
-    """Of one layer's share of all adapters. u = x A' reads x, which q, k and v have in common, and
-    gate and up; u B' is added to y; v = dy B reads dy, v A is added to dx, dA reads x, dB reads dy,
-    and u is computed again."""
+    """The cost of one layer's share of all adapters. u = x A' reads x, which q, k and v share, as
+    do gate and up; u B' is added to y. In backward v = dy B reads dy, v A is added to dx, dA reads
+    x, dB reads dy, and u is recomputed."""
     adapted = s.adapted
     flops = 2 * batch.tokens * adapted.parameters / s.layers
     inputs, outputs = (

@@ -1,4 +1,4 @@
-"""What travels with the work: a batch's `Schedule`, a layer's `Traits`, and a `Pass` through it."""
+"""The state of the work: a batch's `Schedule`, a layer's `Traits`, and a `Pass` through a layer."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from longctx.memory.store import ActivationStore, Saved
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a layer does besides matmuls with its weights. Defaults: as in Llama."""
+    """What a layer does besides matmuls with its weights. The defaults are Llama's."""
 
     scale: float
-    """Of attention's scores."""
+    """Multiplies attention's scores before the softmax."""
     window: int | None = None
-    """A token attends to itself and the window - 1 before it; None: to all before it."""
+    """A token attends to itself and the window - 1 tokens before it; None: to all before it."""
     rope: bool = True
     residual: float = 1.0
-    """What attention's and the MLP's outputs are multiplied by before they are added."""
+    """Multiplies the outputs of attention and of the MLP before they are added."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What a batch's layers share: its documents and positions, and how the work is cut."""
+    """What all layers of a batch share: its documents, its positions, and how the work is cut."""
 
     traits: tuple[Traits, ...]
-    """Of each layer."""
+    """One `Traits` per layer."""
 
     documents: Documents
     position_ids: Tensor  # (T,)
-    inv_freq: Tensor  # (d/2,) fp32, or less: then only the first numbers of a head are rotated
+    inv_freq: Tensor  # (d/2,) fp32; if it is shorter, only the first elements of a head are rotated
     attention_scaling: float
-    """What RoPE multiplies cosine and sine by (YaRN's factor; 1 for plain RoPE)."""
+    """RoPE multiplies cosine and sine by this (YaRN's factor; 1 for plain RoPE)."""
     head_dim: int
     eps: float
     attention: Attention
@@ -49,22 +49,22 @@ class Schedule:
     tile_tokens: int
     head_groups: int
     dtype: torch.dtype
-    """Of matmuls and attention; x and h may be fp32 where it has 16 bits, as in autocast."""
+    """The dtype of matmuls and attention. In autocast it has 16 bits while x and h are fp32."""
 
     @cached_property
     def seed(self) -> int:
-        """Of masks of dropout: drawn from torch's CPU generator by the first who asks."""
+        """Seeds the dropout masks. It is drawn from torch's CPU generator at the first use."""
         return int(torch.randint(2**63 - 1, ()))
 
     def window(self, t: Traits) -> int | None:
-        """None where no document is longer."""
+        """The layer's window, or None where no document is longer than it."""
         longer = t.window is not None and t.window < max(self.documents.lengths)
         return t.window if longer else None
 
     def rotate_(
         self, q: Tensor, k: Tensor, t: Traits, tile: slice = ALL, inverse: bool = False
     ) -> None:
-        """(T, h, d), (T, k, d), in place; those of a tile"""
+        """Applies RoPE in place to a tile's q (T, h, d) and k (T, k, d)."""
         if t.rope:
             q, k = (x[..., : 2 * len(self.inv_freq)] for x in (q, k))
             positions = self.position_ids[tile]
@@ -79,32 +79,32 @@ class Schedule:
 
 @dataclass(eq=False, kw_only=True)
 class Pass:
-    """One layer's forward or backward: all that its parts share."""
+    """One layer's forward or backward: the state that its parts share."""
 
     schedule: Schedule
     traits: Traits
     weights: Layer
     saved: Saved | None = None
-    """What forward keeps and backward finds; None where no backward follows."""
+    """The tensors that forward keeps for backward; None where no backward follows."""
     gradients: Gradients | None = None
-    """In backward."""
+    """The gradients of the weights; None in forward."""
 
     def keeps(self, name: str) -> bool:
-        """Whether forward keeps what cost/kept.py calls so."""
+        """Whether forward keeps the keepable that has this name in cost/kept.py."""
         return self.saved is not None and self.saved.keeps(name)
 
     def keep(self, name: str, **tensors: Tensor) -> None:
-        """The tensors of one keepable. What waits on the host is sent there later."""
+        """Keeps the tensors of one keepable. Those that go to the host are sent there later."""
         if self.saved is not None:
             self.schedule.store.add(self.saved, name, **tensors)
 
     def send(self, *names: str, tile: slice | None = None) -> None:
-        """Starts the copies to the host of what is ready: tensors, or a tile of them."""
+        """Starts to copy these tensors, or one tile of them, to the host."""
         if self.saved is not None:
             self.schedule.store.send(self.saved, *names, tile=tile)
 
     def retire(self, tile: slice, *names: str) -> None:
-        """Tells the store that backward is done with a tile of what was kept under these names."""
+        """Tells the store that backward no longer needs a tile of the tensors of these names."""
         if self.saved is not None:
             self.schedule.store.retire(self.saved, tile, *names)
 

@@ -1,14 +1,14 @@
-"""A linear layer inside a pass: a weight, frozen or trained, with a bias and an adapter where there
-are, and the gradients of all of them.
+"""A linear layer inside a pass: a weight, frozen or trained, an optional bias, an optional adapter,
+and the gradients of all of them.
 
-    y  = x W' + b + u B'            u, v, A, B: of its adapter (lora.py)
+    y  = x W' + b + u B'            u, v, A, B: the adapter's (lora.py)
     dx = dy W + m (v A)
     dW = dy' x,  dB = dy' u,  dA = v' (m x),  db = sum dy          only for what is trained
 
-u of linear layers that read one x comes from one matmul (`inners`), and that of q, k, v from one
-for all head groups.
+Linear layers that read one x compute their u in one matmul (`inners`); q, k and v do so once for
+all head groups.
 
-T tokens, I features in, O features out, r ranks; weights as Hugging Face holds them, (O, I).
+T tokens, I features in, O features out, r ranks; weights are (O, I), as Hugging Face stores them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from longctx.layer.lora import Adapter, folded
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer: what is computed with it in forward, and of its input backward.
+    """A linear layer: its forward, and the gradient of its input.
 
-    `tile` says which of the batch's tokens are given, for masks of dropout.
+    `tile` says which of the batch's tokens a method is given; dropout masks depend on it.
     """
 
     weight: Tensor  # (O, I)
@@ -57,13 +57,13 @@ class Projection:
         scale: float = 1.0,
         out: Tensor | None = None,  # (T, O), may be base
     ) -> Tensor:  # (T, O)
-        """base + scale y. With an adapter as with a bias: the smaller parts are added first."""
+        """Returns base + scale y. Bias and adapter are added to y first, then y to base."""
         if self.adapter is None:
             return linear_add(base, x, self.weight, self.bias, scale=scale, out=out)
         return torch.add(base, self(x, tile, scale=scale), out=out)
 
     def inner_grad(self, dy: Tensor) -> Tensor | None:  # (T, O) -> (T, r) or (T, 3 r)
-        """What the gradients of the input and of A need; None without an adapter."""
+        """Returns v, which the gradients of the input and of A need; None without an adapter."""
         return None if self.adapter is None else self.adapter.inner_grad(dy)
 
     def input_grad(
@@ -75,7 +75,7 @@ class Projection:
         scale: float = 1.0,
         onto: Tensor | None = None,  # (T, I): added to
     ) -> Tensor:  # (T, I)
-        """scale dx"""
+        """Returns scale dx, or dx added to `onto`."""
         if onto is None:
             dx = scaled_mm(dy, self.weight, scale)
         else:
@@ -90,7 +90,7 @@ def inners(
     projections: Sequence[Projection],
     tile: slice,
 ) -> list[Tensor | None]:  # (T, r) or (T, 3 r); None without an adapter
-    """u of each. What no dropout masks is read once for all."""
+    """Returns u of each projection. Adapters without dropout share one matmul that reads x once."""
     shared = [a for p in projections if (a := p.adapter) is not None and not a.lora.dropout]
     found: dict[int, Tensor] = {}
     if shared:
@@ -107,7 +107,7 @@ def inners(
 
 
 class ProjectionGradient:
-    """The gradients of a projection over tiles of tokens; nothing for what is frozen."""
+    """Sums the gradients of a projection's trained parameters over tiles of tokens."""
 
     def __init__(
         self, projection: Projection, base: WeightGradient, *, a: bool = False, b: bool = False
@@ -133,7 +133,7 @@ class ProjectionGradient:
             self._b.add(dy, self.adapter.halves(u))
 
     def adapters(self, scale: float = 1.0) -> tuple[Tensor | None, Tensor | None]:
-        """`scale` times the gradients of A (r, I) and B (O, r), in fp32."""
+        """Returns `scale` times the gradients of A (r, I) and B (O, r), in fp32."""
         if self.adapter is None:
             return None, None
         sums = (grad.round(torch.float32, scale)[0] for grad in (self._a, self._b))
@@ -143,7 +143,7 @@ class ProjectionGradient:
 
 
 def added_up(grads: Iterable[Tensor | None]) -> Tensor | None:
-    """The sum of those that are there."""
+    """Returns the sum of the gradients that are not None; None if there are none."""
     total: Tensor | None = None
     for grad in grads:
         if grad is not None:

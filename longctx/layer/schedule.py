@@ -1,20 +1,20 @@
 """The decoder layer's schedule: one autograd.Function with a hand-written backward.
 
-For the T tokens of a batch, x (T, D), weights as Hugging Face holds them (out, in):
+For the T tokens of a batch, x (T, D), and weights (out, in) as Hugging Face stores them:
 
     n1 = rms_norm(x)              q, k, v = rope(n1 Wq', n1 Wk'), n1 Wv'      (T, H d), (T, K d)
     o, lse = attention(q, k, v)   h = x + o Wo'                               (T, H d), (T, D)
     n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
 
-That is Llama's: two residual blocks, each a part of its own (parts/). Of other families
-(model/families.py) come, as data (`Traits`, `Weights`): a window or another scale of attention,
+This is Llama's layer: two residual blocks, each a part of its own (parts/). Other families
+(model/families.py) differ by data (`Traits`, `Weights`): a window or another scale of attention,
 layers without rope, a factor r of both sums (h = x + r o Wo'), norms of q and k before rope, and
-parameters that hold several of these weights. Any of the seven may have an adapter of low rank; for
-what is frozen nothing is computed, and dx only where something below is trained.
+parameters that hold several of these weights. Any of the seven weights may have a low-rank adapter.
+No gradient is computed for frozen weights, and dx only where a parameter below is trained.
 
-Token-wise work runs in tiles of the sequence, attention in head groups, so that gate, up and q, k,
-v exist for one tile or one group only. What stands between the two blocks, h and n2, exists for a
-tile only, too, because one loop runs the end of the first block and all of the second:
+Token-wise work runs in tiles of the sequence and attention in head groups, so that gate, up and q,
+k, v exist for one tile or one group only. h and n2, which link the two blocks, also exist for one
+tile only, because one loop runs the end of the first block and all of the second:
 
     forward     attention, per group:  o, lse
                 per tile:              h, n2, gate, up, y
@@ -23,15 +23,15 @@ tile only, too, because one loop runs the end of the first block and all of the 
                 per group:             [q, k, v again]; dq in o's place, dk, dv
                 per tile:              dx in dh's place; q, k and v's gradients
 
-Kept from forward to backward, as chosen (memory/ladder.py): x, o with lse, h, q k v, gate and up.
+The saved activations are chosen (memory/ladder.py) from x, o with lse, h, q k v, gate and up.
 x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one and runs attention forward twice,
-70% of a layer's time at 131072 tokens. What is not kept is computed again, from the same tiles by
-the same kernels, so that no bit depends on it; n1 and n2 always, the down projection never.
+70% of a layer's time at 131072 tokens. What is not saved is recomputed from the same tiles by the
+same kernels, so that the choice changes no bit; n1 and n2 always, the down projection never.
 
-Peak over weights and gradients: three units (x, o|dq, dy|dh|dx), dk|dv (2 K/H of a unit), a group's
-q, k, v, do, dq, and one tile of the MLP. Weight gradients add up over tiles in fp32 and are rounded
-once. Each tile and group is a function of its own, so that what one works with is gone when the
-next begins.
+Peak memory beside weights and gradients: three units (x, o|dq, dy|dh|dx), dk|dv (2 K/H of a unit),
+a group's q, k, v, do, dq, and one tile of the MLP. Weight gradients are summed over tiles in fp32
+and rounded once. Each tile and each group runs in a function of its own, so that its temporaries
+are freed before the next begins.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from longctx.layer.weights import Weights
 
 
 def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
-    """y, and what is kept for backward."""
+    """Returns y, and keeps what backward needs in `p.saved`."""
     attention, mlp = SelfAttention(p), SwiGLU(p)
     qkv: list[Tensor] = []
     o, lse = attention.forward(x, qkv if p.keeps("q k v") else None)
@@ -103,7 +103,8 @@ def _tiles_backward_(
     attention: SelfAttention,
     mlp: SwiGLU,
 ) -> None:
-    """The MLP's block and the end of attention's. The sums of the MLP's gradients go with `mlp`."""
+    """Runs backward of the MLP's block and of attention's output projection, tile by tile. The sums
+    of the MLP's gradients are freed with `mlp`."""
 
     def run(tile: slice) -> None:
         h = attention.output_again(x, o, tile)
@@ -135,7 +136,7 @@ class _ScheduledLayer(torch.autograd.Function):
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
             s.store.add(saved, "x", x=x)
-            s.store.send(saved, "x")  # beside attention, the rest beside the MLP
+            s.store.send(saved, "x")  # copied while attention runs, the rest while the MLP runs
         y = layer_forward(Pass(schedule=s, traits=t, weights=w, saved=saved), x)
         if saved is not None:
             s.store.release(saved)
@@ -157,9 +158,9 @@ class _ScheduledLayer(torch.autograd.Function):
         grads = Gradients(given, w, wants, len(tiles) + (t.residual != 1.0))
         kept = s.store.load(ctx.saved, tiles)
         x = kept["x"]
-        if x is ctx.x() and x._version != ctx.version:  # a user's own, as inputs_embeds
+        if x is ctx.x() and x._version != ctx.version:  # may be the user's own: inputs_embeds
             raise RuntimeError("a layer's input was modified in place before its backward")
-        dx = dy.contiguous()  # nobody else reads it: the layer above made it for this one
+        dx = dy.contiguous()  # overwritten: the layer above made dy for this layer only
         p = Pass(schedule=s, traits=t, weights=w, saved=ctx.saved, gradients=grads)
         layer_backward_(p, dx, x, kept, wants_dx)
         s.store.finish(ctx.saved)
@@ -174,10 +175,11 @@ def scheduled_layer(
     w: Weights,
     loras: Mapping[str, Lora] = MappingProxyType({}),
 ) -> Tensor:  # (T, D)
-    """The decoder layer of the module's equations, differentiable in x and every weight.
+    """Runs the decoder layer of the module's equations, differentiable in x and every weight.
 
     `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
-    `loras` are of the linear layers that have an adapter in `w`.
+    `loras` has the settings of each adapter in `w`, by projection name. Backward raises
+    RuntimeError if x was modified in place after forward.
     """
-    above = layers_above if torch.is_grad_enabled() else None  # no backward: nothing is kept
+    above = layers_above if torch.is_grad_enabled() else None  # without backward nothing is kept
     return _ScheduledLayer.apply(x, s.traits[-1 - layers_above], s, above, loras, *w)

@@ -1,4 +1,4 @@
-"""A layer's parameters as the schedule takes them, and what a pass through it computes with."""
+"""A layer's parameters, as the schedule takes them and as a pass computes with them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 class Weights(NamedTuple):
     """A layer's parameters, in the order in which the Function takes and returns them.
 
-    One parameter may hold several: q those of q, k, v, one below the other, if k and v are None;
-    gate those of gate and up, if up is. `apart` has views of each. An adapter of one that holds
-    several has one A (r, I) for them.
+    One parameter may hold several weights, stacked along the rows: q holds q, k and v if k and v
+    are None; gate holds gate and up if up is None. `apart` gives views of each. The adapter of a
+    parameter that holds several weights has one A (r, I) for all of them.
     """
 
     norm1: Tensor  # (D,)
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None  # (d,)
     k_norm: Tensor | None = None  # (d,)
-    q_a: Tensor | None = None  # (r, D), as of all adapters that are there
+    q_a: Tensor | None = None  # (r, D)
     q_b: Tensor | None = None  # (H d, r)
     k_a: Tensor | None = None
     k_b: Tensor | None = None
@@ -67,12 +67,12 @@ class Weights(NamedTuple):
 
     @property
     def in_one(self) -> dict[str, str]:
-        """Weights that another one's parameter holds -> that one."""
+        """Maps each weight that lies in another weight's parameter to that parameter's name."""
         found = {"k": "q", "v": "q"} if self.qkv_in_one else {}
         return found | ({"up": "gate"} if self.gate_up_in_one else {})
 
     def dense(self) -> Weights:
-        """With quantised weights made dense, for a pass."""
+        """Returns the parameters with quantised weights made dense, for one pass."""
         return Weights(*map(dense, self))
 
     def apart(self) -> Weights:
@@ -86,7 +86,7 @@ class Weights(NamedTuple):
         return w
 
     def _divided(self, names: Any, sizes: list[int]) -> Weights:
-        """The first one's rows are those of all."""
+        """Splits the parameter of the first name, whose rows hold all names, into views."""
         of = f"{names[0]}%s"
         parts = dict(zip(names, getattr(self, of % "").split(sizes), strict=True))
         if (b := getattr(self, of % "_b")) is not None:
@@ -95,8 +95,8 @@ class Weights(NamedTuple):
         return self._replace(**parts)
 
     def layer(self, loras: Mapping[str, Lora], dtype: torch.dtype) -> Layer:
-        """For matmuls in `dtype`, to which norms stay as they are, as in autocast. `loras` are
-        what adapters have besides their tensors, by the names of projections."""
+        """Casts the projections to `dtype` for matmuls; norms keep their dtype, as in autocast.
+        `loras` has the settings of the adapters, by the names of projections."""
         w, held = self.apart(), self.in_one
 
         def cast(x: Tensor | None) -> Tensor | None:
@@ -113,7 +113,7 @@ class Weights(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a pass through a layer computes with."""
+    """A layer's weights in the form in which a pass computes with them."""
 
     norm1: Tensor  # (D,)
     q: Projection  # (H d, D)

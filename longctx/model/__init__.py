@@ -1,12 +1,12 @@
-"""The path of x: what happens to a batch between its tokens and the gradients of every weight.
+"""The path of a batch through the model, from its tokens to the gradients of every weight.
 
-    patch.py        what one instance of a transformers model gets
-      forwards.py     its forwards, in the places of Hugging Face's         input_ids -> loss
+    patch.py        patches one instance of a transformers model
+      forwards.py     the forwards that replace Hugging Face's              input_ids -> loss
       logits.py       logits that are computed when they are read
-      families.py     what a family's layers do, and where their weights are
-      strangers.py    finds what the schedule would pass by
-      adapters.py     what PEFT's LoRA layers hold
-      runtime.py      what the instance carries: backend, activation store -> a batch's Schedule
+      families.py     how a family's layers differ, and where their weights are
+      strangers.py    finds parts of a model that the schedule would ignore
+      adapters.py     reads PEFT's LoRA layers
+      runtime.py      the instance's backend and activation store, and a batch's Schedule
       longctx/layer   one decoder layer, forward and backward by hand       x -> y, dy -> dx
       loss.py         lm_head and cross-entropy in chunks                   x -> loss, dx
 
@@ -17,7 +17,7 @@
                  |            |                                                     |
            <-------- dx <----------- dx <------- ... <------- dx <-- dn <-----------+
 
-docs/schedule.md walks through a layer in ten minutes, with a picture of what exists when.
+docs/schedule.md explains a layer in ten minutes, with a picture of which tensors exist when.
 Letters, here and in kernels/: T tokens of a batch (B rows of S), D hidden size, F intermediate
 size, H query heads, K key/value heads, d head size, V vocabulary, L tokens of one document.
 """

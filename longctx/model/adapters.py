@@ -1,18 +1,18 @@
-"""What the schedule reads of PEFT's LoRA layers, and what it leaves to Hugging Face's code.
+"""Reads PEFT's LoRA layers for the schedule, and finds those that Hugging Face's code must run.
 
-PEFT makes, names, saves and merges adapters: `LoraConfig` puts a `LoraLayer` in the place of a
-linear map, with the map itself inside it. The schedule computes with the tensors (projection.py):
+PEFT makes, names, saves and merges adapters: `LoraConfig` replaces a linear layer by a `LoraLayer`
+that holds the linear layer. The schedule computes with the tensors (projection.py):
 
-    lora_A, lora_B     of the one adapter that is active; none while adapters are disabled or merged
+    lora_A, lora_B     the active adapter's; none while adapters are disabled or merged
     scaling            lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora
-    lora_dropout       p, while its module trains
+    lora_dropout       p, in training mode
 
-An adapter with more to it (DoRA and the other variants, a bias of its own, several at once) is
-found on every forward, and Hugging Face's layers run.
+If an adapter has other features (DoRA and the other variants, a bias of its own, several adapters
+at once), Hugging Face's layers run. This is checked on every forward.
 
-Dropout draws from a number that torch's CPU generator gives once a forward: so it repeats itself
-after `manual_seed` and when a run is resumed, and backward makes the same masks again by layer,
-projection and tile. They are other masks than torch's dropout would draw, of the same distribution.
+Dropout is seeded by one number per forward from torch's CPU generator. Masks therefore repeat after
+`manual_seed` and when a run is resumed, and backward draws the same masks by layer, projection and
+tile. The masks differ from those of torch's dropout, but have the same distribution.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longctx.layer.weights import Weights
 
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
-"""Whose forward the schedule can stand in for."""
+"""The quantised linear layers whose forward the schedule can replace."""
 
 
 class Applied(NamedTuple):
@@ -43,8 +43,8 @@ class Applied(NamedTuple):
 def with_adapters(
     weights: Weights, adapters: Mapping[str, Applied], layer: int, seed: Callable[[], int]
 ) -> tuple[Weights, dict[str, Lora]]:
-    """A layer's parameters, and what its adapters have besides, by the names of projections. `seed`
-    is of the pass, and asked for if masks are drawn."""
+    """Returns a layer's parameters with its adapters' tensors, and the adapters' settings by
+    projection name. `seed` gives the pass's seed, and is called only if masks are drawn."""
     tensors: dict[str, Tensor] = {}
     loras: dict[str, Lora] = {}
     for name, (a, b, scale, dropout) in adapters.items():
@@ -55,13 +55,13 @@ def with_adapters(
 
 
 def inside_peft(model: Any) -> Any:
-    """transformers' model in a PeftModel; any other as it is."""
+    """Returns transformers' model inside a PeftModel, and any other model itself."""
     is_peft = type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model")
     return model.get_base_model() if is_peft else model
 
 
 def unwrapped(module: Any) -> Any:
-    """The copy that `modules_to_save` trains in the place of a module, where it runs."""
+    """Returns the module that runs: the copy trained by `modules_to_save` if it is active."""
     if type(module).__qualname__ != "ModulesToSaveWrapper":
         return module
     adapter = next(iter(module.active_adapters), None)
@@ -75,7 +75,7 @@ def is_adapted(module: Any) -> bool:
 
 
 def applied(modules: Mapping[str, Any]) -> dict[str, Applied]:
-    """Of the linear maps that have an adapter, and apply it."""
+    """Returns the adapters that these linear layers apply, by the same names."""
     found = {}
     for name, module in modules.items():
         adapter = _active(module) if is_adapted(module) else None
@@ -91,7 +91,7 @@ def applied(modules: Mapping[str, Any]) -> dict[str, Applied]:
 
 
 def inner_linears(module: Any) -> Iterator[nn.Module]:
-    """The linear maps that the schedule reads inside an adapted one."""
+    """Yields the linear layers that the schedule reads inside an adapted one."""
     yield module.base_layer
     for adapter in _actives(module):
         yield module.lora_A[adapter]
@@ -99,7 +99,7 @@ def inner_linears(module: Any) -> Iterator[nn.Module]:
 
 
 def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
-    """What the schedule would pass by of an adapted map, in a few words."""
+    """Yields, in a few words, each feature of an adapted linear layer that the schedule lacks."""
     actives = _actives(module)
     if module.disable_adapters and module.merged:
         yield f"a disabled adapter that is merged in {where}, which PEFT unmerges"
@@ -123,7 +123,8 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
 
 
 def why_not_dense(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
-    """The same of a map that bitsandbytes has quantised, and of any other nothing."""
+    """Yields why the schedule cannot use a linear layer quantised by bitsandbytes; nothing for any
+    other layer."""
     if not {"quant_state", "compute_dtype"} <= vars(module).keys():
         return
     if getattr(module.weight, "quant_state", None) is None:
@@ -137,7 +138,7 @@ def _active(module: Any) -> str | None:
 
 
 def _actives(module: Any) -> list[str]:
-    """The adapters that a forward adds."""
+    """Returns the names of the adapters that a forward adds."""
     if module.disable_adapters or module.merged:
         return []
     return [name for name in module.active_adapters if name in module.lora_A]

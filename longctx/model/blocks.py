@@ -1,8 +1,8 @@
 """A model's parameters in blocks, as longctx/memory moves them: embedding, decoder layers, lm_head.
 
-Works for every transformers model with a decoder, and for modules that hold some: what is in no
-block (norms, biases, adapters and other parameters of another dtype, towers of other modalities) is
-in a last one that stays on the GPU.
+This works for every transformers model with a decoder, and for modules that hold such models. All
+other parameters (norms, biases, adapters and parameters of another dtype, towers of other
+modalities) form a last block, which stays on the GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from longctx.memory.states import BlockSpec, Part
 
 
 def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
-    """The blocks in the order in which forward uses them; `movable`: weights may wait on the host,
-    of a single model.
+    """Returns the blocks in the order in which forward uses them. With `movable` the weights of a
+    single model may wait on the host.
 
-    A tied lm_head is the embedding's block, and stays on the GPU: forward needs it at both ends.
+    A tied lm_head is in the embedding's block and stays on the GPU: forward needs it at both ends.
     """
     models, taken = language_models(model), set[nn.Parameter]()
     names = {p: name for name, p in model.named_parameters()}
@@ -38,7 +38,7 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
 
 
 def language_models(module: Any) -> list[Any]:
-    """The module itself, also with adapters around it, or the outermost ones inside."""
+    """Returns the module if it is a model, also with adapters; else the outermost models in it."""
     if hasattr(module, "get_input_embeddings"):
         return [module]
     return [one for child in module.children() for one in language_models(child)]
@@ -52,7 +52,7 @@ def _blocks(
     movable: bool,
     prefix: str,
 ) -> list[BlockSpec]:
-    """Of one model. Adds to `taken`."""
+    """Returns the blocks of one model, and adds their parameters to `taken`."""
     dtype = model.get_input_embeddings().weight.dtype
 
     def block(
@@ -92,20 +92,20 @@ def _blocks(
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:
-    """The modules inside that hold weights: an adapter's wrapper has several, and one of them may
-    be called without it."""
+    """Returns the inner modules that hold weights. An adapter's wrapper has several, and one of
+    them may be called without the wrapper."""
     return [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
 
 
 def decoder_layers(model: Any) -> Iterable[nn.Module]:
-    """Empty for a model whose layers are not a list called `layers`."""
+    """Returns the decoder's `layers`; empty for a model that has no such list."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return getattr(decoder, "layers", None) or []
 
 
 def scales(parameter: Any) -> list[Part]:
-    """Of a weight that bitsandbytes has quantised to 4 bits: of its blocks, and of theirs where
-    those are quantised too. What else its state has is a few numbers."""
+    """Returns the scales of a weight that bitsandbytes has quantised to 4 bits, and the scales of
+    these scales if they are quantised too. The rest of its state is only a few numbers."""
     state = getattr(parameter, "quant_state", None)
     states = [] if state is None else [state, getattr(state, "state2", None)]
     return [Part(state, "absmax") for state in states if state is not None]

@@ -1,9 +1,9 @@
-"""What a step costs: one table of the rows (longctx/cost/table.py) that its parts declare.
+"""The cost of a step: one table of the rows (longctx/cost/table.py) that its parts declare.
 
-The layer's parts and the loss count theirs where they compute. Here stand the rows of what others
-compute, torch's embedding, the update, Hugging Face's and Liger-Kernel's layers, and the sum.
+The layer's parts and the loss declare their rows where they compute. This file has the rows of
+torch's embedding, of the update, and of Hugging Face's and Liger-Kernel's layers, and the sum.
 
-T tokens, D hidden size, F intermediate size; bytes that matmuls read and write are in their rate.
+T tokens, D hidden size, F intermediate size. The rate of matmuls includes the bytes they move.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from longctx.model.loss import loss_cost
 
 
 def embedding_cost(s: Sizes, batch: Batch) -> Table:
-    """While the embedding's gradient, the last one, is made: torch sums the rows of each token in
-    fp32, in segments of 10 (embedding_dense_backward)."""
+    """The buffers while the embedding's gradient, the last one, is computed: torch sums the rows of
+    each token in fp32, in segments of 10 (embedding_dense_backward)."""
     segments = batch.tokens // 10 + min(batch.tokens, s.vocab)
     buffers = {"its sums, fp32": 4 * segments * s.hidden, "dx": s.unit(batch.tokens)}
     return Table(
@@ -34,8 +34,9 @@ def embedding_cost(s: Sizes, batch: Batch) -> Table:
 
 
 def update_cost(s: Sizes) -> Table:
-    """Exact AdamW reads 14 and writes 12 bytes a parameter, the norm reads 2. torch's, whose states
-    are bf16: 8 and 6, and clipping reads and writes each gradient once more."""
+    """The cost of the update. Exact AdamW reads 14 and writes 12 bytes per parameter, and the norm
+    reads 2. torch's AdamW, whose states are bf16, reads 8 and writes 6, and clipping reads and
+    writes each gradient once more."""
     return Table(forward=(Work(name="update", nbytes=(28 if s.exact else 20) * s.trained),))
 
 
@@ -43,7 +44,7 @@ def update_cost(s: Sizes) -> Table:
 
 
 def peer_layer_cost(s: Sizes, batch: Batch) -> Table:
-    """Forward keeps x; backward runs the whole layer forward once more."""
+    """The cost of a layer with checkpointing: forward keeps x, backward recomputes the layer."""
     peer, tokens, unit = PEERS[s.class_type], batch.tokens, s.unit(batch.tokens)
 
     def nbytes(multiples: tuple[float, float]) -> int:
@@ -76,8 +77,8 @@ def peer_layer_cost(s: Sizes, batch: Batch) -> Table:
 
 
 def peer_loss_cost(s: Sizes, batch: Batch) -> Table:
-    """All logits with their gradients in bf16 and fp32; Liger-Kernel's fused loss has pieces
-    (h200_kernels.json)."""
+    """The cost of a loss that holds all logits with their gradients in bf16 and fp32, or of
+    Liger-Kernel's fused loss, which computes in pieces (h200_kernels.json)."""
     tokens, unit = batch.tokens, s.unit(batch.tokens)
     buffers = {"logits": 12 * tokens * s.vocab + unit}
     if s.class_type == "liger":
@@ -93,7 +94,7 @@ def peer_loss_cost(s: Sizes, batch: Batch) -> Table:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTable:
-    """Everything that a step costs on the GPU, but for where its states live."""
+    """The whole cost of a step on the GPU, except for the place of its optimizer states."""
 
     sizes: Sizes
     batch: Batch

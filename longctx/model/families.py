@@ -1,7 +1,7 @@
-"""What the schedule must know of a transformers model: where a layer's weights are, and what the
-layer does besides. strangers.py finds whatever else a module holds.
+"""What the schedule must know of a transformers model: where a layer's weights are, and how the
+layer differs from Llama's. strangers.py finds anything else that a module holds.
 
-A `Family` says so for the models of one kind; docs/add_a_family.md shows how to write one.
+A `Family` describes the models of one kind; docs/add_a_family.md shows how to write one.
 
     llama  mistral  ministral  qwen2       sliding windows, biases
     qwen3                                  norms of q and k
@@ -37,7 +37,7 @@ _ACTIVATION: Names = (
 
 
 def _linear(**modules: nn.Module) -> dict[str, Any]:
-    """Fields of Weights: weights and biases."""
+    """Returns the modules' weights and biases as fields of `Weights`."""
     weights = {name: module.weight for name, module in modules.items()}
     return weights | {f"{name}_bias": module.bias for name, module in modules.items()}
 
@@ -58,7 +58,7 @@ def _separate(layer: Any) -> Weights:
 
 
 def _fused(layer: Any) -> Weights:
-    """As Phi3: one parameter for q, k, v and one for gate and up."""
+    """Returns the weights of layers like Phi3's: q, k, v are one parameter, gate and up another."""
     attn, mlp = layer.self_attn, layer.mlp
     linear = _linear(q=attn.qkv_proj, o=attn.o_proj, gate=mlp.gate_up_proj, down=mlp.down_proj)
     inside: dict[str, Any] = dict.fromkeys(("k", "v", "up"))
@@ -70,14 +70,14 @@ def _no_window(config: Any, layer: int) -> int | None:
 
 
 def _one_window(config: Any, layer: int) -> int | None:
-    """As Mistral: the same for all layers."""
+    """Returns the window that all layers share, as in Mistral."""
     window: int | None = config.sliding_window
     return window
 
 
 def _window_by_type(config: Any, layer: int) -> int | None:
-    """As Qwen2: some layers have it. `use_sliding_window` and `max_window_layers` have become
-    `layer_types` by the time a configuration is made."""
+    """Returns a layer's window if the layer has one, as in Qwen2. transformers turns
+    `use_sliding_window` and `max_window_layers` into `layer_types` in each configuration."""
     sliding = config.layer_types[layer] == "sliding_attention"
     window: int | None = config.sliding_window if sliding else None
     return window
@@ -97,44 +97,44 @@ def kv_heads(config: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of models whose layers the schedule computes."""
+    """A kind of model whose layers the schedule computes."""
 
     kind: str
     """transformers' `model_type`, which is also the name of its module."""
     prefix: str
-    """Of the names of its classes."""
+    """The prefix of its classes' names."""
     weights: Callable[[Any], Weights] = _separate
-    """Where a layer's parameters are."""
+    """Returns the parameters of a layer."""
     linears: Names = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     )
-    """Its linear maps; q, k and v first."""
+    """The paths of a layer's linear layers; q, k and v come first."""
     fused: Names = ()
-    """Those of several in one, which have no bias."""
+    """The linear layers that hold several weights in one parameter; they must have no bias."""
     norms: Names = ("input_layernorm", "post_attention_layernorm")
     activation: str = "mlp.act_fn"
     dropouts: Names = ()
-    """Modules that do nothing, unless they drop."""
+    """The paths of dropout modules, which must not drop anything."""
     window: Callable[[Any, int], int | None] = _no_window
-    """Of a configuration and the number of a layer."""
+    """Returns the window of a layer, from the configuration and the layer's index."""
     traits: Callable[[Any, int], dict[str, Any]] = field(default=lambda config, layer: {})
-    """What else of Traits is not Llama's."""
+    """Returns the other fields of `Traits` that differ from Llama's."""
     embedding_multiplier: Callable[[Any], float] = field(default=lambda base: 1.0)
     logits_scaling: Callable[[Any], float] = field(default=lambda model: 1.0)
-    """Of a model: what logits are divided by."""
+    """Returns the number by which a model divides its logits."""
 
     def known(self, suffix: str) -> Names:
         return (f"transformers.models.{self.kind}.modeling_{self.kind}.{self.prefix}{suffix}",)
 
     @cached_property
     def projections(self) -> dict[str, str]:
-        """Names in Weights -> linear maps."""
+        """Maps names in `Weights` to the paths of linear layers."""
         names = ("q", "o", "gate", "down") if self.fused else PROJECTIONS
         return dict(zip(names, self.linears, strict=True))
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """The shape of each weight that a layer's linear maps and norms have, by their path."""
+        """Returns the shape of the weight of each linear layer and norm of a layer, by path."""
         D, F, d = config.hidden_size, config.intermediate_size, head_dim(config)
         q, kv = d * config.num_attention_heads, d * kv_heads(config)
         if self.fused:
@@ -148,8 +148,8 @@ class Family:
 
     @cached_property
     def in_layer(self) -> dict[str, Names]:
-        """Module -> whose forward it may have. By name, so that a class whose forward was exchanged
-        for the whole process (as Liger-Kernel does) is another one."""
+        """Maps each module to the classes whose forward it may have, given by name, so that a class
+        whose forward was replaced process-wide (as Liger-Kernel does) does not match."""
         return {
             "self_attn": self.known("Attention"),
             "mlp": self.known("MLP"),
@@ -212,7 +212,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(owner: Any) -> Family | None:
-    """Of a model, a layer or any other module of one; None for what is in no family."""
+    """Returns the family of a model or of any module in one; None if it is in no family."""
     return _family_of(owner.__class__)
 
 
@@ -224,13 +224,13 @@ def _family_of(kind: Any) -> Family | None:
 
 
 def layer_weights(layer: Any) -> Weights:
-    """The parameters of a decoder layer, as the schedule takes them, without its adapters."""
+    """Returns a decoder layer's parameters, as the schedule takes them, without its adapters."""
     return known_family(layer).weights(layer)
 
 
 def layer_adapters(layer: Any) -> dict[str, Applied]:
-    """Those that a forward of the layer applies, by the names that `Weights` has for what they
-    adapt."""
+    """Returns the adapters that a forward of the layer applies, by the names in `Weights` of the
+    projections that they adapt."""
     family = known_family(layer)
     return applied({n: part_of(layer, path) for n, path in family.projections.items()})
 
@@ -248,14 +248,14 @@ def logits_scaling(model: PreTrainedModel) -> float:
 
 
 def windows(config: PretrainedConfig) -> list[int | None]:
-    """Of each layer; none where the family is not known."""
+    """Returns the window of each layer; None for each layer of an unknown family."""
     family = FAMILIES.get(config.model_type)
     window = _no_window if family is None else family.window
     return [window(config, i) for i in range(config.num_hidden_layers)]
 
 
 def has_windows(config: PretrainedConfig) -> bool:
-    """That are shorter than what the model can see."""
+    """Whether any layer has a window that is shorter than the model's maximum positions."""
     positions = getattr(config, "max_position_embeddings", None)
     return any(w is not None and (positions is None or w < positions) for w in windows(config))
 
@@ -267,13 +267,13 @@ def known_family(owner: Any) -> Family:
 
 
 def base_of(model: Any) -> Any | None:
-    """The base model that the schedule knows: the model itself, or what it is made of."""
+    """Returns the base model if the schedule knows it: the model itself or the one inside it."""
     parts = (model, getattr(model, getattr(model, "base_model_prefix", ""), None))
     return next((part for part in parts if is_a(part, "Model")), None)
 
 
 def head_of(model: Any) -> Any:
-    """lm_head of a causal model, also where `modules_to_save` trains a copy of it; else None."""
+    """Returns a causal model's lm_head, or the copy that `modules_to_save` trains; else None."""
     return unwrapped(model.lm_head) if is_a(model, "ForCausalLM") else None
 
 
@@ -284,7 +284,7 @@ def is_a(model: Any, suffix: str) -> bool:
 
 
 def part_of(layer: Any, name: str) -> Any:
-    """The submodule `name` of a layer, with dots between the steps; None where there is none."""
+    """Returns the submodule of a layer at the dotted path `name`; None if there is none."""
     for step in name.split("."):
         layer = layer._modules.get(step) if isinstance(layer, nn.Module) else None
     return layer

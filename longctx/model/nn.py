@@ -1,12 +1,12 @@
-"""The kernels as modules, with torch.nn's names and order of arguments.
+"""The kernels as modules, with the names and argument order of torch.nn.
 
     RMSNorm(normalized_shape, eps)              as torch.nn.RMSNorm
     RotaryEmbedding(dim, base)                  rotates q and k by their positions
     SwiGLU(in_features, hidden_features)        down(silu(gate(x)) * up(x)), Llama's MLP
     LinearCrossEntropyLoss(in_features, num_classes)     as torch.nn.LinearCrossEntropyLoss
 
-On CUDA they run the Triton kernels of kernels/, elsewhere plain torch. T tokens, D features, H
-query and K key/value heads of size d.
+On CUDA they run the Triton kernels of kernels/, elsewhere plain torch. T is the number of tokens, D
+of features, H of query heads and K of key/value heads; d is the head size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longctx.model.loss import linear_cross_entropy
 
 
 class RMSNorm(nn.Module):
-    """x (..., D) over its root mean square, times a weight (D,)."""
+    """Divides x (..., D) by its root mean square and multiplies it by a weight (D,)."""
 
     def __init__(
         self, normalized_shape: int, eps: float = 1e-6, device: Any = None, dtype: Any = None
@@ -58,7 +58,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """x (..., in_features) -> (..., out_features), by default in_features."""
+    """Llama's MLP: x (..., in_features) -> (..., out_features), by default in_features."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class SwiGLU(nn.Module):
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """Cross-entropy of a linear layer's outputs, which never exist as a whole.
+    """Cross-entropy of a linear layer's outputs, which are never held as a whole.
 
-    forward(input, target): input (..., in_features), target (...) of class numbers, or
-    `ignore_index`.
+    forward(input, target) takes input (..., in_features) and target (...), which holds class
+    indices or `ignore_index`.
     """
 
     def __init__(

@@ -1,17 +1,17 @@
-"""Attention's residual block, and what it costs:
+"""Attention's residual block, and its cost:
 
     n1 = rms_norm(x)              q, k, v = rope(n1 Wq', n1 Wk'), n1 Wv'      (T, H d), (T, K d)
     o, lse = attention(q, k, v)   h = x + r o Wo'                             (T, H d), (T, D)
 
 Attention runs over the whole row, head group by head group (heads.py), so that q, k and v exist for
-one group only. h is made tile by tile, where the MLP reads it. Backward, after the MLP's:
+one group only. h is made tile by tile, where the MLP reads it. Backward runs after the MLP's:
 
-    per tile     dWo; the MLP's block has made dh of dy
-    per group    [q, k, v again]; do = dh Wo; dq, dk, dv = attention'; dq takes o's place
-                 (with norms of q, k: copies of both, normed and rotated; dq, dk through them)
+    per tile     dWo; the MLP's block has turned dy into dh
+    per group    [recompute q, k, v]; do = dh Wo; dq, dk, dv = attention'; dq overwrites o
+                 (with norms of q, k: both are copied, normed and rotated; dq, dk pass back)
     per tile     dn1 = [dq dk dv] [Wq; Wk; Wv] in one matmul; dWq, dWk, dWv; dx = dh + rms_norm'
 
-Letters as in layer/__init__.py.
+The letters are those of layer/__init__.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from longctx.layer.passes import Pass
 
 
 class SelfAttention:
-    """The block in one pass. `h` (T, D) is what forward keeps of its result, if it does."""
+    """The block in one pass. `h` (T, D) is the block's result, if forward keeps it."""
 
     def __init__(self, p: Pass, h: Tensor | None = None) -> None:
         self._pass, self._schedule, self._weights = p, p.schedule, p.weights
@@ -48,7 +48,7 @@ class SelfAttention:
         x: Tensor,  # (T, D)
         kept: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
-        """Adds each group's q, k, v to `kept`."""
+        """Runs attention over the row, and appends each group's q, k, v to `kept` if given."""
         s, t, w = self._schedule, self._pass.traits, self._weights
         T, Hd = x.shape[0], len(w.q.weight)
         o = w.q.weight.new_empty(T, Hd)
@@ -66,7 +66,7 @@ class SelfAttention:
             pauses = s.attention.forward_in_turns(
                 qkv, s.documents, t.scale, o_group, lse[group.lse], s.window(t)
             )
-            del qkv  # while it pauses, it may go
+            del qkv  # its memory may be freed while this group pauses
             yield from pauses
 
         take_turns(attend(group) for group in each("head group", self._heads))
@@ -74,7 +74,7 @@ class SelfAttention:
         return o, lse
 
     def keep(self, x: Tensor, o: Tensor, lse: Tensor, qkv: Sequence[Tensor]) -> None:
-        """Of the whole row, and room for h."""
+        """Keeps the activations of the whole row, and allocates h where it is kept."""
         p = self._pass
         if p.keeps("o"):
             p.keep("o", o=o, lse=lse)
@@ -86,7 +86,7 @@ class SelfAttention:
             p.keep("h", h=self.h)
 
     def output(self, x: Tensor, o: Tensor, tile: slice) -> Tensor:
-        """h of a tile, (t, D), in its place if it is kept."""
+        """Returns h of a tile, (t, D), written into the kept h if there is one."""
         out = None if self.h is None else self.h[tile]
         with annotate("projections"):
             return self._weights.o.added(
@@ -96,12 +96,12 @@ class SelfAttention:
     # --- backward --------------------------------------------------------------------------
 
     def output_again(self, x: Tensor, o: Tensor, tile: slice) -> Tensor:
-        """h of a tile, (t, D): what was kept, or the same once more."""
+        """Returns h of a tile, (t, D): the kept one, or else recomputed."""
         return self.output(x, o, tile) if self.h is None else self.h[tile]
 
     @annotated("projections")
     def output_backward(self, dh: Tensor, o: Tensor, tile: slice) -> None:
-        """The gradient of o's projection, from dh (t, D) of a tile."""
+        """Adds a tile's part, from dh (t, D), to the gradient of o's projection."""
         assert self._d_o is not None
         narrow = dh.to(self._schedule.dtype)
         self._d_o.add(narrow, o[tile], self._weights.o.inner_grad(narrow), tile)
@@ -119,8 +119,8 @@ class SelfAttention:
         lse: Tensor,  # (H, T)
         kept: Sequence[Tensor],  # (T, (h + 2 k) d) of each group, or empty
     ) -> Tensor:  # (T, 2 K d): dk | dv
-        """dq, dk, dv of the plain projections, one head group at a time, and the gradients of the
-        norms of q and k."""
+        """Computes dq, dk, dv as the projections' outputs need them, one head group at a time, and
+        the gradients of the norms of q and k."""
         s, t, w, heads = self._schedule, self._pass.traits, self._weights, self._heads
         Kd = len(w.k.weight)
         dkv = w.q.weight.new_empty(x.shape[0], 2 * Kd)
@@ -161,7 +161,7 @@ class SelfAttention:
         dkv: Tensor,  # (T, 2 K d)
         wants_dx: bool,
     ) -> None:
-        """From dh to dx = dh + rms_norm'(x, dn1), if it is wanted, and the gradients of q, k, v."""
+        """Turns dh into dx = dh + rms_norm'(x, dn1), if wanted; finishes q, k and v's gradients."""
         s, w, heads, grads = self._schedule, self._weights, self._heads, self._pass.grads
         given, norm = grads.given, heads.norm
         whole = given.q.to(s.dtype) if given.qkv_in_one else torch.cat([p.weight for p in w.qkv])
@@ -192,7 +192,7 @@ class SelfAttention:
         grads.finish_qkv(d_qkv, d_adapters)
 
     def _d_qkv(self, whole: Tensor) -> WeightGradient:
-        """Of the three weights, one below the other."""
+        """The gradient of the weights of q, k and v, stacked along the rows."""
         grads = self._pass.grads
         given, wants = grads.given, grads.wants
         alike = given.q.dtype == self._schedule.dtype
@@ -206,12 +206,12 @@ class SelfAttention:
 
     @staticmethod
     def groups_in(kept: dict[str, Tensor]) -> list[Tensor]:
-        """Each group's q, k, v among what forward kept; none if it kept none."""
+        """Returns each group's kept q, k, v; an empty list if forward kept none."""
         return [kept[_part(i)] for i in range(len(kept)) if _part(i) in kept]
 
     @staticmethod
     def cost(s: Sizes, batch: Batch) -> Table:
-        """Of one layer's block."""
+        """The cost of this block in one layer."""
         tokens, unit = batch.tokens, s.unit(batch.tokens)
         tile_tokens, groups, _ = s.cut(tokens)
         n = tokens * s.itemsize
@@ -220,7 +220,7 @@ class SelfAttention:
         projected = Work(
             name="q k v",
             flops=2 * tokens * s.hidden * columns,
-            nbytes=rotated + groups * 2 * unit,  # n1 of each head group
+            nbytes=rotated + groups * 2 * unit,  # each head group reads x and writes n1
         )
         attended = Work(name="attention", flops=attention_flops(s, batch), rate="attention")
         output = Work(name="o", flops=2 * tokens * s.wide * s.hidden, nbytes=unit)
@@ -271,10 +271,10 @@ def _part(group: int) -> str:
 
 
 def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
-    """Forward: a head group's q, k, v. Backward: those and do; their gradients, which
-    flash-attention sums in fp32, and makes before they are copied, unless it writes them in their
-    places; q and k once more, if they are normed; dk and dv of all groups; the MLP's weight
-    gradients, rounded."""
+    """Buffers of attention. Forward has a head group's q, k, v. Backward has these, do, and their
+    gradients, which flash-attention sums in fp32 and allocates itself before they are copied,
+    unless it writes them in place; q and k once more if they are normed; dk and dv of all groups;
+    and the MLP's rounded weight gradients."""
     groups = s.cut(tokens).head_groups
     columns = s.wide + 2 * s.narrow
     made = (s.wide + (0 if s.writes_gradients else columns)) * s.itemsize
@@ -294,15 +294,15 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
         back("dk, dv", tokens * 2 * s.narrow * s.itemsize),
         back("a head group", tokens * (made // groups + adapter_bytes(s))),
         back("a head group", tokens * group, spared_by="q k v"),
-        # of the group before and of the next, both ways (attention/sharded.py)
+        # Exchanges of the previous and the next group are under way (attention/sharded.py).
         back("exchanges", tokens * shared),
         back("a layer's dense weights", s.dense_bytes),
     )
 
 
 def attention_flops(s: Sizes, batch: Batch) -> float:
-    """Of one layer's forward, the mean of all: 2 H d L^2 for a document of L tokens without a
-    window, since a token sees half of the others; ranks that share rows have a share each."""
+    """FLOPs of attention in one layer's forward on one rank, as a mean over the layers. A document
+    of L tokens without a window costs 2 H d L^2, since a token attends to half of the others."""
     tokens, document = batch.tokens * s.ranks, batch.document
     windows = s.windows or (None,)
     squared = sum(squared_length(document, window) for window in windows)

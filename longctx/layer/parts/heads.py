@@ -1,13 +1,13 @@
-"""Head groups: from the layer's input to what attention takes, and back to what was projected.
+"""Head groups: from the layer's input to attention's q, k, v, and back to the projections' outputs.
 
 A group is some key/value heads with their query heads. Its q, k, v lie side by side in one tensor
-(T, (h + 2 k) d), written by one matmul per tile; n1 = rms_norm(x) is computed anew for each group.
-With G groups that is G times in forward and G + 1 times in backward (once, where q, k, v are kept),
-2 units of memory traffic each: at 131072 tokens of Llama-3.1-8B and 8 groups 17 times 0.5 ms, 0.7%
-of the layer.
+(T, (h + 2 k) d), written by one matmul per tile; n1 = rms_norm(x) is recomputed for each group.
+With G groups n1 is computed G times in forward and G + 1 times in backward (once if q, k, v are
+kept), at 2 units of memory traffic each. At 131072 tokens of Llama-3.1-8B with 8 groups this is 17
+times 0.5 ms, 0.7% of the layer.
 
-q and k that have norms of their own are kept and handed around as they were projected, since the
-norms' gradients need them so; attention takes copies, normed and rotated.
+If q and k have norms of their own, they are kept and passed on as they were projected, since the
+norms' gradients need them in this form; attention takes copies, normed and rotated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longctx.layer.projection import inners
 
 
 class Group(NamedTuple):
-    """The columns of one head group: of q, o (all query heads) and of k, v (all kv heads)."""
+    """One head group's columns in q and o (`q`) and in k and v (`kv`), and its rows in lse."""
 
     q: slice
     kv: slice
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 class HeadGroups:
-    """The q, k, v of one pass, a group at a time."""
+    """Computes the q, k, v of one pass, one head group at a time."""
 
     def __init__(self, p: Pass) -> None:
         self._pass, self._schedule, self._weights = p, p.schedule, p.weights
@@ -57,11 +57,11 @@ class HeadGroups:
             yield Group(columns, kv, slice(i * h, (i + 1) * h))
 
     def normed(self, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
-        """What the projections read."""
+        """Returns n1 = rms_norm(x) in the matmuls' dtype."""
         return self.norm.forward(x).to(self._schedule.dtype)
 
     def inner(self, n1: Tensor, tile: slice) -> list[Tensor | None]:
-        """u of q, k and v (layer/lora.py), (T, r) or (T, 3 r) each: made once for all groups."""
+        """Returns u of q, k, v (layer/lora.py), (T, r) or (T, 3 r), made once for all groups."""
         if tile.start not in self._inner:
             self._inner[tile.start] = inners(n1, self._weights.qkv, tile)
         return self._inner[tile.start]
@@ -71,8 +71,8 @@ class HeadGroups:
 
     @annotated("projections")
     def project(self, x: Tensor, group: Group) -> Tensor:  # (T, D) -> (T, (h + 2 k) d)
-        """q, k, v of one group: norm, one fused matmul, rotation. q and k that have a norm of their
-        own stay as they are."""
+        """Computes q, k, v of one group: norm, one fused matmul, rotation. If q and k have norms of
+        their own, they are returned as projected, without rotation."""
         s, w = self._schedule, self._weights
         parts = list(zip(w.qkv, (group.q, group.kv, group.kv), strict=True))
         weight = torch.cat([p.weight[rows] for p, rows in parts])
@@ -94,8 +94,8 @@ class HeadGroups:
         return qkv
 
     def ready(self, qkv: Tensor, group: Group, *, in_place: bool) -> QKV:
-        """What attention takes, of what `project` gave: q and k normed, if they have norms, and
-        rotated."""
+        """Turns the result of `project` into the q, k, v that attention takes: rotated, and normed
+        if q and k have norms of their own."""
         q, k, v = self._split(qkv, group)
         if not self.qk_norms:
             return QKV(q, k, v)
@@ -124,8 +124,8 @@ class HeadGroups:
         qkv: Tensor | None,  # (T, (h + 2 k) d), as projected; needed where q and k have norms
         group: Group,
     ) -> None:
-        """The way back of `ready`, in place: gradients of what attention took become those of what
-        was projected. Adds to those of the norms."""
+        """The backward of `ready`, in place: turns the gradients of attention's q and k into those
+        of the projections' outputs. Adds to the gradients of the norms."""
         s, t = self._schedule, self._pass.traits
         if qkv is None:
             s.rotate_(dq, dk, t, inverse=True)
@@ -145,12 +145,12 @@ class HeadGroups:
 
     @property
     def _is_wide(self) -> bool:
-        """In autocast q is projected in 16 bits, and its norm returns the weight's fp32. So it
-        stays, a tile at a time, until it is rotated."""
+        """Whether the norms of q and k return another dtype than q's. In autocast q is projected in
+        16 bits and normed to fp32; it stays fp32, one tile at a time, until it is rotated."""
         return self.qk_norms[0].weight.dtype != self._weights.q.weight.dtype
 
     def _split(self, qkv: Tensor, group: Group) -> QKV:
-        """Views (T, h, d), (T, k, d), (T, k, d)."""
+        """Returns views of q (T, h, d), k (T, k, d) and v (T, k, d)."""
         h, k = (group.q.stop - group.q.start), (group.kv.stop - group.kv.start)
         sides = qkv.split([h, k, k], dim=1)
         return QKV(*(x.unflatten(1, (-1, self._schedule.head_dim)) for x in sides))

@@ -1,12 +1,12 @@
-"""The MLP's residual block, and what it costs:
+"""The MLP's residual block, and its cost:
 
     n2 = rms_norm(h)              y = h + r (silu(n2 Wg') * (n2 Wu')) Wd'     (T, F), (T, D)
 
-All of it works on one tile of tokens, so that gate and up exist for a tile only. Backward:
+The whole block works on one tile of tokens, so that gate and up exist for one tile only. Backward:
 
-    [gate, up again]; dWd, dgate, dup, dWg, dWu; dh = dy + rms_norm'
+    [recompute gate, up]; dWd, dgate, dup, dWg, dWu; dh = dy + rms_norm'
 
-and dh takes dy's place. The down projection is never computed again. Letters as in
+dh overwrites dy. The down projection is never recomputed. The letters are those of
 layer/__init__.py.
 """
 
@@ -25,7 +25,7 @@ from longctx.layer.projection import ProjectionGradient, inners
 
 
 class SwiGLU:
-    """The block in one pass. `gate` and `up` (T, F) are what forward keeps, if it does."""
+    """The block in one pass. `gate` and `up` (T, F) are given if forward keeps them."""
 
     def __init__(self, p: Pass, gate: Tensor | None = None, up: Tensor | None = None) -> None:
         self._pass, self._weights = p, p.weights
@@ -36,14 +36,14 @@ class SwiGLU:
             self._grads = p.gradients.projection("down"), *p.gradients.gate_up()
 
     def keep(self, o: Tensor) -> None:
-        """Makes room for gate and up where they are kept, of as many tokens and the dtype of o."""
+        """Allocates gate and up (T, F) if they are kept, with o's number of tokens and dtype."""
         if self._pass.keeps("gate up"):
             T, F = o.shape[0], len(self._weights.gate.weight)
             self.gate, self.up = o.new_empty(T, F), o.new_empty(T, F)
             self._pass.keep("gate up", gate=self.gate, up=self.up)
 
     def forward(self, h: Tensor, tile: slice, out: Tensor) -> None:
-        """y of a tile, of its h; (t, D) both."""
+        """Computes y of a tile, (t, D), from its h, (t, D), and writes it into `out`."""
         w, n2 = self._weights, self._normed(h)
         u_gate, u_up = inners(n2, (w.gate, w.up), tile)
         room_gate, room_up = self._room(tile)
@@ -53,7 +53,7 @@ class SwiGLU:
         w.down.added(h, product, tile, scale=self._pass.traits.residual, out=out)
 
     def backward_(self, dy: Tensor, h: Tensor, tile: slice) -> None:
-        """dy (t, D) of a tile becomes dh, and the gradients of down, gate and up add up."""
+        """Overwrites a tile's dy (t, D) with dh, and adds to the gradients of down, gate and up."""
         w, r = self._weights, self._pass.traits.residual
         d_down, d_gate, d_up = self._grads
         n2 = self._normed(h)
@@ -61,7 +61,7 @@ class SwiGLU:
         gate, up = self._room(tile)
         if gate is None or up is None:
             gate, up = w.gate(n2, tile, u=u_gate), w.up(n2, tile, u=u_up)
-        # The product's gradient, until the next line writes the product over it.
+        # `product` is silu(gate) * up only after swiglu_backward_; until then it is the gradient.
         narrow = dy.to(self._pass.schedule.dtype)
         v = w.down.inner_grad(narrow)
         product = w.down.input_grad(narrow, v, tile, scale=r)
@@ -91,7 +91,7 @@ class SwiGLU:
 
     @staticmethod
     def cost(s: Sizes, batch: Batch) -> Table:
-        """Of one layer's block."""
+        """The cost of this block in one layer."""
         tokens, unit = batch.tokens, s.unit(batch.tokens)
         gate = tokens * s.itemsize * s.intermediate
         gate_up = 4 * tokens * s.hidden * s.intermediate
@@ -124,11 +124,11 @@ class SwiGLU:
 
 
 def _mlp_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
-    """Of a tile: gate, up and their product; h, n2 and their gradients. Beside it, in backward, the
-    gradients of gate, up, down and o in fp32, one of them rounded."""
+    """Buffers of the MLP. A tile has gate, up and their product, and h, n2 and their gradients.
+    Backward also has the weight gradients of gate, up, down and o in fp32, one of them rounded."""
     rows = min(tokens, s.cut(tokens).tile_tokens)
     wide, narrow = (rows * size * s.itemsize for size in (s.intermediate, s.hidden))
-    masked = 2 * wide if s.drops else 0  # and the mask
+    masked = 2 * wide if s.drops else 0  # the masked input of down and the dropout mask
     gradients = s.hidden * ((12 + s.itemsize) * s.intermediate + 4 * s.wide) * s.trains_weights
 
     def back(name: str, nbytes: int, spared_by: str | None = None) -> Buffer:

@@ -1,4 +1,4 @@
-"""RMSNorm: inside a pass, where its gradient adds up over tiles, and after the last layer."""
+"""RMSNorm: inside a pass, where its gradient is summed over tiles, and after the last layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longctx.layer.passes import Pass
 
 
 class Norm:
-    """One of a layer's norms in one pass, by its name in `Weights`."""
+    """One of a layer's norms in one pass, named as in `Weights`."""
 
     def __init__(self, p: Pass, name: str) -> None:
         self._pass, self._name, self._eps = p, name, p.schedule.eps
@@ -25,7 +25,7 @@ class Norm:
         return self._dw is not None
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:  # (T, n) -> (T, n)
-        """In the wider dtype of x and the weight."""
+        """Returns RMSNorm of x, in the wider of the dtypes of x and the weight."""
         return rms_norm_forward(x, self.weight, self._eps, out=out)
 
     def backward(
@@ -36,7 +36,7 @@ class Norm:
         onto: Tensor | None = None,  # (T, n): added to dx
         out: Tensor,  # (T, n), written
     ) -> None:
-        """dx, and the weight's gradient added to."""
+        """Writes dx into `out`, and adds to the weight's gradient."""
         rms_norm_backward(dy, x, self.weight, self._eps, d_residual=onto, dw=self._dw, out=out)
 
     def finish(self) -> None:
@@ -67,10 +67,10 @@ def final_norm(
     eps: float,
     owned: bool = True,
 ) -> Tensor:  # (T, D)
-    """RMSNorm between the last layer and the loss, whose gradient it overwrites with its own if
-    that is `owned`: no one else may hold it, as autograd lets both terms of a sum.
+    """RMSNorm between the last layer and the loss. If `owned`, backward overwrites the incoming
+    gradient with dx; nobody else may hold that gradient, as both terms of a sum do in autograd.
 
-    There the last layer's x, o and output and the loss's gradient are all alive: a fifth unit for
-    dx would be the peak of the whole backward pass.
+    At this point the last layer's x, o and output and the loss's gradient are all alive, and a
+    fifth unit for dx would be the peak of the whole backward pass.
     """
     return _FinalNorm.apply(x, weight, eps, owned)
