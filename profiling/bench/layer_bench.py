@@ -115,7 +115,7 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """One row of the results, from this process."""
     import torch
 
-    from longctx.model.forwards import _scheduled_forward
+    from longctx.model.forwards import Caller
     from longctx.run.metrics import peak_memory
     from profiling.build import build_model
 
@@ -133,9 +133,9 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
 
     def layers_of(x: torch.Tensor) -> torch.Tensor:
         position_ids = positions[:, : x.shape[1]]
-        if case["class_type"] == "custom":
-            return _scheduled_forward(model.model, None, None, position_ids, x)
         inputs = dict(inputs_embeds=x, position_ids=position_ids, use_cache=False)
+        if case["class_type"] == "custom":  # as before the loss, nobody else holds the gradient
+            inputs["caller"] = Caller(owns_gradient=True)
         return model.model(**inputs).last_hidden_state
 
     weights_bytes = sum(p.numel() * p.element_size() for p in model.model.layers.parameters())
@@ -144,7 +144,6 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     with until_out_of_memory() as outcome:
         if case["class_type"] == "custom":
             model.longctx.reserve(model, tokens)
-            model.longctx.loss_follows = True  # as after it, nobody else holds the gradient
             row |= ladder_columns(model.longctx.store.ladder, model.longctx.cut)
         for step in range(repeats + 1):
             length = tokens if step else min(tokens, WARM_UP_TOKENS)
