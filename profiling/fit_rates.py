@@ -98,12 +98,10 @@ def _subject(lora_r: int | None, quantize: Literal["none", "nf4"]) -> Subject:
 
 
 def process_bytes() -> float:
-    rows = [
-        *where("h200_compare", offload="none"),
-        *(row for row in where("h200_step", engine="plain") if row["host_gib"] < 4),
-        *where("h200_states_step", tokens=8192, gpu_gib=0, place="auto", engine="plain"),
-    ]
-    return statistics.median(row["host_gib"] for row in rows if row["engine"] == "plain") * GIB
+    rows = where(
+        "h200_states_step", tokens=8192, rows=1, gpu_gib=0, place="auto", engine="plain"
+    )
+    return statistics.median(row["host_gib"] for row in rows) * GIB
 
 
 def engine_process_gib(engine: str) -> float:
@@ -253,7 +251,7 @@ FITS: tuple[Fit, ...] = (
         name="PROCESS_BYTES",
         today=fitted.PROCESS_BYTES,
         again=process_bytes,
-        files="h200_compare, h200_step, h200_states_step",
+        files="h200_states_step",
         tolerance=0.05,
     ),
     Fit(

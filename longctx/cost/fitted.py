@@ -29,12 +29,12 @@ and 0.4 is a little less."""
 
 # --- host memory -----------------------------------------------------------------------------
 
-PROCESS_BYTES = int(2.5 * GIB)
-"""Python, torch and CUDA in a process: the median of runs that keep nothing on the host
-(h200_compare.json, h200_step.json, h200_states_step.json)."""
+PROCESS_BYTES = int(1.4 * GIB)
+"""Python, torch and CUDA in a process, without the pages of files that it maps: what a run that
+keeps nothing on the host holds of it (h200_states_step.json, 8192 tokens)."""
 ENGINE_PROCESS_GIB, ZERO_PROCESS_GIB = 2.5, 3.2
 """The same with FSDP2 and with ZeRO: the mean of runs of two ranks that keep nothing on the host
-(h200_step.json, h200_shared_step.json)."""
+(h200_step.json, h200_shared_step.json). These rows counted what the whole machine had in use."""
 HOST_SPARE, HOST_MOST_SPARED_GIB = 0.1, 4
 """What a run leaves free on the host: this share, and at most so much, for the process itself,
 compilers, and the block that is copied when states are saved. Chosen, not fitted."""

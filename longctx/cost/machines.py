@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from longctx.constants import GIB
-from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, SMALL_HEADS
+from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, PROCESS_BYTES, SMALL_HEADS
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.errors import UserError
 
@@ -51,6 +51,8 @@ class Machine:
     """On this very machine."""
     held_bytes: int = CONTEXT_BYTES
     """Of the GPU: what CUDA, kernels' code and others have."""
+    started_bytes: int = PROCESS_BYTES
+    """Of the host: what a run takes before it asks what is free; 0 where that was asked here."""
     lockable_bytes: int | None = None
     """Of the host, where more is refused."""
     by_length: Mapping[str, Mapping[int, AttentionRates]] = field(default_factory=dict)

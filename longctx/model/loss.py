@@ -341,21 +341,23 @@ def linear_cross_entropy(
 
 def loss_cost(s: Sizes, batch: Batch) -> Table:
     """Logits are written and read twice in fp32, their gradient written and read twice in 16 bits;
-    lm_head's gradient adds up in fp32 for each group of rows."""
+    lm_head's gradient adds up in fp32 for each group of rows. Backward rounds that gradient, when
+    what forward read is gone."""
     tokens, unit = batch.tokens, s.unit(batch.tokens)
     rows = loss_rows(s, tokens)
     head = s.hidden * s.vocab * s.trains_head
-    workspace = min(s.cut(tokens).logits_bytes, 4 * tokens * s.vocab)
-    rounded = s.itemsize * head
-    buffers = {
-        "last layer's output": unit,
+    forward = {
         "the same, normed": unit,
-        "its gradient": unit,
-        "lm_head's gradient, fp32": 4 * head,
-        # the workspace, which a short batch does not fill, goes before the gradient is rounded
-        "logits" if workspace >= rounded else "the same, rounded": max(workspace, rounded),
+        "logits": min(s.cut(tokens).logits_bytes, 4 * tokens * s.vocab),
         # hidden and its gradient, where labels that do not count are left out
         "rows of the loss": 2 * min(tokens, rows) * s.hidden * s.itemsize,
+    }
+    backward = {"the same, rounded": s.itemsize * head}
+    buffers = {
+        "last layer's output": unit,
+        "its gradient": unit,
+        "lm_head's gradient, fp32": 4 * head,
+        **max(forward, backward, key=lambda alive: sum(alive.values())),
     }
     return Table(
         forward=(

@@ -138,6 +138,7 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
         measured=True,
         here=True,
         held_bytes=_held(gpu),
+        started_bytes=0,
         lockable_bytes=measured.locked_bytes if is_limited else None,
         by_length=by_length,
     )
@@ -145,7 +146,8 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
 
 def profiled_machine(gpu: Gpu, profile: Machine) -> Machine:
     """The GPU that is here, with the rates of its profile."""
-    return replace(profile, device=gpu.name, gpu_gib=gpu.total_bytes / GIB, held_bytes=_held(gpu))
+    found = replace(profile, device=gpu.name, gpu_gib=gpu.total_bytes / GIB)
+    return replace(found, held_bytes=_held(gpu), started_bytes=0)
 
 
 def _held(gpu: Gpu) -> int:

@@ -282,7 +282,8 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
             )
         limit = min(limit, int(run.gpu_memory_gib * GIB))
     gpu = gpu_budget(free, run.gpu_memory_gib)
-    host = host_budget(host_bytes, run.model.host_memory_gib)
+    left = max(0, host_bytes - machine.started_bytes)
+    host = host_budget(left, run.model.host_memory_gib)
     if machine.lockable_bytes is not None:
         host = min(host, machine.lockable_bytes)
     return Budget(gpu, host), limit

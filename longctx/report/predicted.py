@@ -30,7 +30,7 @@ from longctx.cost.peak import peak
 from longctx.data.rows import as_arrays
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0, printable
-from longctx.memory.machine import host_share_bytes
+from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
 from longctx.plan.changes import changes
 from longctx.plan.given import read_given
@@ -217,7 +217,8 @@ class Part(NamedTuple):
 def measure(trainer: Any, first_step: int) -> dict[str, float]:
     """What a finished run took, by the keys of `Part`. A run's first logged step compiles."""
     memory = peak_memory(trainer.args.device)
-    found = {"gpu_gib": memory.get("peak_gpu_gib", 0.0), "host_gib": memory["peak_host_gib"]}
+    held = held_host_bytes() / trainer.args.world_size
+    found = {"gpu_gib": memory.get("peak_gpu_gib", 0.0), "host_gib": held / GIB}
     logged = [line for line in trainer.state.log_history if line.get("step", 0) > first_step]
     steps = [line["step_s"] for line in logged if "step_s" in line][1:]
     return found | ({"step_s": statistics.median(steps)} if steps else {})
