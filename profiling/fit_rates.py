@@ -98,9 +98,7 @@ def _subject(lora_r: int | None, quantize: Literal["none", "nf4"]) -> Subject:
 
 
 def process_bytes() -> float:
-    rows = where(
-        "h200_states_step", tokens=8192, rows=1, gpu_gib=0, place="auto", engine="plain"
-    )
+    rows = where("h200_states_step", tokens=8192, rows=1, gpu_gib=0, place="auto", engine="plain")
     return statistics.median(row["host_gib"] for row in rows) * GIB
 
 
