@@ -29,6 +29,8 @@ _LONGROPE = {
     "long_factor": [2.0 + i for i in range(6)],
 }
 
+_SCALED = dict(original_max_position_embeddings=16, llama_4_scaling_beta=0.7)
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", dict(head_dim=64)),
     "mistral": ("mistral", dict(head_dim=64, sliding_window=WINDOW)),
@@ -64,6 +66,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "seed_oss",
         dict(head_dim=32, attention_bias=True, attention_out_bias=True)
         | dict(attention_dropout=0.0, residual_dropout=0.0),
+    ),
+    "exaone4": (
+        "exaone4",
+        dict(head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
+    ),
+    "exaone4-whole": ("exaone4", dict(head_dim=64, sliding_window=None, layer_types=3 * _SOME[:1])),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", dict(head_dim=64)),
+    "ministral3": (
+        "ministral3",
+        dict(head_dim=64, sliding_window=None)
+        | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4} | _SCALED),
     ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),

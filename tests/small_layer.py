@@ -129,7 +129,11 @@ def assert_settings_train_exactly(trio: Callable[..., Any], *model: Any, setting
 
 
 SETS_IN_ORDER = [frozenset(ORDER[:i]) for i in range(1, 6)]
-OTHER_SETS = [frozenset({"x", "o", "q k v"}), frozenset({"x", "o", "h", "gate up"})]
+OTHER_SETS = [
+    frozenset({"x", "o", "q k v"}),
+    frozenset({"x", "o", "h", "gate up"}),
+    frozenset({"x", "o", "h", "down"}),
+]
 KEEPS = [
     Keep(kept, hosted)
     for kept in (*SETS_IN_ORDER, *OTHER_SETS)

@@ -6,8 +6,10 @@
     h         the residual stream after attention   1                         the matmul of o
     q k v     q, k, v, rotated (*)                  1.5                       their matmuls
     gate up   gate and up                           7                         their matmuls
+    down      what a norm after the MLP reads (**)  1                         the matmul of down
 
 (*) where q and k have norms, as they were projected: the norms' gradients need them so.
+(**) only in layers with such norms; there h is what the norm after attention reads.
 
 Nothing that is computed depends on the ladder: what is computed again comes from the same kernels
 and the same tiles.
@@ -22,7 +24,7 @@ from typing import NamedTuple
 from longctx.options import Keeping, Offload
 
 Names = frozenset[str]
-ORDER = ("x", "o", "h", "q k v", "gate up")
+ORDER = ("x", "o", "h", "q k v", "gate up", "down")
 """As they are written, and as backward of a layer would need them."""
 SETS: dict[str, Names] = {
     keep: frozenset(ORDER[: i + 1]) for i, keep in enumerate(("x", "o", "h", "qkv", "all"))

@@ -93,6 +93,8 @@ class Sizes:
     """Of each layer's attention; empty: none has any."""
     qk_norms: bool = False
     """q and k have norms, which take copies of them."""
+    post_norms: bool = False
+    """Norms follow attention and the MLP."""
     writes_gradients: bool = False
     """Attention's backward writes dq, dk and dv where they belong."""
     trains_weights: bool = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from longctx.attention.protocol import Attention
 from longctx.kernels.rope import rope_
 from longctx.layer.gradients import Gradients
 from longctx.layer.lora import ALL
+from longctx.layer.rms import RMS
 from longctx.layer.weights import Layer
 from longctx.memory.store import ActivationStore, Saved
 
@@ -25,9 +28,20 @@ class Traits:
     """Multiplies attention's scores before the softmax."""
     window: int | None = None
     """A token attends to itself and the window - 1 tokens before it; None: to all before it."""
-    rope: bool = True
+    rope: str | None = "all"
+    """The name of its RoPE in `Schedule.ropes`; None: the layer has none."""
+    norms_rotated: bool = False
+    """The norms of q and k come after RoPE."""
     residual: float = 1.0
     """Multiplies the outputs of attention and of the MLP before they are added."""
+
+
+class Rope(NamedTuple):
+    """A rotary position embedding."""
+
+    inv_freq: Tensor  # (d/2,) fp32; if it is shorter, only the first elements of a head are rotated
+    scaling: float
+    """Multiplies cosine and sine (YaRN's factor; 1 for plain RoPE)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +53,10 @@ class Schedule:
 
     documents: Documents
     position_ids: Tensor  # (T,)
-    inv_freq: Tensor  # (d/2,) fp32; if it is shorter, only the first elements of a head are rotated
-    attention_scaling: float
-    """RoPE multiplies cosine and sine by this (YaRN's factor; 1 for plain RoPE)."""
+    ropes: Mapping[str, Rope]
+    query_scale: Tensor | None  # (T,) fp32: multiplies q after RoPE
     head_dim: int
-    eps: float
+    norm: RMS
     attention: Attention
     store: ActivationStore
     tile_tokens: int
@@ -64,11 +77,13 @@ class Schedule:
     def rotate_(
         self, q: Tensor, k: Tensor, t: Traits, tile: slice = ALL, inverse: bool = False
     ) -> None:
-        """Applies RoPE in place to a tile's q (T, h, d) and k (T, k, d)."""
-        if t.rope:
-            q, k = (x[..., : 2 * len(self.inv_freq)] for x in (q, k))
-            positions = self.position_ids[tile]
-            rope_(q, k, positions, self.inv_freq, self.attention_scaling, inverse=inverse)
+        """Applies RoPE and the scale of q in place to a tile's q (T, h, d) and k (T, k, d)."""
+        if self.query_scale is not None:  # of a whole token, so it may come before or after
+            q.mul_(self.query_scale[tile, None, None])
+        if t.rope is not None:
+            rope = self.ropes[t.rope]
+            q, k = (x[..., : 2 * len(rope.inv_freq)] for x in (q, k))
+            rope_(q, k, self.position_ids[tile], rope.inv_freq, rope.scaling, inverse=inverse)
 
     def tiles(self, tokens: int) -> list[slice]:
         return [

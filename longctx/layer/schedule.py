@@ -66,7 +66,7 @@ def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
     def run(tile: slice) -> None:
         h = attention.output(x, o, tile)
         mlp.forward(h, tile, out=y[tile])
-        p.send("h", "gate", "up", tile=tile)
+        p.send("h", "gate", "up", "down", tile=tile)
 
     with annotate("mlp"):
         for tile in each("tile", p.schedule.tiles(len(x))):
@@ -88,7 +88,8 @@ def layer_backward_(
         for tile in p.schedule.tiles(len(x)):
             p.schedule.store.wait(tile)
         o, lse = attention.forward(x)
-    _tiles_backward_(p, dy, x, o, attention, SwiGLU(p, kept.get("gate"), kept.get("up")))
+    made = (kept.get(name) for name in ("gate", "up", "down"))
+    _tiles_backward_(p, dy, x, o, attention, SwiGLU(p, *made))
     if wants_dx or p.grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm"):
         dkv = attention.backward_(dy, x, o, lse, SelfAttention.groups_in(kept))
         attention.input_backward_(dy, x, o, dkv, wants_dx)
@@ -107,14 +108,14 @@ def _tiles_backward_(
     of the MLP's gradients are freed with `mlp`."""
 
     def run(tile: slice) -> None:
-        h = attention.output_again(x, o, tile)
+        h, z = attention.output_again(x, o, tile)
         mlp.backward_(dy[tile], h, tile)
-        attention.output_backward(dy[tile], o, tile)
+        attention.output_backward(dy[tile], o, z, tile)
 
     for tile in each("tile", p.schedule.tiles(len(x))):
         p.schedule.store.wait(tile)
         run(tile)
-        p.retire(tile, "h", "gate", "up")
+        p.retire(tile, "h", "gate", "up", "down")
     attention.finish_output()
     mlp.finish()
 

@@ -12,7 +12,7 @@ from longctx.layer.linear import dense
 from longctx.layer.lora import Adapter, Lora
 from longctx.layer.projection import Projection
 
-NORMS = ("norm1", "norm2", "q_norm", "k_norm")
+NORMS = ("norm1", "norm2", "post1", "post2", "q_norm", "k_norm")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -24,15 +24,17 @@ class Weights(NamedTuple):
     parameter that holds several weights has one A (r, I) for all of them.
     """
 
-    norm1: Tensor  # (D,)
     q: Tensor  # (H d, D)
-    k: Tensor  # (K d, D)
-    v: Tensor  # (K d, D)
     o: Tensor  # (D, H d)
-    norm2: Tensor  # (D,)
     gate: Tensor  # (F, D)
-    up: Tensor  # (F, D)
     down: Tensor  # (D, F)
+    k: Tensor | None = None  # (K d, D)
+    v: Tensor | None = None  # (K d, D)
+    up: Tensor | None = None  # (F, D)
+    norm1: Tensor | None = None  # (D,), before attention
+    norm2: Tensor | None = None  # (D,), before the MLP
+    post1: Tensor | None = None  # (D,), after attention
+    post2: Tensor | None = None  # (D,), after the MLP
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -115,15 +117,17 @@ class Weights(NamedTuple):
 class Layer(NamedTuple):
     """A layer's weights in the form in which a pass computes with them."""
 
-    norm1: Tensor  # (D,)
     q: Projection  # (H d, D)
     k: Projection  # (K d, D)
     v: Projection  # (K d, D)
     o: Projection  # (D, H d)
-    norm2: Tensor  # (D,)
     gate: Projection  # (F, D)
     up: Projection  # (F, D)
     down: Projection  # (D, F)
+    norm1: Tensor | None  # (D,)
+    norm2: Tensor | None  # (D,)
+    post1: Tensor | None  # (D,)
+    post2: Tensor | None  # (D,)
     q_norm: Tensor | None  # (d,)
     k_norm: Tensor | None  # (d,)
 

@@ -91,7 +91,8 @@ def candidates(layers: int, kept: tuple[Names, ...], keep: Keeping, offload: Off
     counts = every[:: -(-len(every) // MOST)]
     if keep == "auto":
         return Candidates.of(_free(layers, kept, counts, offload))
-    return Candidates.of(_asked(layers, SETS[keep], counts))
+    asked = SETS[keep] | kept[-1] if keep == "all" else SETS[keep]
+    return Candidates.of(_asked(layers, asked, counts))
 
 
 def _asked(layers: int, kept: Names, counts: Iterable[int]) -> Iterator[list[Stretch]]:

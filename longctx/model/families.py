@@ -9,19 +9,24 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
     smollm3                                layers without RoPE
     seed_oss                               a head size of its own, dropout
     phi3                                   q, k, v in one parameter, gate and up in one
+    exaone4                                norms after attention and MLP, none before; norms of q, k
+    hunyuan_v1_dense                       norms of q and k after RoPE
+    ministral3                             q scaled by position
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.layer.passes import Traits
+from longctx.layer.rms import RMS
 from longctx.layer.weights import PROJECTIONS, Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
 
@@ -31,38 +36,12 @@ _ACTIVATION: Names = (
     "transformers.activations.SiLUActivation",
     "torch.nn.modules.activation.SiLU",
 )
+_NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+_POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
+_OF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
 # --- what the families differ in -------------------------------------------------------------
-
-
-def _linear(**modules: nn.Module) -> dict[str, Any]:
-    """Returns the modules' weights and biases as fields of `Weights`."""
-    weights = {name: module.weight for name, module in modules.items()}
-    return weights | {f"{name}_bias": module.bias for name, module in modules.items()}
-
-
-def _norms(layer: Any) -> dict[str, Any]:
-    norms = dict(norm1=layer.input_layernorm, norm2=layer.post_attention_layernorm)
-    norms |= {n: getattr(layer.self_attn, n, None) for n in ("q_norm", "k_norm")}
-    return {name: norm and norm.weight for name, norm in norms.items()}
-
-
-def _separate(layer: Any) -> Weights:
-    attn, mlp = layer.self_attn, layer.mlp
-    qkvo = dict(q=attn.q_proj, k=attn.k_proj, v=attn.v_proj, o=attn.o_proj)
-    return Weights(
-        **_norms(layer),
-        **_linear(**qkvo, gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj),
-    )
-
-
-def _fused(layer: Any) -> Weights:
-    """Returns the weights of layers like Phi3's: q, k, v are one parameter, gate and up another."""
-    attn, mlp = layer.self_attn, layer.mlp
-    linear = _linear(q=attn.qkv_proj, o=attn.o_proj, gate=mlp.gate_up_proj, down=mlp.down_proj)
-    inside: dict[str, Any] = dict.fromkeys(("k", "v", "up"))
-    return Weights(**_norms(layer), **linear, **inside)
 
 
 def _no_window(config: Any, layer: int) -> int | None:
@@ -83,6 +62,19 @@ def _window_by_type(config: Any, layer: int) -> int | None:
     return window
 
 
+def _no_rope_without_window(config: Any, layer: int) -> dict[str, Any]:
+    """Layers without a window have no RoPE, where others have windows."""
+    hybrid = config.sliding_window is not None
+    return {"rope": None} if hybrid and _window_by_type(config, layer) is None else {}
+
+
+def _scale_by_position(config: Any, positions: Tensor) -> Tensor:
+    """Llama 4's factor of q, which grows with each multiple of the original context."""
+    rope = config.rope_parameters
+    passed = torch.floor(positions / rope["original_max_position_embeddings"])
+    return 1 + rope["llama_4_scaling_beta"] * torch.log1p(passed)
+
+
 def head_dim(config: Any) -> int:
     size: int = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -95,7 +87,7 @@ def kv_heads(config: Any) -> int:
     return count
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """A kind of model whose layers the schedule computes."""
 
@@ -103,8 +95,6 @@ class Family:
     """transformers' `model_type`, which is also the name of its module."""
     prefix: str
     """The prefix of its classes' names."""
-    weights: Callable[[Any], Weights] = _separate
-    """Returns the parameters of a layer."""
     linears: Names = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
@@ -112,14 +102,21 @@ class Family:
     """The paths of a layer's linear layers; q, k and v come first."""
     fused: Names = ()
     """The linear layers that hold several weights in one parameter; they must have no bias."""
-    norms: Names = ("input_layernorm", "post_attention_layernorm")
+    norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
+    """Maps names in `Weights` to the paths of a layer's norms."""
     activation: str = "mlp.act_fn"
+    epsilon: str = "variance_epsilon"
+    """A norm's attribute."""
+    rms: Callable[[float], RMS] = field(default=lambda eps: RMS(eps=eps))
+    """Returns how norms compute, from their epsilon."""
     dropouts: Names = ()
     """The paths of dropout modules, which must not drop anything."""
     window: Callable[[Any, int], int | None] = _no_window
     """Returns the window of a layer, from the configuration and the layer's index."""
     traits: Callable[[Any, int], dict[str, Any]] = field(default=lambda config, layer: {})
     """Returns the other fields of `Traits` that differ from Llama's."""
+    query_scale: Callable[[Any, Tensor], Tensor | None] = field(default=lambda config, at: None)
+    """Returns a factor (T,) of q from the configuration and the positions (T,)."""
     embedding_multiplier: Callable[[Any], float] = field(default=lambda base: 1.0)
     logits_scaling: Callable[[Any], float] = field(default=lambda model: 1.0)
     """Returns the number by which a model divides its logits."""
@@ -142,7 +139,8 @@ class Family:
         else:
             linears = [(q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F)]
         norms: dict[str, tuple[int, ...]] = {
-            name: (d,) if name.startswith("self_attn.") else (D,) for name in self.norms
+            path: (d,) if name in ("q_norm", "k_norm") else (D,)
+            for name, path in self.norms.items()
         }
         return dict(zip(self.linears, linears, strict=True)) | norms
 
@@ -155,9 +153,16 @@ class Family:
             "mlp": self.known("MLP"),
             self.activation: _ACTIVATION,
             **dict.fromkeys(self.linears, LINEAR + QUANTISED + ADAPTED),
-            **dict.fromkeys(self.norms, self.known("RMSNorm")),
+            **dict.fromkeys(self.norms.values(), self.known("RMSNorm")),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
         }
+
+    def weights(self, layer: Any) -> Weights:
+        """Returns the parameters of a layer, without its adapters."""
+        linears = {name: part_of(layer, path) for name, path in self.projections.items()}
+        found = {name: module.weight for name, module in linears.items()}
+        found |= {f"{name}_bias": module.bias for name, module in linears.items()}
+        return Weights(**found | {n: part_of(layer, path).weight for n, path in self.norms.items()})
 
     def layer_traits(self, config: Any) -> tuple[Traits, ...]:
         scale = head_dim(config) ** -0.5
@@ -167,8 +172,6 @@ class Family:
         )
 
 
-_QK_NORMS = (*Family.norms, "self_attn.q_norm", "self_attn.k_norm")
-
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -176,12 +179,12 @@ FAMILIES: dict[str, Family] = {
         Family(kind="mistral", prefix="Mistral", window=_one_window),
         Family(kind="ministral", prefix="Ministral", window=_window_by_type),
         Family(kind="qwen2", prefix="Qwen2", window=_window_by_type),
-        Family(kind="qwen3", prefix="Qwen3", window=_window_by_type, norms=_QK_NORMS),
+        Family(kind="qwen3", prefix="Qwen3", window=_window_by_type, norms=_NORMS | _OF_HEADS),
         Family(
             kind="smollm3",
             prefix="SmolLM3",
             window=_window_by_type,
-            traits=lambda config, i: {"rope": bool(config.no_rope_layers[i])},
+            traits=lambda config, i: {} if config.no_rope_layers[i] else {"rope": None},
         ),
         Family(
             kind="granite",
@@ -195,9 +198,28 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(kind="seed_oss", prefix="SeedOss"),
         Family(
+            kind="exaone4",
+            prefix="Exaone4",
+            norms=_POST | _OF_HEADS,
+            window=_window_by_type,
+            traits=_no_rope_without_window,
+        ),
+        Family(
+            kind="hunyuan_v1_dense",
+            prefix="HunYuanDenseV1",
+            norms=_NORMS
+            | {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+            traits=lambda config, i: {"norms_rotated": True},
+        ),
+        Family(
+            kind="ministral3",
+            prefix="Ministral3",
+            window=_one_window,
+            query_scale=_scale_by_position,
+        ),
+        Family(
             kind="phi3",
             prefix="Phi3",
-            weights=_fused,
             linears=(
                 *("self_attn.qkv_proj", "self_attn.o_proj"),
                 *("mlp.gate_up_proj", "mlp.down_proj"),
@@ -245,6 +267,34 @@ def embedding_multiplier(base: PreTrainedModel) -> float:
 
 def logits_scaling(model: PreTrainedModel) -> float:
     return known_family(model).logits_scaling(model)
+
+
+def layer_norms(base: PreTrainedModel) -> RMS:
+    """Returns how the norms of a model's layers compute."""
+    return known_family(base).rms(base.config.rms_norm_eps)
+
+
+def norm_of(norm: nn.Module) -> RMS:
+    """Returns how this norm of a model computes, whose epsilon may be another."""
+    family = known_family(norm)
+    return family.rms(getattr(norm, family.epsilon))
+
+
+def query_scale(base: PreTrainedModel, positions: Tensor) -> Tensor | None:
+    return known_family(base).query_scale(base.config, positions)
+
+
+def rotary_embeddings(base: Any) -> dict[str, tuple[Tensor, float]]:
+    """Returns the frequencies and factor of each RoPE, by the names in `Traits.rope`: one of all
+    layers, or one of each type of layer."""
+    rotary = base.rotary_emb
+    types = getattr(rotary, "layer_types", None)
+    if types is None:
+        return {"all": (rotary.inv_freq, rotary.attention_scaling)}
+    return {
+        kind: (getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling"))
+        for kind in types
+    }
 
 
 def windows(config: PretrainedConfig) -> list[int | None]:

@@ -40,6 +40,8 @@ from longctx.model.families import (
     layer_adapters,
     layer_weights,
     logits_scaling,
+    norm_of,
+    rotary_embeddings,
 )
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import RowCount, linear_cross_entropy
@@ -407,7 +409,9 @@ def _scheduled_forward(
     documents, real = Documents.of_batch(whole, attention_mask, bounds)
     caller.padded = real is not None
     if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
-        base.rotary_emb(x[:1, :1], whole.max().view(1, 1))
+        for name in rotary_embeddings(base):
+            of_type = () if name == "all" else (name,)
+            base.rotary_emb(x[:1, :1], whole.max().view(1, 1), *of_type)
     x, positions = x.reshape(B * S, D), position_ids.flatten()
     if real is not None:
         x, positions = x[real], positions[real]
@@ -463,7 +467,7 @@ def norm_forward(self: Any, x: Tensor, owned: bool | None = None) -> Tensor:
     """With the schedule, `owned` says that nobody else holds the output's gradient."""
     if owned is None:
         return type(self).forward(self, x)
-    return final_norm(x, self.weight, self.variance_epsilon, owned)
+    return final_norm(x, self.weight, norm_of(self), owned)
 
 
 def head_forward(

@@ -29,7 +29,7 @@ from longctx.cost.sizes import (
     default_tile_tokens,
 )
 from longctx.errors import UserError
-from longctx.layer.passes import Schedule
+from longctx.layer.passes import Rope, Schedule
 from longctx.memory.ladder import Budget, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
 from longctx.memory.pending import Pending, pending_bytes
@@ -44,8 +44,11 @@ from longctx.model.families import (
     head_of,
     kv_heads,
     layer_adapters,
+    layer_norms,
     layer_weights,
     model_traits,
+    query_scale,
+    rotary_embeddings,
     windows,
 )
 from longctx.options import PatchOptions
@@ -218,6 +221,7 @@ def model_sizes(
         stream_itemsize=(stream_dtype or dtype).itemsize,
         windows=tuple(windows(config)),
         qk_norms=weights[0].q_norm is not None,
+        post_norms=weights[0].post1 is not None,
         adapted=Adapted(
             inputs=sum(x.a.shape[1] for x in adapters),
             outputs=sum(len(x.b) for x in adapters),
@@ -287,10 +291,10 @@ def make_schedule(
         traits=model_traits(base),
         documents=documents,
         position_ids=position_ids,
-        inv_freq=base.rotary_emb.inv_freq.to(torch.float32, copy=follows_positions(base)),
-        attention_scaling=base.rotary_emb.attention_scaling,
+        ropes=_ropes(base),
+        query_scale=query_scale(base, position_ids),
         head_dim=base.layers[0].self_attn.head_dim,
-        eps=config.rms_norm_eps,
+        norm=layer_norms(base),
         attention=attention,
         store=runtime.store,
         tile_tokens=tile_tokens,
@@ -299,11 +303,20 @@ def make_schedule(
     )
 
 
+def _ropes(base: Any) -> dict[str, Rope]:
+    """The rotary embeddings of a model, by the names in `Traits.rope`."""
+    found = {}
+    for name, (inv_freq, scaling) in rotary_embeddings(base).items():
+        found[name] = Rope(inv_freq.to(torch.float32, copy=follows_positions(base)), scaling)
+    return found
+
+
 def follows_positions(base: Any) -> bool:
     """Whether RoPE's frequencies depend on the batch, and are overwritten by the next forward,
     which may come before this backward (transformers' dynamic_rope_update)."""
-    kind = getattr(base.rotary_emb, "rope_type", "default")
-    return "dynamic" in kind or kind == "longrope"
+    kinds = getattr(base.rotary_emb, "rope_type", "default")
+    every = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any("dynamic" in kind or kind == "longrope" for kind in every)
 
 
 def check_shares(heads: int, kv_heads: int, groups: int, ranks: int) -> None:

@@ -44,7 +44,9 @@ from longctx.model.families import (
     is_a,
     known_family,
     kv_heads,
+    norm_of,
     part_of,
+    rotary_embeddings,
 )
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -143,7 +145,7 @@ def _strangers(base: Any) -> Iterator[str]:
     yield from _problems(base.norm, family.known("RMSNorm"), "model.norm", patched=True)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
     yield from _other_dtypes([base.norm], dtype, "model.norm")
-    _ = base.rotary_emb.inv_freq, base.rotary_emb.attention_scaling
+    _ = rotary_embeddings(base), norm_of(base.norm)
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
     attention = config._attn_implementation
@@ -228,8 +230,8 @@ def _other_settings(
 ) -> Iterator[str]:
     attention = parts["self_attn"]
     state = vars(attention)
-    for name in family.norms:
-        if parts[name].variance_epsilon != config.rms_norm_eps:
+    for name in family.norms.values():
+        if getattr(parts[name], family.epsilon) != config.rms_norm_eps:
             yield f"another epsilon than the configuration's in {where}"
     if not attention.is_causal:
         yield f"attention to later tokens in {where}"
@@ -240,9 +242,10 @@ def _other_settings(
         yield f"other groups of heads than the configuration's in {where}"
     if attention.scaling != traits.scale:
         yield f"an attention scale of its own in {where}"
-    if state.get("sliding_window", traits.window) != traits.window:
+    own_window = state.get("sliding_window", traits.window)
+    if (own_window if state.get("is_sliding", True) else None) != traits.window:
         yield f"another window than the configuration's in {where}"
-    if bool(state.get("use_rope", True)) != traits.rope:
+    if bool(state.get("use_rope", traits.rope is not None)) != (traits.rope is not None):
         yield f"RoPE where the configuration has none, or none where it has, in {where}"
     if vars(layer).get("residual_multiplier", 1.0) != traits.residual:
         yield f"a residual multiplier of its own in {where}"

@@ -22,7 +22,7 @@ from longctx.config import ModelArguments
 from longctx.cost.kept import SETS
 from longctx.cost.table import load
 from longctx.kernels.rms_norm import rms_norm_forward
-from longctx.layer.parts import norms
+from longctx.layer import rms
 from longctx.model.patch import patch_as
 from longctx.options import PatchOptions
 from longctx.run.loading import load_config
@@ -30,6 +30,7 @@ from longctx.run.loading import load_config
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 LAYERS, D, F, H, K, d, V, T = 3, 64, 96, 8, 4, 8, 32, 512
+NO_WINDOWS = {"layer_types": LAYERS * ["full_attention"]}
 QKV, OUT, MLP = D * (H + 2 * K) * d, H * d * D, 3 * D * F  # weights of each product of a layer
 GATE_UP = 2 * D * F
 UNIT_BYTES = T * D * 4
@@ -159,6 +160,8 @@ def test_the_peak_is_what_the_plan_leaves_room_for(groups) -> None:
     [
         ("qwen3", {"head_dim": d}),  # copies of q and k
         ("phi3", {}),  # fused weights
+        ("exaone4", {"head_dim": d, "sliding_window": None} | NO_WINDOWS),
+        ("hunyuan_v1_dense", {"head_dim": d}),
         ("granite", {"residual_multiplier": 0.2, "embedding_multiplier": 2.0}),
     ],
 )
@@ -168,7 +171,8 @@ def test_the_plan_knows_what_other_families_need(kind, changes, head_groups, kee
     over = over_plan(make_step(kind, changes, **settings)) - llamas_over_plan(**settings)
     roots = T * H * 4  # torch's reference of the norm holds one for each row
     copies = T * (H + K) * d * 4 // head_groups  # counted, and the peak may lie elsewhere
-    assert -copies <= over <= 1.5 * roots
+    tiles = 64 * D * 4 * (kind == "exaone4")  # and that of a norm after the MLP a tile more
+    assert -copies <= over <= 1.5 * roots + tiles
 
 
 @cache  # tracking memory takes a second
@@ -189,12 +193,12 @@ def test_n1_is_computed_for_every_head_group(step: Step, monkeypatch: pytest.Mon
     """As the schedule's docstring says: G times in forward, G + 1 times in backward."""
     tokens: list[int] = []
 
-    def count(x, weight, eps, out=None):
+    def count(x, weight, eps, **how):
         tokens.append(len(x) if weight is norm1 else 0)
-        return rms_norm_forward(x, weight, eps, out=out)
+        return rms_norm_forward(x, weight, eps, **how)
 
     norm1 = step.model.model.layers[0].input_layernorm.weight
-    monkeypatch.setattr(norms, "rms_norm_forward", count)
+    monkeypatch.setattr(rms, "rms_norm_forward", count)
     loss = step.forward()
     assert sum(tokens) == K * T
     loss.backward()

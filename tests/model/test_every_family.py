@@ -73,7 +73,9 @@ def test_one_document_and_batched_rows(family) -> None:
         assert_trains_exactly(trio(family, torch.float32), *batches(lengths)[:2])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "granite", "phi3", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "granite", "phi3", "mistral", "exaone4", "hunyuan_v1_dense", "ministral3"]
+)
 def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
     """In bf16, whose roundings show what is computed otherwise; tests/model/test_layer.py has
     fp32."""
@@ -112,6 +114,15 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
         ("phi3", "model.layers.1.mlp", "down_proj", torch.nn.Identity(), "down_proj"),
         ("qwen3", "model.layers.1.self_attn.q_norm", "variance_epsilon", 1.0, "epsilon"),
         ("qwen3", "model.layers.1.self_attn", "k_norm", torch.nn.Identity(), "k_norm"),
+        ("exaone4", "model.layers.0.self_attn", "is_sliding", False, "window"),
+        ("exaone4", "model.layers.1", "post_feedforward_layernorm", torch.nn.Identity(), "post_f"),
+        (
+            "hunyuan_v1_dense",
+            "model.layers.1.self_attn",
+            "key_layernorm",
+            torch.nn.Identity(),
+            "key_lay",
+        ),
     ],
 )
 def test_a_stranger_of_a_family_is_found(family, where, name, value, says) -> None:
@@ -132,6 +143,7 @@ def test_windows_are_those_of_hugging_face() -> None:
         "qwen3-windows": [None, W, W],
         "smollm3-windows": [W, None, W],
         "phi3-windows": [W, W, W],
+        "exaone4": [W, None, W],
     }
     assert found == dict.fromkeys(FAMILIES, none) | expected
     assert has_windows(family_config("mistral"))

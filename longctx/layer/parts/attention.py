@@ -3,12 +3,14 @@
     n1 = rms_norm(x)              q, k, v = rope(n1 Wq', n1 Wk'), n1 Wv'      (T, H d), (T, K d)
     o, lse = attention(q, k, v)   h = x + r o Wo'                             (T, H d), (T, D)
 
+Where a norm follows, z = o Wo' and h = x + rms_norm(z).
+
 Attention runs over the whole row, head group by head group (heads.py), so that q, k and v exist for
 one group only. h is made tile by tile, where the MLP reads it. Backward runs after the MLP's:
 
-    per tile     dWo; the MLP's block has turned dy into dh
-    per group    [recompute q, k, v]; do = dh Wo; dq, dk, dv = attention'; dq overwrites o
-                 (with norms of q, k: both are copied, normed and rotated; dq, dk pass back)
+    per tile     dWo; the MLP's block has turned dy into dh; with a norm dz = rms_norm'(z, dh)
+    per group    [recompute q, k, v]; do = dh Wo, or dz Wo; dq, dk, dv = attention'; dq takes o's
+                 place (with norms of q, k: both are copied, normed and rotated; dq, dk pass back)
     per tile     dn1 = [dq dk dv] [Wq; Wk; Wv] in one matmul; dWq, dWk, dWv; dx = dh + rms_norm'
 
 The letters are those of layer/__init__.py.
@@ -21,7 +23,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longctx.annotate import annotate, annotated, each
+from longctx.annotate import annotated, each
 from longctx.attention.protocol import QKV, take_turns
 from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
@@ -29,16 +31,20 @@ from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
 from longctx.layer.lora import adapter_bytes
 from longctx.layer.parts.heads import Group, HeadGroups
+from longctx.layer.parts.norms import Norm
 from longctx.layer.passes import Pass
 
 
 class SelfAttention:
-    """The block in one pass. `h` (T, D) is the block's result, if forward keeps it."""
+    """The block in one pass. `h` (T, D) is the block's result, or z where a norm follows, if
+    forward keeps it."""
 
     def __init__(self, p: Pass, h: Tensor | None = None) -> None:
         self._pass, self._schedule, self._weights = p, p.schedule, p.weights
         self._heads = HeadGroups(p)
+        self._post = Norm(p, "post1")
         self.h = h
+        self._dz: Tensor | None = None
         self._d_o = None if p.gradients is None else p.gradients.projection("o")
 
     # --- forward ---------------------------------------------------------------------------
@@ -82,33 +88,48 @@ class SelfAttention:
             p.keep("q k v", **{_part(i): part for i, part in enumerate(qkv)})
         p.send("o", "lse", *map(_part, range(len(qkv))))
         if p.keeps("h"):
-            self.h = torch.empty_like(x)
+            self.h = torch.empty_like(x, dtype=x.dtype if self._post.weight is None else o.dtype)
             p.keep("h", h=self.h)
 
+    @annotated("projections")
     def output(self, x: Tensor, o: Tensor, tile: slice) -> Tensor:
-        """Returns h of a tile, (t, D), written into the kept h if there is one."""
+        """Returns h of a tile, (t, D), and writes what forward keeps of it."""
         out = None if self.h is None else self.h[tile]
-        with annotate("projections"):
-            return self._weights.o.added(
-                x[tile], o[tile], tile, scale=self._pass.traits.residual, out=out
-            )
+        if self._post.weight is not None:
+            return self._normed(x, self._weights.o(o[tile], tile, out=out), tile)
+        scale = self._pass.traits.residual
+        return self._weights.o.added(x[tile], o[tile], tile, scale=scale, out=out)
+
+    def _normed(self, x: Tensor, z: Tensor, tile: slice) -> Tensor:
+        return x[tile] + self._post.forward(z)
 
     # --- backward --------------------------------------------------------------------------
 
-    def output_again(self, x: Tensor, o: Tensor, tile: slice) -> Tensor:
-        """Returns h of a tile, (t, D): the kept one, or else recomputed."""
-        return self.output(x, o, tile) if self.h is None else self.h[tile]
+    @annotated("projections")
+    def output_again(self, x: Tensor, o: Tensor, tile: slice) -> tuple[Tensor, Tensor | None]:
+        """Returns h of a tile, (t, D), kept or else recomputed, and z where a norm follows."""
+        if self._post.weight is None:
+            return (self.output(x, o, tile) if self.h is None else self.h[tile]), None
+        z = self._weights.o(o[tile], tile) if self.h is None else self.h[tile]
+        return self._normed(x, z, tile), z
 
     @annotated("projections")
-    def output_backward(self, dh: Tensor, o: Tensor, tile: slice) -> None:
-        """Adds a tile's part, from dh (t, D), to the gradient of o's projection."""
+    def output_backward(self, dh: Tensor, o: Tensor, z: Tensor | None, tile: slice) -> None:
+        """Adds a tile's part, from dh (t, D), to the gradients of o's projection and of the norm
+        that follows. Such a norm makes dz another tensor than dh: a row of it is held until
+        attention's backward has read it."""
         assert self._d_o is not None
         narrow = dh.to(self._schedule.dtype)
+        if z is not None:
+            if self._dz is None:
+                self._dz = o.new_empty(len(o), dh.shape[1])
+            narrow = self._post.backward(dh, z, out=self._dz[tile])
         self._d_o.add(narrow, o[tile], self._weights.o.inner_grad(narrow), tile)
 
     def finish_output(self) -> None:
         assert self._d_o is not None
         self._pass.grads.finish("o", self._d_o, self._pass.traits.residual)
+        self._post.finish()
 
     @annotated("projections")
     def backward_(
@@ -124,7 +145,8 @@ class SelfAttention:
         s, t, w, heads = self._schedule, self._pass.traits, self._weights, self._heads
         Kd = len(w.k.weight)
         dkv = w.q.weight.new_empty(x.shape[0], 2 * Kd)
-        narrow = dh.to(s.dtype)
+        narrow = dh.to(s.dtype) if self._dz is None else self._dz
+        self._dz = None
         v = w.o.inner_grad(narrow)
 
         def run(i: int, group: Group) -> Iterator[None]:
@@ -223,7 +245,8 @@ class SelfAttention:
             nbytes=rotated + groups * 2 * unit,  # each head group reads x and writes n1
         )
         attended = Work(name="attention", flops=attention_flops(s, batch), rate="attention")
-        output = Work(name="o", flops=2 * tokens * s.wide * s.hidden, nbytes=unit)
+        normed = (2 * n * s.hidden + 2 * unit) * s.post_norms
+        output = Work(name="o", flops=2 * tokens * s.wide * s.hidden, nbytes=unit + normed)
         sums = weight_sums(s, tokens, s.hidden * (2 * s.wide + 2 * s.narrow))
         gradients = (1 + s.trains_weights) * (projected.flops + output.flops)
         return Table(
@@ -235,7 +258,7 @@ class SelfAttention:
                     rate="attention backward",
                     nbytes=rotated + n * (4 * s.wide + 6 * s.narrow),
                 ),
-                Work(name="q k v, o", flops=gradients, nbytes=6 * unit + sums),
+                Work(name="q k v, o", flops=gradients, nbytes=6 * unit + 2 * normed + sums),
             ),
             keepables=(
                 Keepable(name="x", nbytes=unit, always=True, read_first=True),
@@ -249,7 +272,7 @@ class SelfAttention:
                 ),
                 Keepable(
                     name="h",
-                    nbytes=unit,
+                    nbytes=n * s.hidden if s.post_norms else unit,
                     spares=(Work(name="o", flops=output.flops),),
                     needs=frozenset({"o"}),
                     of_tiles=True,
@@ -287,11 +310,13 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
         return Buffer(name=name, nbytes=nbytes, during="attention backward", spared_by=spared_by)
 
     group = columns // groups * s.itemsize
+    dz = tokens * s.hidden * s.itemsize * s.post_norms
     return (
         Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
         back("dy", s.unit(tokens)),
         back("the MLP's gradients", weights),
         back("dk, dv", tokens * 2 * s.narrow * s.itemsize),
+        *(back("dz", dz), Buffer(name="attention's dz", nbytes=dz, during="mlp backward")),
         back("a head group", tokens * (made // groups + adapter_bytes(s))),
         back("a head group", tokens * group, spared_by="q k v"),
         # Exchanges of the previous and the next group are under way (attention/sharded.py).

@@ -99,21 +99,22 @@ class HeadGroups:
         q, k, v = self._split(qkv, group)
         if not self.qk_norms:
             return QKV(q, k, v)
-        s, given, wide = self._schedule, (q, k), self._is_wide
-        outs = given if in_place else [torch.empty_like(x) for x in given]
+        s, t, wide = self._schedule, self._pass.traits, self._is_wide
+        outs = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
 
         def run(tile: slice) -> None:
             into = [None if wide else out[tile] for out in outs]
             made = [
-                norm.forward(x[tile], out=out)
-                for x, norm, out in zip(given, self.qk_norms, into, strict=True)
+                norm.forward(x, out=out)
+                for x, norm, out in zip(self._read(q, k, tile), self.qk_norms, into, strict=True)
             ]
-            s.rotate_(made[0], made[1], self._pass.traits, tile)
+            if not t.norms_rotated:
+                s.rotate_(made[0], made[1], t, tile)
             if wide:
                 for out, x in zip(outs, made, strict=True):
                     out[tile] = x
 
-        for tile in s.tiles(len(q)) if wide else [ALL]:
+        for tile in s.tiles(len(q)) if wide or t.norms_rotated else [ALL]:
             run(tile)
         return QKV(outs[0], outs[1], v)
 
@@ -133,21 +134,40 @@ class HeadGroups:
         q, k, _ = self._split(qkv, group)
 
         def run(tile: slice) -> None:
-            given, outs = (q[tile], k[tile]), (dq[tile], dk[tile])
-            norms = self.qk_norms
-            grads = [x.to(norm.weight.dtype) for x, norm in zip(outs, norms, strict=True)]
-            s.rotate_(grads[0], grads[1], t, tile, inverse=True)
-            for grad, x, norm, out in zip(grads, given, norms, outs, strict=True):
-                norm.backward(grad, x, out=out)
+            given, outs = self._read(q, k, tile), (dq[tile], dk[tile])
+            grads = [x.to(self._normed_dtype) for x in outs]
+            if not t.norms_rotated:
+                s.rotate_(grads[0], grads[1], t, tile, inverse=True)
+            for i, norm in enumerate(self.qk_norms):
+                into = None if t.norms_rotated else outs[i]
+                grads[i] = norm.backward(grads[i], given[i], out=into)
+            if t.norms_rotated:
+                s.rotate_(grads[0], grads[1], t, tile, inverse=True)
+                for grad, out in zip(grads, outs, strict=True):
+                    out.copy_(grad)
 
-        for tile in s.tiles(len(q)) if self._is_wide else [ALL]:
+        for tile in s.tiles(len(q)) if self._is_wide or t.norms_rotated else [ALL]:
             run(tile)
+
+    def _read(self, q: Tensor, k: Tensor, tile: slice) -> tuple[Tensor, Tensor]:
+        """Returns a tile of what the norms of q and k read, of what was projected."""
+        q, k = q[tile], k[tile]
+        if self._pass.traits.norms_rotated:
+            q, k = (x.to(self._normed_dtype, copy=True) for x in (q, k))
+            self._schedule.rotate_(q, k, self._pass.traits, tile)
+        return q, k
+
+    @property
+    def _normed_dtype(self) -> torch.dtype:
+        weight, given = self._weights.q_norm, self._weights.q.weight.dtype
+        return self._schedule.norm.dtype(given, weight.dtype) if weight is not None else given
 
     @property
     def _is_wide(self) -> bool:
         """Whether the norms of q and k return another dtype than q's. In autocast q is projected in
-        16 bits and normed to fp32; it stays fp32, one tile at a time, until it is rotated."""
-        return self.qk_norms[0].weight.dtype != self._weights.q.weight.dtype
+        16 bits and Llama's norm returns fp32; q stays so, one tile at a time, until it is
+        rotated."""
+        return self._normed_dtype != self._weights.q.weight.dtype
 
     def _split(self, qkv: Tensor, group: Group) -> QKV:
         """Returns views of q (T, h, d), k (T, k, d) and v (T, k, d)."""

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.launch import once_differentiable
-from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.layer.passes import Pass
+from longctx.layer.rms import RMS
 
 
 class Norm:
-    """One of a layer's norms in one pass, named as in `Weights`."""
+    """One of a layer's norms in one pass, named as in `Weights`. A layer that has no norm of this
+    name passes its input on."""
 
     def __init__(self, p: Pass, name: str) -> None:
-        self._pass, self._name, self._eps = p, name, p.schedule.eps
-        self.weight: Tensor = getattr(p.weights, name)
+        self._pass, self._name, self._rms = p, name, p.schedule.norm
+        self.weight: Tensor | None = getattr(p.weights, name)
         self._dw = None if p.gradients is None else p.gradients.norm(name)
 
     @property
@@ -25,8 +26,8 @@ class Norm:
         return self._dw is not None
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:  # (T, n) -> (T, n)
-        """Returns RMSNorm of x, in the wider of the dtypes of x and the weight."""
-        return rms_norm_forward(x, self.weight, self._eps, out=out)
+        """Returns the norm of x, in the dtype that RMS says; x itself if there is no norm."""
+        return x if self.weight is None else self._rms.forward(x, self.weight, out=out)
 
     def backward(
         self,
@@ -34,10 +35,13 @@ class Norm:
         x: Tensor,  # (T, n)
         *,
         onto: Tensor | None = None,  # (T, n): added to dx
-        out: Tensor,  # (T, n), written
-    ) -> None:
-        """Writes dx into `out`, and adds to the weight's gradient."""
-        rms_norm_backward(dy, x, self.weight, self._eps, d_residual=onto, dw=self._dw, out=out)
+        out: Tensor | None = None,  # (T, n), written
+    ) -> Tensor:  # (T, n)
+        """Returns dx, written into `out` if given, and adds to the weight's gradient."""
+        if self.weight is not None:
+            return self._rms.backward(dy, x, self.weight, onto=onto, dw=self._dw, out=out)
+        dx = dy if onto is None else onto + dy
+        return dx if out is None else out.copy_(dx)
 
     def finish(self) -> None:
         self._pass.grads.finish_norm(self._name, self._dw)
@@ -45,10 +49,10 @@ class Norm:
 
 class _FinalNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, owned: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rms: RMS, owned: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.owned = eps, owned
-        return rms_norm_forward(x, weight, eps)
+        ctx.rms, ctx.owned = rms, owned
+        return rms.forward(x, weight)
 
     @staticmethod
     @once_differentiable
@@ -57,14 +61,14 @@ class _FinalNorm(torch.autograd.Function):
         dw = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         dy = dy.contiguous()
         out = dy if ctx.owned else None
-        dx = rms_norm_backward(dy, x, weight, ctx.eps, dw=dw, out=out)
+        dx = ctx.rms.backward(dy, x, weight, dw=dw, out=out)
         return dx, None if dw is None else dw.to(weight.dtype), None, None
 
 
 def final_norm(
     x: Tensor,  # (T, D)
     weight: Tensor,  # (D,)
-    eps: float,
+    rms: RMS,
     owned: bool = True,
 ) -> Tensor:  # (T, D)
     """RMSNorm between the last layer and the loss. If `owned`, backward overwrites the incoming
@@ -73,4 +77,4 @@ def final_norm(
     At this point the last layer's x, o and output and the loss's gradient are all alive, and a
     fifth unit for dx would be the peak of the whole backward pass.
     """
-    return _FinalNorm.apply(x, weight, eps, owned)
+    return _FinalNorm.apply(x, weight, rms, owned)
