@@ -3,6 +3,7 @@
     rstd = (mean_j x_j^2 + eps)^(-1/2)        n = x rstd
     y = round(n) * w               as in Llama: n is rounded to x's dtype, then multiplied by w
     y = n * w                      all in fp32, rounded once (`llama_rounding=False`)
+    w = weight + offset            in fp32; Gemma stores a weight whose offset is 1
 
     d_n = dy * w
     dx  = d_residual + rstd (d_n - n mean_j(d_n n))
@@ -54,13 +55,17 @@ def rms_norm_reference(
     weight: Tensor,  # (D,)
     eps: float,
     llama_rounding: bool = True,
+    offset: float = 0.0,
 ) -> Tensor:  # (..., D)
     """y of the equations above in plain torch; differentiable."""
     wide = x if x.dtype == torch.float64 else x.float()
     n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    dtype = weight.dtype
+    if offset:
+        weight = weight.to(n.dtype) + offset
     if llama_rounding:
-        return n.to(x.dtype) * weight
-    return (n * weight.to(n.dtype)).to(weight.dtype)
+        return (n.to(x.dtype) * weight).to(dtype)
+    return (n * weight.to(n.dtype)).to(dtype)
 
 
 def _backward_reference(
@@ -69,10 +74,11 @@ def _backward_reference(
     weight: Tensor,  # (D,)
     eps: float,
     llama_rounding: bool,
+    offset: float,
     d_residual: Tensor | None,  # (T, D)
     dw: Tensor | None,  # (D,) fp32
 ) -> Tensor:  # (T, D)
-    wide, d_n = x.float(), dy.float() * weight.float()
+    wide, d_n = x.float(), dy.float() * (weight.float() + offset)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     n = wide * rstd
     dx = rstd * (d_n - n * (d_n * n).mean(-1, keepdim=True))
@@ -102,6 +108,7 @@ def _forward_kernel(
     stride_out_head,
     eps,
     LLAMA_ROUNDING: tl.constexpr,
+    OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -112,6 +119,8 @@ def _forward_kernel(
     x_start = _start(rows, stride_x, stride_x_head, HEADS)
     x = tl.load(x_ptr + x_start + offs, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        weight += OFFSET
     rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
     n = x * rstd
     if LLAMA_ROUNDING:
@@ -141,6 +150,7 @@ def _backward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_DW: tl.constexpr,
     LLAMA_ROUNDING: tl.constexpr,
+    OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -148,6 +158,8 @@ def _backward_kernel(
 ):
     offs = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
     weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        weight += OFFSET
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     # The next rows are fetched while these are reduced, and the two sums do not depend on each
     # other. One row at a time, with the second sum after the first, reaches 0.67 of the copy rate.
@@ -220,6 +232,7 @@ def rms_norm_forward(
     *,
     out: Tensor | None = None,  # (..., D)
     llama_rounding: bool = True,
+    offset: float = 0.0,
 ) -> Tensor:  # (..., D)
     """The norm of x, written to `out` if given. Not differentiable by autograd.
 
@@ -228,7 +241,7 @@ def rms_norm_forward(
     _check(x, weight, "out", out=out)
     out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
     if not runs_kernel(x, weight, out):
-        return out.copy_(rms_norm_reference(x, weight, eps, llama_rounding))
+        return out.copy_(rms_norm_reference(x, weight, eps, llama_rounding, offset))
 
     x_rows, out_rows = _rows(("x", x), ("out", out))
     D, weight = x.shape[-1], weight.contiguous()
@@ -247,6 +260,7 @@ def rms_norm_forward(
                 *_strides(out_rows),
                 eps,
                 LLAMA_ROUNDING=llama_rounding,
+                OFFSET=offset,
                 HEADS=heads,
                 ROWS=config.rows,
                 BLOCK=config.block,
@@ -266,6 +280,7 @@ def rms_norm_backward(
     dw: Tensor | None = None,  # (D,) fp32
     out: Tensor | None = None,  # (..., D), may alias dy or d_residual
     llama_rounding: bool = True,
+    offset: float = 0.0,
 ) -> Tensor:  # (..., D)
     """The gradient of x, plus `d_residual` if given. The weight's gradient is *added* to `dw`, if
     given, so that tiles of a long sequence can share one `dw`.
@@ -280,7 +295,7 @@ def rms_norm_backward(
     if not runs_kernel(dy, x, weight, d_residual, dw, out):
         dy, rows = dy.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1])
         added = None if d_residual is None else d_residual.reshape(rows.shape)
-        dx = _backward_reference(dy, rows, weight, eps, llama_rounding, added, dw)
+        dx = _backward_reference(dy, rows, weight, eps, llama_rounding, offset, added, dw)
         return out.copy_(dx.view(x.shape))
 
     if d_residual is None:
@@ -314,6 +329,7 @@ def rms_norm_backward(
                 HAS_RESIDUAL=d_residual is not None,
                 HAS_DW=dw is not None,
                 LLAMA_ROUNDING=llama_rounding,
+                OFFSET=offset,
                 HEADS=heads,
                 STAGES=config.num_stages,
                 ROWS=config.rows,
@@ -327,10 +343,12 @@ def rms_norm_backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, llama_rounding: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, llama_rounding: bool, offset: float
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.llama_rounding = eps, llama_rounding
-        return rms_norm_forward(x, weight, eps, llama_rounding=llama_rounding)
+        ctx.eps, ctx.how = eps, dict(llama_rounding=llama_rounding, offset=offset)
+        return rms_norm_forward(x, weight, eps, **ctx.how)
 
     @staticmethod
     @once_differentiable
@@ -339,10 +357,8 @@ class _RMSNorm(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             dw = torch.zeros_like(weight, dtype=torch.float32)
-        dx = rms_norm_backward(
-            dy.contiguous(), x, weight, ctx.eps, dw=dw, llama_rounding=ctx.llama_rounding
-        )
-        return dx, None if dw is None else dw.to(weight.dtype), None, None
+        dx = rms_norm_backward(dy.contiguous(), x, weight, ctx.eps, dw=dw, **ctx.how)
+        return dx, None if dw is None else dw.to(weight.dtype), None, None, None
 
 
 def rms_norm(
@@ -351,8 +367,9 @@ def rms_norm(
     eps: float = 1e-6,
     *,
     llama_rounding: bool = True,
+    offset: float = 0.0,
 ) -> Tensor:  # (..., D)
-    """x / rms(x) * weight over the last dimension, differentiable in x and weight.
+    """x / rms(x) * (weight + offset) over the last dimension, differentiable in x and weight.
 
     Shapes: x and the result are (..., D) with 1 <= D <= 32768, weight is (D,); bf16, fp16 or fp32,
     all of one dtype, or x alone in 16 bits. rms(x) = sqrt(mean(x^2) + eps). With `llama_rounding`
@@ -365,7 +382,7 @@ def rms_norm(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467).
     """
     _check(x, weight)
-    return _RMSNorm.apply(x.contiguous(), weight, eps, llama_rounding)
+    return _RMSNorm.apply(x.contiguous(), weight, eps, llama_rounding, offset)
 
 
 @cache

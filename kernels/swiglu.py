@@ -1,8 +1,15 @@
-"""The gated activation of Llama's MLP, silu(gate) * up, and its gradient.
+"""The gated activations silu(gate) * up, of Llama's MLP, and gelu(gate) * up, of Gemma's, and their
+gradients.
 
-    s = sigmoid(gate)              product = gate s up
-    d_gate = d_product up s (1 + gate (1 - s))
+    s = sigmoid(z)                 product = gate s up
+    d_gate = d_product up s (1 + gate (1 - s) z')
     d_up   = d_product gate s
+
+    silu   z = gate                                           z' = 1
+    gelu   z = 2 sqrt(2 / pi) (gate + 0.044715 gate^3)        z' its derivative
+
+gelu is the approximation by tanh, since (1 + tanh(z / 2)) / 2 = sigmoid(z). Beyond 100, where s is
+0 or 1 in fp32, z is that of 100, so that nothing overflows.
 
 Saved: gate and up. Backward overwrites them with their gradients, so it allocates nothing. It can
 also write the recomputed product, which the gradient of the down projection's weight needs. All
@@ -15,7 +22,7 @@ gate and up may be two tensors or the two halves of one buffer: rows may lie at 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,13 +40,19 @@ from longctx.kernels.launch import (
     triton,
 )
 
+Activation = Literal["silu", "gelu_tanh"]
+SCALE, CUBE, LARGEST = 1.5957691216057308, 0.044715, 100.0
+
 
 def swiglu_reference(
     gate: Tensor,  # (..., F)
     up: Tensor,  # (..., F)
+    activation: Activation = "silu",
 ) -> Tensor:  # (..., F)
     """The first equation above in plain torch, rounded once; differentiable."""
     wide = gate if gate.dtype == torch.float64 else gate.float()
+    if activation == "gelu_tanh":
+        return (torch.nn.functional.gelu(wide, approximate="tanh") * up).to(gate.dtype)
     return (torch.nn.functional.silu(wide) * up).to(gate.dtype)
 
 
@@ -48,17 +61,36 @@ def _backward_reference_(
     gate: Tensor,  # (T, F)
     up: Tensor,  # (T, F)
     product: Tensor | None,  # (T, F)
+    activation: Activation,
 ) -> None:
     g, u, d = gate.float(), up.float(), d_product.float()
-    s = g.sigmoid()
+    s, slope = g.sigmoid(), 1 + g * (1 - g.sigmoid())
+    if activation == "gelu_tanh":
+        near = g.clamp(-LARGEST, LARGEST)
+        s = (SCALE * (near + CUBE * near**3)).sigmoid()
+        slope = 1 + near * (1 - s) * SCALE * (1 + 3 * CUBE * near**2)
     silu = g * s
     # All results are computed before the first write: `.float()` does not copy fp32 tensors, so g,
     # u and d can be the caller's own memory, and product may alias d_product.
-    d_gate, d_up, gated = d * u * s * (1 + g * (1 - s)), d * silu, silu * u
+    d_gate, d_up, gated = d * u * s * slope, d * silu, silu * u
     gate.copy_(d_gate)
     up.copy_(d_up)
     if product is not None:
         product.copy_(gated)
+
+
+@triton.jit
+def _sigmoid(gate, GELU: tl.constexpr):
+    """s, and 1 + gate (1 - s) z'."""
+    if GELU:
+        near = tl.minimum(tl.maximum(gate, -100.0), 100.0)  # LARGEST, CUBE and SCALE, as numbers
+        square = 0.044715 * near * near
+        s = tl.sigmoid(1.5957691216057308 * near * (1 + square))
+        slope = 1 + near * (1 - s) * 1.5957691216057308 * (1 + 3 * square)
+    else:
+        s = tl.sigmoid(gate)
+        slope = 1 + gate * (1 - s)
+    return s, slope
 
 
 @triton.jit
@@ -72,6 +104,7 @@ def _forward_kernel(
     stride_gate,
     stride_up,
     stride_out,
+    GELU: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -81,7 +114,8 @@ def _forward_kernel(
     mask = (row < T) & (offs < F)
     gate = tl.load(gate_ptr + row * stride_gate + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + offs, mask=mask, other=0.0).to(tl.float32)
-    product = round_to(gate * tl.sigmoid(gate) * up, out_ptr.dtype.element_ty)
+    s, _ = _sigmoid(gate, GELU)
+    product = round_to(gate * s * up, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out + offs, product, mask=mask)
 
 
@@ -99,6 +133,7 @@ def _backward_kernel(
     stride_up,
     stride_product,
     HAS_PRODUCT: tl.constexpr,
+    GELU: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -113,11 +148,11 @@ def _backward_kernel(
     up = tl.load(up_ptrs, mask=mask, other=0.0).to(tl.float32)
     d_product = tl.load(d_product_ptr + row * stride_d_product + offs, mask=mask, other=0.0)
     d_product = d_product.to(tl.float32)
-    s = tl.sigmoid(gate)
+    s, slope = _sigmoid(gate, GELU)
     silu = gate * s
     if HAS_PRODUCT:
         tl.store(product_ptr + row * stride_product + offs, round_to(silu * up, dtype), mask=mask)
-    d_gate = d_product * up * s * (1 + gate * (1 - s))
+    d_gate = d_product * up * s * slope
     tl.store(gate_ptrs, round_to(d_gate, dtype), mask=mask)
     tl.store(up_ptrs, round_to(d_product * silu, dtype), mask=mask)
 
@@ -134,15 +169,16 @@ def swiglu_forward(
     gate: Tensor,  # (..., F)
     up: Tensor,  # (..., F)
     out: Tensor | None = None,  # (..., F), may alias gate or up
+    activation: Activation = "silu",
 ) -> Tensor:  # (..., F)
-    """silu(gate) * up. Not differentiable by autograd.
+    """activation(gate) * up. Not differentiable by autograd.
 
     Raises ValueError for a wrong shape, dtype, device or layout.
     """
     _check(gate, up=up, out=out)
     out = gate.new_empty(gate.shape) if out is None else out
     if not runs_kernel(gate, up, out):
-        return out.copy_(swiglu_reference(gate, up))
+        return out.copy_(swiglu_reference(gate, up, activation))
     g, u, o = as_rows("gate", gate), as_rows("up", up), as_rows("out", out)
     T, F = g.shape
 
@@ -160,6 +196,7 @@ def swiglu_forward(
                 g.stride(0),
                 u.stride(0),
                 o.stride(0),
+                GELU=activation == "gelu_tanh",
                 ROWS=config.rows,
                 BLOCK=config.block,
                 num_warps=config.num_warps,
@@ -173,8 +210,9 @@ def swiglu_backward_(
     up: Tensor,  # (..., F), becomes d_up
     *,
     product: Tensor | None = None,  # (..., F), may alias d_product
+    activation: Activation = "silu",
 ) -> tuple[Tensor, Tensor]:
-    """(d_gate, d_up), written over gate and up; `product`, if given, receives silu(gate) * up.
+    """(d_gate, d_up), written over gate and up; `product`, if given, receives what forward gave.
 
     Raises ValueError for a wrong shape, dtype, device or layout.
     """
@@ -183,7 +221,7 @@ def swiglu_backward_(
     d, g, u = rows
     p = d if product is None else as_rows("product", product)
     if not runs_kernel(d_product, gate, up, product):
-        _backward_reference_(d, g, u, None if product is None else p)
+        _backward_reference_(d, g, u, None if product is None else p, activation)
         return gate, up
     T, F = g.shape
 
@@ -204,6 +242,7 @@ def swiglu_backward_(
                 u.stride(0),
                 p.stride(0),
                 HAS_PRODUCT=product is not None,
+                GELU=activation == "gelu_tanh",
                 ROWS=config.rows,
                 BLOCK=config.block,
                 num_warps=config.num_warps,
@@ -211,20 +250,22 @@ def swiglu_backward_(
     return gate, up
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return swiglu_forward(gate, up)
+        ctx.activation = activation
+        return swiglu_forward(gate, up, activation=activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         # A new version makes autograd raise if anything reads gate or up again, for instance a
         # second backward, whose result would otherwise be silently wrong.
         torch.autograd.graph.increment_version((gate, up))
-        return swiglu_backward_(d_product.contiguous(), gate.detach(), up.detach())
+        d_product, how = d_product.contiguous(), ctx.activation
+        return *swiglu_backward_(d_product, gate.detach(), up.detach(), activation=how), None
 
 
 def swiglu(
@@ -245,13 +286,25 @@ def swiglu(
 
     Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
     """
+    return _gated(gate, up, "silu")
+
+
+def geglu(
+    gate: Tensor,  # (..., F)
+    up: Tensor,  # (..., F)
+) -> Tensor:  # (..., F)
+    """gelu(gate) * up, by tanh, differentiable in both. All else is as in `swiglu`."""
+    return _gated(gate, up, "gelu_tanh")
+
+
+def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     _check(gate, up=up)
     for name, x in (("gate", gate), ("up", up)):
         if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} is overwritten in backward, so it must not be a leaf, got one"
             )
-    return _SwiGLU.apply(gate, up)
+    return _Gated.apply(gate, up, activation)
 
 
 @cache

@@ -50,5 +50,4 @@ class RMS:
 
     @property
     def _how(self) -> dict[str, Any]:
-        how: dict[str, Any] = {"llama_rounding": self.llama_rounding}
-        return how | {"offset": self.offset} if self.offset else how
+        return {"llama_rounding": self.llama_rounding, "offset": self.offset}

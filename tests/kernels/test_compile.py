@@ -32,7 +32,8 @@ def _cases():
     from longctx.kernels.launch import Config
 
     def norm(c, HEADS=1, **flags):
-        return {**flags, "LLAMA_ROUNDING": True, "HEADS": HEADS, "ROWS": c.rows, "BLOCK": c.block}
+        how = {"LLAMA_ROUNDING": True, "OFFSET": 0.0, "HEADS": HEADS}
+        return {**flags, **how, "ROWS": c.rows, "BLOCK": c.block}
 
     cases = ((False, 1), (True, 1), (False, 32))  # d_residual; heads of q in a wider buffer
     for t in ("bf16", "fp32"):
@@ -77,11 +78,15 @@ def _cases():
         sizes = {"T": 131072, "F": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
         arguments = {f"{n}_ptr": p for n in ("gate", "up", "out")} | sizes
         arguments |= {f"stride_{n}": 14336 for n in ("gate", "up", "out")}
-        yield "swiglu_forward", swiglu._forward_kernel, t, arguments, c
+        for name, gelu in (("swiglu", False), ("geglu", True)):
+            how = {"GELU": gelu}
+            yield f"{name}_forward", swiglu._forward_kernel, t, arguments | how, c
         names = ("d_product", "gate", "up", "product")
         arguments = {f"{n}_ptr": p for n in names} | sizes | {"HAS_PRODUCT": True}
         arguments |= {f"stride_{n}": 14336 for n in names}
-        yield "swiglu_backward", swiglu._backward_kernel, t, arguments, c
+        for name, gelu in (("swiglu", False), ("geglu", True)):
+            how = {"GELU": gelu}
+            yield f"{name}_backward", swiglu._backward_kernel, t, arguments | how, c
 
         arguments = {
             **{"x_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": p, "numel": 2**29, "BLOCK": 2048}
@@ -178,7 +183,15 @@ def reports() -> list[dict]:
 
 def test_every_kernel_compiles_for_both_architectures(reports):
     names = {"rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward"}
-    names |= {"swiglu_backward", "cross_entropy", "scale", "spread", "adamw"}
+    names |= {
+        "swiglu_backward",
+        "geglu_forward",
+        "geglu_backward",
+        "cross_entropy",
+        "scale",
+        "spread",
+        "adamw",
+    }
     compiled = {(r["name"].split()[0], r["arch"], r["dtype"]) for r in reports}
     assert compiled == {(n, a, t) for n in names for a in (80, 90) for t in ("bf16", "fp32")}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from exactness import DEVICE, DTYPES, assert_exact
@@ -68,6 +69,31 @@ def test_forward_and_backward(shape, dtype, llama_rounding):
     truths = _run(_truth, x.double(), weight.double(), dy.double())
     naives = _run(_llama, x, weight, dy)
     ours = _run(lambda x, w: rms_norm(x, w, EPS, llama_rounding=llama_rounding), x, weight, dy)
+    for name, our, naive, truth in zip(("y", "dx", "dw"), ours, naives, truths, strict=True):
+        assert our.dtype == dtype
+        assert_exact(name, our, naive, truth)
+
+
+def _gemma(x: Tensor, weight: Tensor) -> Tensor:
+    norm = Gemma3RMSNorm(x.shape[-1], eps=EPS)
+    norm.__dict__["_parameters"]["weight"] = weight  # so that the leaf itself gets the gradient
+    return norm(x)
+
+
+def _gemma_truth(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm_reference(x, weight, EPS, llama_rounding=False, offset=1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gemmas_weight_is_stored_less_one(shape, dtype):
+    torch.manual_seed(0)
+    x, dy = _tensor(*shape, dtype=dtype, scale=3.0), _tensor(*shape, dtype=dtype)
+    weight = _tensor(shape[-1], dtype=dtype, scale=0.1)
+    truths = _run(_gemma_truth, x.double(), weight.double(), dy.double())
+    naives = _run(_gemma, x, weight, dy)
+    how = dict(llama_rounding=False, offset=1.0)
+    ours = _run(lambda x, w: rms_norm(x, w, EPS, **how), x, weight, dy)
     for name, our, naive, truth in zip(("y", "dx", "dw"), ours, naives, truths, strict=True):
         assert our.dtype == dtype
         assert_exact(name, our, naive, truth)

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from exactness import DEVICE, DTYPES, assert_exact
-from longctx.kernels.swiglu import swiglu, swiglu_backward_, swiglu_forward, swiglu_reference
+from longctx.kernels.swiglu import (
+    geglu,
+    swiglu,
+    swiglu_backward_,
+    swiglu_forward,
+    swiglu_reference,
+)
 
 SHAPES = [
     (1, 64),  # one row, narrower than a block
@@ -21,6 +27,13 @@ SHAPES = [
 
 def _naive(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
+
+
+def _naive_gelu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+OPS = [(swiglu, _naive), (geglu, _naive_gelu)]
 
 
 def _run(op, gate: Tensor, up: Tensor, d: Tensor):
@@ -38,31 +51,43 @@ def _inputs(*shape: int, dtype: torch.dtype) -> list[Tensor]:
     return [(torch.randn(*shape, dtype=torch.float64) * s).to(DEVICE, dtype) for s in scales]
 
 
+@pytest.mark.parametrize(("op", "hf"), OPS, ids=["swiglu", "geglu"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(shape, dtype):
+def test_forward_and_backward(shape, dtype, op, hf):
     gate, up, d = _inputs(*shape, dtype=dtype)
-    truths = _run(_naive, gate.double(), up.double(), d.double())
-    naives = _run(_naive, gate, up, d)
-    ours = _run(swiglu, gate, up, d)
+    truths = _run(hf, gate.double(), up.double(), d.double())
+    naives = _run(hf, gate, up, d)
+    ours = _run(op, gate, up, d)
     names = ("product", "d_gate", "d_up")
     for name, our, naive, truth in zip(names, ours, naives, truths, strict=True):
         assert our.dtype == dtype
         assert_exact(name, our, naive, truth)
 
 
+@pytest.mark.parametrize(("op", "hf"), OPS, ids=["swiglu", "geglu"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_plain_torch_on_the_cpu(dtype, reference_kernels):
+def test_plain_torch_on_the_cpu(dtype, op, hf, reference_kernels):
     """swiglu without a GPU and without the interpreter: its gradient is written by hand."""
     gate, up, d = (x.cpu() for x in _inputs(2, 3, 200, dtype=dtype))
-    truths = _run(_naive, gate.double(), up.double(), d.double())
-    naives = _run(_naive, gate, up, d)
+    truths = _run(hf, gate.double(), up.double(), d.double())
+    naives = _run(hf, gate, up, d)
     names = ("product", "d_gate", "d_up")
-    for name, our, naive, truth in zip(
-        names, _run(swiglu, gate, up, d), naives, truths, strict=True
-    ):
+    for name, our, naive, truth in zip(names, _run(op, gate, up, d), naives, truths, strict=True):
         assert our.dtype == dtype
         assert_exact(name, our, naive, truth)
+
+
+@pytest.mark.parametrize("op", [swiglu, geglu])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_any_size(dtype, op):
+    """Beyond where the activation is 0 or the gate itself, nothing overflows."""
+    most = torch.finfo(dtype).max
+    gate = torch.tensor([[-most, -1e4, -101.0, 101.0, 1e4, most]], device=DEVICE).to(dtype)
+    product, d_gate, d_up = _run(op, gate, torch.ones_like(gate), torch.ones_like(gate))
+    expected = gate.clamp(min=0)
+    assert torch.equal(product, expected) and torch.equal(d_up, expected)
+    assert torch.equal(d_gate, (gate > 0).to(dtype))
 
 
 def test_gradient_of_a_sum():
