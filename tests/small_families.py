@@ -29,6 +29,10 @@ _LONGROPE = {
     "long_factor": [2.0 + i for i in range(6)],
 }
 
+_TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
 _SCALED = dict(original_max_position_embeddings=16, llama_4_scaling_beta=0.7)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,6 +81,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral3",
         dict(head_dim=64, sliding_window=None)
         | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4} | _SCALED),
+    ),
+    "gemma": ("gemma", dict(head_dim=64, tie_word_embeddings=True)),
+    "gemma3_text": (
+        "gemma3_text",
+        dict(head_dim=64, sliding_window=WINDOW, layer_types=_SOME, query_pre_attn_scalar=24)
+        | dict(rope_parameters=_TWO_ROPES, tie_word_embeddings=True),
     ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),

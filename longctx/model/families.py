@@ -12,6 +12,8 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
     exaone4                                norms after attention and MLP, none before; norms of q, k
     hunyuan_v1_dense                       norms of q and k after RoPE
     ministral3                             q scaled by position
+    gemma  gemma3_text                     weights of norms less one, GELU, a scaled embedding;
+                                           Gemma 3: norms before and after, a RoPE for each type
 """
 
 from __future__ import annotations
@@ -32,12 +34,17 @@ from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapp
 
 Names = tuple[str, ...]
 LINEAR: Names = ("torch.nn.modules.linear.Linear",)
-_ACTIVATION: Names = (
+_SILU: Names = (
     "transformers.activations.SiLUActivation",
     "torch.nn.modules.activation.SiLU",
 )
+_GELU_TANH: Names = ("transformers.activations.GELUTanh",)
 _NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
+_FOUR = {
+    **{"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm"},
+    **_POST,
+}
 _OF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
@@ -75,6 +82,10 @@ def _scale_by_position(config: Any, positions: Tensor) -> Tensor:
     return 1 + rope["llama_4_scaling_beta"] * torch.log1p(passed)
 
 
+def _gemma_norm(eps: float) -> RMS:
+    return RMS(eps=eps, offset=1.0, llama_rounding=False)
+
+
 def head_dim(config: Any) -> int:
     size: int = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -92,9 +103,13 @@ class Family:
     """A kind of model whose layers the schedule computes."""
 
     kind: str
-    """transformers' `model_type`, which is also the name of its module."""
+    """transformers' `model_type`."""
+    module: str = ""
+    """The name of transformers' module, if it is another."""
     prefix: str
     """The prefix of its classes' names."""
+    base: str = "Model"
+    """The rest of the base model's."""
     linears: Names = (
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
@@ -105,6 +120,8 @@ class Family:
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
     """Maps names in `Weights` to the paths of a layer's norms."""
     activation: str = "mlp.act_fn"
+    activations: Names = _SILU
+    """The classes that it may be of."""
     epsilon: str = "variance_epsilon"
     """A norm's attribute."""
     rms: Callable[[float], RMS] = field(default=lambda eps: RMS(eps=eps))
@@ -122,7 +139,13 @@ class Family:
     """Returns the number by which a model divides its logits."""
 
     def known(self, suffix: str) -> Names:
-        return (f"transformers.models.{self.kind}.modeling_{self.kind}.{self.prefix}{suffix}",)
+        return (f"{self.home}.{self.prefix}{self.base if suffix == 'Model' else suffix}",)
+
+    @property
+    def home(self) -> str:
+        """The name of the module that has its classes."""
+        name = self.module or self.kind
+        return f"transformers.models.{name}.modeling_{name}"
 
     @cached_property
     def projections(self) -> dict[str, str]:
@@ -151,7 +174,7 @@ class Family:
         return {
             "self_attn": self.known("Attention"),
             "mlp": self.known("MLP"),
-            self.activation: _ACTIVATION,
+            self.activation: self.activations,
             **dict.fromkeys(self.linears, LINEAR + QUANTISED + ADAPTED),
             **dict.fromkeys(self.norms.values(), self.known("RMSNorm")),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
@@ -218,6 +241,30 @@ FAMILIES: dict[str, Family] = {
             query_scale=_scale_by_position,
         ),
         Family(
+            kind="gemma",
+            prefix="Gemma",
+            epsilon="eps",
+            rms=_gemma_norm,
+            activations=_GELU_TANH,
+            traits=lambda config, i: {"activation": "gelu_tanh"},
+        ),
+        Family(
+            kind="gemma3_text",
+            module="gemma3",
+            prefix="Gemma3",
+            base="TextModel",
+            norms=_FOUR | _OF_HEADS,
+            epsilon="eps",
+            rms=_gemma_norm,
+            activations=_GELU_TANH,
+            window=_window_by_type,
+            traits=lambda config, i: {
+                "activation": "gelu_tanh",
+                "rope": config.layer_types[i],
+                "scale": config.query_pre_attn_scalar**-0.5,
+            },
+        ),
+        Family(
             kind="phi3",
             prefix="Phi3",
             linears=(
@@ -242,7 +289,8 @@ def family_of(owner: Any) -> Family | None:
 def _family_of(kind: Any) -> Family | None:
     modules = (base.__module__ for base in kind.__mro__)
     parts = [m.split(".") for m in modules if m.startswith("transformers.models.")]
-    return next((FAMILIES[part[2]] for part in parts if part[2] in FAMILIES), None)
+    families = {family.module or family.kind: family for family in FAMILIES.values()}
+    return next((families[part[2]] for part in parts if part[2] in families), None)
 
 
 def layer_weights(layer: Any) -> Weights:
@@ -330,7 +378,7 @@ def head_of(model: Any) -> Any:
 def is_a(model: Any, suffix: str) -> bool:
     family = family_of(model)
     names = [kind.__name__ for kind in type(model).__mro__]
-    return family is not None and f"{family.prefix}{suffix}" in names
+    return family is not None and family.known(suffix)[0].rpartition(".")[2] in names
 
 
 def part_of(layer: Any, name: str) -> Any:

@@ -117,7 +117,7 @@ def is_heard(base: PreTrainedModel, name: str) -> bool:
 def _heard(kind: Any, family: Any) -> frozenset[str]:
     """The names that a function on the way from the base model to attention asks for: of every
     implementation of attention, so that a name which one of them ignores may be here."""
-    code = vars(sys.modules[f"transformers.models.{family.kind}.modeling_{family.kind}"])
+    code = vars(sys.modules[family.home])
     functions = [kind.forward, code["eager_attention_forward"], _flash_attention_forward]
     functions += [code[f"{family.prefix}{part}"].forward for part in ("DecoderLayer", "Attention")]
     functions += [f for f in ALL_ATTENTION_FUNCTIONS.values() if _is_transformers(f)]
@@ -133,6 +133,8 @@ def why_not_chunked(model: PreTrainedModel) -> str | None:
         return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "a loss of its own"
+    if getattr(model.config, "final_logit_softcapping", None) is not None:
+        return "a cap of logits"
     if any(changing_hooks(model.lm_head)):
         return "hooks on lm_head"
     return next(found, None)
@@ -151,6 +153,8 @@ def _strangers(base: Any) -> Iterator[str]:
     attention = config._attn_implementation
     if attention != "eager" and not _is_transformers(ALL_ATTENTION_FUNCTIONS.get(attention)):
         yield f"the attention implementation {attention!r}, which transformers does not ship"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        yield "a cap of attention's scores"
     if not getattr(config, "is_causal", True):
         yield "attention to later tokens"
     if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):

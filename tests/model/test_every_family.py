@@ -74,7 +74,8 @@ def test_one_document_and_batched_rows(family) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "granite", "phi3", "mistral", "exaone4", "hunyuan_v1_dense", "ministral3"]
+    "family",
+    "qwen3 granite phi3 mistral exaone4 hunyuan_v1_dense ministral3 gemma3_text".split(),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
     """In bf16, whose roundings show what is computed otherwise; tests/model/test_layer.py has
@@ -116,19 +117,18 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
         ("qwen3", "model.layers.1.self_attn", "k_norm", torch.nn.Identity(), "k_norm"),
         ("exaone4", "model.layers.0.self_attn", "is_sliding", False, "window"),
         ("exaone4", "model.layers.1", "post_feedforward_layernorm", torch.nn.Identity(), "post_f"),
-        (
-            "hunyuan_v1_dense",
-            "model.layers.1.self_attn",
-            "key_layernorm",
-            torch.nn.Identity(),
-            "key_lay",
-        ),
+        ("hunyuan_v1_dense", "model.layers.1.self_attn", "key_layernorm", torch.nn.GELU(), "key_"),
+        ("gemma3_text", "model.layers.1.mlp", "act_fn", torch.nn.SiLU(), "act_fn"),
+        ("gemma3_text", "model.layers.1.post_feedforward_layernorm", "eps", 1.0, "epsilon"),
+        ("gemma3_text", "model.config", "attn_logit_softcapping", 50.0, "a cap of attention"),
+        ("gemma3_text", "model.config", "query_pre_attn_scalar", 8, "attention scale"),
     ],
 )
 def test_a_stranger_of_a_family_is_found(family, where, name, value, says) -> None:
     _, _, ours = trio(family, torch.float32)
     assert why_not_scheduled(ours.model) is None
-    setattr(ours.get_submodule(where), name, value)
+    owner = ours.config if where == "model.config" else ours.get_submodule(where)
+    setattr(owner, name, value)
     assert says in str(why_not_scheduled(ours.model))
 
 
@@ -144,6 +144,7 @@ def test_windows_are_those_of_hugging_face() -> None:
         "smollm3-windows": [W, None, W],
         "phi3-windows": [W, W, W],
         "exaone4": [W, None, W],
+        "gemma3_text": [None, W, None],
     }
     assert found == dict.fromkeys(FAMILIES, none) | expected
     assert has_windows(family_config("mistral"))

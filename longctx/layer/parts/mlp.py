@@ -65,7 +65,7 @@ class SwiGLU:
         room_gate, room_up = self._room(tile)
         gate = w.gate(n2, tile, out=room_gate, u=u_gate)
         up = w.up(n2, tile, out=room_up, u=u_up)
-        product = swiglu_forward(gate, up, out=gate if room_gate is None else None)
+        product = self._activated(gate, up, out=gate if room_gate is None else None)
         if self._post.weight is None:
             w.down.added(h, product, tile, scale=self._pass.traits.residual, out=out)
         else:
@@ -85,7 +85,10 @@ class SwiGLU:
         narrow = self._output_grad(dy, gate, up, tile)
         v = w.down.inner_grad(narrow)
         product = w.down.input_grad(narrow, v, tile, scale=r)
-        swiglu_backward_(product, gate, up, product=product)  # gate, up become their gradients
+        how = self._pass.traits.activation
+        swiglu_backward_(
+            product, gate, up, product=product, activation=how
+        )  # in gate's, up's place
         d_down.add(narrow, product, v, tile)
         v_gate, v_up = w.gate.inner_grad(gate), w.up.inner_grad(up)
         d_gate.add(gate, n2, v_gate, tile, u_gate)
@@ -98,7 +101,7 @@ class SwiGLU:
         """Returns the gradient of what the down projection gives, (t, D)."""
         if self._post.weight is None:
             return dy.to(self._pass.schedule.dtype)
-        z = self._weights.down(swiglu_forward(gate, up), tile) if self.z is None else self.z[tile]
+        z = self._weights.down(self._activated(gate, up), tile) if self.z is None else self.z[tile]
         return self._post.backward(dy, z)
 
     def finish(self) -> None:
@@ -108,6 +111,9 @@ class SwiGLU:
         grads.finish_gate_up(d_gate, d_up)
         self._norm.finish()
         self._post.finish()
+
+    def _activated(self, gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
+        return swiglu_forward(gate, up, out=out, activation=self._pass.traits.activation)
 
     def _normed(self, h: Tensor) -> Tensor:
         return self._norm.forward(h).to(self._pass.schedule.dtype)
