@@ -82,11 +82,11 @@ class Load(NamedTuple):
 
 
 def load(works: Iterable[Work]) -> Load:
-    total = Load()
+    total = Load()._asdict()
     for work in works:
-        flops = {work.rate.replace(" ", "_"): work.flops}
-        total = total.plus(Load(nbytes=work.nbytes)._replace(**flops))
-    return total
+        total[work.rate.replace(" ", "_")] += work.flops
+        total["nbytes"] += work.nbytes
+    return Load(**total)
 
 
 @dataclass(frozen=True, kw_only=True)

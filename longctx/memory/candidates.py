@@ -17,7 +17,7 @@ from longctx.cost.kept import SETS, Keep, Ladder, Names
 from longctx.cost.peak import BACKWARD, FORWARD, Tables, made_bytes, working
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import Hosted
-from longctx.cost.table import Keepable, Load, Table, load
+from longctx.cost.table import Keepable, Load, Moment, Table, load
 from longctx.memory.levels import Activity
 from longctx.options import Keeping, Offload
 
@@ -145,26 +145,78 @@ def _between(
 # --- counted -----------------------------------------------------------------------------------
 
 
+class EachKeep:
+    """The bytes and FLOPs of one layer, an entry for each Keep of the candidates. They are counted
+    once for a cut of the work: 40 placements of the states are scored with the same numbers."""
+
+    def __init__(self, keeps: Sequence[Keep], layer: Table) -> None:
+        self.keeps, self.layer = keeps, layer
+
+    def count(self, of: Callable[[Keep], float]) -> Any:  # (keeps,)
+        return np.array([of(keep) for keep in self.keeps])
+
+    @cached_property
+    def on_gpu(self) -> Any:  # (keeps,)
+        return self.count(lambda keep: self.layer.kept_bytes(keep.on_gpu))
+
+    @cached_property
+    def on_host(self) -> Any:  # (keeps,)
+        return self.count(lambda keep: self.layer.kept_bytes(keep.hosted))
+
+    @cached_property
+    def forward(self) -> Any:  # (keeps,)
+        return self._working(FORWARD)
+
+    @cached_property
+    def backward(self) -> Any:  # (keeps,)
+        return self._working(BACKWARD)
+
+    def _working(self, moments: tuple[Moment, ...]) -> Any:
+        """What this layer adds while it works, besides what it keeps on the GPU."""
+
+        def added(keep: Keep) -> float:
+            buffers = working(self.layer, moments, keep.kept)
+            return sum(buffers.values()) + made_bytes(self.layer, keep)
+
+        return self.count(added) - self.on_gpu
+
+    @cached_property
+    def again(self) -> Load:
+        """What the layer computes again."""
+        loads = [load(self.layer.again(keep.kept)) for keep in self.keeps]
+        rates: list[Any] = [np.array(of) for of in zip(*loads, strict=True)]
+        return Load(*rates)
+
+    @cached_property
+    def hosted(self) -> Hosted:
+        """What the layer keeps on the host."""
+
+        def total(which: Callable[[Keepable], bool]) -> Any:
+            of = [k for k in self.layer.keepables if which(k)]
+            return self.count(lambda keep: sum(k.aligned for k in of if k.name in keep.hosted))
+
+        return Hosted(
+            nbytes=total(lambda _: True),
+            layers=self.count(lambda keep: bool(keep.hosted)),
+            first=total(lambda k: k.read_first),
+            late=total(lambda k: k.of_tiles),
+        )
+
+
 class Counted:
     """The bytes and FLOPs of candidates, of one model, batch and cut."""
 
-    def __init__(self, found: Candidates, tables: Tables) -> None:
+    def __init__(self, found: Candidates, tables: Tables, each: EachKeep | None = None) -> None:
         self.found, self.tables = found, tables
+        self.each = each or EachKeep(found.keeps, tables.layer)
 
     def some(self, which: Any) -> Counted:
-        return Counted(self.found.some(which), self.tables)
-
-    def _each(self, count: Callable[[Keep], float]) -> Any:  # (keeps,)
-        return np.array([count(keep) for keep in self.found.keeps])
-
-    def _total(self, count: Callable[[Keep], float]) -> Any:  # (C,)
-        """Of all layers."""
-        return self.found.numbers @ self._each(count)
+        return Counted(self.found.some(which), self.tables, self.each)
 
     @cached_property
     def on_gpu(self) -> Any:  # (C,)
-        """Saved activations, when forward ends."""
-        return self._total(lambda keep: self.tables.layer.kept_bytes(keep.on_gpu))
+        """Saved activations of all layers, when forward ends."""
+        return self.found.numbers @ self.each.on_gpu
 
     @cached_property
     def loss_bytes(self) -> int:
@@ -172,20 +224,10 @@ class Counted:
 
     @cached_property
     def activity(self) -> Activity:
-        layer = self.tables.layer
-
-        def work(moments: Any) -> Any:
-            """With what this layer keeps, and without."""
-            made = self._each(
-                lambda k: sum(working(layer, moments, k.kept).values()) + made_bytes(layer, k)
-            )
-            return (made - on_gpu)[self.found.layers]
-
-        on_gpu = self._each(lambda keep: layer.kept_bytes(keep.on_gpu))
-        end = np.cumsum(on_gpu[self.found.layers], axis=1)
+        end = np.cumsum(self.each.on_gpu[self.found.layers], axis=1)
         return Activity(
-            forward=end + work(FORWARD),
-            backward=end + work(BACKWARD),
+            forward=end + self.each.forward[self.found.layers],
+            backward=end + self.each.backward[self.found.layers],
             loss=end[:, -1] + self.loss_bytes,
             embedding=sum(self.tables.embedding.during("embedding").values()),
         )
@@ -193,7 +235,7 @@ class Counted:
     @cached_property
     def below(self) -> Any:  # (C, layers + 1)
         """What layers below keep on the host."""
-        hosted = self._each(lambda keep: self.tables.layer.kept_bytes(keep.hosted))
+        hosted = self.each.on_host
         found = np.zeros((len(self.found.layers), self.found.layers.shape[1] + 1), np.int64)
         np.cumsum(hosted[self.found.layers], axis=1, out=found[:, 1:])
         return found
@@ -201,20 +243,9 @@ class Counted:
     @cached_property
     def again(self) -> Load:
         """What all layers compute again."""
-        loads = [load(self.tables.layer.again(keep.kept)) for keep in self.found.keeps]
-        return Load(*(self.found.numbers @ np.array(of) for of in zip(*loads, strict=True)))
+        return Load(*(self.found.numbers @ of for of in self.each.again))
 
     @cached_property
     def hosted(self) -> Hosted:
-        layer = self.tables.layer
-
-        def total(which: Callable[[Keepable], bool]) -> Any:
-            of = [k for k in layer.keepables if which(k)]
-            return self._total(lambda keep: sum(k.aligned for k in of if k.name in keep.hosted))
-
-        return Hosted(
-            nbytes=total(lambda _: True),
-            layers=self._total(lambda keep: bool(keep.hosted)),
-            first=total(lambda k: k.read_first),
-            late=total(lambda k: k.of_tiles),
-        )
+        """The totals of all layers."""
+        return Hosted(*(self.found.numbers @ of for of in self.each.hosted))

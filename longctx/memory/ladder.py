@@ -87,12 +87,12 @@ def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
     budget = budget._replace(gpu=budget.gpu - gaps(step))
     for sizes in _cuts(step):
         tables = step.count(sizes, step.batch)
-        found = _candidates(step, tables)
+        counted = Counted(_candidates(step, tables), tables)
         for placed in levels:
-            found = found.some(_worth_placing(step, Counted(found, tables), placed, budget, best))
-            if not len(found.layers):
+            counted = counted.some(_worth_placing(step, counted, placed, budget, best))
+            if not len(counted.found.layers):
                 break
-            score, made = _best(step, Counted(found, tables), placed, budget)
+            score, made = _best(step, counted, placed, budget)
             if score < best:
                 best, chosen = score, made
     assert chosen is not None
