@@ -53,7 +53,19 @@ def _option(default: Any, help: str) -> Any:
 
 
 Preset = Literal[
-    "tiny", "llama-3.2-1b", "llama-3.1-8b", "qwen3-8b", "qwen2.5-7b", "mistral-7b", "phi-4"
+    "tiny",
+    "llama-3.2-1b",
+    "llama-3.1-8b",
+    "qwen3-8b",
+    "qwen2.5-7b",
+    "mistral-7b",
+    "phi-4",
+    "gemma-3-1b",
+    "gemma-3-4b",
+    "gemma-3-12b",
+    "gemma-3-27b",
+    "exaone-4-32b",
+    "ministral-3-8b",
 ]
 
 

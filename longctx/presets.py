@@ -12,6 +12,31 @@ _LLAMA_3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
+_GEMMA_3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+}
+
+
+def _gemma_3(D: int, F: int, layers: int, heads: tuple[int, int], **changes: Any) -> dict[str, Any]:
+    """The language model of a Gemma 3 whose checkpoint sees images, too. `heads`: of q, of k."""
+    common: dict[str, Any] = dict(
+        model_type="gemma3_text",
+        vocab_size=262208,
+        head_dim=256,
+        max_position_embeddings=131072,
+        sliding_window=1024,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-6,
+        rope_parameters=_GEMMA_3_ROPES,
+        tie_word_embeddings=True,
+    )
+    sizes = dict(hidden_size=D, intermediate_size=F, num_hidden_layers=layers)
+    return common | sizes | dict(zip(_HEADS, heads, strict=True)) | changes
+
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
 PRESETS: dict[str, dict[str, Any]] = {
     # Llama's where they name no model_type.
     # 1.5M parameters over its embedding: a step of 4096 tokens takes about a second on two cores.
@@ -108,4 +133,35 @@ PRESETS: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 250000.0},
         tie_word_embeddings=False,
     ),
+    "gemma-3-1b": _gemma_3(
+        *(1152, 6912, 26, (4, 1)),
+        vocab_size=262144,
+        max_position_embeddings=32768,
+        sliding_window=512,
+        rope_parameters={
+            **_GEMMA_3_ROPES,
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "gemma-3-4b": _gemma_3(2560, 10240, 34, (8, 4)),
+    "gemma-3-12b": _gemma_3(3840, 15360, 48, (16, 8)),
+    "gemma-3-27b": _gemma_3(5376, 21504, 62, (32, 16), head_dim=128, query_pre_attn_scalar=168),
+    "exaone-4-32b": dict(
+        model_type="exaone4",
+        vocab_size=102400,
+        hidden_size=5120,
+        intermediate_size=27392,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        sliding_window=4096,
+        sliding_window_pattern=4,
+        rms_norm_eps=1e-5,
+        rope_parameters={**_LLAMA_3_ROPE, "rope_theta": 1000000.0, "factor": 16.0},
+        tie_word_embeddings=False,
+    ),
+    # All sizes are the configuration's defaults, RoPE among them.
+    "ministral-3-8b": dict(model_type="ministral3", vocab_size=131072, hidden_size=4096),
 }

@@ -1,7 +1,7 @@
 """The activation store on a GPU: copies beside compute change nothing, the slab is page-locked.
 
 Its logic under stress (random lengths, dropped graphs, poisoned buffers) is tested on the CPU, in
-tests/model/test_layer.py.
+tests/layer/test_schedule.py.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def vanilla_runs(family: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def many(dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """In 16 bits twice as many as tests/model/test_layer.py takes: an adapter's gradient has few
+    """In 16 bits twice as many as tests/layer/test_schedule.py takes: an adapter's gradient has few
     numbers, whose errors scatter more."""
     return [batch(PACKED, seed) for seed in range(1, 3 if dtype == torch.float32 else 9)]
 

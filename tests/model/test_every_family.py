@@ -1,7 +1,7 @@
 """Every family's layers against vanilla Hugging Face, by the rule of tests/exactness.py.
 
-The same as tests/model/test_layer.py has for Llama, with what the family adds (windows, norms of q
-and k, scalars, fused weights) at values that matter.
+The same as tests/layer/test_schedule.py has for Llama, with what the family adds (windows, norms of
+q and k, scalars, fused weights) at values that matter.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_one_document_and_batched_rows(family) -> None:
     "qwen3 granite phi3 mistral exaone4 hunyuan_v1_dense ministral3 gemma3_text".split(),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
-    """In bf16, whose roundings show what is computed otherwise; tests/model/test_layer.py has
+    """In bf16, whose roundings show what is computed otherwise; tests/layer/test_schedule.py has
     fp32."""
     _, _, ours = trio(family, torch.bfloat16, LADDER | dict(head_groups=2))
     assert_no_bit_depends_on_the_ladder(ours, mixed=10)
@@ -192,13 +192,17 @@ def test_long_and_short_rope_in_one_step() -> None:
         ("mistral-7b", {}),  # the published window, 4096 tokens
         ("qwen2.5-7b", {}),
         ("phi-4", {}),
+        ("gemma-3-4b", {}),  # both of its layers have windows
+        ("gemma-3-12b", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("exaone-4-32b", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("ministral-3-8b", {}),
     ],
 )
 def test_published_dimensions_in_bf16(preset, changes, backend) -> None:
     """Two layers, a row of 8192 tokens: every gradient at most 1.1 times vanilla's error."""
     config = load_config(ModelArguments(preset=preset, seq_len=8192), vocab_size=1)
     config.num_hidden_layers, config.vocab_size = 2, 32000
-    if hasattr(config, "layer_types"):
+    if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
     for name, value in changes.items():
         setattr(config, name, value)

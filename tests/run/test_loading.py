@@ -104,6 +104,12 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
         ("qwen2.5-7b", 7_615_616_512, "Qwen2DecoderLayer"),
         ("mistral-7b", 7_241_732_096, "MistralDecoderLayer"),
         ("phi-4", 14_659_507_200, "Phi3DecoderLayer"),
+        ("gemma-3-1b", 999_885_952, "Gemma3DecoderLayer"),
+        ("gemma-3-4b", 3_880_263_168, "Gemma3DecoderLayer"),
+        ("gemma-3-12b", 11_766_034_176, "Gemma3DecoderLayer"),
+        ("gemma-3-27b", 27_009_346_304, "Gemma3DecoderLayer"),
+        ("exaone-4-32b", 32_003_216_384, "Exaone4DecoderLayer"),
+        ("ministral-3-8b", 8_489_553_920, "Ministral3DecoderLayer"),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
