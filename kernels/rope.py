@@ -1,6 +1,7 @@
 """Rotary position embedding of queries and keys: in place, in one launch, without a table of sines.
 
-For the pair (j, j + d/2) of a head of size d at position p (HF's rotate-half layout):
+For the pair (j, j + d/2) of a head of size d at position p (HF's rotate-half layout), or with
+`interleaved` for the neighbours (2j, 2j + 1), as in GLM-4 and Cohere:
 
     angle = p * inv_freq_j, in fp32
     c, s = attention_scaling * cos(angle), attention_scaling * sin(angle)
@@ -49,12 +50,17 @@ def rope_reference(
     attention_scaling: float = 1.0,
     *,
     inverse: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:  # (T, H, d)
     """The rotation of one tensor in plain torch; differentiable."""
     angle = position_ids.to(inv_freq.dtype)[:, None, None] * inv_freq  # (T, 1, d/2)
     c, s = attention_scaling * angle.cos(), attention_scaling * (-angle if inverse else angle).sin()
-    a, b = x.to(torch.promote_types(x.dtype, c.dtype)).chunk(2, dim=-1)
-    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, c.dtype))
+    a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+    rotated = a * c - b * s, b * c + a * s
+    if interleaved:
+        return torch.stack(rotated, dim=-1).flatten(-2).to(x.dtype)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 @triton.jit
@@ -91,19 +97,24 @@ def _rotate(
     stride_out_head,
     heads,
     half,
+    INTERLEAVED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
     head = tl.arange(0, HEADS_BLOCK)[None, :, None]
     offs = tl.arange(0, HALF_BLOCK)[None, None, :]
     mask = in_bounds & (head < heads) & (offs < half)
-    first = tokens * stride_token + head * stride_head + offs
+    if INTERLEAVED:
+        step, other = 2 * offs, 1
+    else:
+        step, other = offs, half
+    first = tokens * stride_token + head * stride_head + step
     a = tl.load(in_ptr + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(in_ptr + first + half, mask=mask, other=0.0).to(tl.float32)
-    first = tokens * stride_out_token + head * stride_out_head + offs
+    b = tl.load(in_ptr + first + other, mask=mask, other=0.0).to(tl.float32)
+    first = tokens * stride_out_token + head * stride_out_head + step
     dtype = out_ptr.dtype.element_ty
     tl.store(out_ptr + first, round_to(a * cos - b * sin, dtype), mask=mask)
-    tl.store(out_ptr + first + half, round_to(b * cos + a * sin, dtype), mask=mask)
+    tl.store(out_ptr + first + other, round_to(b * cos + a * sin, dtype), mask=mask)
 
 
 @triton.jit
@@ -128,6 +139,7 @@ def _rope_kernel(
     stride_k_out_head,
     attention_scaling,
     INVERSE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -154,6 +166,7 @@ def _rope_kernel(
         stride_q_out_head,
         H,
         half,
+        INTERLEAVED,
         Q_BLOCK,
         HALF_BLOCK,
     )
@@ -170,6 +183,7 @@ def _rope_kernel(
         stride_k_out_head,
         K,
         half,
+        INTERLEAVED,
         K_BLOCK,
         HALF_BLOCK,
     )
@@ -198,11 +212,13 @@ def _rotate_into(
     inv_freq: Tensor,  # (d / 2,) fp32
     attention_scaling: float,
     inverse: bool,
+    interleaved: bool,
 ) -> None:
     _check(q, k, position_ids, inv_freq)
     if not runs_kernel(q, k, q_out, k_out, position_ids, inv_freq):
         for x, out in ((q, q_out), (k, k_out)):
-            out.copy_(rope_reference(x, position_ids, inv_freq, attention_scaling, inverse=inverse))
+            how = dict(inverse=inverse, interleaved=interleaved)
+            out.copy_(rope_reference(x, position_ids, inv_freq, attention_scaling, **how))
         return
     (T, H, d), K = q.shape, k.shape[1]
     position_ids, inv_freq = position_ids.contiguous(), inv_freq.contiguous()
@@ -227,6 +243,7 @@ def _rotate_into(
                 *k_out.stride()[:2],
                 attention_scaling,
                 INVERSE=inverse,
+                INTERLEAVED=interleaved,
                 TOKENS=config.rows,
                 Q_BLOCK=triton.next_power_of_2(H),
                 K_BLOCK=triton.next_power_of_2(K),
@@ -244,13 +261,14 @@ def rope_(
     attention_scaling: float = 1.0,
     *,
     inverse: bool = False,
+    interleaved: bool = False,
 ) -> None:
     """Rotates q and k in place. With `inverse` it rotates the other way, as their gradients need.
 
     Tokens and heads may lie at any stride, as in the parts of a fused q|k|v buffer. Not
     differentiable by autograd. Raises ValueError for a wrong shape, dtype, device or layout.
     """
-    _rotate_into(q, k, q, k, position_ids, inv_freq, attention_scaling, inverse)
+    _rotate_into(q, k, q, k, position_ids, inv_freq, attention_scaling, inverse, interleaved)
 
 
 class _Rope(torch.autograd.Function):
@@ -262,11 +280,12 @@ class _Rope(torch.autograd.Function):
         position_ids: Tensor,
         inv_freq: Tensor,
         attention_scaling: float,
+        interleaved: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(position_ids, inv_freq)
-        ctx.attention_scaling = attention_scaling
+        ctx.attention_scaling, ctx.interleaved = attention_scaling, interleaved
         q, k = q.detach(), k.detach()
-        rope_(q, k, position_ids, inv_freq, attention_scaling)
+        rope_(q, k, position_ids, inv_freq, attention_scaling, interleaved=interleaved)
         return q, k
 
     @staticmethod
@@ -276,8 +295,9 @@ class _Rope(torch.autograd.Function):
         # Not in place: autograd may have given the same gradient tensor to another operation too.
         dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
         dq_in, dk_in = torch.empty_like(dq), torch.empty_like(dk)
-        _rotate_into(dq, dk, dq_in, dk_in, position_ids, inv_freq, ctx.attention_scaling, True)
-        return dq_in, dk_in, None, None, None
+        how = ctx.attention_scaling, True, ctx.interleaved
+        _rotate_into(dq, dk, dq_in, dk_in, position_ids, inv_freq, *how)
+        return dq_in, dk_in, None, None, None, None
 
 
 def rope(
@@ -286,12 +306,15 @@ def rope(
     position_ids: Tensor,  # (T,) int64 or int32
     inv_freq: Tensor,  # (d / 2,) fp32
     attention_scaling: float = 1.0,
+    *,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """q and k rotated by their positions, differentiable in both. Overwrites q and k.
 
     Shapes: q is (T, H, d) and k is (T, K, d), d even, both of one dtype (bf16, fp16 or fp32). The
     results have these shapes and share memory with q and k. Tokens and heads may lie at any stride.
     position_ids is (T,) and inv_freq (d / 2,); attention_scaling multiplies the results.
+    `interleaved` pairs neighbours instead of halves.
 
     Saves only position_ids and inv_freq.
 
@@ -305,7 +328,7 @@ def rope(
         if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} is overwritten, so it must not be a leaf, got one")
     _check(q, k, position_ids, inv_freq)
-    q_out, k_out = _Rope.apply(q, k, position_ids, inv_freq, attention_scaling)
+    q_out, k_out = _Rope.apply(q, k, position_ids, inv_freq, attention_scaling, interleaved)
     torch.autograd.graph.increment_version((q, k))
     return q_out, k_out
 

@@ -66,6 +66,7 @@ Preset = Literal[
     "gemma-3-27b",
     "exaone-4-32b",
     "ministral-3-8b",
+    "glm-4-9b",
 ]
 
 

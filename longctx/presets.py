@@ -164,4 +164,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     # All sizes are the configuration's defaults, RoPE among them.
     "ministral-3-8b": dict(model_type="ministral3", vocab_size=131072, hidden_size=4096),
+    "glm-4-9b": dict(
+        model_type="glm4",
+        vocab_size=151552,
+        hidden_size=4096,
+        intermediate_size=13696,
+        num_hidden_layers=40,
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        head_dim=128,
+        attention_bias=True,
+        max_position_embeddings=32768,
+        pad_token_id=None,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            **{"rope_type": "default", "rope_theta": 10000.0},
+            "partial_rotary_factor": 0.5,
+        },
+        tie_word_embeddings=False,
+    ),
 }

@@ -82,6 +82,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(head_dim=64, sliding_window=None)
         | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4} | _SCALED),
     ),
+    "glm": ("glm", dict(head_dim=64, attention_bias=True)),
+    "glm4": ("glm4", dict(head_dim=32, attention_bias=True)),
     "gemma": ("gemma", dict(head_dim=64, tie_word_embeddings=True)),
     "gemma3_text": (
         "gemma3_text",

@@ -45,6 +45,8 @@ class Rope(NamedTuple):
     inv_freq: Tensor  # (d/2,) fp32; if it is shorter, only the first elements of a head are rotated
     scaling: float
     """Multiplies cosine and sine (YaRN's factor; 1 for plain RoPE)."""
+    interleaved: bool = False
+    """It rotates pairs of neighbours, instead of halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,8 @@ class Schedule:
         if t.rope is not None:
             rope = self.ropes[t.rope]
             q, k = (x[..., : 2 * len(rope.inv_freq)] for x in (q, k))
-            rope_(q, k, self.position_ids[tile], rope.inv_freq, rope.scaling, inverse=inverse)
+            how = dict(inverse=inverse, interleaved=rope.interleaved)
+            rope_(q, k, self.position_ids[tile], rope.inv_freq, rope.scaling, **how)
 
     def tiles(self, tokens: int) -> list[slice]:
         return [

@@ -12,6 +12,8 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
     exaone4                                norms after attention and MLP, none before; norms of q, k
     hunyuan_v1_dense                       norms of q and k after RoPE
     ministral3                             q scaled by position
+    glm  glm4                              RoPE of neighbours, gate and up in one;
+                                           GLM-4: norms before and after
     gemma  gemma3_text                     weights of norms less one, GELU, a scaled embedding;
                                            Gemma 3: norms before and after, a RoPE for each type
 """
@@ -29,7 +31,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.layer.passes import Traits
 from longctx.layer.rms import RMS
-from longctx.layer.weights import PROJECTIONS, Weights
+from longctx.layer.weights import Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
 
 Names = tuple[str, ...]
@@ -39,6 +41,10 @@ _SILU: Names = (
     "torch.nn.modules.activation.SiLU",
 )
 _GELU_TANH: Names = ("transformers.activations.GELUTanh",)
+_QKV = {name: f"self_attn.{name}_proj" for name in "qkv"}
+_OUT = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
+_GATE_UP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj"}
+_BOTH = {"gate": "mlp.gate_up_proj"}
 _NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
 _FOUR = {
@@ -110,13 +116,11 @@ class Family:
     """The prefix of its classes' names."""
     base: str = "Model"
     """The rest of the base model's."""
-    linears: Names = (
-        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-        *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    )
-    """The paths of a layer's linear layers; q, k and v come first."""
-    fused: Names = ()
-    """The linear layers that hold several weights in one parameter; they must have no bias."""
+    linears: Mapping[str, str] = field(default_factory=lambda: _QKV | _OUT | _GATE_UP)
+    """Maps names in `Weights` to the paths of a layer's linear layers. Without k and v, q holds all
+    three in one parameter; without up, gate holds both. Such layers must have no bias."""
+    interleaved: bool = False
+    """RoPE rotates pairs of neighbours, instead of halves."""
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
     """Maps names in `Weights` to the paths of a layer's norms."""
     activation: str = "mlp.act_fn"
@@ -148,24 +152,27 @@ class Family:
         return f"transformers.models.{name}.modeling_{name}"
 
     @cached_property
-    def projections(self) -> dict[str, str]:
-        """Maps names in `Weights` to the paths of linear layers."""
-        names = ("q", "o", "gate", "down") if self.fused else PROJECTIONS
-        return dict(zip(names, self.linears, strict=True))
+    def fused(self) -> Names:
+        """The paths of linear layers that hold several weights in one parameter."""
+        inside = {"q": "k", "gate": "up"}
+        return tuple(self.linears[n] for n, other in inside.items() if other not in self.linears)
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Returns the shape of the weight of each linear layer and norm of a layer, by path."""
         D, F, d = config.hidden_size, config.intermediate_size, head_dim(config)
         q, kv = d * config.num_attention_heads, d * kv_heads(config)
-        if self.fused:
-            linears: list[tuple[int, ...]] = [(q + 2 * kv, D), (D, q), (2 * F, D), (D, F)]
-        else:
-            linears = [(q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F)]
+        rows = dict(q=q, k=kv, v=kv, o=D, gate=F, up=F, down=D)
+        if "k" not in self.linears:
+            rows["q"] += 2 * kv
+        if "up" not in self.linears:
+            rows["gate"] += F
+        columns = dict.fromkeys(rows, D) | dict(o=q, down=F)
+        linears = {path: (rows[name], columns[name]) for name, path in self.linears.items()}
         norms: dict[str, tuple[int, ...]] = {
             path: (d,) if name in ("q_norm", "k_norm") else (D,)
             for name, path in self.norms.items()
         }
-        return dict(zip(self.linears, linears, strict=True)) | norms
+        return linears | norms
 
     @cached_property
     def in_layer(self) -> dict[str, Names]:
@@ -175,14 +182,14 @@ class Family:
             "self_attn": self.known("Attention"),
             "mlp": self.known("MLP"),
             self.activation: self.activations,
-            **dict.fromkeys(self.linears, LINEAR + QUANTISED + ADAPTED),
+            **dict.fromkeys(self.linears.values(), LINEAR + QUANTISED + ADAPTED),
             **dict.fromkeys(self.norms.values(), self.known("RMSNorm")),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
         }
 
     def weights(self, layer: Any) -> Weights:
         """Returns the parameters of a layer, without its adapters."""
-        linears = {name: part_of(layer, path) for name, path in self.projections.items()}
+        linears = {name: part_of(layer, path) for name, path in self.linears.items()}
         found = {name: module.weight for name, module in linears.items()}
         found |= {f"{name}_bias": module.bias for name, module in linears.items()}
         return Weights(**found | {n: part_of(layer, path).weight for n, path in self.norms.items()})
@@ -241,6 +248,21 @@ FAMILIES: dict[str, Family] = {
             query_scale=_scale_by_position,
         ),
         Family(
+            kind="glm",
+            prefix="Glm",
+            linears=_QKV | _OUT | _BOTH,
+            interleaved=True,
+            activation="mlp.activation_fn",
+        ),
+        Family(
+            kind="glm4",
+            prefix="Glm4",
+            linears=_QKV | _OUT | _BOTH,
+            norms=_NORMS | {"post1": "post_self_attn_layernorm", "post2": "post_mlp_layernorm"},
+            interleaved=True,
+            activation="mlp.activation_fn",
+        ),
+        Family(
             kind="gemma",
             prefix="Gemma",
             epsilon="eps",
@@ -267,11 +289,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             kind="phi3",
             prefix="Phi3",
-            linears=(
-                *("self_attn.qkv_proj", "self_attn.o_proj"),
-                *("mlp.gate_up_proj", "mlp.down_proj"),
-            ),
-            fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
+            linears={"q": "self_attn.qkv_proj"} | _OUT | _BOTH,
             activation="mlp.activation_fn",
             dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
             window=_one_window,
@@ -302,7 +320,7 @@ def layer_adapters(layer: Any) -> dict[str, Applied]:
     """Returns the adapters that a forward of the layer applies, by the names in `Weights` of the
     projections that they adapt."""
     family = known_family(layer)
-    return applied({n: part_of(layer, path) for n, path in family.projections.items()})
+    return applied({n: part_of(layer, path) for n, path in family.linears.items()})
 
 
 def model_traits(model: PreTrainedModel) -> tuple[Traits, ...]:

@@ -42,6 +42,7 @@ from longctx.model.families import (
     has_windows,
     head_dim,
     head_of,
+    known_family,
     kv_heads,
     layer_adapters,
     layer_norms,
@@ -307,7 +308,8 @@ def _ropes(base: Any) -> dict[str, Rope]:
     """The rotary embeddings of a model, by the names in `Traits.rope`."""
     found = {}
     for name, (inv_freq, scaling) in rotary_embeddings(base).items():
-        found[name] = Rope(inv_freq.to(torch.float32, copy=follows_positions(base)), scaling)
+        inv_freq = inv_freq.to(torch.float32, copy=follows_positions(base))
+        found[name] = Rope(inv_freq, scaling, known_family(base).interleaved)
     return found
 
 

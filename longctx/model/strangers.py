@@ -169,14 +169,15 @@ def _strangers(base: Any) -> Iterator[str]:
             yield from _problems(parts[name], known, f"{where}.{name}")
         for name, shape in shapes.items():
             yield from _other_shape(parts[name], shape, f"{where}.{name}")
-        adapted = {name: parts[name] for name in family.linears if is_adapted(parts[name])}
+        linears = family.linears.values()
+        adapted = {name: parts[name] for name in linears if is_adapted(parts[name])}
         for name, module in adapted.items():
             for inner in inner_linears(module):
                 known = LINEAR + QUANTISED
                 yield from _problems(inner, known, f"{where}.{name}, inside its adapter")
             yield from why_not_applied(module, dtype, f"{where}.{name}")
             parts[name] = module.base_layer
-        for name in family.linears:
+        for name in linears:
             yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
         yield from _other_dtypes(parts.values(), dtype, where)
         yield from _other_settings(family, layer, parts, config, traits[i], where)
@@ -260,9 +261,10 @@ def _other_settings(
         dropouts += [vars(parts[n]).get("residual_dropout", 0.0) for n in ("self_attn", "mlp")]
         if any(dropouts):
             yield "residual dropout"
-    biases = {parts[name].bias is None for name in family.fused or family.linears[:3]}
-    if family.fused and biases != {True}:
-        yield f"a bias of {' or '.join(family.fused)} in {where}"
+    for name in family.fused:
+        if parts[name].bias is not None:
+            yield f"a bias of {name} in {where}"
+    biases = {parts[family.linears[n]].bias is None for n in "qkv" if n in family.linears}
     if len(biases) > 1:
         yield f"biases on some of q, k, v only in {where}"
 

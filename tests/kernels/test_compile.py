@@ -72,7 +72,9 @@ def _cases():
             **{"INVERSE": True, "TOKENS": c.rows, "Q_BLOCK": 32, "K_BLOCK": 8},
             "HALF_BLOCK": c.block,
         }
-        yield "rope", rope._rope_kernel, t, arguments, c
+        for name, interleaved in (("rope", False), ("interleaved_rope", True)):
+            how = {"INTERLEAVED": interleaved}
+            yield name, rope._rope_kernel, t, arguments | how, c
 
         c = swiglu.default_config(14336)
         sizes = {"T": 131072, "F": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
@@ -185,6 +187,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     names = {"rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward"}
     names |= {
         "swiglu_backward",
+        "interleaved_rope",
         "geglu_forward",
         "geglu_backward",
         "cross_entropy",

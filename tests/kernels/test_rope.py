@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as of_neighbours
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from exactness import DEVICE, DTYPES, assert_exact, relative_error
@@ -31,8 +32,9 @@ def _inputs(T: int, H: int, K: int, d: int, dtype: torch.dtype):
     return q, k, dq, dk, position_ids, inv_freq
 
 
-def _hf(dtype: torch.dtype, attention_scaling: float):
-    """HF's rotation: fp32 angles, cos and sin rounded to the model's dtype (fp64: to nothing)."""
+def _hf(dtype: torch.dtype, attention_scaling: float, interleaved: bool = False):
+    """HF's rotation, Llama's or GLM-4's: fp32 angles, cos and sin rounded to the model's dtype
+    (fp64: to nothing)."""
 
     def op(q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor):
         angle = position_ids.float()[:, None] * inv_freq
@@ -43,7 +45,8 @@ def _hf(dtype: torch.dtype, attention_scaling: float):
             (emb.cos() * attention_scaling).to(dtype),
             (emb.sin() * attention_scaling).to(dtype),
         )
-        q, k = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
+        rotate = of_neighbours if interleaved else apply_rotary_pos_emb
+        q, k = rotate(q[None], k[None], cos, sin, unsqueeze_dim=2)
         return q[0], k[0]
 
     return op
@@ -57,15 +60,21 @@ def _run(op, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, position_ids: Tensor,
     return *(r.detach() for r in rotated), *(leaf.grad for leaf in leaves)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("attention_scaling", [1.0, 1.2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward_and_backward(shape, dtype, attention_scaling):
+def test_forward_and_backward(shape, dtype, attention_scaling, interleaved):
+    how = attention_scaling, interleaved
     *tensors, position_ids, inv_freq = _inputs(*shape, dtype)
     double = [t.double() for t in tensors]
-    truths = _run(_hf(torch.float64, attention_scaling), *double, position_ids, inv_freq)
-    naives = _run(_hf(dtype, attention_scaling), *tensors, position_ids, inv_freq)
-    ours = _run(lambda *a: rope(*a, attention_scaling), *tensors, position_ids, inv_freq)
+    truths = _run(_hf(torch.float64, *how), *double, position_ids, inv_freq)
+    naives = _run(_hf(dtype, *how), *tensors, position_ids, inv_freq)
+
+    def op(*inputs: Tensor):
+        return rope(*inputs, attention_scaling, interleaved=interleaved)
+
+    ours = _run(op, *tensors, position_ids, inv_freq)
     for name, our, naive, truth in zip(("q", "k", "dq", "dk"), ours, naives, truths, strict=True):
         assert our.dtype == dtype
         assert_exact(name, our, naive, truth)

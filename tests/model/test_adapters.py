@@ -245,7 +245,7 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
         return scheduled(x, s, above, weights, loras)
 
     monkeypatch.setattr(forwards, "scheduled_layer", watched)
-    paths = FAMILY_OF[family].projections
+    paths = FAMILY_OF[family].linears
     found: list[list[Any]] = [[], [], []]
     for inputs in batches(PACKED):
         drawn.clear()

@@ -75,7 +75,7 @@ def test_one_document_and_batched_rows(family) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    "qwen3 granite phi3 mistral exaone4 hunyuan_v1_dense ministral3 gemma3_text".split(),
+    "qwen3 granite phi3 mistral exaone4 hunyuan_v1_dense ministral3 gemma3_text glm4".split(),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
     """In bf16, whose roundings show what is computed otherwise; tests/layer/test_schedule.py has
@@ -196,6 +196,7 @@ def test_long_and_short_rope_in_one_step() -> None:
         ("gemma-3-12b", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("exaone-4-32b", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("ministral-3-8b", {}),
+        ("glm-4-9b", {}),
     ],
 )
 def test_published_dimensions_in_bf16(preset, changes, backend) -> None:

@@ -110,6 +110,7 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
         ("gemma-3-27b", 27_009_346_304, "Gemma3DecoderLayer"),
         ("exaone-4-32b", 32_003_216_384, "Exaone4DecoderLayer"),
         ("ministral-3-8b", 8_489_553_920, "Ministral3DecoderLayer"),
+        ("glm-4-9b", 9_400_279_040, "Glm4DecoderLayer"),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
