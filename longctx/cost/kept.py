@@ -1,4 +1,4 @@
-"""What layers keep from forward to backward, and where it waits: a `Keep` of each is a `Ladder`.
+"""Which saved activations layers keep, and where: a `Keep` for each layer makes a `Ladder`.
 
     name      keeps                                 a token of Llama-3.1-8B   spares backward
     x         the layer's input                     1 unit (2 D bytes)
@@ -11,8 +11,7 @@
 (*) where q and k have norms, as they were projected: the norms' gradients need them so.
 (**) only in layers with such norms; there h is what the norm after attention reads.
 
-Nothing that is computed depends on the ladder: what is computed again comes from the same kernels
-and the same tiles.
+No result depends on the ladder: what is recomputed comes from the same kernels and the same tiles.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from longctx.options import Keeping, Offload
 
 Names = frozenset[str]
 ORDER = ("x", "o", "h", "q k v", "gate up", "down")
-"""As they are written, and as backward of a layer would need them."""
+"""The order in which they are written, and in which a layer's backward needs them."""
 SETS: dict[str, Names] = {
     keep: frozenset(ORDER[: i + 1]) for i, keep in enumerate(("x", "o", "h", "qkv", "all"))
 }
-"""What --keep asks for by one word."""
+"""The sets that the words of --keep stand for."""
 NOTHING: Names = frozenset()
 
 
 class Keep(NamedTuple):
-    """What a layer keeps, and what of it waits on the host."""
+    """What a layer keeps, and which part of it waits on the host."""
 
     kept: Names = SETS["o"]
     hosted: Names = NOTHING
 
     @classmethod
     def of(cls, kept: str, hosted: str | None = None) -> Keep:
-        """By the names that --keep has for sets."""
+        """Returns a Keep from the words that --keep has for sets."""
         return cls(SETS[kept], NOTHING if hosted is None else SETS[hosted])
 
     @property
@@ -50,8 +49,8 @@ class Keep(NamedTuple):
 
 
 Ladder = tuple[Keep, ...]
-"""The layers' in their order; where it is shorter than the model, the first is that of all layers
-below."""
+"""A Keep for each layer, in their order. If there are fewer than layers, the first one is also that
+of all layers below."""
 
 
 def in_order(names: Names) -> list[str]:
@@ -60,21 +59,21 @@ def in_order(names: Names) -> list[str]:
 
 
 def uniform(layers: int, keep: Keeping, offload: Offload) -> Ladder:
-    """Without a look at memory: x and o, or what was asked for; all but the last layer's on the
-    host where everything is to be."""
+    """Returns a ladder that ignores how much memory there is: each layer keeps x and o, or what was
+    asked for; with `offload` "all" it waits on the host, but for the last layer's."""
     kept = SETS["o" if keep == "auto" else keep]
     hosted = layers - 1 if offload == "all" else 0
     return hosted * (Keep(kept, kept),) + (layers - hosted) * (Keep(kept),)
 
 
 def runs(ladder: Ladder) -> Iterator[tuple[Keep, int]]:
-    """Layers that keep the same, and how many follow each other."""
+    """Yields each Keep with the number of consecutive layers that have it."""
     for keep, layers in groupby(ladder):
         yield keep, len(list(layers))
 
 
 def describe(ladder: Ladder) -> str:
-    """In one line: what is kept, where, and of which layers."""
+    """Returns one line that says what is kept, where, and by which layers."""
     parts, first = [], 0
     for keep, n in runs(ladder):
         places = {"on the host": keep.hosted, "on the GPU": keep.on_gpu}

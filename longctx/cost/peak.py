@@ -1,13 +1,14 @@
-"""GPU memory of a step, by name, in each of its phases.
+"""The GPU memory of a step, by name, in each of its phases.
 
-    forward      weights, states, activations kept so far, one layer's work, gradients that wait for
-                 their block's update
-    loss         all kept activations, the logits' workspace, lm_head's gradient in fp32
-    backward     what lower layers kept, gradients of the layers above, one layer's work
-    embedding    all gradients, and the sums of the embedding's
+    forward      weights, states, the activations kept so far, the buffers of one layer, gradients
+                 that wait for their block's update
+    loss         all kept activations, the logits, lm_head's gradient in fp32
+    backward     the activations of the layers below, the gradients of the layers above, the buffers
+                 of one layer
+    embedding    all gradients, and the sums of the embedding's gradient
     update       weights, states, gradients
 
-A phase stands for the moment of it at which most is allocated; the peak is that of the largest.
+A phase stands for its moment with the most memory. The peak of a step is that of its largest phase.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from longctx.cost.sizes import Sizes
 from longctx.cost.table import Moment, Table
 
 Buffers = dict[str, int]
-"""Name -> bytes."""
+"""Maps names to bytes."""
 LIBRARY_BYTES = 2**26
-"""cuBLAS's workspaces, of 32 MiB for each thread that multiplies: forward's and backward's."""
+"""cuBLAS's workspaces: 32 MiB for each thread that runs matmuls, forward's and backward's."""
 
 
 class Phase(NamedTuple):
@@ -40,40 +41,42 @@ def peak(phases: Iterable[Phase]) -> Phase:
 
 
 class Standing(Protocol):
-    """Weights, states and gradients on the GPU as a step goes on: a run's own, or an engine's."""
+    """The weights, states and gradients on the GPU in the course of a step, placed by a run of its
+    own or by an engine. Sizes are in bytes."""
 
     def forward(self) -> Buffers:
-        """Weights and states while a layer's forward runs,"""
+        """Weights and states during a layer's forward."""
 
     def loss(self) -> Buffers:
-        """while the loss does,"""
+        """Weights and states during the loss."""
 
     def backward(self, layer: int) -> Buffers:
-        """while this layer's backward does; -1: the embedding's,"""
+        """Weights and states during this layer's backward; -1 is the embedding's."""
 
     def update(self) -> Buffers:
-        """and while they are updated."""
+        """Weights and states during the update."""
 
     def embedding(self, made: Buffers) -> Buffers:
-        """All gradients, while the embedding's is made, for which torch needs `made`."""
+        """All gradients while the embedding's is made, for which torch needs the buffers `made`."""
 
     def others(self, kept: int, unit: int) -> list[Phase]:
-        """Moments that only an engine has; `kept` activations, a unit of (T, D), in bytes."""
+        """Phases that only an engine has. `kept` are the bytes of all kept activations, `unit`
+        those of a (T, D) tensor."""
 
     def all_gradients(self) -> int: ...
 
     def old_gradients(self, layer: int) -> int:
-        """Of the step before, or of its batches, when forward is at this layer."""
+        """Gradients of the previous step, or of its batches, when forward reaches this layer."""
 
     def loss_gradients(self) -> int:
-        """Before backward."""
+        """Gradients before backward."""
 
     def new_gradients(self, layer: int) -> int:
-        """When backward is at this layer."""
+        """Gradients when backward reaches this layer."""
 
 
 class Tables(Protocol):
-    """One table a model and cut."""
+    """The tables of a model with one cut."""
 
     @property
     def sizes(self) -> Sizes: ...
@@ -92,15 +95,16 @@ class Tables(Protocol):
 
     @property
     def unit(self) -> int:
-        """Bytes of a (T, D) tensor."""
+        """The bytes of a (T, D) tensor."""
 
     @property
     def tiles(self) -> int:
-        """Of a batch."""
+        """How many tiles a batch has."""
 
     @property
     def finishing_flops(self) -> float:
-        """Of what a layer's backward does last, beside which the layer below's first tile comes."""
+        """FLOPs of the end of a layer's backward, beside which the first tile of the layer below is
+        copied up."""
 
 
 FORWARD: tuple[Moment, ...] = ("attention forward", "mlp forward")
@@ -108,18 +112,19 @@ BACKWARD: tuple[Moment, ...] = ("mlp backward", "attention backward")
 
 
 def working(layer: Table, moments: tuple[Moment, ...], kept: Names) -> Buffers:
-    """What a layer works with, besides what is kept, at the larger of these moments."""
+    """Returns a layer's buffers, without what is kept, at the larger of these moments."""
     found = [layer.during(moment, kept) for moment in moments]
     return max(found, key=lambda buffers: sum(buffers.values()))
 
 
 def made_bytes(layer: Table, keep: Keep) -> int:
-    """Activations of a layer that its own forward has made, whether they are kept or not."""
+    """Returns the bytes of the activations that a layer's forward has made, and those that its
+    backward recomputes before it begins."""
     return layer.kept_bytes(keep.kept) + layer.again_bytes(keep.kept)
 
 
 def phases(tables: Tables, ladder: Ladder, standing: Standing) -> list[Phase]:
-    """Of a step, in its order."""
+    """Returns the phases of a step, in their order."""
     layer = tables.layer
     below = [*accumulate((layer.kept_bytes(keep.on_gpu) for keep in ladder), initial=0)]
 

@@ -1,4 +1,4 @@
-"""What a machine does in a second."""
+"""A machine's rates: FLOPs and bytes per second."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class AttentionRates(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """FLOP/s and bytes in a second."""
+    """FLOP/s, and bytes per second."""
 
     flops: float
-    """Of large matmuls."""
+    """FLOP/s of large matmuls."""
     link_bytes: float
-    """Copied to the host while as much comes from it."""
+    """Bytes copied to the host per second while as many are copied back."""
     memory_bytes: float
-    """Read and written on the GPU."""
+    """Bytes read and written on the GPU per second."""
     attention: AttentionRates
-    """Of the backend that runs, for documents as long as those of the batch."""
+    """Rates of the attention backend that runs, for documents as long as the batch's."""

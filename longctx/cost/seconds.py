@@ -1,17 +1,17 @@
-"""How long a step takes, by part:
+"""The seconds of a step, by kind:
 
-    products    FLOPs of the matmuls of layers, adapters and lm_head, with those that backward
-                computes again
-    attention   forward, backward, and forward again where its output was not kept
+    products    FLOPs of the matmuls of layers, adapters and lm_head, recomputed ones included
+    attention   FLOPs of attention: forward, backward, and forward again if its output was not kept
     memory      bytes that norms, rope, swiglu, the loss, sums of weight gradients and the update
                 read and write
-    waits       for the link and for other GPUs: for blocks that come later than the computation
-                could use them, for gradients that hold back memory, for what takes longer than the
-                computation beside it
+    waits       time in which the GPU waits for the host's link or for other GPUs: for blocks of
+                weights and states that arrive late, for gradients that hold back memory, for copies
+                that take longer than the computation beside them
 
-each over the machine's rate for it. Kernel launches are not counted: below about 4096 tokens a step
-takes longer than this. One function serves the search and the prediction: fields are numbers, or
-arrays with one of each candidate.
+The first three are counts divided by the machine's rate for them. Kernel launches are not counted,
+so a step of fewer than about 4096 tokens takes longer than predicted. One function serves both the
+search for a ladder and the prediction: its fields are numbers, or arrays with an entry for each
+candidate.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from longctx.cost.rates import Rates
 from longctx.cost.table import Load, load
 
 Numbers = Any
-"""A number, or an array with one of each candidate."""
+"""A number, or an array with an entry for each candidate."""
 
 
 class Seconds(NamedTuple):
-    """Of a step."""
+    """The seconds of a step."""
 
     products: Numbers = 0.0
     attention: Numbers = 0.0
     memory: Numbers = 0.0
     waits: Numbers = 0.0
     link: Numbers = 0.0
-    """How long the link is busy, most of it beside the computation: no part of the sum."""
+    """How long the link is busy. Most of it is beside computation, so it is not part of the sum."""
 
     @property
     def step(self) -> Numbers:
@@ -49,55 +49,57 @@ class Exchanged(NamedTuple):
     """Seconds of a batch's exchanges with other GPUs, and of an engine's update."""
 
     forward: float = 0.0
-    """They take so long; forward is not shorter."""
+    """How long the exchanges of forward take; forward takes at least as long."""
     backward: float = 0.0
     alone_forward: float = 0.0
-    """Of them nothing is computed beside."""
+    """The part of them beside which nothing is computed."""
     alone_backward: float = 0.0
     taken_forward: float = 0.0
-    """From what is computed beside them."""
+    """By how much they slow down the computation beside them."""
     taken_backward: float = 0.0
     memory_bytes: float = 0.0
-    """Read and written in forward and backward."""
+    """Bytes that they read and write in forward and backward."""
     update: float | None = None
-    """None: by the bytes it reads and writes."""
+    """The engine's update; None: our own, counted by the bytes that it reads and writes."""
     link: float = 0.0
-    """For so long the host's link is busy."""
+    """How long the host's link is busy."""
 
 
 class Hosted(NamedTuple):
-    """Saved activations that wait on the host."""
+    """Saved activations that wait on the host, in bytes, and the number of their layers."""
 
     nbytes: Numbers = 0
     layers: Numbers = 0
     first: Numbers = 0
     """Bytes of what backward reads first and needs to a layer's end."""
     late: Numbers = 0
-    """Bytes of what the MLP leaves, tile by tile: it has the rest of them to go down beside."""
+    """Bytes of what the MLP makes tile by tile. Each tile is copied down beside the next one."""
 
 
 class Copies(NamedTuple):
-    """Bytes of a backward over the link."""
+    """Bytes that are copied over the link in a backward."""
 
     up: Numbers = 0
     down: Numbers = 0
     alone: Numbers = 0
-    """Of them what nothing is computed beside."""
+    """The part of them beside which nothing is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes of model states over the link in a step."""
+    """Bytes of model states that are copied over the link in a step."""
 
     rising_first: Any
-    """(..., blocks): up for this block's forward and those before, in a step's first batch,"""
+    """(..., blocks): bytes copied up for the forward of this block and all blocks before it, in a
+    step's first batch."""
     rising: Any
-    """and in the others."""
+    """The same in the other batches."""
     falls_first: Numbers
-    """Down in the first forward."""
+    """Bytes copied down in the first forward."""
     backward: Copies
     resident: Numbers
-    """Share of the states that live on the GPU: updated while the first of the others come."""
+    """The share of the states that lives on the GPU. It is updated while the first of the others
+    are copied up."""
     left: Any
     """(blocks,): the share of the layers that is still to be computed when a block is used."""
 
@@ -123,7 +125,8 @@ def seconds(
     rates: Rates,
     exchanges: Sequence[Exchanged] = (),
 ) -> Seconds:
-    """Of a step of so many batches; `again` is what backward computes again in all layers."""
+    """Returns the seconds of a step of `passes` batches; `again` is what backward recomputes in all
+    layers."""
     link = rates.link_bytes
 
     def computed(work: Load) -> Seconds:
@@ -192,9 +195,9 @@ def _times(part: Seconds, n: int) -> Seconds:
 def _arrived(
     rising: Any, left: Any, layers_s: Numbers, loss_s: Numbers, link: float, head_start: Numbers
 ) -> Numbers:
-    """How long forward lasts if no block is computed before all that comes for it is there:
-    computation from any block on begins when the link has brought it and those before. The link
-    began `head_start` seconds before."""
+    """Returns how long forward lasts if no block is computed before its copies have arrived: from
+    any block on, computation begins when the link has brought this block and those before it. The
+    link begins `head_start` seconds early."""
     comes = np.diff(rising, prepend=0) > 0
     layers_s, head_start = np.asarray(layers_s), np.asarray(head_start)
     ends = rising / link - head_start[..., None] + left * layers_s[..., None] + loss_s
@@ -202,9 +205,10 @@ def _arrived(
 
 
 def activation_waits(tables: Tables, hosted: Hosted, rates: Rates) -> tuple[Numbers, Numbers]:
-    """Seconds of forward and of backward in which nothing is computed while saved activations move.
-    The last tile of what the MLP leaves goes down alone. Up comes the first tile of x and o while
-    the layer above finishes its own later ones (the gradients of q, k, v): a single comes alone."""
+    """Returns the seconds of forward and of backward in which saved activations are copied and
+    nothing is computed. In forward this is the last tile of what the MLP makes. In backward the
+    first tile of x and o is copied up while the layer above finishes its later tiles (the gradients
+    of q, k, v); if there is one tile only, it is copied beside no computation."""
     tiles, link = tables.tiles, rates.link_bytes
     beside = hosted.layers * tables.finishing_flops / rates.flops * (tiles - 1)
     return hosted.late / link / tiles, np.maximum(0, hosted.first / link - beside) / tiles

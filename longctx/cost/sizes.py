@@ -16,39 +16,42 @@ from longctx.constants import GIB
 
 
 def default_head_groups(tokens: int, kv_heads: int, ranks: int = 1) -> int:
-    """One group is fastest; from 64K tokens on its q, k, v (up to 3 units) are worth splitting.
-    Where ranks share rows a group's exchange runs beside attention of another, and no key/value
-    head should be read by several ranks."""
+    """Returns how many head groups attention runs in. One group is fastest; from 64K tokens on, its
+    q, k and v take up to 3 units and are worth splitting. Where ranks share rows, the exchange of
+    one group runs beside the attention of another, and no key/value head should be read by several
+    ranks."""
     groups = kv_heads if tokens * ranks >= 65536 else 1
     return math.gcd(groups, max(1, kv_heads // ranks)) if ranks > 1 else groups
 
 
 def default_tile_tokens(intermediate: int) -> int:
-    """About 2^27 elements of gate, by a power of two: 8192 tokens of Llama-3.1-8B, 16384 of
-    Llama-3.2-1B. For 0.3 GiB of its MLP, layers of 8B are 6% faster than with 4096 at 8192 tokens
-    and 1% at 131072: products into fp32 weight gradients read and write them half as often."""
+    """Returns the tokens of a tile, a power of two: its gate has about 2^27 elements. That is 8192
+    tokens of Llama-3.1-8B and 16384 of Llama-3.2-1B. Compared with tiles of 4096 tokens, layers of
+    8B take 0.3 GiB more and are 6% faster at 8192 tokens and 1% at 131072, since the fp32 weight
+    gradients are read and written half as often."""
     power: int = 2 ** round(math.log2(2**27 / intermediate))
     return power
 
 
 def default_logits_bytes(vocab: int, hidden: int, trained: bool = True) -> int:
-    """As much as lm_head's gradient has in fp32, which every product into it reads and writes, but
-    1 GiB at least. For Llama-3.1-8B 2 GiB: 1.5% faster than 1 GiB at 131072 tokens, 4% at 4096. A
-    frozen lm_head has no gradient, and 1 GiB."""
+    """Returns the bytes of logits that the loss holds at a time: as many as lm_head's fp32
+    gradient, which every matmul into it reads and writes, and at least 1 GiB. For Llama-3.1-8B this
+    is 2 GiB, 1.5% faster than 1 GiB at 131072 tokens and 4% at 4096. A frozen lm_head has no
+    gradient and gets 1 GiB."""
     return max(2**30, 4 * vocab * hidden * trained)
 
 
 LEAST_LOGITS_BYTES = 2**28
-"""Fewer are slower: 1000 rows of Llama-3.1-8B in the 16 bits of their gradients."""
+"""The search tries no less: the gradients of 1000 rows of Llama-3.1-8B, in 16 bits."""
 
 
 class Cut(NamedTuple):
-    """How the work on a batch is cut: fewer and larger pieces are faster and need more."""
+    """How the work on a batch is cut. Larger pieces are faster and need more memory."""
 
     tile_tokens: int
     head_groups: int
     logits_bytes: int
-    """At a time."""
+    """Bytes of logits that the loss holds at a time."""
 
     def __str__(self) -> str:
         groups = "1 head group" if self.head_groups == 1 else f"{self.head_groups} head groups"
@@ -57,17 +60,17 @@ class Cut(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """Adapters of all layers."""
+    """The sizes of all layers' adapters."""
 
     inputs: int = 0
-    """Elements a token that they read,"""
+    """Elements per token that they read."""
     outputs: int = 0
-    """and that they add to."""
+    """Elements per token that they add to."""
     parameters: int = 0
 
 
 class Batch(NamedTuple):
-    """A step: `passes` batches of `tokens` tokens in documents of `document` tokens."""
+    """A step's work: `passes` batches of `tokens` tokens, in documents of `document` tokens."""
 
     tokens: int
     document: int
@@ -86,51 +89,52 @@ class Sizes:
     head_dim: int  # d
     vocab: int  # V
     itemsize: int
-    """Bytes of one activation,"""
+    """Bytes of an activation's element."""
     stream_itemsize: int | None = None
-    """and of one of the residual stream, if it is another: 4 in autocast."""
+    """Bytes of an element of the residual stream, if it differs: 4 in autocast."""
     windows: tuple[int | None, ...] = ()
-    """Of each layer's attention; empty: none has any."""
+    """The window of each layer's attention. Empty if no layer has one."""
     qk_norms: bool = False
-    """q and k have norms, which take copies of them."""
+    """Whether q and k have norms. Attention then takes copies."""
     post_norms: bool = False
-    """Norms follow attention and the MLP."""
+    """Whether norms follow attention and the MLP."""
     writes_gradients: bool = False
-    """Attention's backward writes dq, dk and dv where they belong."""
+    """Whether attention's backward writes dq, dk and dv into the tensors it is given."""
     trains_weights: bool = True
-    """Some layer's; else they have no gradients."""
+    """Whether any layer's weights are trained; else they have no gradients."""
     trains_head: bool = True
-    """lm_head's too."""
+    """Whether lm_head is trained."""
     tied: bool = False
-    """lm_head is the embedding."""
+    """Whether lm_head is the embedding."""
     dense_bytes: int = 0
-    """Of a layer's weights while it computes, where they are quantised."""
+    """Bytes of a layer's dense weights while it computes, if its weights are quantised."""
     rank: int = 0
-    """Of adapters, at most,"""
+    """The largest rank of the adapters."""
     drops: bool = False
-    """whose input has dropout."""
+    """Whether an adapter's input has dropout."""
     adapted: Adapted = Adapted()
     trained: int = 0
-    """Parameters that are updated,"""
+    """The number of trained parameters."""
     exact: bool = True
-    """by exact AdamW, with fp32 states; else by torch's in the weights' dtype."""
+    """Whether exact AdamW updates them, with fp32 states; else torch's, in the weights' dtype."""
     class_type: str = "custom"
-    """Whose layers run: ours, Hugging Face's (vanilla) or Liger-Kernel's."""
+    """Whose layers run: ours (custom), Hugging Face's (vanilla) or Liger-Kernel's (liger)."""
     tile_tokens: int | None = None
-    """None: by size."""
+    """None: `default_tile_tokens`."""
     head_groups: int | None = None
-    """None: by length."""
+    """None: `default_head_groups`."""
     logits_bytes: int | None = None
-    """None: by size."""
+    """None: `default_logits_bytes`."""
     ranks: int = 1
-    """That share each row: tokens are those of one."""
+    """How many ranks share each row. Token counts are those of one rank."""
 
     @property
     def stream_bytes(self) -> int:
         return self.stream_itemsize or self.itemsize
 
     def cut(self, tokens: int) -> Cut:
-        """Of batches of so many tokens: as asked for, else with little memory."""
+        """Returns the cut for batches of so many tokens: what was asked for, else what needs little
+        memory."""
         return Cut(
             self.tile_tokens or default_tile_tokens(self.intermediate),
             self.head_groups or default_head_groups(tokens, self.kv_heads, self.ranks),
@@ -138,9 +142,9 @@ class Sizes:
         )
 
     def cuts(self, tokens: int) -> Iterator[Sizes]:
-        """Every cut worth a look: one head group, tiles of twice the size up to a single one, half
-        as many logits at a time and half of those. What was asked for stays, and so do groups that
-        take turns with their exchanges."""
+        """Yields every cut worth a look: a single head group, tiles of twice the size up to the
+        whole batch, half as many logits at a time, and half of those. What was asked for stays, and
+        so do head groups whose exchanges with other ranks take turns."""
         tile, groups, logits = self.cut(tokens)
         tiles = [tile]
         while tiles[-1] < tokens and not self.tile_tokens:
@@ -155,17 +159,17 @@ class Sizes:
             yield replace(self, tile_tokens=tile, head_groups=groups, logits_bytes=logits)
 
     def unit(self, tokens: int) -> int:
-        """Bytes of one (T, D) tensor of the residual stream."""
+        """Returns the bytes of one (T, D) tensor of the residual stream."""
         return tokens * self.hidden * self.stream_bytes
 
     @property
     def wide(self) -> int:
-        """Columns of q and of o, all query heads together."""
+        """Columns of q and of attention's output, all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def narrow(self) -> int:
-        """Columns of k, and of v."""
+        """Columns of k, and of v, all key/value heads together."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -176,15 +180,15 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many parameters a model has, where an engine lays them out."""
+    """How many parameters a model has, for an engine's layout."""
 
     numels: Sequence[int]
-    """Of each that is trained, in the model's order."""
+    """Elements of each trained parameter, in the model's order."""
     layer: int
-    """Of the largest decoder layer."""
+    """Parameters of the largest decoder layer."""
     embedding: int
     head: int
-    """Of lm_head; 0: it is the embedding."""
+    """Parameters of lm_head; 0 if it is the embedding."""
     hidden: int
 
     @property
@@ -193,5 +197,5 @@ class Parameters:
 
     @property
     def output(self) -> int:
-        """Of what makes logits, whichever tensor it is."""
+        """Parameters of the tensor that makes the logits."""
         return self.head or self.embedding

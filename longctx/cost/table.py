@@ -1,4 +1,5 @@
-"""What parts of a model declare of themselves: `Work`, `Buffer`, `Keepable`, summed in a `Table`.
+"""The rows in which parts of a model declare their cost: `Work`, `Buffer` and `Keepable`, summed in
+a `Table`.
 
 A row stands in the file that computes what it counts. All rows are of one batch on one GPU.
 """
@@ -15,14 +16,14 @@ Rate = Literal["matmul", "attention", "attention backward"]
 Moment = Literal[
     "attention forward", "mlp forward", "loss", "mlp backward", "attention backward", "embedding"
 ]
-"""The parts of a step in which one part of the model works, and most of its buffers exist."""
+"""The moments of a step. In each, one part of the model computes and its buffers exist."""
 ALIGN = 512
-"""Each tensor starts at a multiple of so many bytes."""
+"""torch's allocator starts each tensor at a multiple of so many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A computation: FLOPs at one of the machine's rates, then bytes read and written."""
+    """A computation: FLOPs at one of the machine's rates, and the bytes that it reads and writes."""
 
     name: str
     flops: float = 0.0
@@ -32,34 +33,34 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """GPU memory that a part works with."""
+    """GPU memory that a part needs while it computes."""
 
     name: str
     nbytes: int
     during: Moment
     spared_by: str | None = None
-    """The keepable with which it is not needed."""
+    """The keepable that makes it unnecessary when kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keepable:
-    """Saved activations of a layer: forward may keep them, or backward computes them again."""
+    """Saved activations of a layer, which forward may keep and backward else recomputes."""
 
     name: str
     nbytes: int
     tensors: int = 1
     spares: tuple[Work, ...] = ()
-    """What backward need not compute again if this is kept."""
+    """What backward does not recompute if this is kept."""
     needs: frozenset[str] = frozenset()
-    """Other keepables without which it would spare nothing."""
+    """Other keepables without which this one is not kept."""
     of_tiles: bool = False
-    """The MLP makes it tile by tile: the last tile goes to the host with nothing beside it."""
+    """Whether it is made tile by tile. Its last tile is copied down beside no computation."""
     read_first: bool = False
-    """Backward reads it first and needs it to the end: it comes up beside the layer above."""
+    """Whether backward reads it first and to its end. It is copied up beside the layer above."""
     always: bool = False
-    """Nothing else can stand for it."""
+    """Whether it must be kept, since nothing can recompute it."""
     buffered: bool = False
-    """Where it is not kept, backward makes all of it again before it begins."""
+    """Whether backward recomputes all of it before anything else, if it was not kept."""
 
     @property
     def aligned(self) -> int:
@@ -67,7 +68,8 @@ class Keepable:
 
 
 class Load(NamedTuple):
-    """Works by rate: FLOPs, and bytes. Each is a number, or an array with one of each candidate."""
+    """Works summed by rate: FLOPs, and bytes. Each field is a number, or an array with an entry for
+    each candidate."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -91,11 +93,11 @@ def load(works: Iterable[Work]) -> Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of a part, of a layer or of what else a step runs once. Tables of parts add up."""
+    """The rows of a part, of a layer, or of something that a step runs once. Tables add up."""
 
     forward: tuple[Work, ...] = ()
     backward: tuple[Work, ...] = ()
-    """Besides what is computed again."""
+    """Backward's works, without what it recomputes."""
     keepables: tuple[Keepable, ...] = ()
     buffers: tuple[Buffer, ...] = ()
 
@@ -112,23 +114,23 @@ class Table:
         return {keepable.name: keepable for keepable in self.keepables}
 
     def work(self, name: str) -> Work:
-        """Of forward, by its name."""
+        """Returns the work of forward that has this name."""
         return next(work for work in self.forward if work.name == name)
 
     def kept_bytes(self, kept: frozenset[str]) -> int:
         return sum(keepable.aligned for keepable in self.keepables if keepable.name in kept)
 
     def again(self, kept: frozenset[str]) -> tuple[Work, ...]:
-        """What a backward computes again that found only `kept`."""
+        """Returns what backward recomputes if only `kept` was kept."""
         spared = (k.spares for k in self.keepables if k.name not in kept)
         return tuple(chain.from_iterable(spared))
 
     def again_bytes(self, kept: frozenset[str]) -> int:
-        """What it makes again before it begins, of the whole row."""
+        """Returns the bytes of what backward recomputes of the whole row before it begins."""
         return sum(k.aligned for k in self.keepables if k.buffered and k.name not in kept)
 
     def during(self, moment: Moment, kept: frozenset[str] = frozenset()) -> dict[str, int]:
-        """The buffers of a moment by their names, in bytes."""
+        """Returns the bytes of a moment's buffers, by their names."""
         found: dict[str, int] = {}
         for buffer in self.buffers:
             if buffer.during == moment and buffer.spared_by not in kept:
