@@ -23,7 +23,7 @@ ALIGN = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A computation: FLOPs at one of the machine's rates, and the bytes that it reads and writes."""
+    """A computation: FLOPs at one of the rates of a machine, and bytes that it reads and writes."""
 
     name: str
     flops: float = 0.0
