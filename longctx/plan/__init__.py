@@ -1,11 +1,11 @@
-"""What a run will need and take, before anything starts: arithmetic alone, no GPU and no weights.
+"""Predicts what a run needs and takes, before it starts: arithmetic alone, no GPU and no weights.
 
-decide.py     where weights, states, gradients and activations live: what a run does, too
-machines.py   GPUs by name: bytes and rates
-measure.py    the one that is here, measured
-buffers.py    every large buffer by name, in each phase of a step: the GPU's peak
-seconds.py    products, attention, bytes and waits: how long a step takes
-predict.py    a model, a run and a machine: the plan; the longest row that fits
-changes.py    what would make a run fit, as flags
-given.py      a plan as a file, for `train.py --plan`
+    decide.py     where weights, states, gradients and activations live; a run asks it, too
+    predict.py    a model, a run and a machine give a plan; the longest row that fits
+    engines.py    what ZeRO, FSDP and several GPUs change in a step
+    measure.py    the rates of the machine that is here, measured and kept
+    changes.py    the flags that would make a run fit
+    given.py      a plan as a file, for `train.py --plan`
+
+Bytes, FLOPs and machines are counted in longctx/cost.
 """

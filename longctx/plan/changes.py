@@ -1,8 +1,9 @@
-"""What would make a run fit: other values of its flags, each tried by planning again.
+"""The flags that would make a run fit: each is tried by planning again.
 
-One flag at a time; if none does, two, then three; none where not even all at once do. What `auto`
-looks at holds every place and everything that may be kept, so that no such flag is tried beside it.
-The fastest come first. A shorter row comes last of all, for it changes the data.
+One flag is tried at a time; if none is enough, two, then three. If not even all of them together
+are enough, nothing is tried. `auto` already looks at every place and at everything that may be
+kept, so no flag of this kind is tried beside it. The fastest change comes first. A shorter row
+comes last, since it changes the data.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from longctx.cost.machines import Machine
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
 
 MOST = 5
-"""Changes that are shown."""
+"""At most so many changes are shown."""
 HOST_STEP_GIB, MOST_HOST_GIB = 8, 4096
 Options = dict[str, Any]
 
 
 class Change(NamedTuple):
-    """Flags as they are typed, and the plan with them."""
+    """Flags as a user types them, and the plan of the run that has them."""
 
     flags: str
     plan: Plan
@@ -31,7 +32,8 @@ class Change(NamedTuple):
 def changes(
     subject: Subject, run: Run, machine: Machine, host_bytes: int, *, host_grows: bool
 ) -> list[Change]:
-    """`host_grows`: the host is not there yet, and may be a larger one."""
+    """Returns the changes that make the run fit, the fastest first. `host_grows` says that the host
+    does not exist yet and may be a larger one."""
 
     def tried(options: Options) -> Plan:
         host = max(host_bytes, int((options.get("host_memory_gib") or 0) * GIB))
@@ -60,7 +62,7 @@ def changes(
 
 
 def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
-    """Single changes that may need less, or allow more."""
+    """Yields single changes that may need less memory, or allow more of it."""
     for known in _known(subject, run):
         options = {name: value for name, value in known.items() if run.value(name) != value}
         if options:
@@ -90,7 +92,7 @@ def _known(subject: Subject, run: Run) -> Iterator[Options]:
 
 
 def _more_host(subject: Subject, run: Run, machine: Machine) -> Options | None:
-    """The smallest host with which the run fits as it is."""
+    """Returns the smallest host with which the run fits unchanged; None if no host is enough."""
 
     def fits(gib: int) -> bool:
         return plan(subject, run.having(host_memory_gib=gib), machine, gib * GIB).fits

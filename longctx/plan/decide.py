@@ -1,9 +1,9 @@
-"""Where a run puts its bytes: budgets in, places out. No tensor is made and no device asked.
+"""Decides where a run's bytes live: budgets in, places out. It makes no tensor and asks no device.
 
-GPU memory goes to what a step works with, to weights, gradients and states (memory/place.py) and to
-saved activations (memory/ladder.py), all chosen together; the host holds the rest in one slab. A
-run without an engine does what `decide` says (run/states.py), and its prediction asks the same
-function, with the parameters of a model that has no storage (`meta`).
+GPU memory is shared by the buffers of a step, by weights, gradients and states (memory/place.py)
+and by saved activations (memory/ladder.py), which are chosen together. The host holds the rest in
+one slab. A run without an engine does what `decide` returns (run/states.py), and its prediction
+calls the same function, with the parameters of a model without storage (`meta`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longctx.memory.states import BlockSpec
 
 
 def gpu_budget(free: int, limit_gib: float | None) -> int:
-    """What weights, states, gradients and activations may take together."""
+    """Returns the bytes that weights, states, gradients and activations may take together."""
     return usable_bytes(min(free, int(limit_gib * GIB)) if limit_gib else free)
 
 
@@ -42,25 +42,25 @@ def estimated_work(
     itemsize: int,
     liger: bool,
 ) -> int:
-    """Bytes that a step of a model that is not patched needs besides its states: checkpoints of all
-    layers, one layer's activations and gradients, and, but for Liger-Kernel, logits in bf16 and
-    fp32 with their gradient."""
+    """Returns the bytes that a step of a model without our patch needs besides its states: the
+    checkpoints of all layers, the activations and gradients of one layer, and, except with
+    Liger-Kernel, the logits in bf16 and fp32 with their gradient."""
     layer = 2 * (12 * hidden + 6 * intermediate) * itemsize
     kept = layers * hidden * itemsize
     return tokens * (layer + kept + (0 if liger else 10 * vocab))
 
 
 class Kept(NamedTuple):
-    """What layers keep from forward to backward; nothing by a model that is not patched."""
+    """What layers keep from forward to backward. A model without our patch keeps nothing here."""
 
     ladder: Ladder = ()
     hosted: tuple[int, ...] = ()
-    """Each layer's bytes on the host."""
+    """The bytes that each layer keeps on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Where everything lives."""
+    """Where everything of a run lives."""
 
     specs: Sequence[BlockSpec]
     blocks: Sequence[BlockSizes]
@@ -69,17 +69,17 @@ class Decision:
     host: HostRoom
     budget: Budget
     needed_bytes: int
-    """Of the GPU: the budget, if that is enough, else what is needed at least."""
+    """Bytes of the GPU: the budget if it is enough, else the least that is needed."""
     chosen: Chosen | None
-    """Of a patched model, whose needs are known."""
+    """The choice for a patched model. None for any other, whose needs are estimated."""
 
     @property
     def sizes(self) -> Sizes | None:
-        """With how the work of a patched model is cut."""
+        """The sizes of a patched model, with the cut that was chosen; None for any other model."""
         return None if self.chosen is None else self.chosen.sizes
 
     def placement_problem(self, asked: Placement) -> str | None:
-        """Why nothing can wait on the host where that was asked for."""
+        """Returns why nothing can wait on the host if that was asked for; None if something can."""
         if asked != "host" or not all(place.all_on_gpu for place in self.places):
             return None
         return (
@@ -88,7 +88,7 @@ class Decision:
         )
 
     def gpu_problem(self) -> str | None:
-        """Why the GPU is too small, and what to do, in one line."""
+        """Returns one line that says why the GPU is too small and what to do; None if it is not."""
         if self.needed_bytes <= self.budget.gpu:
             return None
         fix = "a shorter --seq_len or smaller --per_device_train_batch_size"
@@ -119,9 +119,9 @@ def decide(
     several: bool = False,
     needs: Step | int,
 ) -> Decision:
-    """For exact states. `accumulates`: a step has several batches; `several`: so many processes
-    average gradients. `needs`: the step of a patched model, or the bytes that any other works
-    with."""
+    """Returns the decision for exact states. `accumulates` says that a step has several batches,
+    `several` that several processes average their gradients. `needs` is the step of a patched
+    model, or the bytes that any other model's step works with."""
     blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
     levels = [
         Levels(
@@ -160,7 +160,7 @@ def decide_as_given(
     step: Step,
     places: list[Place],
 ) -> Decision:
-    """What another run of `decide` found, with what it needs here."""
+    """Returns the decision that a given plan made elsewhere, with the bytes that it needs here."""
     blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
     assert step.given is not None
     ladder, sizes = step.given
@@ -185,7 +185,7 @@ def decided(
     kept: Kept,
     accumulates: bool,
 ) -> Decision:
-    """What was chosen, with the host's room for it."""
+    """Returns a decision, with room on the host for what was chosen."""
     return Decision(
         specs=specs,
         blocks=blocks,
@@ -199,12 +199,12 @@ def decided(
 
 
 def keeping(step: Step, chosen: Chosen) -> Kept:
-    """The bytes of a ladder."""
+    """Returns a ladder with the bytes that it keeps on the host."""
     layer = step.count(chosen.sizes, step.batch).layer
     return Kept(chosen.ladder, tuple(layer.kept_bytes(keep.hosted) for keep in chosen.ladder))
 
 
 def _constant(nbytes: int, layers: int) -> Activity:
-    """The same at each moment."""
+    """Returns an activity of the same bytes at each moment."""
     each = np.full((1, layers), nbytes)
     return Activity(forward=each, loss=each[:, 0], backward=each, embedding=nbytes)

@@ -1,19 +1,21 @@
-"""What an engine or several GPUs make of a step: where its bytes are, and what it exchanges.
+"""What an engine or several GPUs change in a step: where its bytes live, and what it exchanges.
 
-Bytes by rank are the engine's to say (engines/layout.py). Here they are put into the phases of a
-step, beside the model's layers, and into the budgets that a run's ladder is chosen from: what is
-free when training begins, and what the engine says that the first step adds.
+engines/layout.py declares the bytes of each rank. Here they become part of a step's phases, beside
+the model's layers, and of the budgets from which a run's ladder is chosen: what is free when
+training begins, and what the first step adds.
 
-Seconds are those of one rank, and what of its exchanges nothing is computed beside:
+The seconds are those of one rank. They count the exchanges beside which nothing is computed:
 
-    gathers    B (n - 1) / n bytes come over the GPUs' own links, a layer ahead; the embedding's,
-               the first of forward, and lm_head's wait
-    sums       gradients go beside the backward of the layer below; the embedding's, the last, wait
-    offload    weights come over the host's link beside the computation; in backward copies of
-               weights and gradients follow one another; AdamW runs on the host
-    rows       of R ranks: q, k, v and o of the first and of the last head group wait
+    gathers    B (n - 1) / n bytes come over the links between GPUs, one layer ahead. The gathers of
+               the embedding, the first of forward, and of lm_head are waited for.
+    sums       gradients are summed beside the backward of the layer below. The embedding's, the
+               last ones, are waited for.
+    offload    weights come over the host's link beside the computation. In backward the copies of
+               weights and gradients follow one another. AdamW runs on the host.
+    rows       where ranks share rows, the exchanges of the first and the last head group are waited
+               for: q, k, v and attention's output.
 
-Exchanges that run beside a computation take nothing from it, but those of shared rows.
+Exchanges that run beside a computation do not slow it down, except those of shared rows.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def parameters_of(model: Any) -> Parameters:
 
 
 class ShardedStates:
-    """An engine's weights, states and gradients on one GPU as a step goes on: a
+    """An engine's weights, states and gradients on one GPU in the course of a step, as a
     `cost.peak.Standing`."""
 
     def __init__(self, layout: Layout, parameters: Parameters, layers: int, accumulates: bool):
@@ -55,10 +57,10 @@ class ShardedStates:
         p = parameters
         rest = p.total - layers * p.layer - p.embedding
         self._grads = {-1: p.embedding, layers: rest} | dict.fromkeys(range(layers), p.layer)
-        """Parameters by the layer that they are of."""
+        """Maps layers to their numbers of parameters; -1 is the embedding, `layers` the rest."""
 
     def _tied(self) -> Buffers:
-        """Its gradient is whole from the loss to the embedding's backward."""
+        """A tied embedding's gradient, which is whole from the loss to the embedding's backward."""
         if self.parameters.head:
             return {}
         return {"the embedding's gradient": self.layout.whole(self.parameters.embedding)}
@@ -80,7 +82,7 @@ class ShardedStates:
         return {**self._standing, **self.layout.update(self.parameters)}
 
     def others(self, kept: int, unit: int) -> list[Phase]:
-        """lm_head's gradient is summed before the last layer's backward."""
+        """The moment in which lm_head's gradient is summed, before the last layer's backward."""
         head = self.parameters.head
         if not head:
             return []
@@ -104,7 +106,8 @@ class ShardedStates:
         return self.loss_gradients()
 
     def new_gradients(self, layer: int, *, summed: bool = True) -> int:
-        """`summed`: the block above's are."""
+        """The gradients when backward reaches this layer. `summed` says whether those of the block
+        above have been summed over the ranks."""
         if self.loss_gradients():
             return self.all_gradients()
         done = [numel for at, numel in self._grads.items() if at > layer + (not summed)]
@@ -127,7 +130,7 @@ class ShardedStates:
 
 
 def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> Exchanged:
-    """Of an engine."""
+    """Returns the exchanges of an engine."""
     peers, link, n = machine.exchange_bytes, machine.link_bytes, layout.processes
     share = (n - 1) / n
     ends = layout.gathers(p, passes) > 0
@@ -151,8 +154,8 @@ def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> E
 
 
 def averaged(p: Parameters, machine: Machine, processes: int) -> Exchanged:
-    """Of several GPUs without an engine: the mean of gradients is taken in fp32 as they come, and
-    backward waits for the last block's."""
+    """Returns the exchanges of several GPUs without an engine: gradients are averaged in fp32 as
+    they are made, and backward waits for those of the last block."""
     if processes == 1:
         return Exchanged()
     a_parameter = 2 * FP32 * (processes - 1) / processes / machine.exchange_bytes
@@ -162,8 +165,8 @@ def averaged(p: Parameters, machine: Machine, processes: int) -> Exchanged:
 
 
 def shared_rows(sizes: Sizes, tokens: int, machine: Machine) -> Exchanged:
-    """Of `sizes.ranks` that share each row: what waits of each layer's exchanges, and what they
-    take; `tokens` are one rank's."""
+    """Returns the exchanges of `sizes.ranks` ranks that share each row. `tokens` are those of one
+    rank."""
     if sizes.ranks == 1:
         return Exchanged()
     groups = sizes.cut(tokens).head_groups

@@ -1,9 +1,9 @@
 """A plan as a file: `longctx plan --json` writes it, `train.py --plan` runs it.
 
-The file's part `plan` holds what the run must be (`run`: options by name, `model`: dimensions) and
-what was decided: budgets in bytes, each layer's rung and place, how the work is cut, each block's
-places. The run asks decide.py with those budgets, ladder and cut, and looks whether the same places
-come out.
+The file's part `plan` holds what the run must be (`run`: options by name; `model`: dimensions) and
+what was decided: budgets in bytes, what each layer keeps and where, how the work is cut, and the
+places of each block. The run calls decide.py with these budgets, this ladder and this cut, and
+checks that the same places come out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIMENSIONS = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A plan that was read."""
+    """A plan that was read from a file."""
 
     path: Path
     run: dict[str, Any]
@@ -46,11 +46,11 @@ class Given:
     places: list[Place]
 
     def step(self, step: Step) -> Step:
-        """With what was chosen, whatever is free."""
+        """Returns the step with the plan's choice, whatever is free here."""
         return replace(step, given=(self.ladder, replace(step.sizes, **self.cut._asdict())))
 
     def check(self, run: Run, sizes: Sizes) -> None:
-        """Raises UserError for a run that the plan is not of."""
+        """Raises UserError if the plan is of another run."""
         for name, planned in self.run.items():
             if (asked := run.value(name)) != planned:
                 raise UserError(
@@ -69,8 +69,8 @@ class Given:
             raise UserError(f"--plan {self.path} keeps {len(self.ladder)} of {kept} layers")
 
     def check_blocks(self, specs: Sequence[BlockSpec]) -> None:
-        """Raises UserError for other blocks than those that are placed, and for what cannot wait on
-        the host."""
+        """Raises UserError if the model has other blocks than the plan places, or if something that
+        the plan places on the host cannot wait there."""
         if len(specs) != len(self.places) or not all(map(_may_be, specs, self.places)):
             raise UserError(
                 f"--plan {self.path} places blocks as this version of longctx does not: plan again"
@@ -90,7 +90,7 @@ def dimensions(sizes: Sizes) -> dict[str, int]:
 
 
 def written(planned: Plan) -> dict[str, Any]:
-    """As JSON values."""
+    """Returns a plan as JSON values."""
     decision = planned.decision
     return {
         "format": FORMAT,
@@ -106,7 +106,7 @@ def written(planned: Plan) -> dict[str, Any]:
 
 
 def read_given(path: str | Path) -> Given:
-    """Raises UserError for a file that is no plan."""
+    """Reads a plan. Raises UserError for a file that is none."""
     path = Path(path)
     try:
         found = json.loads(read_text("plan", path))
@@ -135,7 +135,7 @@ def read_given(path: str | Path) -> Given:
 
 
 def _whole(number: Any, least: int = 0) -> int:
-    """Raises ValueError for what is no size."""
+    """Returns the number if it is an integer of at least `least`; else raises ValueError."""
     if type(number) is not int or not least <= number < 2**63:
         raise ValueError(number)
     return number

@@ -1,10 +1,10 @@
-"""This machine, as `Machine` has the others: its rates measured, in about ten seconds, and kept on
-disk by hardware and versions (memory/rates.py).
+"""This machine as a `Machine`. Its rates are measured in about ten seconds, and kept on disk by
+hardware and versions (memory/rates.py).
 
-Attention is measured as the schedule runs it: by documents of 8192 and 32768 tokens with all heads
-of Llama-3.1-8B at once, of 131072 tokens with one of eight head groups; on the backend that `auto`
-takes, and at the middle length on the others. Where flash-attn-4 was never used here it compiles
-for some more seconds.
+Attention is measured as the schedule runs it: on documents of 8192 and 32768 tokens with all heads
+of Llama-3.1-8B at once, and of 131072 tokens with one of eight head groups. The backend that `auto`
+takes is measured at all three lengths, the others at the middle one. If flash-attn-4 has not been
+used here before, it compiles for some more seconds.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from longctx.memory.store import free_gpu_bytes
 DTYPE = torch.bfloat16
 HEAD_DIM = 128
 LENGTHS = {8192: (32, 8), 32768: (32, 8), 131072: (4, 1)}
-"""Tokens of a document -> query and key/value heads."""
+"""Maps the tokens of a document to its query and key/value heads."""
 MIDDLE = 32768
 ATTENTION_S = 0.4
-"""How long forward, or backward, of a length is repeated."""
+"""Seconds for which forward, or backward, of one length is repeated."""
 
 
 class Gpu(NamedTuple):
-    """What CUDA says of it."""
+    """What CUDA reports of a GPU."""
 
     device: torch.device
     name: str
@@ -75,9 +75,9 @@ def gpu_here() -> Gpu | None:
 
 
 def this_machine(*, again: bool = False) -> Machine:
-    """Its rates are measured, and that is said, unless they are kept from before (`again`: all the
-    same). Raises UserError where there is no GPU, or nothing can be measured on one without a
-    profile."""
+    """Returns this machine. Its rates are measured, and a line reports it, unless they are kept
+    from before; `again` measures them in any case. Raises UserError if there is no GPU, or if
+    nothing can be measured on one that has no profile."""
     gpu = gpu_here()
     if gpu is None:
         names = ", ".join(MACHINES)
@@ -102,7 +102,8 @@ def this_machine(*, again: bool = False) -> Machine:
 
 
 def known_machine() -> Machine | None:
-    """The same, but nothing is measured: what is kept from before, else the GPU's profile."""
+    """Returns this machine without measuring anything: by the rates kept from before, else by the
+    GPU's profile; None if there is neither."""
     gpu = gpu_here()
     if gpu is None:
         return None
@@ -145,18 +146,19 @@ def measured_machine(gpu: Gpu, measured: Measured) -> Machine:
 
 
 def profiled_machine(gpu: Gpu, profile: Machine) -> Machine:
-    """The GPU that is here, with the rates of its profile."""
+    """Returns the GPU that is here, with the rates of its profile."""
     found = replace(profile, device=gpu.name, gpu_gib=gpu.total_bytes / GIB)
     return replace(found, held_bytes=_held(gpu), started_bytes=0)
 
 
 def _held(gpu: Gpu) -> int:
-    """Kernels that are not loaded yet take theirs later."""
+    """Returns the bytes in use on the GPU; at least those that CUDA and all kernels will take."""
     return max(CONTEXT_BYTES, gpu.total_bytes - gpu.free_bytes)
 
 
 def measure(device: torch.device) -> Measured:
-    """Raises RuntimeError, also as torch.OutOfMemoryError, where the GPU cannot do that work."""
+    """Measures the rates of a GPU. Raises RuntimeError, or its torch.OutOfMemoryError, if the GPU
+    cannot do that work."""
     tried_bytes = min(LOCKED_BYTES, host_share_bytes() // 4)
     return Measured(
         flops=products(device, DTYPE, TILE, SETTLED_S),
@@ -169,7 +171,8 @@ def measure(device: torch.device) -> Measured:
 
 
 def measure_attention(device: torch.device) -> dict[str, dict[int, tuple[float, float]]]:
-    """By backend, what `auto` takes first, and tokens of a document."""
+    """Returns attention's rates by backend, the one that `auto` takes first, and by the tokens of a
+    document."""
     auto, attention = choose_attention("auto", device, DTYPE)
     found = {auto: {tokens: attention_rates(attention, device, tokens) for tokens in LENGTHS}}
     for name in ("cudnn", "flash"):
@@ -183,7 +186,8 @@ def measure_attention(device: torch.device) -> dict[str, dict[int, tuple[float, 
 
 
 def attention_rates(attention: Attention, device: torch.device, tokens: int) -> tuple[float, float]:
-    """FLOP/s of forward and of backward of one document: 2 H d L^2 and 5 H d L^2 FLOPs."""
+    """Returns the FLOP/s of forward and backward of one document of L tokens, which take 2 H d L^2
+    and 5 H d L^2 FLOPs."""
     heads, kv_heads = LENGTHS[tokens]
 
     def numbers(heads: int) -> torch.Tensor:  # (L, heads, d)

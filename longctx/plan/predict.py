@@ -1,9 +1,9 @@
-"""The plan of a run: a model, a run and a machine in; fits or not, bytes and seconds out. Where
-everything lives is asked of the function that decides in the run (decide.py), or, where an engine
-has weights and states, of its layout (engines.py).
+"""Plans a run: from a model, a run and a machine it predicts whether the run fits, its bytes and
+its seconds. Where everything lives comes from the function that decides in the run itself
+(decide.py) or, if an engine holds weights and states, from the engine's layout (engines.py).
 
-The model has its parameters' shapes and no storage (`meta`), which takes 10 ms a layer; a plan
-takes about 20 ms then.
+The model has parameters without storage (`meta`). Making it takes 10 ms per layer; a plan of it
+then takes about 20 ms.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_
 
 DTYPE = torch.bfloat16
 SHORTEST = 512
-"""Tokens: rows that fit are found to a multiple of it."""
+"""Tokens. The longest row that fits is found as a multiple of this."""
 LONGEST = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What of a run's options decides about memory and time, by their names."""
+    """The options of a run that decide about memory and time, by their names."""
 
     model: ModelArguments
     place: Placement = "auto"
@@ -55,18 +55,18 @@ class Run:
     per_device_train_batch_size: int = 1
     gradient_accumulation_steps: int = 1
     exact: bool = True
-    """fp32 states and masters; else torch's AdamW, with states in the weights' dtype."""
+    """Whether AdamW has fp32 states and masters; else it is torch's, in the weights' dtype."""
     document_tokens: int | None = None
-    """Of a document; None: as long as a row."""
+    """Tokens of a document; None: as many as a row's."""
     gpus: int = 1
-    """A process each."""
+    """The number of GPUs, with one process each."""
     sequence_parallel_size: int = 1
-    """Of them share each row."""
+    """How many GPUs share each row."""
     engine: Layout | None = None
 
     @property
     def tokens(self) -> int:
-        """Of a batch, on one GPU."""
+        """Tokens of a batch on one GPU."""
         rows = self.per_device_train_batch_size * self.model.seq_len
         return -(-rows // self.sequence_parallel_size)
 
@@ -74,22 +74,23 @@ class Run:
         return getattr(self if option in _OF_RUN else self.model, option)
 
     def having(self, **options: Any) -> Run:
-        """With other options."""
+        """Returns the run with other options."""
         model = {name: value for name, value in options.items() if name not in _OF_RUN}
         rest = {name: value for name, value in options.items() if name in _OF_RUN}
         return replace(self, model=replace(self.model, **model), **rest)
 
 
 _OF_RUN = {field.name for field in fields(Run)}
-"""All other options are the model's."""
+"""The names of a run's own options. All others are the model's."""
 
 
 class Subject:
-    """A model without storage."""
+    """A model without storage, of which runs are planned."""
 
     def __init__(self, config: PretrainedConfig, args: ModelArguments | None = None) -> None:
-        """With the adapters, and the 4 bits under them, that `args` ask for. Raises UserError for a
-        configuration of which no model can be made, or that the plan cannot read."""
+        """Makes the model, with the adapters and the 4-bit weights that `args` ask for. Raises
+        UserError for a configuration of which no model can be made, or that the plan cannot
+        read."""
         text = config.get_text_config()
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in (*needed, "vocab_size"):
@@ -135,7 +136,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run will do and take."""
+    """The prediction of a run: what it will do, and what it will take."""
 
     run: Run
     machine: Machine
@@ -145,9 +146,9 @@ class Plan:
     phases: list[Phase]
     seconds: Seconds
     gpu_limit: int
-    """Bytes that torch's allocator may take."""
+    """Bytes of the GPU that torch's allocator may take."""
     problem: str | None
-    """Why it does not fit, in one line."""
+    """One line that says why the run does not fit; None if it fits."""
 
     @property
     def fits(self) -> bool:
@@ -158,25 +159,25 @@ class Plan:
         return peak(self.phases).nbytes
 
     rank_host_bytes: int
-    """Of the host, of one process."""
+    """Bytes of the host that one process holds."""
     parameters: Parameters
-    """Of the model."""
+    """The model's parameters."""
 
     @property
     def host_bytes(self) -> int:
-        """Of all processes."""
+        """Bytes of the host that all processes hold."""
         return self.run.gpus * self.rank_host_bytes
 
     @property
     def step_tokens(self) -> int:
-        """Of all GPUs."""
+        """Tokens of a step on all GPUs."""
         rows = self.run.per_device_train_batch_size * self.run.gradient_accumulation_steps
         groups = self.run.gpus / self.run.sequence_parallel_size
         return int(rows * self.run.model.seq_len * groups)
 
     @property
     def step_s(self) -> float:
-        """As it is shown, and as plans are compared: to three digits."""
+        """Seconds of a step, to three digits, as they are shown and as plans are compared."""
         return float(displayed(self.seconds.step))
 
     @property
@@ -191,8 +192,9 @@ def plan(
     host_bytes: int,
     having: Callable[[Step], Step] = lambda step: step,
 ) -> Plan:
-    """`host_bytes` are what the host has free, for all processes; `having` changes what is chosen
-    for, as a given plan does. Raises UserError for what no machine can run."""
+    """Returns the plan of a run. `host_bytes` are free on the host, for all processes together.
+    `having` changes the step that is chosen for, as a given plan does. Raises UserError for a run
+    that no machine can do."""
     backend = _backend(run, machine)
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     step, engine = having(_step(subject, run, machine, backend)), run.engine
@@ -247,7 +249,7 @@ def plan(
 
 
 def longest(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan | None:
-    """The plan of the longest row that fits, up to LONGEST; None if none does."""
+    """Returns the plan of the longest row that fits, up to LONGEST; None if no row fits."""
     found, step = None, LONGEST
     while step >= SHORTEST:
         length = step + (found.run.model.seq_len if found else 0)
@@ -272,7 +274,7 @@ def _backend(run: Run, machine: Machine) -> str:
 
 
 def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
-    """And what the GPU's allocator may take."""
+    """Returns the budgets of GPU and host, and the bytes that the GPU's allocator may take."""
     limit = free = machine.gpu_bytes - machine.held_bytes
     if run.gpu_memory_gib:
         if run.gpu_memory_gib > machine.gpu_gib:
@@ -294,7 +296,7 @@ def _patched(run: Run) -> bool:
 
 
 def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
-    """As the runtime of a patched model asks for it (model/runtime.py)."""
+    """Returns the step that the runtime of a patched model would choose for (model/runtime.py)."""
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
     sizes = replace(sizes, writes_gradients=writes)
@@ -307,7 +309,8 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
 
 
 def _as_weights(subject: Subject, step: Step, run: Run, budget: Budget) -> Decision:
-    """With torch's AdamW everything is on the GPU, and activations have what is left."""
+    """Returns the decision for torch's AdamW: all states are on the GPU, and activations get what
+    is left."""
     specs = state_blocks(subject.model, movable=False)
     blocks = [spec.sizes(accumulates=False) for spec in specs]
     blocks = [replace(block, states=2 * block.grad) for block in blocks]
@@ -319,7 +322,8 @@ def _as_weights(subject: Subject, step: Step, run: Run, budget: Budget) -> Decis
 def _decide_sharded(
     subject: Subject, step: Step, run: Run, machine: Machine, budget: Budget, engine: Layout
 ) -> Decision:
-    """An engine has weights and states; activations get what is free when training begins."""
+    """Returns the decision under an engine, which holds weights and states: activations get what is
+    free when training begins."""
     p = subject.parameters
     stand = engine.gradient(p.total) if engine.gradients_stand else 0
     taken = sum(engine.standing(p).values()) - engine.late(p) + stand
@@ -351,7 +355,8 @@ def _check_ranks(sizes: Sizes, tokens: int) -> None:
 
 
 def _problem(decision: Decision, phases: list[Phase], limit: int, held: int) -> str | None:
-    """`held` bytes of the host are an engine's."""
+    """Returns one line that says why the run does not fit; None if it does. An engine holds `held`
+    bytes of the host."""
     if held and decision.budget.host < decision.host.nbytes:
         needed, free = held + decision.host.nbytes, held + decision.budget.host
         return (
