@@ -1,8 +1,9 @@
-"""The ladders that are looked at, and their bytes, FLOPs and copies: an array entry a candidate.
+"""The ladders that the search scores, and their bytes, FLOPs and copies: an array entry for each.
 
-The first layers wait on the host, since backward needs them last; the last keep everything. Of four
-layers the best of these ladders takes at most 5% longer than the best of any, which is a part of
-one layer's work (tests/memory/test_ladder.py). No budget decides what is looked at.
+In these ladders the first layers' activations wait on the host, since backward needs them last, and
+the last layers keep everything. For four layers the best of these ladders takes at most 5% longer
+than the best of all ladders, which is a part of one layer's work (tests/memory/test_ladder.py).
+Which ladders are scored does not depend on the budget.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from longctx.memory.levels import Activity
 from longctx.options import Keeping, Offload
 
 MOST = 32
-"""Counts of layers that are tried: all up to so many, else every second, third, and so on."""
+"""At most so many counts of layers are tried: all of them, else every second, third, and so on."""
 
 
 Stretch = tuple[Keep, int]
-"""What layers of a ladder keep, and how many of them in a row do."""
+"""What layers keep, and how many consecutive layers keep it."""
 
 
 class Candidates(NamedTuple):
-    """Ladders: what each of their layers keeps, as an index of `keeps`."""
+    """C ladders. What each layer keeps is an index into `keeps`."""
 
     keeps: list[Keep]
     layers: Any  # (C, layers)
     numbers: Any  # (C, keeps)
-    """How many layers have each."""
+    """How many layers of a ladder have each Keep."""
 
     @classmethod
     def of(cls, ladders: Iterable[Iterable[Stretch]]) -> Candidates:
-        """Equal ladders are one candidate."""
+        """Makes candidates of ladders. Equal ladders become one candidate."""
         ids: dict[Keep, int] = {}
         rows = {
             b"".join(bytes([ids.setdefault(keep, len(ids))]) * n for keep, n in runs if n > 0): None
@@ -57,8 +58,8 @@ class Candidates(NamedTuple):
 
 
 def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
-    """What a layer may keep, from the least on: each adds what spares most seconds a byte of what
-    helps beside the others. What spares nothing is never kept."""
+    """Returns the sets that a layer may keep, the smallest first. Each adds to the one before the
+    keepable that spares most seconds per byte. A keepable that spares nothing is in no set."""
 
     def worth(name: str) -> float:
         keepable = layer.by_name[name]
@@ -75,7 +76,7 @@ def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
 
 
 def computed_s(work: Load, rates: Rates) -> Any:
-    """Seconds of works one after the other."""
+    """Returns the seconds of works that run one after the other."""
     return (
         work.matmul / rates.flops
         + work.attention / rates.attention.forward
@@ -86,7 +87,7 @@ def computed_s(work: Load, rates: Rates) -> Any:
 
 @lru_cache(maxsize=16)
 def candidates(layers: int, kept: tuple[Names, ...], keep: Keeping, offload: Offload) -> Candidates:
-    """All ladders that are looked at."""
+    """Returns all ladders that are scored."""
     every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
     if keep == "auto":
@@ -103,7 +104,8 @@ def _asked(layers: int, kept: Names, counts: Iterable[int]) -> Iterator[list[Str
 def _free(
     layers: int, kept: tuple[Names, ...], counts: Iterable[int], offload: Offload
 ) -> Iterator[list[Stretch]]:
-    """`kept` are sets, each with one more than the one before."""
+    """Yields the ladders of --keep auto. `kept` are sets, each with one keepable more than the one
+    before."""
     least, usual, most = kept[0], kept[min(1, len(kept) - 1)], kept[-1]
     step = -(-layers // MOST)
     for n in counts:
@@ -127,8 +129,8 @@ def _free(
 def _between(
     layers: int, n: int, host: int | None, kept: tuple[Names, ...], step: int
 ) -> Iterator[list[Stretch]]:
-    """Where GPU or host is full between two sets: the first of the `n` hosted layers keep one thing
-    less, or the first of the others the least."""
+    """Yields ladders for a GPU or a host that is full between two sets: the first of the `n` hosted
+    layers keep one keepable less, or the first of the other layers keep the least."""
     usual = kept[min(1, len(kept) - 1)]
     if host:
         fewer, hosted = kept[host - 1], kept[host]
@@ -172,7 +174,7 @@ class EachKeep:
         return self._working(BACKWARD)
 
     def _working(self, moments: tuple[Moment, ...]) -> Any:
-        """What this layer adds while it works, besides what it keeps on the GPU."""
+        """Returns the bytes that a layer adds while it computes, less what it keeps on the GPU."""
 
         def added(keep: Keep) -> float:
             buffers = working(self.layer, moments, keep.kept)
@@ -182,7 +184,7 @@ class EachKeep:
 
     @cached_property
     def again(self) -> Load:
-        """What the layer computes again."""
+        """What backward of the layer recomputes."""
         loads = [load(self.layer.again(keep.kept)) for keep in self.keeps]
         rates: list[Any] = [np.array(of) for of in zip(*loads, strict=True)]
         return Load(*rates)
@@ -234,7 +236,7 @@ class Counted:
 
     @cached_property
     def below(self) -> Any:  # (C, layers + 1)
-        """What layers below keep on the host."""
+        """Bytes that the layers below each layer keep on the host."""
         hosted = self.each.on_host
         found = np.zeros((len(self.found.layers), self.found.layers.shape[1] + 1), np.int64)
         np.cumsum(hosted[self.found.layers], axis=1, out=found[:, 1:])
@@ -242,7 +244,7 @@ class Counted:
 
     @cached_property
     def again(self) -> Load:
-        """What all layers compute again."""
+        """What backward of all layers recomputes."""
         return Load(*(self.found.numbers @ of for of in self.each.again))
 
     @cached_property

@@ -1,10 +1,10 @@
-"""The search: what layers keep from forward to backward, where it waits, where states live, and how
-the work is cut, so that a step takes least.
+"""The search for the fastest step: what layers keep from forward to backward, where it waits, where
+states live, and how the work is cut.
 
-All candidates of a cut are counted in one go (candidates.py): GPU memory at each moment, which
-cost/peak.py has by name, host memory, and seconds by the function that predicts them
-(cost/seconds.py). What is looked at does not depend on how much memory there is. So with more of
-it nothing that fitted is lost, and no plan becomes slower.
+All candidates of a cut are counted at once (candidates.py): GPU memory at each moment, which
+cost/peak.py counts by name, host memory, and seconds, by the function that also predicts them
+(cost/seconds.py). Which candidates are scored does not depend on how much memory there is. So more
+memory never loses a candidate that fitted, and never makes a plan slower.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from longctx.memory.place import Place
 from longctx.options import Keeping, Offload
 
 Count = Callable[[Sizes, Batch], Tables]
-"""The tables of a model, by how its work is cut."""
+"""Returns the tables of a model for a cut of its work."""
 
 
 class Budget(NamedTuple):
-    """Bytes that a run may take."""
+    """The bytes that a run may take."""
 
     gpu: int
     host: int
@@ -45,19 +45,19 @@ class Chosen:
 
     ladder: Ladder
     sizes: Sizes
-    """With the cut."""
+    """The sizes, with the cut."""
     places: list[Place]
     traffic: Traffic
     needed: Budget
-    """Bytes, at most: where that is more than there is, nothing fits, and this is what lacks
+    """The largest bytes of a step. If they exceed the budget, nothing fits, and this choice lacks
     least."""
     seconds: float
-    """Of a step."""
+    """The seconds of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is to be planned."""
+    """The step that is planned."""
 
     count: Count
     sizes: Sizes
@@ -67,22 +67,22 @@ class Step:
     offload: Offload = "auto"
     exchanges: tuple[Exchanged, ...] = ()
     given: tuple[Ladder, Sizes] | None = None
-    """What is kept and how the work is cut, if that is decided."""
+    """The ladder and the sizes with their cut, if they are already decided."""
 
 
 class Score(NamedTuple):
-    """Of a candidate; the least is the best."""
+    """The score of a candidate; the smallest is the best."""
 
     missing_bytes: int
-    """Of the GPU and the host."""
+    """Bytes that the GPU and the host lack."""
     displayed_s: float = math.inf
     host_bytes: int = 0
     seconds: float = math.inf
 
 
 def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
-    """The fastest of all that fit, to three digits; of those the one with least on the host. Where
-    none does, what lacks least."""
+    """Returns the fastest candidate that fits, by seconds to three digits, and among equals the one
+    with the fewest bytes on the host. If none fits, returns the one that lacks least."""
     best, chosen = Score(sys.maxsize), None
     budget = budget._replace(gpu=budget.gpu - gaps(step))
     for sizes in _cuts(step):
@@ -101,20 +101,20 @@ def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
 
 
 def gaps(step: Step) -> int:
-    """Bytes that torch's allocator has reserved at the peak and nobody can use."""
+    """Returns the bytes that torch's allocator has reserved at the peak and nobody can use."""
     custom = step.sizes.class_type == "custom"
     return int(GAPS * step.sizes.unit(step.batch.tokens)) if custom else 0
 
 
 LEAST = 256
-"""Of candidates that cannot fit, so many that lack least are looked at."""
+"""If no candidate can fit, so many of those that lack least are scored."""
 
 
 def _worth_placing(
     step: Step, counted: Counted, placed: Levels, budget: Budget, best: Score
 ) -> Any:  # (N,)
-    """Which candidates may be better than the best so far: they lack no more, and take no longer,
-    if states were nowhere in their way."""
+    """Returns which candidates may be better than the best so far: those that would lack no more
+    and take no longer if states needed no time."""
     needed = counted.on_gpu + counted.loss_bytes + placed.least_bytes
     lacks = np.maximum(0, needed - budget.gpu)
     lacks += np.maximum(0, counted.hosted.nbytes - budget.host)
@@ -128,7 +128,7 @@ def _worth_placing(
 
 
 def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple[Score, Chosen]:
-    """Of one cut, and one order in which states leave."""
+    """Returns the best candidate of one cut and one order in which states leave the GPU."""
     level, missing = placed.lowest(counted.activity, budget.gpu)
     host = placed.host_bytes(level, counted.below)
     over = missing + np.maximum(0, host - budget.host)
@@ -150,7 +150,7 @@ def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple
 
 
 def displayed(seconds: Any) -> Any:
-    """To three digits, as seconds are shown: faster by less is not faster."""
+    """Rounds seconds to three digits, as they are shown. A smaller difference does not count."""
     digits = np.floor(np.log10(seconds)) - 2
     return np.round(seconds / 10**digits) * 10**digits
 
@@ -187,13 +187,14 @@ def _seconds(step: Step, counted: Counted, traffic: Traffic) -> Seconds:
 
 
 def host_bytes(step: Step, chosen: Chosen) -> int:
-    """What its saved activations need of the host."""
+    """Returns the bytes of the host that a choice's saved activations need."""
     layer = step.count(chosen.sizes, step.batch).layer
     return sum(layer.kept_bytes(keep.hosted) for keep in chosen.ladder)
 
 
 def predicted(step: Step, chosen: Chosen) -> Seconds:
-    """Of what was chosen, on another batch or with other exchanges than it was chosen for."""
+    """Returns the seconds of a choice, on another batch or with other exchanges than those that it
+    was chosen for."""
     tables = step.count(chosen.sizes, step.batch)
     counted = Counted(Candidates.of([runs(chosen.ladder)]), tables)
     found = _seconds(step, counted, chosen.traffic)

@@ -1,14 +1,14 @@
-"""One placement of model states over the tiers GPU and host.
+"""The placement of model states over the tiers GPU and host.
 
-What may wait on the host leaves the GPU in a fixed order, one tensor of one block after the other:
-states of the last blocks first, then gradients and weights. How many have left is a *level*. A
-level more needs no more of the GPU, and copies no less: so the lowest that fits is the fastest, and
-more memory never makes it higher. A third tier would be further levels.
+The tensors that may wait on the host leave the GPU in a fixed order, one tensor of one block at a
+time: the states of the last blocks first, then gradients and weights. The number of tensors that
+have left is a *level*. The next level needs no more of the GPU and copies no less, so the lowest
+level that fits is the fastest, and more memory never raises it. A third tier would add levels.
 
-Bytes are those of whole blocks at each moment of a step: gradients come as saved activations go.
-Where the two counts differ, this one is the larger: what leaves is counted until it has left, and
-what waits for an update until the end of the forward that makes it. tests/memory/test_levels.py
-holds it to the bytes by name (place.PlacedStates).
+Bytes are those of whole blocks at each moment of a step; gradients come as saved activations go.
+place.PlacedStates counts the same bytes by name. Where the two differ, this count is the larger
+one: a tensor that leaves counts until it has left, and a gradient that waits for its update counts
+until the end of the forward that updates it. tests/memory/test_levels.py compares the two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from longctx.memory.slab import LINE, whole_lines
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Activity:
-    """Bytes of activations and work on the GPU, of each of C candidates."""
+    """Bytes of activations and buffers on the GPU, for each of C candidates."""
 
     forward: Any  # (C, layers)
     loss: Any  # (C,)
@@ -47,13 +47,13 @@ class Activity:
 
 
 ORDERS = (("states", "grad", "weight"), ("states", "weight", "grad"))
-"""In which kinds of tensors leave the GPU. A byte of weights on the host comes up twice and goes
-down once a step, one of gradients or states comes and goes once; but gradients need no room where
-they come as saved activations go."""
+"""The orders in which kinds of tensors leave the GPU. A byte of weights on the host is copied up
+twice and down once per step, a byte of gradients or states once each way. But gradients need no
+room if they come as saved activations go."""
 
 
 class Levels:
-    """The ways in which a model's states may be placed, beside activations."""
+    """The levels at which a model's states may be placed, beside activations."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Levels:
         order: tuple[str, str, str] = ORDERS[0],
         embedding_first: bool = False,
     ) -> None:
-        """`keeps_gradients`: none may leave, several processes average them. `order` is that in
-        which kinds of tensors leave; `embedding_first`: the embedding's states, the largest, are
-        the first of theirs instead of the last."""
+        """`keeps_gradients` says that no gradient may leave, since several processes average them.
+        `order` is the order in which kinds of tensors leave. With `embedding_first` the embedding's
+        states, the largest, are the first states to leave instead of the last."""
         self.blocks, self.accumulates = blocks, accumulates
         self.layers = count_layers(blocks)
         forward = [*range(len(blocks))]
@@ -83,7 +83,7 @@ class Levels:
             self._leaving = []
         self._order = order
         self.first = len(self._leaving) if placement == "host" else 0
-        """The lowest that was asked for."""
+        """The lowest level that the placement allows."""
 
     def _may_leave(self, i: int, kind: str) -> bool:
         block = self.blocks[i]
@@ -107,19 +107,20 @@ class Levels:
 
     @cached_property
     def _away(self) -> dict[str, Any]:
-        """(levels, blocks) of each kind: whether it waits on the host."""
+        """For each kind, (levels, blocks): whether the block's tensor waits on the host."""
         away = {kind: np.zeros((len(self), len(self.blocks)), bool) for kind in KINDS}
         for level, (kind, i) in enumerate(self._leaving):
             away[kind][level + 1 :, i] = True
         return away
 
     def _left(self, kind: str) -> Any:  # (levels,)
-        """Bytes that are away."""
+        """Returns the bytes of a kind that wait on the host."""
         return self._away[kind] @ self._bytes(kind)
 
     @cached_property
     def _windows(self) -> tuple[Any, Any]:  # (levels,) each
-        """Of weights on their way: in forward, and in backward, where only layers stream."""
+        """Bytes of weights that are on their way: in forward, and in backward, where only layers
+        stream."""
         movable = np.array([block.movable for block in self.blocks], bool)
         of_layer = np.array([block.layer is not None for block in self.blocks], bool)
 
@@ -136,8 +137,8 @@ class Levels:
 
     @cached_property
     def _gradients(self) -> tuple[Any, Any, Any]:  # (layers + 2,) each
-        """Bytes by the moment at which they come: of those that cannot leave, of those that can,
-        and of those of the first that wait for the next forward's update all the same."""
+        """Bytes of gradients by the moment at which they come: of those that cannot leave, of those
+        that can, and of those among the first that wait for an update in the next forward."""
         stay, leave, wait = (np.zeros(self.layers + 2, np.int64) for _ in range(3))
         leaving = {i for kind, i in self._leaving if kind == "grad"}
         moving = {i for _, i in self._leaving}
@@ -148,22 +149,22 @@ class Levels:
         return stay, leave, wait
 
     def _above(self, gradients: Any) -> tuple[Any, Any]:
-        """(layers,) each: bytes that backward of layer i finds, and forward of layer i of the last
-        step's, of gradients by the moment at which they come."""
+        """Returns two arrays (layers,) from gradients by the moment at which they come: the bytes
+        that backward of layer i finds, and those of the last step that forward of layer i finds."""
         after = np.cumsum(gradients[::-1])[::-1]
         tied = gradients[0] if self.blocks[0].tied else 0
         return np.append(after[2:], 0)[: self.layers] + tied, after[1 : self.layers + 1]
 
     @cached_property
     def least_bytes(self) -> int:
-        """What no level goes below, at the loss."""
+        """The bytes at the loss that every level needs."""
         always = LIBRARY_BYTES + sum(int(self._bytes(kind).sum()) for kind in ("weight", "states"))
         away = int(self._left("states")[-1] + self._left("weight")[-1] - self._windows[0][-1])
         return always - max(0, away)
 
     def lowest(self, a: Activity, budget: int) -> tuple[Any, Any]:  # (C,), (C,)
-        """The lowest level of each candidate with which it fits, and the bytes that are missing
-        with the last one where none does."""
+        """Returns for each candidate the lowest level with which it fits, and the bytes that it
+        lacks with the last level if it fits with none."""
         stay, leave, wait = self._gradients
         none, all_here = np.zeros_like(stay), stay + leave
         always = LIBRARY_BYTES + sum(int(self._bytes(kind).sum()) for kind in ("weight", "states"))
@@ -198,9 +199,9 @@ class Levels:
         return level, missing
 
     def _needs(self, a: Activity, here: Any, gone: Any, waiting: Any) -> tuple[Any, Any]:
-        """Bytes of activations, work and gradients: at the moments at which any weights stream, and
-        at those at which only layers' do. Gradients that are `gone` are so after a moment; those
-        that are `waiting` do so for an update in the next forward."""
+        """Returns the bytes of activations, buffers and gradients: at the moments at which any
+        weights stream, and at those at which only layers' weights do. `gone` gradients leave one
+        moment after they came; `waiting` ones wait for an update in the next forward."""
         total = int(here.sum())
         if self.accumulates:
             forward = np.maximum(a.forward.max(axis=1), a.loss) + total
@@ -214,14 +215,15 @@ class Levels:
         return forward, np.maximum(backward, total - int(here[0]) + self._embedding_bytes(a))
 
     def _embedding_bytes(self, a: Activity) -> int:
-        """While its gradient is made, wherever that goes; a frozen one has none."""
+        """Returns the bytes while the embedding's gradient is made, wherever it goes then. A frozen
+        embedding has none."""
         first = self.blocks[0]
         return a.embedding + first.grad * (1 + first.tied) if first.grad else 0
 
     def _gradients_that_fit(self, a: Activity, some: Any, forward_room: Any, room: Any) -> Any:
-        """How many of the gradients that may leave stay, of `some` candidates: those of the first
-        blocks, while there is room at each moment from theirs on. The rooms are those of forward
-        and of backward."""
+        """Returns for `some` candidates how many of the gradients that may leave can stay: those of
+        the first blocks, as long as there is room at each moment from theirs on, in forward and in
+        backward."""
         stay, leave, wait = self._gradients
         order = [i for kind, i in reversed(self._leaving) if kind == "grad"]
         count, going = np.zeros(len(some), np.int64), np.ones(len(some), bool)
@@ -260,8 +262,9 @@ class Levels:
     # --- the host and the link -------------------------------------------------------------------
 
     def host_bytes(self, level: Any, below: Any) -> Any:  # (C,)
-        """What is locked, at most (memory/settle.py): states, and room that saved activations and
-        gradients of layers share. `below` (C, layers + 1): what layers below keep there."""
+        """Returns the largest number of locked bytes (memory/settle.py): states, and the room that
+        saved activations and layers' gradients share. `below` (C, layers + 1) are the bytes that
+        the layers below keep there."""
         away = self._away
         moved = sum(away[kind] * self._bytes(kind) for kind in KINDS)
         shares = np.zeros(len(self.blocks), bool)
@@ -279,7 +282,7 @@ class Levels:
         return states[level] + shared
 
     def traffic(self, level: Any) -> Traffic:
-        """Of each candidate's level."""
+        """Returns the copies of each candidate's level."""
         found = self._traffic
         return Traffic(
             rising_first=found.rising_first[level],
@@ -309,8 +312,8 @@ class Levels:
 
 
 def pending_levels(layers: int, states: int, gradients: int, *, accumulates: bool) -> Levels:
-    """Of weights and states that an engine, or torch's optimizer, has: nothing of them leaves, and
-    the first step adds these bytes. Gradients come evenly."""
+    """Returns the levels of weights and states that an engine or torch's optimizer holds: none of
+    them leaves, and the first step adds these bytes. Gradients come evenly."""
     share = gradients // (layers + 1)
     one = BlockSizes(weight=0, states=0, grad=share, movable=False, fixed=True)
     blocks = [replace(one, states=states), *(replace(one, layer=i) for i in range(layers))]

@@ -1,7 +1,8 @@
-"""What host memory this process may still take: the machine's, under the limits of its container.
+"""The host memory that this process may still take: the machine's, within its container's limits.
 
-A container's limit is its cgroup's, and everything above it counts too. Of what a cgroup uses, the
-page cache is given back when it is needed, as in the kernel's own MemAvailable. cgroup v1 and v2:
+A container's limit is that of its cgroup, and the limits of all cgroups above it hold too. The page
+cache counts as free, since the kernel gives it back when it is needed, as in its own MemAvailable.
+cgroup v1 and v2:
 Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 """
 
@@ -20,19 +21,19 @@ PROC = Path("/proc/self")
 
 
 def available_host_bytes() -> int:
-    """What can be taken without swapping and without being killed."""
+    """Returns the bytes that can be taken without swapping and without being killed."""
     return max(0, min(psutil.virtual_memory().available, *_rooms(PROC)))
 
 
 def host_share_bytes() -> int:
-    """Of that, what each of a run's processes on this machine may take."""
+    """Returns the share of these bytes that each of a run's processes on this machine may take."""
     return available_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def held_host_bytes() -> int:
-    """What the processes of this run hold of the machine's memory: their own pages and shared ones,
-    each once, with what is page-locked, by us or by CUDA's driver. Of files that are mapped
-    nothing: the kernel drops those."""
+    """Returns the bytes of the machine that this run's processes hold: their own and their shared
+    pages, each once, and what is page-locked by us or by CUDA's driver. The pages of mapped files
+    do not count, since the kernel drops them."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first = psutil.Process(os.getppid() if ranks > 1 else os.getpid())  # who launched all ranks
     held = 0
@@ -43,7 +44,7 @@ def held_host_bytes() -> int:
 
 
 def _sizes(path: Path) -> Iterator[tuple[str, int]]:
-    """Bytes by name, of a file whose lines are `Name:  number kB`."""
+    """Yields names and bytes from a file whose lines are `Name:  number kB`."""
     for line in _lines(path):
         words = line.split()
         if len(words) == 3 and words[2] == "kB":
@@ -51,7 +52,7 @@ def _sizes(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def cgroup_limit_bytes() -> int | None:
-    """The memory that this process's own control group may hold, where one was set."""
+    """Returns the limit of this process's own control group; None if it has none."""
     limits = [
         _number(folder / name)
         for folder, _ in _memory_cgroups(PROC)
@@ -61,13 +62,13 @@ def cgroup_limit_bytes() -> int | None:
 
 
 def host_budget(available: int, limit_gib: float | None) -> int:
-    """Of the bytes that are free, what a run may lock."""
+    """Returns the bytes that a run may lock, from those that are free."""
     available -= int(min(HOST_SPARE * available, HOST_MOST_SPARED_GIB * GIB))
     return available if limit_gib is None else min(available, int(limit_gib * GIB))
 
 
 def _rooms(proc: Path) -> Iterator[int]:
-    """What is left under each limit that holds for this process."""
+    """Yields what is left under each limit that holds for this process."""
     yield psutil.virtual_memory().total
     for folder, mounted in _memory_cgroups(proc):
         for level in [folder, *folder.parents]:
@@ -77,7 +78,8 @@ def _rooms(proc: Path) -> Iterator[int]:
 
 
 def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, Path]]:
-    """The process's cgroups that limit memory, each with the folder where its tree is mounted."""
+    """Yields the process's cgroups that limit memory, each with the folder where its tree is
+    mounted."""
     paths: dict[bool, str] = {}  # is it v2 -> path in its tree
     for line in _lines(proc / "cgroup"):
         hierarchy, controllers, path = line.split(":", 2)
@@ -97,7 +99,7 @@ def _memory_cgroups(proc: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _room(cgroup: Path) -> Iterator[int]:
-    """Its limit less what it uses and cannot give back; nothing where there is no limit."""
+    """Yields a cgroup's limit less what it uses and cannot give back, if it has a limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory.high", "memory.current"),
@@ -114,7 +116,7 @@ def _room(cgroup: Path) -> Iterator[int]:
 
 
 def _number(path: Path) -> int | None:
-    """None where the file is missing or says `max`."""
+    """Returns a file's number; None if the file is missing or says `max`."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 
