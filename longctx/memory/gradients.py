@@ -1,20 +1,20 @@
-"""What backward delivers: each parameter's gradient, in `parameter.grad`, as torch's loops want it.
+"""The gradients that backward delivers, in `parameter.grad`, as torch's loops want them.
 
-On the GPU that is the tensor that autograd made. Where a block's place says so the gradient leaves
-for the host as soon as it is finished, and a `HeldGradient` stands for it (held.py). In both cases
-`parameter.grad` is the only record: whoever sets it to None, replaces or scales it does so here.
+On the GPU such a gradient is the tensor that autograd made. If its block's place is the host, it
+leaves as soon as it is finished, and a `HeldGradient` stands for it (held.py). In both cases
+`parameter.grad` is the only record: whoever sets it to None, replaces it or scales it changes the
+gradient itself.
 
-Gradients of several batches add up in fp32, also those of weights in 16 bits; that of a single
-batch stays in the dtype in which it arrives. On the host later batches are added to it there: up,
-add, down, piece by piece.
+Gradients of several batches are summed in fp32, those of 16-bit weights too. The gradient of a
+single batch stays in the dtype in which it arrives. On the host later batches are added in pieces:
+each is copied up, added to, and copied down.
 
-`norm` is the same wherever gradients are: the square sums of pieces of the same PIECE elements, in
-fp32, are added up in fp64. (torch.nn.utils.clip_grad_norm_ rounds each bf16 gradient's norm to 8
-bits.)
+`norm` is the same wherever gradients are: squares are summed in fp32 over pieces of PIECE elements,
+and these sums in fp64. (torch.nn.utils.clip_grad_norm_ rounds each bf16 gradient's norm to 8 bits.)
 
-Several processes: the mean over them is taken of the finished gradient, in fp32, while backward
-goes on; it is rounded once, and there when backward ends. No DDP is needed, which would keep a
-second copy of every gradient.
+With several processes the finished gradient is averaged over them in fp32 while backward goes on,
+rounded once, and ready when backward ends. This replaces DDP, which would keep a second copy of
+every gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from longctx.memory.states import Block
 from longctx.memory.stream import StateStream
 
 Slot = tuple[Block, int]
-"""A block, and a parameter's number in it."""
+"""A block, and the number of a parameter in it."""
 
 
 class WatchedGradients:
@@ -53,17 +53,17 @@ class WatchedGradients:
         self._slots: dict[nn.Parameter, Slot] = {}
         self._watched: list[Slot] = []
         self._order: dict[Slot, None] = {}
-        """The order in which backward delivered."""
+        """The order in which backward delivered the gradients."""
         self._norms: dict[Slot, Tensor] = {}
-        """The norm of each piece, as last measured."""
+        """The norm of each piece when it was last measured."""
         self._clipped: dict[Slot, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        """Gradients in 16 bits that `clip` has left as they are: their version then, and factor."""
+        """Gradients in 16 bits that `clip` left unchanged: their version then, and their factor."""
         self._leaving: deque[tuple[object, int, Tensor]] = deque()
         self._reducing: deque[tuple[Slot, Tensor, dist.Work]] = deque()
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
     def watch(self, parameter: nn.Parameter, slot: Slot) -> None:
-        """Takes what backward delivers for a parameter, whose slot it is."""
+        """Takes the gradients that backward delivers for the parameter of a slot."""
         self._slots[parameter] = slot
         self._watched.append(slot)
         parameter.grad_dtype = None  # type: ignore[attr-defined]  # sums have fp32
@@ -85,7 +85,7 @@ class WatchedGradients:
         weakref.finalize(self, _remove, hooks)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of gradients."""
         return sum(1 for _ in self._present())
 
     def _present(self) -> Iterator[tuple[Slot, Tensor]]:
@@ -96,7 +96,7 @@ class WatchedGradients:
     # --- from backward -------------------------------------------------------------------------
 
     def _widen(self, slot: Slot) -> None:
-        """Another batch is about to be added to a gradient: in fp32, and to what `clip` left."""
+        """Prepares a gradient for another batch: in fp32, and scaled as `clip` asked."""
         parameter = slot[0].parameters[slot[1]]
         grad = parameter.grad
         if grad is None or isinstance(grad, HeldGradient):
@@ -111,7 +111,7 @@ class WatchedGradients:
             parameter.grad = grad if factor is None else grad.mul_(factor)
 
     def _arrive(self, slot: Slot) -> None:
-        """Autograd has written `parameter.grad`, or added to it."""
+        """Takes a gradient after autograd has written `parameter.grad` or added to it."""
         block, i = slot
         parameter = block.parameters[i]
         self._order.pop(slot, None)
@@ -136,7 +136,7 @@ class WatchedGradients:
             self._reduce(slot, grad)
 
     def _settle_block(self, block: Block) -> None:
-        """Nothing of the block's gradients is read by an update any more."""
+        """Ends the updates that still read the block's gradients."""
         if block.update is not None:  # a loop whose forward went past the block's modules
             self._stream.flush()
         self._stream.wait(block)
@@ -149,7 +149,7 @@ class WatchedGradients:
         return fits and block.has_room()
 
     def _send(self, held: HeldGradient, grad: Tensor) -> None:
-        """To its room on the host, whatever is there."""
+        """Copies a gradient to its room on the host, whatever is there."""
         block, i = held.slot
         room = block.host_grad
         assert room is not None
@@ -161,7 +161,7 @@ class WatchedGradients:
         self._hold(grad)
 
     def _hold(self, grad: Tensor) -> None:
-        """Keeps a gradient until it has left."""
+        """Keeps a gradient alive until it has left."""
         self._leaving.append((self._stream.down.mark(), grad.nbytes, grad))
         while sum(nbytes for _, nbytes, _ in self._leaving) > IN_FLIGHT_BYTES:
             self._stream.compute.wait(self._leaving.popleft()[0])
@@ -206,7 +206,7 @@ class WatchedGradients:
             self._hold(factor)
 
     def whole(self, held: HeldGradient) -> Tensor:
-        """A copy of a gradient that is held, on the GPU, in its parameter's shape."""
+        """Returns a copy of a held gradient, on the GPU, in its parameter's shape."""
         block, i = held.slot
         self._settle_block(block)
         if held.here is not None:
@@ -221,7 +221,7 @@ class WatchedGradients:
         return grad if held.factor is None else grad.float().mul_(held.factor)
 
     def replace(self, held: HeldGradient, grad: Tensor) -> None:
-        """Puts another gradient in the place of one that is held."""
+        """Replaces a held gradient by another one."""
         self._settle_block(held.slot[0])
         if held.here is None:
             self._send(held, grad)
@@ -229,7 +229,7 @@ class WatchedGradients:
             held.here, held.factor = grad, None
 
     def multiply(self, held: HeldGradient, factor: Any) -> None:
-        """Has the update multiply a gradient that is held."""
+        """Has the update multiply a held gradient by a factor."""
         self._settle_block(held.slot[0])
         factor = torch.as_tensor(factor, dtype=torch.float32).to(self._stream.device)
         held.factor = factor.clone() if held.factor is None else held.factor * factor
@@ -255,13 +255,13 @@ class WatchedGradients:
     # --- to the update -------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """All that backward delivered has arrived."""
+        """Waits until all that backward delivered has arrived."""
         while self._reducing:
             self._end_reduce()
         self._stream.compute.wait(self._stream.update.mark())
 
     def norm(self) -> Tensor:
-        """The norm of all gradients, fp32, ()."""
+        """Returns the norm of all gradients, fp32, ()."""
         self.settle()
         found = [self._norms_of(slot, grad) for slot, grad in self._present()]
         if not found:
@@ -269,12 +269,12 @@ class WatchedGradients:
         return torch.cat(found).double().square().sum().sqrt().float()
 
     def norm_of(self, held: HeldGradient) -> Tensor:
-        """The norm of one that is held, fp32, ()."""
+        """Returns the norm of a held gradient, fp32, ()."""
         self.settle()
         return self._norms_of(held.slot, held).double().square().sum().sqrt().float()
 
     def _norms_of(self, slot: Slot, grad: Tensor) -> Tensor:
-        """Of its pieces."""
+        """Returns the norms of a gradient's pieces."""
         here = grad.here if isinstance(grad, HeldGradient) else grad
         if here is not None:
             self._measure(slot, here.to(self._stream.device).contiguous())
@@ -295,8 +295,8 @@ class WatchedGradients:
         torch.linalg.vector_norm(grad, dtype=norms.dtype, out=norms[n])
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """The norm of all gradients, fp32, (), which are scaled down to `max_norm`: those in 16
-        bits when the update reads them, so that nothing is rounded."""
+        """Returns the norm of all gradients, fp32, (), and scales them down to `max_norm`. Those in
+        16 bits are scaled when the update reads them, so that nothing is rounded."""
         norm = self.norm()
         if not max_norm:
             return norm
@@ -313,7 +313,7 @@ class WatchedGradients:
         return norm
 
     def factor(self, slot: Slot, grad: Tensor) -> Tensor | None:
-        """What the update multiplies the gradient by: fp32, ()."""
+        """Returns the factor by which the update multiplies the gradient, fp32, (); None is 1."""
         if isinstance(grad, HeldGradient):
             return grad.factor
         reference, version, factor = self._clipped.get(slot, (None, 0, None))
@@ -329,7 +329,7 @@ class WatchedGradients:
         return factor
 
     def broken(self) -> Slot | None:
-        """Where the first gradient is that is not finite, in the order of backward."""
+        """Returns the slot of the first gradient that is not finite, in the order of backward."""
         present = dict(self._present())
         for slot in self._order:
             if (grad := present.get(slot)) is None:
@@ -341,12 +341,13 @@ class WatchedGradients:
         return None
 
     def tensors(self) -> list[Tensor]:
-        """Those on the GPU that are in no `parameter.grad`."""
+        """Returns the gradients on the GPU that are in no `parameter.grad`."""
         held = [grad.here for _, grad in self._present() if isinstance(grad, HeldGradient)]
         return [*(x for x in held if x is not None), *(grad for *_, grad in self._leaving)]
 
     def take(self, slot: Slot) -> Tensor | None:
-        """A gradient for its update, on the GPU and contiguous; None for one on the host."""
+        """Returns a gradient for its update, on the GPU and contiguous; None if it is on the
+        host."""
         parameter = slot[0].parameters[slot[1]]
         grad = parameter.grad
         assert grad is not None
@@ -363,7 +364,7 @@ class WatchedGradients:
             return grad.detach().to(self._stream.device).contiguous()
 
     def end(self) -> None:
-        """The update is given all gradients: none is on its way."""
+        """Ends the step: all gradients have been given to the update, and none is on its way."""
         self._stream.compute.wait(self._stream.down.mark())
         self._leaving.clear()
 
@@ -374,6 +375,6 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _norm_dtype(device: torch.device) -> torch.dtype:
-    """Torch adds up a row on the CPU one after the other: in fp32 9% of the squares of 5e8 numbers
-    would be missing."""
+    """Returns the dtype in which squares are summed. On the CPU torch sums a row one element after
+    the other, so that in fp32 9% of the squares of 5e8 elements would be lost."""
     return torch.float32 if device.type == "cuda" else torch.float64

@@ -1,10 +1,10 @@
 """Tensors whose values are on their way: whoever touches one waits until they are there.
 
 A lazy update (optimizer.py) has not reached its weights yet, and weights that live on the host may
-have a copy on the GPU that is dropped after use. A forward knows that and waits block by block;
-anybody else does not: a moving average, best weights that are loaded back, `torch.save(model)`, a
-loop that reads `parameter.data`. So such a tensor is of a subclass for as long as that is so, and
-any operation on it in Python but a look at its shape and the like first ends what is outstanding.
+have a copy on the GPU that is dropped after use. A forward knows this and waits block by block.
+Others do not: a moving average, best weights that are loaded back, `torch.save(model)`, a loop that
+reads `parameter.data`. So for that time the tensor is of a subclass, and any operation on it in
+Python first ends what is outstanding, except for a look at its shape and the like.
 It costs an assignment when it begins and one when it ends, and nothing in between.
 """
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 Settle = Callable[[], None]
 """Ends what is outstanding, and releases what is guarded."""
 _settle: dict[int, Settle] = {}
-"""Of each guarded tensor, by its id: its own dictionary would be saved with it."""
+"""The function of each guarded tensor, by the tensor's id. Its own dictionary would be saved."""
 _METADATA = frozenset(
     """
     shape dtype device layout ndim requires_grad is_leaf grad grad_fn grad_dtype retains_grad
@@ -65,7 +65,7 @@ class GuardedParameter(Guarded, nn.Parameter):
 
 
 class GuardedTensor(Guarded, Tensor):
-    """A tensor, such as a gradient that an update is still to read, for as long."""
+    """A tensor while its values must not change, such as a gradient that an update will read."""
 
 
 _PLAIN: dict[type, type] = {GuardedParameter: nn.Parameter, GuardedTensor: Tensor}
@@ -91,14 +91,14 @@ def release(x: Tensor) -> None:
 
 
 def settle(x: Tensor) -> None:
-    """What a touch does."""
+    """Ends what is outstanding when somebody touches a guarded tensor."""
     if waits := _settle.get(id(x)):
         waits()
     release(x)
 
 
 def unguarded() -> Any:
-    """A context in which guarded tensors are as any others: for whoever moves them."""
+    """A context in which guarded tensors are ordinary ones, for the code that moves them."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

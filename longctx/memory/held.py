@@ -1,16 +1,16 @@
 """A gradient that is not where its parameter is, as `parameter.grad`.
 
-Gradients that wait in host memory have no tensor on the GPU. What stands in `parameter.grad` for
-one of them is a `HeldGradient`: a tensor without storage that behaves as the gradient does.
+A gradient that waits in host memory has no tensor on the GPU. A `HeldGradient` stands for it in
+`parameter.grad`: a tensor without storage that behaves as the gradient does.
 
-    next backward adds to it          it is added to where it is, piece by piece
-    its norm                          known: it was measured before the gradient left
-    multiplied by a number            remembered, and applied by the update
-    any other operation               on a copy of it on the GPU; what is changed goes back
+    the next backward adds to it      the sum is made where the gradient is, piece by piece
+    its norm                          is known: it was measured before the gradient left
+    multiplication by a number        is remembered, and applied by the update
+    any other operation               runs on a copy on the GPU; what it changes goes back
 
 So clipping by torch, accelerate or Trainer, a GradScaler, logging, and both kinds of zero_grad do
-with it what they do with any gradient, and only the last line moves it. `parameter.grad = None`
-forgets it.
+with it what they do with any gradient. Only the operations of the last line move it.
+`parameter.grad = None` forgets it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class Holder(Protocol):
-    """Who has the gradients that are held (gradients.py)."""
+    """The owner of held gradients (gradients.py)."""
 
     def add(self, held: HeldGradient, grad: Tensor) -> None: ...
 
@@ -41,13 +41,13 @@ class Holder(Protocol):
 
 
 class HeldGradient(Tensor):
-    """Stands for a gradient. Its dtype and device are the parameter's, as torch wants of `.grad`;
-    the values may have fp32, and are elsewhere."""
+    """Stands for a gradient. Its dtype and device are the parameter's, as torch requires of
+    `.grad`; its values may be fp32, and live elsewhere."""
 
     here: Tensor | None
-    """On the GPU; None for one in its block's room on the host."""
+    """The values on the GPU; None if they are in the block's room on the host."""
     factor: Tensor | None
-    """What it is multiplied by: fp32, (), on the GPU; None is 1."""
+    """The factor by which the values are multiplied, fp32, (), on the GPU; None is 1."""
 
     @staticmethod
     def __new__(cls, parameter: nn.Parameter, gradients: Holder, slot: Any) -> HeldGradient:
@@ -92,7 +92,7 @@ class HeldGradient(Tensor):
         return _on_copies(func, args, kwargs)
 
     def whole(self) -> Tensor:
-        """The gradient on the GPU: a copy, of the parameter's shape."""
+        """Returns a copy of the gradient on the GPU, in the parameter's shape."""
         return self.gradients.whole(self)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -120,7 +120,7 @@ class HeldGradient(Tensor):
 
 
 def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on gradients' copies, and takes back what it changed."""
+    """Runs an operation on copies of gradients, and takes back what it changed."""
     copies: dict[int, tuple[HeldGradient, Tensor]] = {}
 
     def copy(held: HeldGradient) -> Tensor:
@@ -145,7 +145,7 @@ def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operation on a list of gradients, of which no two are brought to the GPU at once."""
+    """Runs an operation on a list of gradients, of which one at a time is brought to the GPU."""
     many, *rest = args
     found = []
     for i, given in enumerate(many):

@@ -5,13 +5,13 @@
 
 AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. One step is that of torch's fp32 AdamW, for
 bf16 weights too: the remainder beside each holds the rest of its fp32 master (kernels/adamw.py).
-docs/states.md has, as a table, what a loop may do to it; all that torch's AdamW allows.
+A loop may do to it whatever torch's AdamW allows; docs/states.md has a table of this.
 
-Updates are lazy, and nobody can see it. `step` updates what lies on the GPU at once. What lies on
-the host is updated just before its block's next forward, with the learning rate, norm and gradients
-of the finished step, while the blocks before it compute: the numbers are those of an update at
-once. `flush` ends what is outstanding; whoever touches such a weight, gradient or state other than
-through a module's forward calls it without knowing (guard.py).
+Updates are lazy, which nobody can see. `step` updates at once what lives on the GPU. What lives on
+the host is updated just before its block's next forward, while the blocks before it compute, with
+the learning rate, norm and gradients of the finished step. The values are those of an immediate
+update. `flush` ends what is outstanding. Whoever touches such a weight, gradient or state other
+than through a module's forward calls it without knowing (guard.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ExactAdamW(torch.optim.Optimizer):
         self.stream = stream
         self.gradients = WatchedGradients(stream, is_last=is_last)
         self.steps: dict[nn.Parameter, int] = {}
-        """How often each parameter was updated."""
+        """The number of updates of each parameter."""
         self._states = StatesByParameter(self)
         self._places = {
             parameter: (block, i)
@@ -78,8 +78,8 @@ class ExactAdamW(torch.optim.Optimizer):
         return any(p is parameter for block in self.stream.blocks for p in block.parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. States of a parameter that was frozen when the model was placed, or is new,
-        are made on the GPU.
+        """Adds a group, as torch's optimizers do. The states of a parameter that was frozen when
+        the model was placed, or that is new, are made on the GPU.
 
         Raises ValueError for a parameter that is frozen, or whose weights wait on the host without
         states, and for options that exact AdamW does not have.
@@ -126,7 +126,7 @@ class ExactAdamW(torch.optim.Optimizer):
     # --- a step ------------------------------------------------------------------------------
 
     def clip(self, max_norm: float | None = None) -> Tensor:  # () fp32
-        """The norm of all gradients; the step scales them down to `max_norm`, exactly."""
+        """Returns the norm of all gradients. The step scales them down to `max_norm`, exactly."""
         self._end_updates()
         return self.gradients.clip(max_norm)
 
@@ -134,7 +134,7 @@ class ExactAdamW(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """Updates every parameter that has a gradient, on the host later (`flush`)."""
+        """Updates every parameter that has a gradient; what lives on the host is updated later."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -178,7 +178,8 @@ class ExactAdamW(torch.optim.Optimizer):
             block.close(self.stream.settle)
 
     def _check_strangers(self) -> None:
-        """Torch's AdamW would leave them, too, but it was given the others by name."""
+        """Warns of gradients that no group has. torch's AdamW would not use them either, but it
+        was given its parameters by name."""
         found = sum(p.grad is not None and p.requires_grad for p in self._strangers)
         if found:
             self._strangers = []
@@ -198,7 +199,8 @@ class ExactAdamW(torch.optim.Optimizer):
         self.stream.flush()
 
     def broken_gradient(self) -> str | None:
-        """The parameter whose gradient is not finite, the first in the order of backward."""
+        """Returns the name of the first parameter, in the order of backward, whose gradient is not
+        finite; None if all are."""
         place = self.gradients.broken()
         if place is None:
             return None
@@ -221,8 +223,8 @@ class ExactAdamW(torch.optim.Optimizer):
             self.load_states(parameter, states.get(parameter, {}))
 
     def states_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The parameter's exp_avg, exp_avg_sq and, in 16 bits, remainder and checksums: flat, where
-        they live. Call `flush` first."""
+        """Returns the parameter's exp_avg, exp_avg_sq and, if it has 16 bits, its remainder and
+        checksums: flat, where they live. Call `flush` first."""
         block, i = self._places[parameter]
         block.renew(i, self.stream.piece)
         return self._homes(parameter)
@@ -307,7 +309,7 @@ class ExactAdamW(torch.optim.Optimizer):
                 )
 
     def masters(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state dict in fp32, on the host: 4 bytes a parameter."""
+        """Returns the model's state dict in fp32, on the host, with 4 bytes per parameter."""
         weights: dict[int, Tensor] = {}  # tied ones once
         found = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -320,7 +322,7 @@ class ExactAdamW(torch.optim.Optimizer):
         return found
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter's weights in fp32, exact, on its device. Call `flush` first."""
+        """Returns the parameter's exact fp32 weights, on its device. Call `flush` first."""
         states = self.states_of(parameter) if parameter in self._places else {}
         remainder = states.get("remainder")
         if remainder is None:
@@ -329,7 +331,8 @@ class ExactAdamW(torch.optim.Optimizer):
         return join_master(weight, remainder.to(weight.device)).view(parameter.shape)
 
     def __del__(self) -> None:
-        """Whoever lets go of the optimizer after its last step keeps the weights, updated."""
+        """Ends outstanding updates, so that the weights of a model whose optimizer is gone are
+        updated."""
         stream = vars(self).get("stream")
         if stream is not None and not sys.is_finalizing():
             if any(block.update is not None for block in stream.blocks):
@@ -343,7 +346,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
 
 class StatesByParameter(MutableMapping[nn.Parameter, Mapping[str, Any]]):
-    """An optimizer's states by parameter, of those that were updated: views of where they live."""
+    """An optimizer's states of the parameters that were updated, as views of where they live."""
 
     def __init__(self, optimizer: ExactAdamW) -> None:
         self._optimizer = weakref.ref(optimizer)

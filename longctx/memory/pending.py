@@ -16,12 +16,12 @@ class Pending(NamedTuple):
     """Bytes that the first step adds on the GPU."""
 
     states: int = 0
-    """What stays, and whatever cannot make room for activations."""
+    """Bytes that stay, and never make room for activations."""
     gradients: int = 0
-    """They come while activations go, unless a step has several batches."""
+    """Bytes that come while activations go, unless a step has several batches."""
 
 
 def pending_bytes(parameters: Iterable[Tensor]) -> Pending:
-    """Adam's two moments and gradients, in the weights' dtype."""
+    """Returns the bytes of Adam's two moments and of gradients, in the weights' dtype."""
     trained = trained_bytes_on_gpu(parameters)
     return Pending(2 * trained, trained)

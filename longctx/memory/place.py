@@ -1,8 +1,8 @@
-"""Where a model's states live between uses, and what a step has of them on the GPU.
+"""Where a model's states live between uses, and which of their bytes a step has on the GPU.
 
-A block's weights, gradients and states (remainder and moments) are on the GPU or on the host, each
-as a whole: its `Place`. What moves does so through buffers, which are counted here too. levels.py
-chooses places.
+A block's weights, gradients and states (remainder and moments) each live as a whole on the GPU or
+on the host: this is the block's `Place`. What lives on the host moves through buffers, which are
+counted here too. levels.py chooses the places.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
 
 
 def usable_bytes(free: int) -> int:
-    """Of free GPU memory, what a plan may fill."""
+    """Returns the part of free GPU memory that a plan may fill."""
     return free - int(max(GPU_SPARE * free, min(GPU_SPARE_BYTES, GPU_MOST_SPARED * free)))
 
 
 PIECE = 2**24
-"""Elements that move at a time: 64 MB of a moment, 1.4 ms on the link, long against a launch."""
+"""Elements that move at a time: 64 MB of a moment, 1.4 ms on the link, long beside a launch."""
 RING = 3
-"""Pieces that are on the GPU at a time: one comes, one is updated, one goes."""
+"""Pieces on the GPU at a time: one arrives, one is updated, one leaves."""
 AHEAD = 2
 """Blocks whose weights are on their way while one computes."""
 MOVING = 4
-"""Blocks that may be on their way at all: what is launched waits in queues that are not endless."""
+"""Blocks that may be on their way at all, since the queues of launched work are not endless."""
 IN_FLIGHT_BYTES = 2**28
-"""Gradients that may be on their way to the host, or to other processes, before backward waits for
-them: more would hold back memory that the next layer needs."""
+"""Bytes of gradients that may be on their way to the host or to other processes before backward
+waits for them. More would hold back memory that the next layer needs."""
 Placement = Literal["auto", "gpu", "host"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What of a block is on the GPU between its uses; the rest waits on the host."""
+    """Which tensors of a block are on the GPU between its uses. The others wait on the host."""
 
     weight: bool = True
     states: bool = True
@@ -52,19 +52,19 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Bytes of a block, and what may leave the GPU."""
+    """The bytes of a block, and which of its tensors may leave the GPU."""
 
     weight: int
     states: int
     grad: int
     movable: bool
-    """Its weights may."""
+    """Whether its weights may leave."""
     fixed: bool = False
-    """Nothing may."""
+    """Whether nothing may leave."""
     layer: int | None = None
-    """Of a decoder layer its number."""
+    """The number of a decoder layer; None for any other block."""
     tied: bool = False
-    """Of the embedding, that lm_head is the same."""
+    """Whether this is an embedding that lm_head shares."""
 
     def on_gpu(self, place: Place) -> int:
         return sum(getattr(self, kind) for kind in KINDS if getattr(place, kind))
@@ -74,34 +74,35 @@ class BlockSizes:
 
 
 KINDS = ("weight", "grad", "states")
-"""What gets GPU memory first. A byte of weights on the host comes up twice and goes down once a
-step, one of gradients comes and goes once, and so does one of states."""
+"""The kinds of tensors, in the order in which they get GPU memory. A byte of weights on the host is
+copied up twice and down once per step, a byte of gradients or states once each way."""
 
 
 def may_update_away(block: BlockSizes) -> bool:
-    """Whether states or gradients of it may wait on the host."""
+    """Whether the block's states or gradients may wait on the host."""
     return not block.fixed and bool(block.states or block.grad)
 
 
 def ring_bytes() -> int:
-    """Two moments, a remainder and a gradient, in words of four bytes."""
+    """Returns the bytes of the ring, whose pieces have room for two moments, a remainder and a
+    gradient of 4 bytes each."""
     return RING * PIECE * 4 * 4
 
 
 def window_bytes(blocks: Sequence[BlockSizes]) -> int:
-    """The weights of blocks that stream, at most, while one of them computes."""
+    """Returns the largest bytes of streamed weights that are on the GPU while a block computes."""
     sizes = [block.weight for block in blocks if block.movable]
     return max((sum(sizes[i : i + AHEAD + 1]) for i in range(len(sizes))), default=0)
 
 
 def buffer_bytes(blocks: Sequence[BlockSizes], places: Sequence[Place]) -> int:
-    """GPU memory through which those blocks move that are not all on the GPU."""
+    """Returns the bytes of the buffers through which blocks move that are not all on the GPU."""
     streamed = [b for b, place in zip(blocks, places, strict=True) if not place.weight]
     return moved_ring_bytes(places) + window_bytes(streamed)
 
 
 def moved_ring_bytes(places: Iterable[Place]) -> int:
-    """Weights need no ring."""
+    """Returns the bytes of the ring, if states or gradients move. Weights need none."""
     return ring_bytes() if any(not (p.states and p.grad) for p in places) else 0
 
 
@@ -109,8 +110,8 @@ def moved_ring_bytes(places: Iterable[Place]) -> int:
 
 
 class PlacedStates:
-    """Weights, states and gradients of a run without an engine, on the GPU as a step goes on
-    (`cost.peak.Standing`)."""
+    """The weights, states and gradients of a run without an engine on the GPU, in the course of a
+    step (a `cost.peak.Standing`)."""
 
     def __init__(
         self, blocks: Sequence[BlockSizes], places: Sequence[Place], *, accumulates: bool
@@ -129,8 +130,8 @@ class PlacedStates:
         }
         layers = count_layers(blocks)
         self._stay, self._wait, self._leave = (np.zeros(layers + 2, np.int64) for _ in range(3))
-        """Bytes of gradients by the layer that they are of: those that stay on the GPU, those of
-        them that the next forward's update reads, and those that leave."""
+        """Bytes of gradients by moment: those that stay on the GPU, those among them that the next
+        forward's update reads, and those that leave."""
         for block, place in placed:
             at = moment_of(block, blocks, layers)
             (self._stay if place.grad else self._leave)[at] += block.grad
@@ -163,7 +164,7 @@ class PlacedStates:
         return self.all_gradients() if self.accumulates else 0
 
     def embedding(self, made: Buffers) -> Buffers:
-        """A frozen one has no gradient."""
+        """All gradients while the embedding's is made. A frozen embedding has none."""
         if not self._embedding:
             return {"gradients": self.all_gradients()}
         return {
@@ -173,7 +174,7 @@ class PlacedStates:
         }
 
     def new_gradients(self, layer: int) -> int:
-        """Those that stay, and one that leaves."""
+        """The gradients that stay, and one that leaves."""
         if self.accumulates:
             return self.all_gradients()
         leaving = min(IN_FLIGHT_BYTES, int(self._leave[layer + 2]))
@@ -182,13 +183,14 @@ class PlacedStates:
 
 
 def count_layers(blocks: Sequence[BlockSizes]) -> int:
-    """At least one: what is known of a model without a list of layers is counted as one's."""
+    """Returns the number of decoder layers, at least 1: a model without a list of layers counts as
+    one."""
     return max(1, sum(block.layer is not None for block in blocks))
 
 
 def moment_of(block: BlockSizes, blocks: Sequence[BlockSizes], layers: int) -> int:
-    """When its gradient comes: i + 1 with layer i's, `layers` + 1 before any, 0 (the embedding's)
-    after all."""
+    """Returns when a block's gradient comes: i + 1 for layer i, `layers` + 1 if before all layers,
+    0 (the embedding's) if after all."""
     if block is blocks[0]:
         return 0
     return layers + 1 if block.layer is None else block.layer + 1

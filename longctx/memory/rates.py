@@ -1,14 +1,14 @@
-"""How fast this GPU multiplies and copies: measured once for this hardware and these versions, kept
-on disk (`Measured`).
+"""Measures how fast this GPU multiplies and copies, once for this hardware and these versions, and
+keeps the rates on disk (`Measured`).
 
     products      y = x W, dx = dy W', dW = x' dy of a tile of Llama-3.1-8B's MLP
     copies        1 GiB on the GPU: bytes read and written
     link          256 MiB of page-locked memory: up, down, both at once
     attention     plan/measure.py
 
-`longctx doctor` and `longctx plan` measure all of it (plan/measure.py), each work for up to a
-second: clocks settle as in a step. A run takes what is kept; where nothing is, its ladder has
-what 30 ms measure.
+`longctx doctor` and `longctx plan` measure all of them (plan/measure.py), each for up to a second,
+so that clocks settle as in a step. A run takes the rates that are kept. If there are none, it
+measures for 30 ms.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from longctx.memory.slab import PinnedSlab
 from longctx.system import CACHE, expanded
 
 FORMAT = 1
-"""Of the file, and of how is measured: a change raises it."""
+"""The version of the file and of the measurement. Any change raises it."""
 BRIEF_S, SETTLED_S = 0.01, 1.0
-"""How long a work is repeated: in a run, and for what is kept."""
+"""Seconds for which a work is repeated: in a run, and for rates that are kept."""
 CUBE, TILE = (4096, 4096, 4096), (8192, 4096, 14336)
-"""Tokens, D and F of products."""
+"""Tokens, D and F of the matmuls that are measured."""
 COPIED_BYTES, LINK_BYTES, BRIEF_BYTES = GIB, 2**28, 2**26
 LOCKED_BYTES, LEAST_LOCKED_BYTES = 4 * GIB, 2**26
-"""Host memory that is locked on trial: at most, and where even that is refused, 0."""
+"""Bytes of host memory that are locked on trial: the most, and the least, below which 0 is kept."""
 
 
 class Link(NamedTuple):
-    """Bytes in a second: alone, and each way of both at once."""
+    """Bytes per second over the link: up alone, down alone, and each way when both run at once."""
 
     up: float
     down: float
@@ -58,25 +58,27 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Rates of this machine, in FLOP/s and bytes in a second."""
+    """The rates of this machine, in FLOP/s and bytes per second."""
 
     flops: float
     memory_bytes: float
     link: Link
     attention: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Backend -> tokens of a document -> forward, backward; `auto` takes the first."""
+    """Maps backends, the one that `auto` takes first, to the tokens of a document, and these to the
+    rates of forward and backward."""
     locked_bytes: int
-    """Page-locked on trial,"""
+    """Bytes that were page-locked on trial."""
     tried_bytes: int
-    """of so much."""
+    """Bytes that were tried."""
 
 
 @cache
 def gpu_rates(
     device: torch.device, dtype: torch.dtype, backend: str, document: int, head_dim: int
 ) -> Rates:
-    """Of matmuls in `dtype`, of copies on the GPU and over the link while as much goes the other
-    way, and of a backend's attention over documents of so many tokens."""
+    """Returns the rates of matmuls in `dtype`, of copies on the GPU, of copies over the link while
+    as many bytes go the other way, and of a backend's attention over documents of so many
+    tokens."""
     kept = read_rates(device) if dtype.itemsize == 2 else None
     if kept is not None:
         flops, memory_bytes, link_bytes = kept.flops, kept.memory_bytes, kept.link.both
@@ -101,13 +103,13 @@ def gpu_rates(
 
 
 def rates_path(device: torch.device) -> Path:
-    """Where this machine's are kept."""
+    """Returns the file in which this machine's rates are kept."""
     key = hashlib.sha256(json.dumps(identity(device)).encode()).hexdigest()[:20]
     return expanded(CACHE) / "rates" / f"rates-v{FORMAT}-{key}.json"
 
 
 def read_rates(device: torch.device) -> Measured | None:
-    """None where nothing is kept, or a damaged file."""
+    """Returns the rates that are kept; None if there are none, or if their file is damaged."""
     path = rates_path(device)
     if not os.path.isfile(path):  # a pipe would be waited for
         return None
@@ -124,7 +126,7 @@ def read_rates(device: torch.device) -> Measured | None:
 
 
 def _is_sound(measured: Measured) -> bool:
-    """Whether all that was read are rates and bytes."""
+    """Whether all values that were read can be rates and bytes."""
     attention = measured.attention.values()
     if not attention or not all(attention):
         return False
@@ -138,7 +140,8 @@ def _is_sound(measured: Measured) -> bool:
 
 
 def write_rates(device: torch.device, measured: Measured) -> Path | None:
-    """Whole or not at all; None, and a line, where it cannot be kept."""
+    """Writes the rates as a whole and returns their file. If they cannot be kept, prints a line and
+    returns None."""
     path = rates_path(device)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -154,7 +157,8 @@ def write_rates(device: torch.device, measured: Measured) -> Path | None:
 
 
 def identity(device: torch.device) -> list[Any]:
-    """What the rates depend on: GPU, host, driver, libraries. A home may be shared by machines."""
+    """Returns what the rates depend on: GPU, host, driver and libraries, since machines may share a
+    home."""
     gpu = torch.cuda.get_device_properties(device)
     host = [platform.machine(), _cpu(), os.cpu_count(), psutil.virtual_memory().total]
     versions = [torch.__version__, torch.version.cuda, torch.backends.cudnn.version()]
@@ -172,7 +176,7 @@ def _cpu() -> str:
 
 
 def driver_version() -> str | None:
-    """Of the kernel's module; None where the container does not show it."""
+    """Returns the version of the kernel's module; None if the container does not show it."""
     with suppress(OSError, IndexError):
         text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
         words = text.splitlines()[0].split()
@@ -192,7 +196,7 @@ def version_of(package: str) -> str | None:
 def products(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], for_s: float
 ) -> float:
-    """FLOP/s."""
+    """Returns the FLOP/s of matmuls."""
     tokens, hidden, intermediate = shape
     x = torch.randn(tokens, hidden, device=device, dtype=dtype)
     w = torch.randn(hidden, intermediate, device=device, dtype=dtype)
@@ -207,7 +211,7 @@ def products(
 
 
 def copies(device: torch.device, nbytes: int, for_s: float) -> float:
-    """Bytes read and written on the GPU in a second."""
+    """Returns the bytes read and written on the GPU per second."""
     here = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     there = torch.empty_like(here)
     return 2 * nbytes / seconds_of(lambda: there.copy_(here), for_s)
@@ -235,8 +239,8 @@ def link(device: torch.device, nbytes: int, for_s: float) -> Link:
 
 
 def lock(device: torch.device, nbytes: int) -> int:
-    """How much host memory can be page-locked, `nbytes` at most. CUDA keeps an error of a refused
-    one for the next kernel to find: call it last."""
+    """Returns how many bytes of host memory can be page-locked, at most `nbytes`. CUDA keeps the
+    error of a refused lock until the next kernel finds it, so this must be called last."""
     while nbytes >= LEAST_LOCKED_BYTES:
         with suppress(UserError):
             PinnedSlab(nbytes, device)
@@ -246,7 +250,8 @@ def lock(device: torch.device, nbytes: int) -> int:
 
 
 def seconds_of(work: Callable[[], object], for_s: float) -> float:
-    """Of one call, in the second half of about `for_s` seconds of calls."""
+    """Returns the seconds of one call, measured in the second half of about `for_s` seconds of
+    calls."""
     work()  # compiles, allocates
     once = timed(work, 1)
     if once >= for_s:

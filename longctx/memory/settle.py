@@ -4,11 +4,11 @@
                                                                     | or gradients of layers    |
 
 A layer's activations live from its forward to its backward, its gradient from its backward to the
-next step's forward: where a step is one batch they share their room. Layer i's gradient begins
-where its activations do, or where the gradient below ends, and takes the place of activations that
-its own backward has just read; activations below it are those of lower layers, above it there are
-none any more. Both sides look before they write (`has_room`, `is_free`), for loops that run several
-forwards at once.
+next step's forward. So if a step is one batch, they share their room. Layer i's gradient begins
+where its activations begin, or where the gradient below ends. It takes the place of activations
+that its own backward has just read: below it are activations of lower layers, above it there are
+none left. Some loops run several forwards at once, so both sides look before they write
+(`has_room`, `is_free`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longctx.memory.store import ActivationStore
 
 
 class HostRoom:
-    """What of the host a model's states and activations need, and its slab."""
+    """The host memory that a model's states and activations need, and its slab."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class HostRoom:
         accumulates: bool,
         kept_bytes: Sequence[int] = (),
     ) -> None:
-        """`kept_bytes` is what each layer keeps on the host; `accumulates`: a step has several
-        batches, and gradients outlive a forward."""
+        """`kept_bytes` is what each layer keeps on the host. `accumulates` says that a step has
+        several batches, so that gradients outlive a forward."""
         sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
         self.blocks = [Block(spec, place) for spec, place in zip(specs, places, strict=True)]
         self._grad_dtype = torch.float32 if accumulates else None  # the weights'
@@ -50,7 +50,7 @@ class HostRoom:
         }
         below = [*accumulate(kept_bytes, initial=0)]
         self._starts: dict[Block, int] = {}
-        """Where in the shared part a layer's gradient begins."""
+        """Where a layer's gradient begins in the shared part."""
         end = 0
         for block, (layer, grad) in layers.items():
             self._starts[block] = whole_lines(max(end, below[min(layer, len(kept_bytes))]))
@@ -70,8 +70,8 @@ class HostRoom:
     def settle(
         self, device: torch.device, store: ActivationStore | None, ladder: Ladder = ()
     ) -> None:
-        """Locks the slab and moves every block to its place. Raises UserError where the host has
-        too little memory."""
+        """Locks the slab and moves every block to its place. Raises UserError if the host has too
+        little memory."""
         self._slab = PinnedSlab(self.nbytes, device)
         self._used = 0
         shared = self._slab.data[self.states_bytes :]
@@ -83,7 +83,7 @@ class HostRoom:
                 block.has_room = partial(_ends_below, store, start)
 
     def _gradient(self, block: Block, shared: Tensor) -> Tensor | None:
-        """Room for a gradient that waits on the host."""
+        """Returns the room for a gradient that waits on the host; None for any other."""
         if block.place.grad:
             return None
         dtype = self._grad_dtype or block.dtype

@@ -1,9 +1,10 @@
 """Page-locked host memory of an exact size.
 
-Mapped once, zero, and locked by `cudaHostRegister`: torch's pinned allocator rounds each block up
-to a power of two, and takes 3 ms for each in the middle of a step. Pages are touched by all of
-torch's threads first, large ones where the kernel has them: locked untouched, one thread would
-fetch them 4 KiB at a time. A process that is forked later, as a data loader's worker, has no copy.
+The slab is mapped once, holds zeros, and is locked by `cudaHostRegister`. torch's pinned allocator
+would round each block up to a power of two, and take 3 ms for each in the middle of a step. All of
+torch's threads touch the pages before they are locked, large pages if the kernel has them; else one
+thread would fetch them 4 KiB at a time. A process that is forked later, such as a data loader's
+worker, gets no copy.
 Times and sizes: profiling/results/h200_slab.json.
 """
 
@@ -18,7 +19,7 @@ from longctx.constants import GIB
 from longctx.errors import UserError
 
 LINE = 512
-"""Every tensor in a slab begins at a multiple of so many bytes."""
+"""Each tensor in a slab begins at a multiple of so many bytes."""
 PAGE = 4096
 
 
@@ -46,12 +47,12 @@ class PinnedSlab:
 
 
 def whole_lines(nbytes: int) -> int:
-    """Rounded up, so that what follows is aligned."""
+    """Rounds bytes up, so that what follows them is aligned."""
     return -(-nbytes // LINE) * LINE
 
 
 def _zeros(nbytes: int) -> torch.Tensor:
-    """Fresh pages of the kernel's are zero already."""
+    """Returns a tensor of zeros: fresh pages of the kernel are zero already."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     try:

@@ -9,15 +9,15 @@ parameter, of a model in bfloat16:
     exp_avg_sq  4    AdamW keeps them
     grad        2    bf16; 4 (fp32) where several batches add up
 
-An fp32 model needs no remainder. Each block has its `Place`: which of weight, states (the three in
-the middle) and grad wait on the host between uses. There they are flat parts of one pinned slab,
-and the parameters' `data` are views of them; on the GPU weights and gradients stay the tensors that
-they are. Norms and biases, 0.003% of an 8B model, and adapters are one block that never leaves the
-GPU.
+An fp32 model needs no remainder. Each block has a `Place`, which says whether weight, states (the
+three in the middle) and grad wait on the host between uses. There they are flat parts of one pinned
+slab, and the parameters' `data` are views of them; on the GPU weights and gradients stay the
+tensors that they are. Norms and biases, 0.003% of an 8B model, and adapters form one block that
+never leaves the GPU.
 
-A frozen weight has neither states nor gradient. Where it waits on the host it comes up for forward
-and for backward, and nothing goes down. It may be quantised: packed bytes, and beside them the
-scales that they are made dense with, which come and go with it (`Part`).
+A frozen weight has neither states nor gradient. If it waits on the host, it is copied up for
+forward and for backward, and nothing is copied down. It may be quantised: packed bytes, and the
+scales with which they are made dense, which move with it (`Part`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from longctx.memory.held import HeldGradient
 from longctx.memory.place import BlockSizes, Place
 
 ALIGN = 64
-"""Tensors begin at multiples of so many elements: 128 bytes of bf16."""
+"""Tensors begin at multiples of so many elements, which are 128 bytes of bf16."""
 Take = Callable[[int, torch.dtype], Tensor]
-"""A flat tensor of zeros, of so many elements."""
+"""Returns a flat tensor of so many zeros."""
 
 
 class Part(NamedTuple):
@@ -58,31 +58,31 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a flat tensor that holds it."""
+        """The bytes of a flat tensor that holds it."""
         return _aligned(self.tensor.numel()) * self.tensor.element_size()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """What the model says of a block."""
+    """A block as the model describes it."""
 
     name: str
     parameters: Mapping[str, nn.Parameter]
-    """By their names in the model."""
+    """The block's parameters, by their names in the model."""
     modules: Sequence[nn.Module] = ()
-    """Whose forward reads the weights; several in turn, or none known."""
+    """The modules whose forward reads the weights, one after the other. Empty if none is known."""
     ends: Sequence[nn.Module] = ()
-    """Those of the modules after which no other block follows in forward."""
+    """Those of `modules` after which no other block follows in forward."""
     layer: int | None = None
-    """Of a decoder layer its number: backward uses its weights once more."""
+    """The number of a decoder layer, whose weights backward uses again; None for other blocks."""
     movable: bool = False
-    """The weights may wait on the host."""
+    """Whether the weights may wait on the host."""
     beside: Sequence[Part] = ()
-    """What else belongs to the weights: the scales of quantised ones."""
+    """Other tensors that belong to the weights: the scales of quantised ones."""
 
     @property
     def parts(self) -> list[Part]:
-        """All weights, trained ones first."""
+        """The block's weights, trained ones first."""
         ordered = sorted(self.parameters.values(), key=lambda p: not p.requires_grad)
         return [*(Part(parameter, "data") for parameter in ordered), *self.beside]
 
@@ -110,15 +110,15 @@ class Step:
     """One parameter's outstanding AdamW step."""
 
     grad: Tensor | None
-    """On the GPU; None for one in the block's `host_grad`."""
+    """The gradient on the GPU; None if it is in the block's `host_grad`."""
     options: Mapping[str, Any]
-    """What `adamw_` takes: lr, betas, eps, weight_decay, step, scale."""
+    """The arguments of `adamw_`: lr, betas, eps, weight_decay, step, scale."""
 
 
 @dataclass(eq=False)
 class Block:
-    """A block's tensors. Flat ones hold its parameters one after the other, trained ones first;
-    those of weights are bytes, for weights of several dtypes."""
+    """A block's tensors. Flat tensors hold its parameters one after the other, trained ones first.
+    Flat weights are bytes, since weights may have several dtypes."""
 
     spec: BlockSpec
     place: Place
@@ -127,29 +127,29 @@ class Block:
     """Each trained parameter's elements in the flat tensors."""
     parts: list[Part] = field(init=False)
     weight: Tensor | None = None
-    """Weights of a block that streams, as bytes, while they are on the GPU."""
+    """The weights of a block that streams, as bytes, while they are on the GPU."""
     host_weight: Tensor | None = None
     host_grad: Tensor | None = None
     """Room for the gradient on the host."""
     reads_host_grad: bool = False
-    """An update that reads `host_grad` has begun, and the computation has not waited for it."""
+    """Whether an update that reads `host_grad` has begun, and nobody has waited for it yet."""
     has_room: Callable[[], bool] = field(default_factory=lambda: _always)
-    """Whether a gradient may be written there."""
+    """Returns whether a gradient may be written to `host_grad`."""
     exp_avg: Tensor = field(init=False)
     exp_avg_sq: Tensor = field(init=False)
     remainder: Tensor | None = None
     checksums: Tensor | None = None
-    """Of the weights that the remainders belong to, on the GPU (kernels/adamw.py)."""
+    """Checksums, on the GPU, of the weights that the remainders belong to (kernels/adamw.py)."""
     update: dict[int, Step] | None = None
-    """Outstanding steps by the parameters' places in the block."""
+    """Outstanding steps, by the parameters' numbers in the block."""
     shown: list[Tensor] = field(default_factory=list)
-    """What of `parameter.grad` an update reads: others must not change it before."""
+    """The `parameter.grad` that an update will read; nobody may change them before."""
     moving: list[Tensor] = field(default_factory=list)
-    """Gradients, and their scale, that the update on its way still reads."""
+    """Gradients and their scale that an update on its way still reads."""
     ready: Any = None
-    """Marks when the weights may be read, and"""
+    """Marks when the weights may be read."""
     written: Any = None
-    """when everything that belongs on the host is there again."""
+    """Marks when everything that belongs on the host is there again."""
 
     def __post_init__(self) -> None:
         self.parts = self.spec.parts
@@ -167,17 +167,17 @@ class Block:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of trained weights that move, which have one."""
+        """The one dtype of trained weights that move."""
         return self.parameters[0].dtype
 
     @property
     def nbytes(self) -> int:
-        """Of the flat weights."""
+        """The bytes of the flat weights."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def frozen(self) -> slice:
-        """Their bytes that are never updated: the last ones."""
+        """The bytes of the flat weights that are never updated: the last ones."""
         return slice(sum(part.nbytes for part in self.parts[: len(self.ranges)]), self.nbytes)
 
     @property
@@ -191,8 +191,8 @@ class Block:
     # --- placing -----------------------------------------------------------------------------
 
     def settle(self, device: torch.device, take: Take, grad: Tensor | None) -> None:
-        """Makes the states, zero, and moves the weights to their place. `take` gives host memory;
-        `grad` is the host's room for the gradient."""
+        """Makes the states, filled with zeros, and moves the weights to their place. `take` gives
+        host memory; `grad` is the room on the host for the gradient."""
 
         def on_gpu(numel: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
@@ -215,7 +215,7 @@ class Block:
             part.put(home)
 
     def arrive(self, weight: Tensor) -> None:
-        """The block's weights are, or will be, in the flat `weight`."""
+        """Points the parameters to the flat `weight`, where the weights are or will be."""
         for part, home in zip(self.parts, self._home_views, strict=True):
             if part.tensor.data_ptr() != home.data_ptr():  # others have put a tensor of theirs
                 home.copy_(part.tensor)
@@ -224,14 +224,14 @@ class Block:
             part.put(view)
 
     def leave(self) -> None:
-        """The block's weights are those on the host."""
+        """Points the parameters to the weights on the host."""
         self.weight = None
         for part, home in zip(self.parts, self._home_views, strict=True):
             part.put(home)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """The parts in flat bytes. On the host each has a storage of its own: files of weights hold
-        whole storages, and refuse weights that share one."""
+        """Returns views of the parts in flat bytes. On the host each has a storage of its own,
+        since files of weights hold whole storages and refuse weights that share one."""
         views, start = [], 0
         for part in self.parts:
             x = part.tensor
@@ -243,19 +243,20 @@ class Block:
         return views
 
     def close(self, settle: Settle) -> None:
-        """Whoever touches the weights calls `settle` first, as long as the block is not open."""
+        """Has whoever touches the weights call `settle` first, until the block is opened."""
         for tensor in [*self.parameters, *self.shown]:
             guard(tensor, settle)
 
     def open(self) -> None:
-        """Weights, and gradients of updates, are tensors as others."""
+        """Makes weights and the gradients of updates ordinary tensors again."""
         for tensor in [*self.parameters, *self.shown]:
             release(tensor)
         self.shown = []
 
     @property
     def grad_is_on_host(self) -> bool:
-        """Nothing may be written over `host_grad`: a gradient is there, or an update reads one."""
+        """Whether nothing may be written over `host_grad`: a gradient is there, or an update reads
+        one."""
         if self.host_grad is None:
             return False
         if self.reads_host_grad or any(s.grad is None for s in (self.update or {}).values()):
@@ -266,30 +267,31 @@ class Block:
     # --- parts -------------------------------------------------------------------------------
 
     def pieces(self, i: int, numel: int) -> list[slice]:
-        """The i-th trained parameter's part of the flat tensors, in pieces of at most `numel`
-        elements."""
+        """Returns the i-th trained parameter's part of the flat tensors, in pieces of at most
+        `numel` elements."""
         start, stop = self.ranges[i].start, self.ranges[i].stop
         return [slice(at, min(at + numel, stop)) for at in range(start, stop, numel)]
 
     def weight_at(self, i: int, piece: slice) -> Tensor:
-        """On the GPU, if the block is not away."""
+        """Returns a piece of the i-th parameter's weights, on the GPU if the block is not away."""
         if self.weight is not None:
             return self.weight.view(self.dtype)[piece]
         start = self.ranges[i].start
         return self.parts[i].tensor.view(-1)[piece.start - start : piece.stop - start]
 
     def home_at(self, piece: slice) -> Tensor:
-        """The same of weights whose home is the host, there."""
+        """Returns a piece of weights whose home is the host, there."""
         assert self.host_weight is not None
         return self.host_weight.view(self.dtype)[piece]
 
     def grad_at(self, i: int, piece: slice, grad: Tensor) -> Tensor:
-        """That piece of the i-th parameter's gradient."""
+        """Returns a piece of the i-th parameter's gradient."""
         start = self.ranges[i].start
         return grad.view(-1)[piece.start - start : piece.stop - start]
 
     def states_at(self, i: int, piece: slice) -> list[Tensor]:
-        """exp_avg, exp_avg_sq and, of a parameter in 16 bits, remainder: where they live."""
+        """Returns a piece of exp_avg, exp_avg_sq and, for a parameter in 16 bits, the remainder,
+        where they live."""
         states = [self.exp_avg[piece], self.exp_avg_sq[piece]]
         if self.dtypes[i].itemsize == 2:
             assert self.remainder is not None
@@ -297,15 +299,15 @@ class Block:
         return states
 
     def checksums_at(self, i: int, piece: slice) -> Tensor | None:
-        """The checksums of a piece of the i-th parameter, if it has 16 bits."""
+        """Returns the checksums of a piece of the i-th parameter; None if it has not 16 bits."""
         if self.checksums is None or self.dtypes[i].itemsize != 2:
             return None
         first = self._first_checksum[i] + (piece.start - self.ranges[i].start) // CHECKED
         return self.checksums[first : first - (piece.start - piece.stop) // CHECKED]
 
     def renew(self, i: int, numel: int) -> None:
-        """Drops the i-th parameter's remainders where others have written its weights. The weights
-        are read on the GPU, `numel` at a time."""
+        """Drops the i-th parameter's remainders where others have written its weights. Reads the
+        weights on the GPU, `numel` elements at a time."""
         for piece in self.pieces(i, numel):
             saved = self.checksums_at(i, piece)
             if saved is None or self.remainder is None:

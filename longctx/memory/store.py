@@ -1,19 +1,19 @@
 """The activation store: what a layer keeps from forward to backward, in host memory or on the GPU.
 
-How much that is, and where, says the ladder (ladder.py). Backward wants it in the reverse order, so
+The ladder says how much that is, and where (ladder.py). Backward needs it in the reverse order, so
 host memory is ONE pinned slab used as a stack, whatever the lengths of the rows:
 
     slab   | x0 o0 lse0 | x1 o1 lse1 | ... |  free              layer 0 is pushed first, popped last
     GPU    x, o, lse of the layer whose backward runs; filled tile by tile, and refilled with the
            layer below's when a tensor's tile is not needed any more
 
-Forward copies out on a stream of its own, x while attention computes and the rest while the MLP
-does; backward copies in on another, in tiles, so that the first tile's computation starts when the
-first tile is there: what the MLP reads while attention computes, x and o of the first half of a
-layer's tiles at its end, the others when the layer below begins. So nothing is on its way between
-two layers, where a few bytes of others would wait behind it (FSDP2's list of gradients: 37 ms).
-Streams wait for each other's events; the device is never synchronised, and no buffer is reused
-before its event.
+Forward copies out on a stream of its own: x while attention computes, the rest while the MLP does.
+Backward copies in on another stream, in tiles, so that the first tile's computation starts when the
+first tile is there. What the MLP reads is copied while attention computes; x and o of the first
+half of a layer's tiles at the end of the layer above, those of the other half when the layer
+begins. So nothing is on its way between two layers, where a few bytes of others would wait behind
+it (FSDP2's list of gradients, 37 ms). Streams wait for each other's events; the device is never
+synchronised, and no buffer is reused before its event.
 At 131072 tokens a layer moves 4 GiB in 80 ms while it computes for 1.1 s.
 
 The slab (slab.py) has exactly the size that the longest batch needs.
@@ -38,7 +38,7 @@ from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.slab import PinnedSlab, whole_lines
 
 WHOLE = "lse"
-"""The tensor that is no (T, ...) and comes up whole, with the first tile."""
+"""The tensor that is not (T, ...). It is copied up as a whole, with the first tile."""
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Entry:
     """A kept tensor."""
 
     tensor: Tensor | None
-    """On the GPU; None where it waits in the slab only."""
+    """The tensor on the GPU; None if it waits in the slab only."""
     shape: torch.Size
     dtype: torch.dtype
     offset: int | None = None
@@ -60,29 +60,29 @@ class Entry:
 
 @dataclass(eq=False)
 class Saved:
-    """One layer's kept tensors by name. Dropped with the autograd graph, which frees its place."""
+    """One layer's kept tensors, by name. Dropped with the autograd graph, it frees its place."""
 
     keep: Keep
     entries: dict[str, Entry] = field(default_factory=dict)
     used: bool = False
 
     def keeps(self, name: str) -> bool:
-        """Of what cost/kept.py names."""
+        """Whether the layer keeps the keepable of this name (cost/kept.py)."""
         return name in self.keep.kept
 
     @property
     def hosted(self) -> dict[str, Entry]:
-        """What is in the slab."""
+        """The tensors in the slab."""
         return {name: e for name, e in self.entries.items() if e.offset is not None}
 
     @property
     def specs(self) -> list[tuple[str, torch.Size, torch.dtype]]:
-        """Of the buffers through which it comes back."""
+        """Names, shapes and dtypes of the buffers through which the tensors come back."""
         return [(name, entry.shape, entry.dtype) for name, entry in self.hosted.items()]
 
 
 class ActivationStore:
-    """Stack of `Saved`, in the pinned slab or on the GPU. One per model.
+    """A stack of `Saved`, in the pinned slab or on the GPU. Each model has one.
 
     In forward, `open` begins a layer's, `add` keeps a tensor, `send` starts its copy out and
     `release` ends the layer's claim on its memory. In backward, `load` starts the copies in, `wait`
@@ -103,11 +103,11 @@ class ActivationStore:
         self._reader: weakref.ref[Saved] | None = None
         self._filled: weakref.ref[Saved] | None = None
         self._coming: set[tuple[str, int]] = set()
-        """What of `_filled` is on its way: names and first tokens of tiles,"""
+        """The part of `_filled` that is on its way: names, and first tokens of tiles."""
         self._coming_ready: dict[int, Any] = {}
-        """and, by these tokens, when it is there;"""
+        """Marks when it is there, by these tokens."""
         self._ready: dict[int, Any] = {}
-        """the same of what `_reader` has not waited for."""
+        """The same marks of what `_reader` has not waited for."""
         on_gpu = device.type == "cuda"
         self._out: Any = torch.cuda.Stream(device) if on_gpu else None
         self._in: Any = torch.cuda.Stream(device) if on_gpu else None
@@ -115,9 +115,9 @@ class ActivationStore:
     # --- before the first step -------------------------------------------------------------
 
     def reserve(self, ladder: Ladder, nbytes: int, host_bytes: int | None = None) -> None:
-        """Keeps by this ladder, which needs `nbytes` of the host, where `host_bytes` may be taken
-        (default: as of now). A slab that is large enough stays. Raises UserError if host memory is
-        short."""
+        """Keeps activations by this ladder, which needs `nbytes` of the host, of which `host_bytes`
+        may be taken (default: what may be taken now). A slab that is large enough stays. Raises
+        UserError if host memory is short."""
         if nbytes > self._slab.numel() and not self._alive():
             _check_host(nbytes, self.host_bytes() if host_bytes is None else host_bytes)
             self._lent = None
@@ -126,30 +126,30 @@ class ActivationStore:
         self.ladder = ladder
 
     def lend(self, slab: Tensor, ladder: Ladder, is_free: Callable[[int, int], bool]) -> None:
-        """Uses part of another slab instead of one of its own, as planned beforehand. `is_free`
-        says whether bytes [start, stop) of it may be written."""
+        """Uses a part of another slab instead of one of its own, as planned. `is_free` says whether
+        its bytes [start, stop) may be written."""
         self._lent, self._is_free, self.ladder = slab, is_free, ladder
 
     def used_bytes(self) -> int:
-        """Where the part of a lent slab ends that kept activations need."""
+        """The end of the part of a lent slab that kept activations need."""
         return 0 if self._lent is None else _top(self._alive())
 
     def host_bytes(self) -> int:
-        """What the slab may take, the present one's room included."""
+        """The bytes that the slab may take, the present slab included."""
         return host_budget(host_share_bytes() + self.locked_bytes, self.host_limit_gib)
 
     # --- forward ---------------------------------------------------------------------------
 
     def open(self, layers_above: int) -> Saved:
-        """Begins what a layer keeps, of which `layers_above` follow."""
+        """Begins a layer's kept tensors. `layers_above` layers follow it."""
         saved = Saved(self.ladder[max(0, len(self.ladder) - 1 - layers_above)])
         self._stack = [weakref.ref(s) for s in [*self._alive(), saved]]
         return saved
 
     def add(self, saved: Saved, kept: str, **tensors: Tensor) -> None:
-        """Keeps the tensors of what is called `kept`, (T, ...) each and lse (H, T), until `load`.
-        Those that the ladder wants on the host get a place there, if the slab has one (more
-        forwards than backwards)."""
+        """Keeps the tensors of the keepable `kept`, (T, ...) each and lse (H, T), until `load`.
+        Those that the ladder wants on the host get a place there, if the slab has room: it may not
+        after more forwards than backwards."""
         for name, tensor in tensors.items():
             entry = Entry(tensor, tensor.shape, tensor.dtype)
             if kept in saved.keep.hosted:
@@ -185,7 +185,7 @@ class ActivationStore:
     # --- backward --------------------------------------------------------------------------
 
     def load(self, saved: Saved, tiles: list[slice]) -> dict[str, Tensor]:
-        """The kept tensors, on the GPU. A tile's tokens may be read after `wait(tile)`.
+        """Returns the kept tensors, on the GPU. A tile's tokens may be read after `wait(tile)`.
 
         They may be overwritten: nobody else holds them. Raises RuntimeError on a second backward.
         """
@@ -217,7 +217,7 @@ class ActivationStore:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
     def retire(self, saved: Saved, tile: slice, *names: str) -> None:
-        """The layer is done with this tile of these tensors: the layer below's take their place."""
+        """Ends the layer's use of a tile of these tensors. The layer below's take their place."""
         names = tuple(name for name in names if name in saved.hosted)
         if not names:
             return
@@ -231,7 +231,7 @@ class ActivationStore:
         self._fill(below, tile, names)
 
     def finish(self, saved: Saved) -> None:
-        """The layer's backward is over; with the last one go the buffers."""
+        """Ends a layer's backward. After that of the first layer the buffers are dropped."""
         if saved.specs:
             self._reader = None
         saved.entries = {}
@@ -249,7 +249,7 @@ class ActivationStore:
         return weakref.ref(saved, gone)
 
     def _abandon(self) -> None:
-        """Lets go of the buffers. They may be reused when the copies into them are done."""
+        """Drops the buffers. Their memory may be reused when the copies into them are done."""
         if self._in is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._in)
         self._reader, self._filled = None, None
@@ -262,7 +262,7 @@ class ActivationStore:
             self._in.wait_stream(self._out)
 
     def _fill(self, saved: Saved, tile: slice, names: Iterable[str]) -> None:
-        """Starts the copies of these tensors' tiles, but of those that are on their way."""
+        """Starts the copies of these tensors' tiles, except those that are on their way."""
         entries = saved.hosted
         missing = [name for name in names if (name, tile.start) not in self._coming]
         missing = [name for name in missing if name != WHOLE or tile.start == 0]
@@ -278,7 +278,7 @@ class ActivationStore:
                 self._coming_ready[tile.start] = self._in.record_event()
 
     def tensors_on_gpu(self) -> list[Tensor]:
-        """What layers keep on the GPU now, the buffers of backward included."""
+        """Returns what layers keep on the GPU now, the buffers of backward included."""
         kept = [saved for ref in self._stack if (saved := ref()) is not None]
         tensors = [entry.tensor for saved in kept for entry in saved.entries.values()]
         return [*self._buffers.values(), *(t for t in tensors if t is not None)]
@@ -287,7 +287,7 @@ class ActivationStore:
 
     @property
     def locked_bytes(self) -> int:
-        """Of the host, in a slab of its own."""
+        """Bytes of the host that the store has locked in a slab of its own."""
         return self._pinned.data.numel()
 
     @property
@@ -309,13 +309,14 @@ def _always(start: int, stop: int) -> bool:
 
 
 def _top(alive: list[Saved]) -> int:
-    """The slab's first byte above all of them."""
+    """Returns the first byte of the slab above all of them."""
     return max((entry.stop for saved in alive for entry in saved.hosted.values()), default=0)
 
 
 @contextmanager
 def _after_compute(stream: Any) -> Iterator[None]:
-    """Work on `stream` that starts when everything given to the compute stream so far is done."""
+    """A context whose work goes to `stream`, and starts when all work given to the compute stream
+    so far is done."""
     if stream is None:
         yield
         return
@@ -339,8 +340,9 @@ def _nbytes(shape: torch.Size, dtype: torch.dtype) -> int:
 
 
 def free_gpu_bytes(device: torch.device) -> int:
-    """What the driver has free and what torch's allocator holds without using it, within the share
-    of the GPU that this process was given (torch.cuda.set_per_process_memory_fraction)."""
+    """Returns the bytes that the driver has free and those that torch's allocator holds without
+    using them, within this process's share of the GPU
+    (torch.cuda.set_per_process_memory_fraction)."""
     index = torch.cuda.current_device() if device.index is None else device.index
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     limit_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))

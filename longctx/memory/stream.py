@@ -1,20 +1,20 @@
 """The stream of model states over the link to the host, beside the computation.
 
-A block (states.py) of which something waits on the host is brought to the GPU before it is used. If
-an update of it is outstanding, it is made on the way, piece by piece through a ring of three
-buffers (w weight, m v r states, g gradient; only what is on the host moves):
+If something of a block (states.py) waits on the host, the block is brought to the GPU before it is
+used. If an update of it is outstanding, it is made on the way, piece by piece through a ring of
+three buffers (w weight, m v r states, g gradient; only what is on the host moves):
 
     up       w m v r g | w m v r g | w m v r g | ...      host -> GPU, PIECE elements at a time
     update             | adamw     | adamw     | ...      kernels/adamw.py
     down                           | w m v r   | ...      GPU -> host
 
-so that both directions of the link and the computation are busy at once, and no block takes more of
-the GPU than its weights. Frozen weights come up and are dropped: what is on the host has not
-changed. Weights that live on the host are on the GPU for the block that computes
-and the AHEAD next ones; those of a finished block are dropped.
+So both directions of the link and the computation are busy at once, and no block takes more of the
+GPU than its weights. Frozen weights are copied up and dropped, since those on the host have not
+changed. Weights that live on the host are on the GPU for the block that computes and the next AHEAD
+blocks; those of a finished block are dropped.
 
-Lanes wait for each other's marks; the process waits in `flush` alone. A tensor is let go only when
-the computation has waited for the last copy out of it, so that its memory may be used again.
+Lanes wait for each other's marks. The process itself waits in `flush` only. A tensor is dropped
+only when the computation has waited for the last copy out of it, so that its memory may be reused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Lane:
 
     @contextmanager
     def after(self, *marks: Any) -> Iterator[None]:
-        """Work that starts when all the marks are reached."""
+        """A context whose work starts when all the marks are reached."""
         if self.stream is None:
             yield
             return
@@ -52,7 +52,7 @@ class Lane:
             yield
 
     def mark(self) -> Any:
-        """The end of what the lane was given so far."""
+        """Returns a mark at the end of the work that the lane was given so far."""
         return None if self.stream is None else self.stream.record_event()
 
     def synchronize(self) -> None:
@@ -81,7 +81,7 @@ class Slot:
     def __init__(self, numel: int, compute: Compute) -> None:
         self._words = torch.empty(4, numel, dtype=torch.float32, device=compute.device)
         self.free: Any = compute.mark()
-        """Marks when the piece before has left, or who had the memory before."""
+        """Marks when the previous piece, or the previous owner of the memory, is done."""
 
     def part(self, row: int, like: Tensor) -> Tensor:
         return self._words[row].view(like.dtype)[: like.numel()]
@@ -103,7 +103,7 @@ class StateStream:
         if piece % CHECKED:
             raise ValueError(f"a piece must be a multiple of {CHECKED} elements, got {piece}")
         self.settle = _weakly(self.flush)
-        """For whoever touches what is on its way (guard.py)."""
+        """Called by whoever touches what is on its way (guard.py)."""
         self._opened: Block | None = None
         for block in self._order:
             for module in block.spec.modules:
@@ -137,8 +137,8 @@ class StateStream:
         weakref.finalize(self, _remove, hooks)
 
     def _close(self) -> None:
-        """The block that computed is done: others may read and write its weights where they live,
-        which is not where they are."""
+        """Ends the use of the block that computed. Others may then read and write its weights where
+        they live, which is not where they are."""
         if self._opened is not None and self._opened.streams:
             self._opened.close(self.settle)
         self._opened = None
@@ -148,8 +148,8 @@ class StateStream:
         self._close()
 
     def need(self, block: Block, *, backward: bool = False, last: bool = False) -> None:
-        """What is computed from here on may read the block's weights, updated. `last`: no other
-        block follows in forward."""
+        """Lets the computation from here on read the block's updated weights. `last` says that no
+        other block follows in forward."""
         self._in_backward &= backward  # a backward that failed has not ended
         if block.update is not None or block.is_away:
             self.bring(block)
@@ -166,7 +166,7 @@ class StateStream:
                 self.bring(other)
 
     def _following(self, block: Block, backward: bool, last: bool) -> list[Block]:
-        """The next blocks that move, or are moving."""
+        """Returns the next blocks that move or are moving."""
         if backward:
             following = self._layers[: self._layers.index(block)][::-1]
         else:
@@ -179,7 +179,7 @@ class StateStream:
         return moving[: moving.index(full[0])] if full else moving
 
     def wait(self, block: Block) -> None:
-        """The computation waits for the block's update and arrival."""
+        """Has the computation wait for the block's update and arrival."""
         self.compute.wait(block.ready)
         block.ready = None
         block.moving = []
@@ -227,7 +227,7 @@ class StateStream:
             block.reads_host_grad = any(step.grad is None for step in steps.values())
 
     def _raise_frozen(self, block: Block, begin: Any) -> None:
-        """In pieces: copies of activations come between them."""
+        """Copies frozen weights up in pieces, so that copies of activations come between them."""
         assert block.weight is not None and block.host_weight is not None
         here, home = (flat[block.frozen] for flat in (block.weight, block.host_weight))
         nbytes = self.piece * 2
@@ -243,7 +243,7 @@ class StateStream:
         arrives: bool,
         begin: tuple[Any, ...],
     ) -> None:
-        """One piece of the i-th trained parameter: up, update, down."""
+        """Moves one piece of the i-th trained parameter: up, update, down."""
         weight, grad, states = block.weight_at(i, piece), None, []
         rising: list[tuple[Tensor, Tensor]] = []  # (from, to)
         falling: list[tuple[Tensor, Tensor]] = []
@@ -287,13 +287,13 @@ class StateStream:
         return self._ring[-1]
 
     def drop(self, block: Block) -> None:
-        """Lets go of weights whose home is the host."""
+        """Drops the GPU's copy of weights whose home is the host."""
         self.wait(block)
         self.compute.wait(block.written)
         block.leave()
 
     def flush(self) -> None:
-        """Ends all that is outstanding: then weights and states may be read, on the host too."""
+        """Ends all that is outstanding, so that weights and states may be read, on the host too."""
         for block in self.blocks:
             if block.update is not None:
                 self.bring(block)
@@ -358,7 +358,7 @@ def _do_nothing(*args: Any) -> None:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a method, if its object is still there."""
+    """Returns a function that calls a method if its object is still there."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
