@@ -1,15 +1,15 @@
 """What the modules of a patched model run instead of their own forward, on one instance.
 
-    causal_forward   ForCausalLM     with labels the loss, in chunks, and logits for who reads them
+    causal_forward   ForCausalLM     with labels the loss, in chunks, and logits if they are read
     base_forward     its base model  embedding, scheduled layers, final norm
     layer_forward    a decoder layer | with a schedule ours, else Hugging Face's; the hooks of
     norm_forward     the final norm  | engines that gather weights run around them
     head_forward     lm_head         with labels the loss
 
-The schedule stands in the base model, so that whatever calls it in training gets it: the causal
-model, with or without labels, a trainer that goes around it, a classifier. Generation and whatever
-the schedule does not cover run Hugging Face's own code. torch.compile leaves all of this as it is:
-the kernels are written already.
+The schedule runs in the base model's forward, so whatever calls that in training gets it: the
+causal model, with or without labels, a trainer that goes around it, a classifier. Generation and
+calls that the schedule does not cover run Hugging Face's own code. torch.compile leaves our
+forwards as they are, since their kernels are written by hand.
 """
 
 from __future__ import annotations
@@ -67,33 +67,33 @@ REPLACED = "_longctx_replaced"
 """The attribute of a model that keeps the forward which `patch` found on it."""
 _untraced = torch.compiler.disable(reason=_NO_TRACE)
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-"""How packing collators say where documents are."""
+"""The arguments in which packing collators say where documents begin."""
 _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
 
 
 class Caller:
-    """What the causal model says of one call of its base model, and what it hears of it. No
-    dataclass: wrappers that cast tensors would copy it."""
+    """What the causal model tells one call of its base model, and what it learns from it. It is no
+    dataclass, which wrappers that cast tensors would copy."""
 
     def __init__(self, *, owns_gradient: bool = False, trains_padding: bool = False) -> None:
         self.owns_gradient = owns_gradient
-        """The output goes to our loss, which alone holds its gradient."""
+        """Whether the output goes to our loss, which alone holds its gradient."""
         self.trains_padding = trains_padding
-        """Labels are predicted from padding."""
+        """Whether labels are predicted from padding."""
         self.padded = False
-        """Afterwards: the scheduled layers left padding out."""
+        """Whether the scheduled layers left padding out; known after the call."""
 
     def as_keyword(self, base: nn.Module) -> dict[str, Any]:
-        """For a base model that runs our forward, also inside a wrapper that shows its signature
-        (accelerate's autocast); none for any other."""
+        """Returns this object as a keyword if the base model runs our forward, also inside a
+        wrapper that shows its signature (accelerate's autocast); else no keyword."""
         takes = "caller" in inspect.signature(base.forward).parameters
         return {"caller": self} if takes else {}
 
 
 class Forward:
-    """A function in the place of a module's forward. Holds the module weakly, so that a deleted
-    model is gone at once, and is saved and copied with it. Else a bound method, which accelerate
-    takes apart to put its autocast between."""
+    """A function in the place of a module's forward. It holds the module weakly, so that a deleted
+    model is gone at once, and is saved and copied with it. Otherwise it behaves as a bound method,
+    which accelerate takes apart to put its autocast between."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         self._module = weakref.ref(module)
@@ -117,8 +117,8 @@ class Forward:
 
 
 def attach(model: Any) -> None:
-    """Puts our forwards where Hugging Face's are: at first, and where a module was exchanged for
-    another since. One with a forward of its own stays, which is found and said."""
+    """Replaces Hugging Face's forwards by ours, also in modules that were exchanged since. A module
+    with a forward of its own keeps it, and strangers.py names it."""
     if model is not base_of(model):
         _runtime(base_of(model)).whole = weakref.ref(model)  # what plans for lm_head, too
     vars(base_of(model))["_replicate_for_data_parallel"] = _no_replicas
@@ -142,7 +142,8 @@ def detach(module: nn.Module) -> None:
 
 
 def _no_replicas() -> None:
-    """A replica has its module's attributes, and with them the forward of that module."""
+    """Raises UserError in torch's DataParallel, whose replicas run the forward of the module that
+    they were copied from."""
     raise UserError(
         "a patched model cannot be copied by DataParallel: start a process per GPU (accelerate "
         "launch), or show one GPU (CUDA_VISIBLE_DEVICES=0)"
@@ -180,8 +181,8 @@ def causal_forward(
     ignore_index: int = IGNORE_INDEX,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
-    """Hugging Face's forward, except that with labels the loss comes in chunks, and logits when
-    they are read."""
+    """Runs Hugging Face's forward, except that with labels the loss is computed in chunks, and
+    logits when they are read."""
     inputs = dict(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -258,7 +259,7 @@ def causal_forward(
 
 @functools.wraps(causal_forward)
 def fused_forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-    """TRL's own head where it asks for that, over our base model; else `causal_forward`."""
+    """Runs TRL's own head over our base model if TRL asks for it; else `causal_forward`."""
     if fused_lm_head:
         return vars(self)[REPLACED](*args, fused_lm_head=True, **kwargs)
     return causal_forward(self, *args, **kwargs)
@@ -277,7 +278,7 @@ def _why_all_logits(model: Any) -> str | None:
 
 
 def _any_on_padding(shift_labels: Tensor, mask: Any) -> bool:
-    """Whether the output of padding is trained: as it is where a row is padded on its left."""
+    """Whether the output of padding is trained, as in rows that are padded on the left."""
     if not isinstance(mask, Tensor) or mask.shape != shift_labels.shape:
         return False
     return bool(((shift_labels != IGNORE_INDEX).to(mask.device) & (mask == 0)).any())
@@ -299,7 +300,7 @@ def base_forward(
     caller: Caller | None = None,
     **kwargs: Any,
 ) -> BaseModelOutputWithPast:
-    """Hugging Face's forward, with the scheduled layers where they cover the call."""
+    """Runs Hugging Face's forward, with the scheduled layers if they cover the call."""
     inputs = dict(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -338,7 +339,7 @@ _DOUBLE = "weights in float64"
 
 
 def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
-    """Raises UserError where Hugging Face's layers would take a rank's tokens for the whole row."""
+    """Raises UserError if Hugging Face's layers would take a rank's tokens for the whole row."""
     for name in ("attention_mask", *_BOUNDS):
         if inputs.get(name) is not None:
             reason = reason or f"{name} (position_ids say where documents begin)"
@@ -347,7 +348,7 @@ def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
 
 
 def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | None:
-    """Why this call cannot run the scheduled layers, in a few words; None if it can."""
+    """Returns why this call cannot run the scheduled layers, in a few words; None if it can."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
     known |= _BOUNDS | _OF_THE_LOSS
@@ -391,7 +392,7 @@ def _scheduled_forward(
     *,
     caller: Caller,
 ) -> Tensor:  # (B, S, D)
-    """Embedding, scheduled layers, final norm. Padding is left out, and its output zero."""
+    """Runs embedding, scheduled layers, final norm. Padding is left out, and its output is zero."""
     runtime = _runtime(base)
     x = _embedded(base, runtime, input_ids) if inputs_embeds is None else inputs_embeds
     B, S, D = x.shape
@@ -428,8 +429,9 @@ def _scheduled_forward(
 
 
 def _embedded(base: Any, runtime: Runtime, input_ids: Tensor | None) -> Tensor:  # (B, S, D)
-    """Nobody reads the gradient that transformers asks of a frozen embedding's output, for the sake
-    of checkpoints, and its graph would hold on to that output until backward ends."""
+    """Returns the embedding's output. transformers asks for the gradient of a frozen embedding's
+    output, for the sake of checkpoints. Nobody reads it, and its graph would hold the output until
+    backward ends, so it is cut off."""
     x: Tensor = base.embed_tokens(input_ids)
     models = (base, runtime.whole and runtime.whole())
     asked = any(getattr(model, "_require_grads_hook", None) is not None for model in models)
@@ -437,7 +439,7 @@ def _embedded(base: Any, runtime: Runtime, input_ids: Tensor | None) -> Tensor: 
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Of products: autocast's over fp32 weights."""
+    """Returns the dtype of matmuls: autocast's over fp32 weights, else x's."""
     kind = x.device.type
     wide = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if wide else x.dtype
@@ -464,7 +466,8 @@ def layer_forward(
 
 
 def norm_forward(self: Any, x: Tensor, owned: bool | None = None) -> Tensor:
-    """With the schedule, `owned` says that nobody else holds the output's gradient."""
+    """Runs our norm if the schedule calls it; `owned` says that nobody else holds the output's
+    gradient."""
     if owned is None:
         return type(self).forward(self, x)
     return final_norm(x, self.weight, norm_of(self), owned)
@@ -488,7 +491,8 @@ def _runtime(model: Any) -> Runtime:
 
 
 def _decline(runtime: Runtime, what: str, reason: str) -> None:
-    """Says once what Hugging Face's code does instead of ours; in training `strict` forbids it."""
+    """Reports once what Hugging Face's code does instead of ours; in training `strict` forbids
+    it."""
     line = f"{what} for calls with {reason}"
     if runtime.strict and torch.is_grad_enabled():
         raise UserError(f"{line} (strict=True)")
@@ -496,15 +500,15 @@ def _decline(runtime: Runtime, what: str, reason: str) -> None:
 
 
 def _say(runtime: Runtime, line: str) -> None:
-    """Once."""
+    """Prints a line once."""
     if line not in runtime.warned:
         runtime.warned.add(line)
         print_rank0(f"custom: {line}")
 
 
 def _check_untraced() -> None:
-    """Raises UserError where the call is exported, traced or transformed. torch.compile goes round
-    our forwards, and says _NO_TRACE where it may not."""
+    """Raises UserError if the call is exported, traced or transformed. torch.compile leaves our
+    forwards out, and prints _NO_TRACE where it may not."""
     if (
         torch.compiler.is_exporting()
         or torch.jit.is_tracing()

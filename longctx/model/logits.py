@@ -1,8 +1,8 @@
 """Logits that are computed when somebody reads them.
 
-With labels a patched model returns the loss, computed in chunks; whoever wants the logits besides
-(a metric, `predict`, `outputs[1]`) has them as from Hugging Face, and whoever does not never pays
-for them: 31 GiB in bf16 at 131072 tokens and a vocabulary of 128256.
+With labels a patched model returns the loss, computed in chunks. Whoever also reads the logits (a
+metric, `predict`, `outputs[1]`) gets Hugging Face's. Whoever does not never pays for them: they are
+31 GiB in bf16 at 131072 tokens and a vocabulary of 128256.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from longctx.errors import UserError
 
 LIMIT_BYTES = 8 * 2**30
-"""More are an error that says what to ask for."""
+"""Larger logits are an error that says what to do instead."""
 
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in "shape dtype device layout ndim".split()),
@@ -27,11 +27,11 @@ _METADATA = {
     *(getattr(Tensor, name) for name in "size dim numel nelement element_size".split()),
     *(getattr(Tensor, name) for name in "is_floating_point is_complex __len__".split()),
 }
-"""What is known without them."""
+"""The attributes and methods that need no values."""
 
 
 class _Source:
-    """What the logits are computed from, until backward begins."""
+    """What the logits are computed from. It is dropped when backward begins."""
 
     def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
         self.hidden: Tensor | None = hidden  # (..., D)
@@ -59,11 +59,11 @@ class LazyLogits(Tensor):
         return self
 
     def forget(self) -> None:
-        """Lets go of what the logits would be computed from."""
+        """Drops what the logits would be computed from."""
         self._source.forget()
 
     def read(self) -> Tensor:
-        """The logits, computed once: in-place changes stay."""
+        """Returns the logits. They are computed once, so that in-place changes stay."""
         hidden, known = self._source.hidden, self._logits
         if hidden is None:
             if known is None:
@@ -82,7 +82,7 @@ class LazyLogits(Tensor):
         return known
 
     def __repr__(self, **settings: Any) -> str:  # type: ignore[override]
-        """The values where they can be had; else what is known. A display raises nothing."""
+        """Shows the values if they can be computed, else the metadata. A display raises nothing."""
         known, hidden = self._logits, self._source.hidden
         if known is not None:
             return repr(known)
@@ -109,9 +109,9 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
     def _unread_copy(self, func: Any) -> LazyLogits | None:
-        """What accelerate's autocast makes of them, and the autograd.Functions (which alone have
-        forward-mode gradients off) through which DistributedDataParallel and DeepSpeed send
-        whatever a model returns."""
+        """Returns unread logits for accelerate's autocast, which casts what a model returns, and
+        for the autograd.Functions through which DistributedDataParallel and DeepSpeed send it
+        (they alone have forward-mode gradients off)."""
         if func is Tensor.float:
             same = self.dtype == torch.float32
             return self if same else LazyLogits(self._source, self.shape, self, torch.float32)
@@ -134,7 +134,8 @@ def lazy_logits(
     vocab: int,
     loss: Tensor,
 ) -> LazyLogits:
-    """`head(hidden)`, (..., vocab), when it is read: until the backward of `loss` begins."""
+    """Returns a tensor that becomes `head(hidden)`, (..., vocab), when it is read, which is
+    possible until the backward of `loss` begins."""
     source = _Source(hidden, head)
     if loss.grad_fn is not None:
         alive = weakref.ref(source)  # only as long as somebody holds the logits

@@ -54,7 +54,7 @@ def linear_cross_entropy_reference(
     softcap: float | None = None,
     logits_scaling: float = 1.0,
 ) -> Tensor:  # scalar
-    """The same loss through ordinary autograd with all logits held: for tests, and to read."""
+    """The same loss by ordinary autograd with all logits held, for tests and for readers."""
     logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (T, V)
     z = (logits if logits.dtype == torch.float64 else logits.float()) / logits_scaling
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -68,7 +68,7 @@ def linear_cross_entropy_reference(
 
 
 def _pieces(lines: int) -> list[int]:
-    """Rows of each piece of a group in a workspace of `lines` lines of 16-bit numbers.
+    """Returns the rows of each piece of a group in a workspace of `lines` lines in 16 bits.
 
     A row of fp32 logits takes two lines and leaves one of them with its gradient, so a piece can
     have half as many rows as there are lines left. At a vocabulary of 128256 and 2 GiB (8192
@@ -101,18 +101,18 @@ class _Workspace:
         self.buffer = torch.empty(used, stride, dtype=dtype, device=hidden.device)
 
     def _wide(self, part: slice) -> Tensor:
-        """Rows of fp32, of two lines each, from the first line of `part`."""
+        """Returns rows of fp32, of two lines each, from the first line of `part` on."""
         rows = part.stop - part.start
         lines = self.buffer[part.start : part.start + 2 * rows]
         return lines.view(-1).view(torch.float32).view(rows, -1)
 
     def logits_and_gradients(self, part: slice) -> tuple[Tensor, Tensor]:
-        """(logits, gradients) of the rows `part`, which begin at the same address."""
+        """Returns (logits, gradients) of the rows `part`, which begin at the same address."""
         z = self._wide(part)[:, : self.vocab]
         return z, self.buffer[part, : self.vocab] if self.compacts else z
 
     def gradients(self, rows: int) -> Tensor:
-        """Those of all pieces, once they are finished."""
+        """Returns the gradients of all pieces, once they are finished."""
         g = self.buffer[:rows] if self.compacts else self._wide(slice(0, rows))
         g[:, self.vocab :] = 0  # torch's bf16 product on the CPU multiplies what follows a row by 0
         return g[:, : self.vocab]
@@ -226,13 +226,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 DROPPED = 0.01
-"""Of all rows: so many are dropped if they do not count. Gathering the others costs as much as the
-loss of 375 / V of them; where documents are packed only the first token of each does not count."""
+"""Rows that do not count are dropped if they are more than this share of all rows. Gathering the
+others costs as much as the loss of 375 / V of them. In packed documents only the first token of
+each does not count."""
 
 
 class RowCount:
-    """How many labels count, and whether they are words: asked of the GPU at once, and waited for
-    where it is read."""
+    """How many labels count, and whether all are in the vocabulary. The GPU is asked at once, and
+    waited for when the answer is read."""
 
     def __init__(self, labels: Tensor) -> None:
         self._numbers, self._copied = torch.zeros(3, dtype=torch.int64), None
@@ -248,7 +249,7 @@ class RowCount:
             self._copied = torch.cuda.current_stream(labels.device).record_event()
 
     def read(self, vocab: int) -> int:
-        """Raises ValueError for a label outside [0, vocab)."""
+        """Returns how many labels count. Raises ValueError for a label outside [0, vocab)."""
         if self._copied is not None:
             self._copied.synchronize()
         n, low, high = self._numbers.tolist()
@@ -340,9 +341,9 @@ def linear_cross_entropy(
 
 
 def loss_cost(s: Sizes, batch: Batch) -> Table:
-    """Logits are written and read twice in fp32, their gradient written and read twice in 16 bits;
-    lm_head's gradient adds up in fp32 for each group of rows. Backward rounds that gradient, when
-    what forward read is gone."""
+    """The cost of the loss. Logits are written and read twice in fp32, their gradient is written
+    and read twice in 16 bits, and lm_head's gradient is summed in fp32 over groups of rows. Backward
+    rounds that gradient when what forward read is gone."""
     tokens, unit = batch.tokens, s.unit(batch.tokens)
     rows = loss_rows(s, tokens)
     head = s.hidden * s.vocab * s.trains_head
@@ -372,6 +373,6 @@ def loss_cost(s: Sizes, batch: Batch) -> Table:
 
 
 def loss_rows(s: Sizes, tokens: int) -> int:
-    """Of a group of pieces (model/loss.py)."""
+    """Returns the rows of a group of pieces."""
     lines = s.cut(tokens).logits_bytes // (2 * s.vocab)
     return max(1, lines * 7 // 8 if s.itemsize < 4 else lines // 2)
