@@ -342,8 +342,8 @@ def linear_cross_entropy(
 
 def loss_cost(s: Sizes, batch: Batch) -> Table:
     """The cost of the loss. Logits are written and read twice in fp32, their gradient is written
-    and read twice in 16 bits, and lm_head's gradient is summed in fp32 over groups of rows. Backward
-    rounds that gradient when what forward read is gone."""
+    and read twice in 16 bits, and lm_head's gradient is summed in fp32 over groups of rows.
+    Backward rounds that gradient when what forward read is gone."""
     tokens, unit = batch.tokens, s.unit(batch.tokens)
     rows = loss_rows(s, tokens)
     head = s.hidden * s.vocab * s.trains_head
