@@ -7,8 +7,8 @@ The public names, each imported when it is first used (torch is not loaded befor
     exact_adamw                   AdamW with exact states wherever they fit, for one's own loop
     LongTrainer                   transformers' Trainer with exact states and whole checkpoints
     linear_cross_entropy          lm_head and cross-entropy in chunks, without the logits
-    rms_norm, rope, swiglu        the Triton kernels as differentiable functions
-    RMSNorm, RotaryEmbedding, SwiGLU, LinearCrossEntropyLoss     and as modules
+    rms_norm, rope, swiglu, geglu     the Triton kernels as differentiable functions
+    RMSNorm, RotaryEmbedding, SwiGLU, GeGLU, LinearCrossEntropyLoss     and as modules
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _HOMES = {
     "rms_norm": "longctx.kernels.rms_norm",
     "rope": "longctx.kernels.rope",
     "swiglu": "longctx.kernels.swiglu",
+    "geglu": "longctx.kernels.swiglu",
     **dict.fromkeys(
-        ("RMSNorm", "RotaryEmbedding", "SwiGLU", "LinearCrossEntropyLoss"), "longctx.model.nn"
+        ("RMSNorm", "RotaryEmbedding", "SwiGLU", "GeGLU", "LinearCrossEntropyLoss"),
+        "longctx.model.nn",
     ),
 }
 __all__ = list(_HOMES)

@@ -10,6 +10,7 @@ import torch
 from small_model import tiny_config
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -47,6 +48,11 @@ def test_swiglu() -> None:
     config = tiny_config(hidden_size=16, intermediate_size=40, head_dim=8)
     assert_same(longctx.SwiGLU(16, 40), LlamaMLP(config), torch.randn(2, 7, 16))
     assert longctx.SwiGLU(16, 40, 3, bias=True)(torch.randn(5, 16)).shape == (5, 3)
+
+
+def test_geglu() -> None:
+    config = tiny_config("gemma3_text", hidden_size=16, intermediate_size=40)
+    assert_same(longctx.GeGLU(16, 40), Gemma3MLP(config), torch.randn(2, 7, 16))
 
 
 def test_rotary_embedding() -> None:

@@ -3,6 +3,7 @@
     RMSNorm(normalized_shape, eps)              as torch.nn.RMSNorm
     RotaryEmbedding(dim, base)                  rotates q and k by their positions
     SwiGLU(in_features, hidden_features)        down(silu(gate(x)) * up(x)), Llama's MLP
+    GeGLU(in_features, hidden_features)         the same with gelu by tanh, Gemma's MLP
     LinearCrossEntropyLoss(in_features, num_classes)     as torch.nn.LinearCrossEntropyLoss
 
 On CUDA they run the Triton kernels of kernels/, elsewhere plain torch. T is the number of tokens, D
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from longctx.constants import IGNORE_INDEX
 from longctx.kernels.rms_norm import rms_norm
 from longctx.kernels.rope import rope
-from longctx.kernels.swiglu import swiglu
+from longctx.kernels.swiglu import geglu, swiglu
 from longctx.model.loss import linear_cross_entropy
 
 
@@ -77,6 +78,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class GeGLU(SwiGLU):
+    """Gemma's MLP: `SwiGLU` with gelu by tanh in the place of silu."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class LinearCrossEntropyLoss(nn.Module):

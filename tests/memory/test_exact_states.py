@@ -277,6 +277,7 @@ KINDS = {
     "more-batches-than-planned": dict(batches=2),
     "more-large-batches-than-planned": dict(batches=2, rows=5),
     "norms-of-q-and-k": dict(family="qwen3"),
+    "norms-after-parts": dict(family="gemma3_text", tied=True),
     "fused": dict(family="phi3"),
     "fused-fp32": dict(family="phi3", dtype=torch.float32),
     "fused-accumulates": dict(family="phi3", accumulates=True, batches=2),
