@@ -214,7 +214,7 @@ def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
             "shorten it, scale its RoPE (--rope_scaling yarn), or add --extend_context to train "
             "beyond with RoPE as it is"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = _rope(config)
     kind = rope.get("rope_type", "default")
     says = {
         "default": "keeps its frequencies, so the new positions are extrapolated",
@@ -226,10 +226,21 @@ def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
     print_rank0(f"context extended from {limit} to {args.seq_len} tokens: RoPE {kind!r} {says}")
 
 
+_FULL = "full_attention"
+
+
+def _rope(config: PretrainedConfig) -> dict[str, Any]:
+    """Returns the parameters of the model's RoPE. If each type of layer has its own, as in Gemma 3,
+    they are those of layers without a window: a window's tokens stay near, however long a row is.
+    """
+    found = getattr(config, "rope_parameters", None) or {}
+    return dict(found.get(_FULL, found))
+
+
 def _scale_rope(config: PretrainedConfig, args: ModelArguments) -> None:
     """Stretches the model's RoPE by seq_len / its positions. The saved config says so too, and any
     transformers reads it. YaRN: Peng et al. 2023, arXiv 2309.00071."""
-    rope = dict(config.rope_parameters or {})
+    rope = _rope(config)
     limit = config.max_position_embeddings
     if rope.get("rope_type", "default") != "default":
         raise UserError(
@@ -240,10 +251,11 @@ def _scale_rope(config: PretrainedConfig, args: ModelArguments) -> None:
     rope |= {"rope_type": args.rope_scaling, "factor": factor}
     if args.rope_scaling == "yarn":
         rope["original_max_position_embeddings"] = limit
-    config.rope_parameters = rope
+    of_types = config.rope_parameters if _FULL in (config.rope_parameters or {}) else None
+    config.rope_parameters = rope if of_types is None else {**of_types, _FULL: rope}
     config.max_position_embeddings = args.seq_len
     try:
-        known = type(config).from_dict(config.to_dict()).rope_parameters
+        known = _rope(type(config).from_dict(config.to_dict()))
     except Exception:  # each of transformers' checks has a type of its own
         known = {}
     if known.get("rope_type") != args.rope_scaling:  # Phi3 knows LongRoPE alone

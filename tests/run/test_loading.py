@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaForCausalLM,
+    PretrainedConfig,
     Trainer,
     TrainingArguments,
 )
@@ -134,6 +135,26 @@ def test_a_rope_that_a_family_does_not_know_is_refused() -> None:
     with pytest.raises(UserError, match="yarn is impossible with models of type 'phi3'"):
         load_config(args, vocab_size=1)
     load_config(replace(args, preset="qwen3-8b"), vocab_size=1)
+
+
+def test_a_rope_of_each_type_is_scaled_where_there_is_no_window() -> None:
+    """And the model has it: a factor that nobody reads would be an extension in name only."""
+    args = ModelArguments(preset="gemma-3-1b", seq_len=32768)
+    scaled = replace(args, rope_scaling="yarn", seq_len=65536)
+    plain, yarn = (
+        AutoModelForCausalLM.from_config(config).model.rotary_emb
+        for config in (small(load_config(a, vocab_size=1)) for a in (args, scaled))
+    )
+    assert not torch.equal(plain.full_attention_inv_freq, yarn.full_attention_inv_freq)
+    assert torch.equal(plain.sliding_attention_inv_freq, yarn.sliding_attention_inv_freq)
+    with pytest.raises(UserError, match="this model's is 'linear' already"):
+        load_config(replace(scaled, preset="gemma-3-4b", seq_len=262144), vocab_size=1)
+
+
+def small(config: PretrainedConfig) -> PretrainedConfig:
+    config.hidden_size, config.intermediate_size, config.vocab_size = 32, 32, 8
+    config.num_hidden_layers, config.layer_types = 6, config.layer_types[:6]
+    return config
 
 
 def test_a_gguf_file_is_trained_and_saved_like_any_model(tmp_path: Path) -> None:
