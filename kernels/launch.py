@@ -59,6 +59,16 @@ def round_to(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def row_start(rows, stride, stride_head, HEADS: tl.constexpr):
+    """Offsets of rows that `row_strides` describes; with HEADS > 1 row i is a head of token
+    i // HEADS."""
+    start = rows * stride
+    if HEADS > 1:
+        start = rows // HEADS * stride + rows % HEADS * stride_head
+    return start
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's, but `create_graph=True` is a RuntimeError: torch leaves a gradient without a graph
     there, whose own gradient would be missing from a sum in silence."""
@@ -137,6 +147,23 @@ def as_rows(name: str, x: Tensor) -> Tensor:
         raise ValueError(
             f"{name} must be rows at one stride, got shape {shape} with strides {strides}"
         ) from None
+
+
+def rows_or_heads(*tensors: tuple[str, Tensor]) -> list[Tensor]:
+    """Views as (rows, D); or (T, H, D) all of them, where one's heads do not lie at one stride."""
+    try:
+        return [as_rows(name, x) for name, x in tensors]
+    except ValueError:
+        if any(x.dim() != 3 for _, x in tensors):
+            raise
+    for name, x in tensors:
+        check_rows(name, x)
+    return [x for _, x in tensors]
+
+
+def row_strides(x: Tensor) -> tuple[int, int]:
+    """Of rows, or of tokens and heads."""
+    return x.stride(0), x.stride(1) if x.dim() == 3 else 0
 
 
 @dataclass(frozen=True, kw_only=True)

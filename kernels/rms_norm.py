@@ -35,11 +35,13 @@ from longctx.kernels.launch import (
     Config,
     as_rows,
     check_float,
-    check_rows,
     check_shape,
     on_device,
     once_differentiable,
     round_to,
+    row_start,
+    row_strides,
+    rows_or_heads,
     runs_kernel,
     sm_count,
     tl,
@@ -88,14 +90,6 @@ def _backward_reference(
 
 
 @triton.jit
-def _start(rows, stride, stride_head, HEADS: tl.constexpr):
-    start = rows * stride
-    if HEADS > 1:
-        start = rows // HEADS * stride + rows % HEADS * stride_head
-    return start
-
-
-@triton.jit
 def _forward_kernel(
     x_ptr,  # (T, D)
     weight_ptr,  # (D,)
@@ -116,7 +110,7 @@ def _forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     offs = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
     mask = (rows < T) & (offs < D)
-    x_start = _start(rows, stride_x, stride_x_head, HEADS)
+    x_start = row_start(rows, stride_x, stride_x_head, HEADS)
     x = tl.load(x_ptr + x_start + offs, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
     if OFFSET != 0.0:
@@ -126,7 +120,7 @@ def _forward_kernel(
     if LLAMA_ROUNDING:
         n = round_to(n, x_ptr.dtype.element_ty).to(tl.float32)
     y = round_to(n * weight, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + _start(rows, stride_out, stride_out_head, HEADS) + offs, y, mask=mask)
+    tl.store(out_ptr + row_start(rows, stride_out, stride_out_head, HEADS) + offs, y, mask=mask)
 
 
 @triton.jit
@@ -167,8 +161,8 @@ def _backward_kernel(
     for first in tl.range(tl.program_id(0) * ROWS, T, step, num_stages=STAGES):
         rows = tl.arange(0, ROWS)[:, None].to(tl.int64) + first  # (ROWS, 1)
         mask = (rows < T) & (offs < D)
-        x_start = _start(rows, stride_x, stride_x_head, HEADS)
-        dy_start = _start(rows, stride_dy, stride_dy_head, HEADS)
+        x_start = row_start(rows, stride_x, stride_x_head, HEADS)
+        dy_start = row_start(rows, stride_dy, stride_dy_head, HEADS)
         x = tl.load(x_ptr + x_start + offs, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + dy_start + offs, mask=mask, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
@@ -182,7 +176,7 @@ def _backward_kernel(
         dx = rstd * (d_n - n * (rstd * dots / D))
         if HAS_RESIDUAL:
             dx += d_residual.to(tl.float32)
-        out_start = _start(rows, stride_out, stride_out_head, HEADS)
+        out_start = row_start(rows, stride_out, stride_out_head, HEADS)
         tl.store(out_ptr + out_start + offs, round_to(dx, out_ptr.dtype.element_ty), mask)
         if HAS_DW:
             if LLAMA_ROUNDING:
@@ -207,23 +201,6 @@ def _check(x: Tensor, weight: Tensor, y: str = "", **others: Tensor | None) -> N
             check_float(name, other, weight.dtype if name == y else x.dtype)
 
 
-def _rows(*tensors: tuple[str, Tensor]) -> list[Tensor]:
-    """Views as (rows, D); or (T, H, D) all of them, where one's heads do not lie at one stride."""
-    try:
-        return [as_rows(name, x) for name, x in tensors]
-    except ValueError:
-        if any(x.dim() != 3 for _, x in tensors):
-            raise
-    for name, x in tensors:
-        check_rows(name, x)
-    return [x for _, x in tensors]
-
-
-def _strides(x: Tensor) -> tuple[int, int]:
-    """Of rows, or of tokens and heads."""
-    return x.stride(0), x.stride(1) if x.dim() == 3 else 0
-
-
 @annotated("norm")
 def rms_norm_forward(
     x: Tensor,  # (..., D)
@@ -243,7 +220,7 @@ def rms_norm_forward(
     if not runs_kernel(x, weight, out):
         return out.copy_(rms_norm_reference(x, weight, eps, llama_rounding, offset))
 
-    x_rows, out_rows = _rows(("x", x), ("out", out))
+    x_rows, out_rows = rows_or_heads(("x", x), ("out", out))
     D, weight = x.shape[-1], weight.contiguous()
     T, heads = x.numel() // D, x_rows.shape[1] if x_rows.dim() == 3 else 1
 
@@ -256,8 +233,8 @@ def rms_norm_forward(
                 out_rows,
                 T,
                 D,
-                *_strides(x_rows),
-                *_strides(out_rows),
+                *row_strides(x_rows),
+                *row_strides(out_rows),
                 eps,
                 LLAMA_ROUNDING=llama_rounding,
                 OFFSET=offset,
@@ -299,7 +276,7 @@ def rms_norm_backward(
         return out.copy_(dx.view(x.shape))
 
     if d_residual is None:
-        x_rows, dy_rows, out_rows = _rows(("x", x), ("dy", dy), ("out", out))
+        x_rows, dy_rows, out_rows = rows_or_heads(("x", x), ("dy", dy), ("out", out))
         residual_rows = x_rows
     else:
         x_rows, dy_rows, out_rows = as_rows("x", x), as_rows("dy", dy), as_rows("out", out)
@@ -321,10 +298,10 @@ def rms_norm_backward(
                 partial,
                 T,
                 D,
-                *_strides(dy_rows),
-                *_strides(x_rows),
+                *row_strides(dy_rows),
+                *row_strides(x_rows),
                 residual_rows.stride(0),
-                *_strides(out_rows),
+                *row_strides(out_rows),
                 eps,
                 HAS_RESIDUAL=d_residual is not None,
                 HAS_DW=dw is not None,

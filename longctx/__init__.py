@@ -7,8 +7,8 @@ The public names, each imported when it is first used (torch is not loaded befor
     exact_adamw                   AdamW with exact states wherever they fit, for one's own loop
     LongTrainer                   transformers' Trainer with exact states and whole checkpoints
     linear_cross_entropy          lm_head and cross-entropy in chunks, without the logits
-    rms_norm, rope, swiglu, geglu     the Triton kernels as differentiable functions
-    RMSNorm, RotaryEmbedding, SwiGLU, GeGLU, LinearCrossEntropyLoss     and as modules
+    rms_norm, layer_norm, rope, swiglu, geglu     the Triton kernels as differentiable functions
+    RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, GeGLU, LinearCrossEntropyLoss     and as modules
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _HOMES = {
     "LongTrainer": "longctx.run.trainer",
     "linear_cross_entropy": "longctx.model.loss",
     "rms_norm": "longctx.kernels.rms_norm",
+    "layer_norm": "longctx.kernels.layer_norm",
     "rope": "longctx.kernels.rope",
     "swiglu": "longctx.kernels.swiglu",
     "geglu": "longctx.kernels.swiglu",
     **dict.fromkeys(
-        ("RMSNorm", "RotaryEmbedding", "SwiGLU", "GeGLU", "LinearCrossEntropyLoss"),
+        ("RMSNorm", "LayerNorm", "RotaryEmbedding", "SwiGLU", "GeGLU", "LinearCrossEntropyLoss"),
         "longctx.model.nn",
     ),
 }

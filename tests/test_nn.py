@@ -9,7 +9,9 @@ import pytest
 import torch
 from small_model import tiny_config
 from torch import nn
+from torch.testing import assert_close
 from transformers import LlamaForCausalLM
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -17,6 +19,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 import longctx
 
@@ -42,6 +45,20 @@ def test_rms_norm() -> None:
     assert_same(ours, nn.RMSNorm(24, eps=1e-5), torch.randn(3, 5, 24))
     assert_same(ours, LlamaRMSNorm(24, eps=1e-5), torch.randn(3, 5, 24))
     assert repr(ours) == "RMSNorm(24, eps=1e-05)"
+
+
+def test_layer_norm() -> None:
+    for ours, theirs in (
+        (longctx.LayerNorm(24, eps=1e-3), nn.LayerNorm(24, eps=1e-3)),
+        (longctx.LayerNorm(24, bias=False), Cohere2LayerNorm(24)),
+        (longctx.LayerNorm(24, offset=1.0), NemotronLayerNorm1P(24)),
+    ):
+        x = torch.randn(3, 5, 24)
+        assert_close(ours(x), nn.functional.layer_norm(x, (24,), eps=ours.eps))  # a new norm
+        for parameter in ours.parameters():
+            nn.init.normal_(parameter)
+        assert_same(ours, theirs, x)
+    assert repr(longctx.LayerNorm(24, bias=False)) == "LayerNorm(24, eps=1e-05, bias=False)"
 
 
 def test_swiglu() -> None:

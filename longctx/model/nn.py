@@ -1,6 +1,7 @@
 """The kernels as modules, with the names and argument order of torch.nn.
 
     RMSNorm(normalized_shape, eps)              as torch.nn.RMSNorm
+    LayerNorm(normalized_shape, eps)            as torch.nn.LayerNorm
     RotaryEmbedding(dim, base)                  rotates q and k by their positions
     SwiGLU(in_features, hidden_features)        down(silu(gate(x)) * up(x)), Llama's MLP
     GeGLU(in_features, hidden_features)         the same with gelu by tanh, Gemma's MLP
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
+from longctx.kernels.layer_norm import layer_norm
 from longctx.kernels.rms_norm import rms_norm
 from longctx.kernels.rope import rope
 from longctx.kernels.swiglu import geglu, swiglu
@@ -39,6 +41,36 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class LayerNorm(nn.Module):
+    """Subtracts the mean of x (..., D), divides by the standard deviation, multiplies by
+    weight (D,) + `offset` and adds a bias (D,).
+
+    Cohere's has no bias, Nemotron's has `offset=1.0`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        offset: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        ones = torch.ones(normalized_shape, device=device, dtype=dtype)
+        self.weight = nn.Parameter(ones - offset)
+        self.bias = nn.Parameter(torch.zeros_like(ones)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.eps, bias=self.bias, offset=self.offset)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"
 
 
 class RotaryEmbedding(nn.Module):

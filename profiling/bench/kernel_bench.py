@@ -5,11 +5,11 @@ over the fewest bytes the op can move, and the fraction of the device's copy rat
 the matmul rate), both measured in the same run. It writes a JSON file and, with matplotlib, a bar
 chart.
 
-Fewest bytes, in units of tokens x hidden elements, forward + backward: RMSNorm 2 + 3, RoPE 2.5 +
-2.5, SwiGLU 10.5 + 17.5 (F = 14336). The loss counts 6 tokens V D operations (2 forward); its
-ceiling is the rate of the three lm_head products at 8192 tokens, in bf16, one after the other, with
-normally distributed operands. Peak extra is what is allocated beyond the inputs: results, gradients
-and workspace.
+Fewest bytes, in units of tokens x hidden elements, forward + backward: RMSNorm and LayerNorm 2 + 3,
+RoPE 2.5 + 2.5, SwiGLU 10.5 + 17.5 (F = 14336). The loss counts 6 tokens V D operations (2
+forward); its ceiling is the rate of the three lm_head products at 8192 tokens, in bf16, one after
+the other, with normally distributed operands. Peak extra is what is allocated beyond the inputs:
+results, gradients and workspace.
 
 AdamW steps on the parameters of one layer of Llama-3.1-8B, each implementation over the bytes that
 it moves itself: 26 a parameter for bf16 weights, remainders and gradients, 28 for torch's in fp32.
@@ -52,6 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.constants import GIB
 from longctx.kernels.adamw import adamw_, split_master, weight_checksums
 from longctx.kernels.cross_entropy import cross_entropy
+from longctx.kernels.layer_norm import layer_norm, layer_norm_reference
 from longctx.kernels.rms_norm import rms_norm, rms_norm_reference
 from longctx.kernels.rope import rope, rope_reference
 from longctx.kernels.swiglu import swiglu, swiglu_reference
@@ -60,10 +61,10 @@ from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EPS = 4096, 14336, 32, 8, 128, 128256, 1e-5
-OPS = ("rms_norm", "rope", "swiglu", "linear_cross_entropy")
+OPS = ("rms_norm", "layer_norm", "rope", "swiglu", "linear_cross_entropy")
 IMPLS = ("longctx", "liger", "compile", "eager", "functional", "cce", "torch_linear_ce")
 LAYER_PARAMETERS = 2 * HIDDEN * (HIDDEN + KV_HEADS * HEAD_DIM) + 3 * HIDDEN * INTERMEDIATE
-UNITS = {"rms_norm": 5.0, "rope": 5.0, "swiglu": 28.0}
+UNITS = {"rms_norm": 5.0, "layer_norm": 5.0, "rope": 5.0, "swiglu": 28.0}
 Case = tuple[str, Callable[..., Any]]
 
 
@@ -76,6 +77,10 @@ def peers(op: str) -> Iterator[Case]:
         yield "eager", lambda x, w: _hf_norm(hf, w)(x)
         yield "compile", _compiled(lambda x, w: rms_norm_reference(x, w, EPS))
         yield "functional", lambda x, w: torch.nn.functional.rms_norm(x, (HIDDEN,), w, EPS)
+    elif op == "layer_norm":
+        yield "longctx", lambda x, w, b: layer_norm(x, w, EPS, bias=b)
+        yield "eager", lambda x, w, b: torch.nn.functional.layer_norm(x, (HIDDEN,), w, b, EPS)
+        yield "compile", _compiled(lambda x, w, b: layer_norm_reference(x, w, EPS, b))
     elif op == "rope":
         yield "longctx", lambda q, k, p, f: rope(q, k, p, f)
         yield "eager", lambda q, k, p, f: hf.apply_rotary_pos_emb(q, k, *_cos_sin(p, f), 1)
@@ -116,6 +121,10 @@ def _liger(op: str) -> Callable[..., Any]:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction as Norm
 
         return lambda x, w: Norm.apply(x, w, EPS, 0.0, "llama", True)
+    if op == "layer_norm":
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        return lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, EPS)
     if op == "rope":
         from liger_kernel.ops.rope import LigerRopeFunction as Rope
 
@@ -167,6 +176,8 @@ def inputs(op: str, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
 
     if op == "rms_norm":
         return [rand(tokens, HIDDEN), rand(HIDDEN)], [rand(tokens, HIDDEN).detach()]
+    if op == "layer_norm":
+        return [rand(tokens, HIDDEN), rand(HIDDEN), rand(HIDDEN)], [rand(tokens, HIDDEN).detach()]
     if op == "rope":
         q, k = rand(tokens, HEADS, HEAD_DIM), rand(tokens, KV_HEADS, HEAD_DIM)
         exponent = torch.arange(0, HEAD_DIM, 2, device="cuda").float() / HEAD_DIM

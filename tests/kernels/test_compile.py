@@ -28,7 +28,16 @@ def _cases():
     An argument is a pointer type, a constant, or a size. Sizes are those of Llama-3.1-8B,
     configurations those that the public functions choose.
     """
-    from longctx.kernels import adamw, cross_entropy, rms_norm, rope, scale, spread, swiglu
+    from longctx.kernels import (
+        adamw,
+        cross_entropy,
+        layer_norm,
+        rms_norm,
+        rope,
+        scale,
+        spread,
+        swiglu,
+    )
     from longctx.kernels.launch import Config
 
     def norm(c, HEADS=1, **flags):
@@ -57,6 +66,25 @@ def _cases():
                 flags = {"HAS_RESIDUAL": residual, "HAS_DW": True, "STAGES": c.num_stages}
                 arguments = {**pointers, **sizes, **norm(c, heads, **flags)}
                 yield f"rms_norm_backward {D}", rms_norm._backward_kernel, t, arguments, c
+
+        for D, offset, heads in ((64, 0.0, 32), (64, 1.0, 1), (8192, 1.0, 1)):
+            pointers = {f"{n}_ptr": p for n in ("x", "weight", "bias", "dy", "d_residual", "out")}
+            pointers |= {"dw_partial_ptr": "*fp32", "db_partial_ptr": "*fp32"}
+            strides = {f"stride_{n}": D for n in ("dy", "x", "d_residual", "out")}
+            strides |= {f"stride_{n}_head": D for n in ("dy", "x", "out")}
+            flags = {"HAS_BIAS": True, "HAS_DW": True, "HAS_DB": True, "HAS_RESIDUAL": heads == 1}
+            flags |= {"OFFSET": offset, "HEADS": heads, "T": 131072, "D": D, "eps": "fp32"}
+            forward, backward = layer_norm._forward_kernel, layer_norm._backward_kernel
+            for name, kernel, c in (
+                ("layer_norm_forward", forward, layer_norm.forward_config(D)),
+                (
+                    "layer_norm_backward",
+                    backward,
+                    layer_norm.backward_config(D, 2 if t == "bf16" else 4),
+                ),
+            ):
+                sizes = {"ROWS": c.rows, "BLOCK": c.block, "STAGES": c.num_stages}
+                yield f"{name} {D}", kernel, t, pointers | strides | flags | sizes, c
 
         c = rope.default_config(32, 128)
         strides = {
@@ -190,6 +218,8 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "interleaved_rope",
         "geglu_forward",
         "geglu_backward",
+        "layer_norm_forward",
+        "layer_norm_backward",
         "cross_entropy",
         "scale",
         "spread",
