@@ -56,6 +56,13 @@ def swiglu_reference(
     return (torch.nn.functional.silu(wide) * up).to(gate.dtype)
 
 
+def gelu_sigmoid_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """s, and 1 + x (1 - s) z', of gelu."""
+    near = x.clamp(-LARGEST, LARGEST)
+    s = (SCALE * (near + CUBE * near**3)).sigmoid()
+    return s, 1 + near * (1 - s) * SCALE * (1 + 3 * CUBE * near**2)
+
+
 def _backward_reference_(
     d_product: Tensor,  # (T, F)
     gate: Tensor,  # (T, F)
@@ -66,9 +73,7 @@ def _backward_reference_(
     g, u, d = gate.float(), up.float(), d_product.float()
     s, slope = g.sigmoid(), 1 + g * (1 - g.sigmoid())
     if activation == "gelu_tanh":
-        near = g.clamp(-LARGEST, LARGEST)
-        s = (SCALE * (near + CUBE * near**3)).sigmoid()
-        slope = 1 + near * (1 - s) * SCALE * (1 + 3 * CUBE * near**2)
+        s, slope = gelu_sigmoid_reference(g)
     silu = g * s
     # All results are computed before the first write: `.float()` does not copy fp32 tensors, so g,
     # u and d can be the caller's own memory, and product may alias d_product.
@@ -80,13 +85,20 @@ def _backward_reference_(
 
 
 @triton.jit
+def gelu_sigmoid(x):
+    """s, and 1 + x (1 - s) z', of gelu."""
+    # LARGEST, CUBE and SCALE, as numbers. A minimum and a maximum would turn NaN into a number.
+    near = tl.where(x > 100.0, 100.0, tl.where(x < -100.0, -100.0, x))
+    square = 0.044715 * near * near
+    s = tl.sigmoid(1.5957691216057308 * near * (1 + square))
+    return s, 1 + near * (1 - s) * 1.5957691216057308 * (1 + 3 * square)
+
+
+@triton.jit
 def _sigmoid(gate, GELU: tl.constexpr):
     """s, and 1 + gate (1 - s) z'."""
     if GELU:
-        near = tl.minimum(tl.maximum(gate, -100.0), 100.0)  # LARGEST, CUBE and SCALE, as numbers
-        square = 0.044715 * near * near
-        s = tl.sigmoid(1.5957691216057308 * near * (1 + square))
-        slope = 1 + near * (1 - s) * 1.5957691216057308 * (1 + 3 * square)
+        s, slope = gelu_sigmoid(gate)
     else:
         s = tl.sigmoid(gate)
         slope = 1 + gate * (1 - s)

@@ -6,10 +6,10 @@ the matmul rate), both measured in the same run. It writes a JSON file and, with
 chart.
 
 Fewest bytes, in units of tokens x hidden elements, forward + backward: RMSNorm and LayerNorm 2 + 3,
-RoPE 2.5 + 2.5, SwiGLU 10.5 + 17.5 (F = 14336). The loss counts 6 tokens V D operations (2
-forward); its ceiling is the rate of the three lm_head products at 8192 tokens, in bf16, one after
-the other, with normally distributed operands. Peak extra is what is allocated beyond the inputs:
-results, gradients and workspace.
+RoPE 2.5 + 2.5, SwiGLU 10.5 + 17.5 (F = 14336), squared ReLU and GELU by tanh 7 + 10.5. The loss
+counts 6 tokens V D operations (2 forward); its ceiling is the rate of the three lm_head products at
+8192 tokens, in bf16, one after the other, with normally distributed operands. Peak extra is what is
+allocated beyond the inputs: results, gradients and workspace.
 
 AdamW steps on the parameters of one layer of Llama-3.1-8B, each implementation over the bytes that
 it moves itself: 26 a parameter for bf16 weights, remainders and gradients, 28 for torch's in fp32.
@@ -50,6 +50,7 @@ from triton.testing import do_bench
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
+from longctx.kernels.activation import activate, activation_reference
 from longctx.kernels.adamw import adamw_, split_master, weight_checksums
 from longctx.kernels.cross_entropy import cross_entropy
 from longctx.kernels.layer_norm import layer_norm, layer_norm_reference
@@ -61,10 +62,16 @@ from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB, EPS = 4096, 14336, 32, 8, 128, 128256, 1e-5
-OPS = ("rms_norm", "layer_norm", "rope", "swiglu", "linear_cross_entropy")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu2": lambda x: torch.nn.functional.relu(x).square(),
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+OPS = ("rms_norm", "layer_norm", "rope", "swiglu", *ACTIVATIONS, "linear_cross_entropy")
+OVERWRITES = ("rope", "swiglu", *ACTIVATIONS)  # what they overwrite may not be a leaf
 IMPLS = ("longctx", "liger", "compile", "eager", "functional", "cce", "torch_linear_ce")
 LAYER_PARAMETERS = 2 * HIDDEN * (HIDDEN + KV_HEADS * HEAD_DIM) + 3 * HIDDEN * INTERMEDIATE
 UNITS = {"rms_norm": 5.0, "layer_norm": 5.0, "rope": 5.0, "swiglu": 28.0}
+UNITS |= dict.fromkeys(ACTIVATIONS, 17.5)
 Case = tuple[str, Callable[..., Any]]
 
 
@@ -88,6 +95,11 @@ def peers(op: str) -> Iterator[Case]:
             "compile",
             _compiled(lambda q, k, p, f: (rope_reference(q, p, f), rope_reference(k, p, f))),
         )
+    elif op in ACTIVATIONS:
+        yield "longctx", lambda x: activate(x, op)
+        yield "eager", ACTIVATIONS[op]
+        yield "compile", _compiled(lambda x: activation_reference(x, op))
+        return  # Liger has neither without a gate
     elif op == "swiglu":
         yield "longctx", swiglu
         yield "eager", lambda g, u: torch.nn.functional.silu(g) * u
@@ -184,6 +196,8 @@ def inputs(op: str, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
         positions = torch.arange(tokens, device="cuda")
         grads = [torch.randn_like(x) for x in (q, k)]
         return [q, k, positions, 1 / 500000**exponent], grads
+    if op in ACTIVATIONS:
+        return [rand(tokens, INTERMEDIATE)], [rand(tokens, INTERMEDIATE).detach()]
     if op == "swiglu":
         return [rand(tokens, INTERMEDIATE), rand(tokens, INTERMEDIATE)], [
             rand(tokens, INTERMEDIATE).detach()
@@ -230,7 +244,7 @@ def measure(
     leaves = [x for x in arguments if x.requires_grad]
 
     def forward() -> list[Tensor]:
-        free = list(_Alias.apply(*leaves)) if op in ("rope", "swiglu") else leaves
+        free = list(_Alias.apply(*leaves)) if op in OVERWRITES else leaves
         outs = function(*free, *arguments[len(leaves) :])
         return list(outs) if isinstance(outs, tuple) else [outs]
 

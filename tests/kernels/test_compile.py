@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from paths import PYTHONPATH
 
+KINDS = ("relu2", "gelu", "gelu_tanh")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
 
 
@@ -29,6 +30,7 @@ def _cases():
     configurations those that the public functions choose.
     """
     from longctx.kernels import (
+        activation,
         adamw,
         cross_entropy,
         layer_norm,
@@ -117,6 +119,14 @@ def _cases():
         for name, gelu in (("swiglu", False), ("geglu", True)):
             how = {"GELU": gelu}
             yield f"{name}_backward", swiglu._backward_kernel, t, arguments | how, c
+
+        c = activation.default_config(14336)
+        sizes |= {f"stride_{n}": 14336 for n in ("x", "out", "dy", "y")} | {"HAS_Y": True}
+        arguments = {f"{n}_ptr": p for n in ("x", "out", "dy", "y")} | sizes
+        for kind in KINDS:
+            how = arguments | {"ACTIVATION": kind}
+            yield f"{kind}_forward", activation._forward_kernel, t, how, c
+            yield f"{kind}_backward", activation._backward_kernel, t, how, c
 
         arguments = {
             **{"x_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": p, "numel": 2**29, "BLOCK": 2048}
@@ -220,6 +230,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "geglu_backward",
         "layer_norm_forward",
         "layer_norm_backward",
+        *(f"{kind}_{way}" for kind in KINDS for way in ("forward", "backward")),
         "cross_entropy",
         "scale",
         "spread",

@@ -88,6 +88,8 @@ def test_gates_of_any_size(dtype, op):
     expected = gate.clamp(min=0)
     assert torch.equal(product, expected) and torch.equal(d_up, expected)
     assert torch.equal(d_gate, (gate > 0).to(dtype))
+    for result in _run(op, gate * float("nan"), *[torch.ones_like(gate)] * 2):
+        assert result.isnan().all()
 
 
 def test_gradient_of_a_sum():
