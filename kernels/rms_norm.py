@@ -17,9 +17,10 @@ and keeps its partial sum of dw in registers. The partial sums are then added in
 dw is the same in every run.
 
 The weight may be fp32 where x has 16 bits, as in autocast: y and dy are fp32 then, as a product of
-the two is.
+the two is, or have 16 bits, as the caller gives them.
 
-Rows may be the heads of a wider buffer, x (T, H, d) with a stride for tokens and one for heads.
+Rows may be the heads of a wider buffer, x (T, H, d) with a stride for tokens and one for heads. Or
+they are parts of wider rows, whose rstd is given to forward: OLMo 2 has norms over all heads.
 """
 
 from __future__ import annotations
@@ -58,10 +59,13 @@ def rms_norm_reference(
     eps: float,
     llama_rounding: bool = True,
     offset: float = 0.0,
+    rstd: Tensor | None = None,  # (...)
 ) -> Tensor:  # (..., D)
     """y of the equations above in plain torch; differentiable."""
     wide = x if x.dtype == torch.float64 else x.float()
-    n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if rstd is None:
+        rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+    n = wide * rstd[..., None]
     dtype = weight.dtype
     if offset:
         weight = weight.to(n.dtype) + offset
@@ -93,6 +97,7 @@ def _backward_reference(
 def _forward_kernel(
     x_ptr,  # (T, D)
     weight_ptr,  # (D,)
+    rstd_ptr,  # (T,) fp32
     out_ptr,  # (T, D)
     T,
     D,
@@ -101,6 +106,7 @@ def _forward_kernel(
     stride_out,
     stride_out_head,
     eps,
+    HAS_RSTD: tl.constexpr,
     LLAMA_ROUNDING: tl.constexpr,
     OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
@@ -115,7 +121,10 @@ def _forward_kernel(
     weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
     if OFFSET != 0.0:
         weight += OFFSET
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
+    if HAS_RSTD:
+        rstd = tl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
+    else:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
     n = x * rstd
     if LLAMA_ROUNDING:
         n = round_to(n, x_ptr.dtype.element_ty).to(tl.float32)
@@ -187,18 +196,24 @@ def _backward_kernel(
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * D + offs, dw_sum, mask=offs < D)
 
 
-def _check(x: Tensor, weight: Tensor, y: str = "", **others: Tensor | None) -> None:
-    """`y` names the one of the others that has the weight's dtype; they have x's."""
+def check_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, y: str = "", **others: Tensor | None
+) -> None:
+    """The others have x's dtype; the one that `y` names may have the weight's instead."""
     check_float("x", x)
     D = x.shape[-1]
     if not 0 < D <= MAX_HIDDEN:
         raise ValueError(f"x must have 1 to {MAX_HIDDEN} elements a row, got {D}")
     check_shape("weight", weight, (D,))
     check_float("weight", weight, None if weight.dtype == torch.float32 else x.dtype)
+    if bias is not None:
+        check_shape("bias", bias, (D,))
+        check_float("bias", bias, weight.dtype)
     for name, other in others.items():
         if other is not None:
             check_shape(name, other, x.shape)
-            check_float(name, other, weight.dtype if name == y else x.dtype)
+            wide = name == y and other.dtype != x.dtype
+            check_float(name, other, weight.dtype if wide else x.dtype)
 
 
 @annotated("norm")
@@ -210,15 +225,21 @@ def rms_norm_forward(
     out: Tensor | None = None,  # (..., D)
     llama_rounding: bool = True,
     offset: float = 0.0,
+    rstd: Tensor | None = None,  # (...) fp32
 ) -> Tensor:  # (..., D)
     """The norm of x, written to `out` if given. Not differentiable by autograd.
 
-    Raises ValueError for a wrong shape, dtype, device or layout.
+    The result has the weight's dtype, or that of `out`, which may be x's. `rstd`, if given, is that
+    of wider rows of which x has a part. Raises ValueError for a wrong shape, dtype, device or
+    layout.
     """
-    _check(x, weight, "out", out=out)
+    check_norm(x, weight, y="out", out=out)
+    if rstd is not None:
+        check_shape("rstd", rstd, x.shape[:-1])
+        check_float("rstd", rstd, torch.float32)
     out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
-    if not runs_kernel(x, weight, out):
-        return out.copy_(rms_norm_reference(x, weight, eps, llama_rounding, offset))
+    if not runs_kernel(x, weight, out, rstd):
+        return out.copy_(rms_norm_reference(x, weight, eps, llama_rounding, offset, rstd))
 
     x_rows, out_rows = rows_or_heads(("x", x), ("out", out))
     D, weight = x.shape[-1], weight.contiguous()
@@ -230,12 +251,14 @@ def rms_norm_forward(
             _forward_kernel[(triton.cdiv(T, config.rows),)](
                 x_rows,
                 weight,
+                weight if rstd is None else rstd.contiguous(),
                 out_rows,
                 T,
                 D,
                 *row_strides(x_rows),
                 *row_strides(out_rows),
                 eps,
+                HAS_RSTD=rstd is not None,
                 LLAMA_ROUNDING=llama_rounding,
                 OFFSET=offset,
                 HEADS=heads,
@@ -264,7 +287,7 @@ def rms_norm_backward(
 
     Raises ValueError for a wrong shape, dtype, device or layout.
     """
-    _check(x, weight, "dy", dy=dy, d_residual=d_residual, out=out)
+    check_norm(x, weight, y="dy", dy=dy, d_residual=d_residual, out=out)
     if dw is not None:
         check_shape("dw", dw, weight.shape)
         check_float("dw", dw, torch.float32)
@@ -358,7 +381,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467).
     """
-    _check(x, weight)
+    check_norm(x, weight)
     return _RMSNorm.apply(x.contiguous(), weight, eps, llama_rounding, offset)
 
 

@@ -44,13 +44,17 @@ class Gradients:
             halves = [WeightGradient(True, into=half) for half in self._gate_up.chunk(2)]
         return self.projection("gate", halves[0]), self.projection("up", halves[1])
 
-    def norm(self, name: str) -> Tensor | None:
-        weight = getattr(self.w, name)
-        wanted = getattr(self.wants, name)
-        return torch.zeros_like(weight, dtype=torch.float32) if wanted else None
+    def norm(self, name: str) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the sums of the gradients of a norm's weight and bias, in fp32."""
+        return self._sum(name), self._sum(f"{name}_bias")
 
-    def finish_norm(self, name: str, grad: Tensor | None) -> None:
-        self._put(name, grad)
+    def _sum(self, name: str) -> Tensor | None:
+        wanted = getattr(self.wants, name, False)
+        return torch.zeros_like(getattr(self.w, name), dtype=torch.float32) if wanted else None
+
+    def finish_norm(self, name: str, sums: tuple[Tensor | None, Tensor | None]) -> None:
+        for suffix, grad in zip(("", "_bias"), sums, strict=True):
+            self._put(f"{name}{suffix}", grad)
 
     def finish(self, name: str, grad: ProjectionGradient, scale: float = 1.0) -> None:
         """Rounds the gradients of projection `name`, which are `scale` times `grad`."""

@@ -16,7 +16,7 @@ from longctx.kernels.rope import rope_
 from longctx.kernels.swiglu import Activation
 from longctx.layer.gradients import Gradients
 from longctx.layer.lora import ALL
-from longctx.layer.rms import RMS
+from longctx.layer.norm_spec import NormSpec
 from longctx.layer.weights import Layer
 from longctx.memory.store import ActivationStore, Saved
 
@@ -61,7 +61,7 @@ class Schedule:
     ropes: Mapping[str, Rope]
     query_scale: Tensor | None  # (T,) fp32: multiplies q after RoPE
     head_dim: int
-    norm: RMS
+    norm: NormSpec
     attention: Attention
     store: ActivationStore
     tile_tokens: int

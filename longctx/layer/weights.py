@@ -12,7 +12,7 @@ from longctx.layer.linear import dense
 from longctx.layer.lora import Adapter, Lora
 from longctx.layer.projection import Projection
 
-NORMS = ("norm1", "norm2", "post1", "post2", "q_norm", "k_norm")
+NORMS = ("norm1", "norm2", "norm1_bias", "norm2_bias", "post1", "post2", "q_norm", "k_norm")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -35,6 +35,8 @@ class Weights(NamedTuple):
     norm2: Tensor | None = None  # (D,), before the MLP
     post1: Tensor | None = None  # (D,), after attention
     post2: Tensor | None = None  # (D,), after the MLP
+    norm1_bias: Tensor | None = None  # (D,)
+    norm2_bias: Tensor | None = None  # (D,)
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     v_bias: Tensor | None = None
@@ -126,6 +128,8 @@ class Layer(NamedTuple):
     down: Projection  # (D, F)
     norm1: Tensor | None  # (D,)
     norm2: Tensor | None  # (D,)
+    norm1_bias: Tensor | None  # (D,)
+    norm2_bias: Tensor | None  # (D,)
     post1: Tensor | None  # (D,)
     post2: Tensor | None  # (D,)
     q_norm: Tensor | None  # (d,)

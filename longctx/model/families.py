@@ -22,20 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import Traits
-from longctx.layer.rms import RMS
 from longctx.layer.weights import Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
 
 Names = tuple[str, ...]
 LINEAR: Names = ("torch.nn.modules.linear.Linear",)
+LAYER_NORM: Names = ("torch.nn.modules.normalization.LayerNorm",)
 _SILU: Names = (
     "transformers.activations.SiLUActivation",
     "torch.nn.modules.activation.SiLU",
@@ -88,10 +89,6 @@ def _scale_by_position(config: Any, positions: Tensor) -> Tensor:
     return 1 + rope["llama_4_scaling_beta"] * torch.log1p(passed)
 
 
-def _gemma_norm(eps: float) -> RMS:
-    return RMS(eps=eps, offset=1.0, llama_rounding=False)
-
-
 def head_dim(config: Any) -> int:
     size: int = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -102,6 +99,24 @@ def head_dim(config: Any) -> int:
 def kv_heads(config: Any) -> int:
     count: int = config.num_key_value_heads or config.num_attention_heads
     return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormClass:
+    """The class of a family's norms."""
+
+    suffix: str = "RMSNorm"
+    """The end of its name; empty for torch's LayerNorm."""
+    epsilon: str = "variance_epsilon"
+    """The name of epsilon in a module."""
+    configured: str = "rms_norm_eps"
+    """The name of epsilon in the configuration."""
+    spec: Callable[..., NormSpec] = NormSpec
+    """Returns how such a norm computes, from `eps`."""
+
+
+_ROUNDED_ONCE = partial(NormSpec, llama_rounding=False)
+_GEMMA_NORM = NormClass(epsilon="eps", spec=partial(_ROUNDED_ONCE, offset=1.0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,10 +141,7 @@ class Family:
     activation: str = "mlp.act_fn"
     activations: Names = _SILU
     """The classes that it may be of."""
-    epsilon: str = "variance_epsilon"
-    """A norm's attribute."""
-    rms: Callable[[float], RMS] = field(default=lambda eps: RMS(eps=eps))
-    """Returns how norms compute, from their epsilon."""
+    norm: NormClass = NormClass()
     dropouts: Names = ()
     """The paths of dropout modules, which must not drop anything."""
     window: Callable[[Any, int], int | None] = _no_window
@@ -144,6 +156,10 @@ class Family:
 
     def known(self, suffix: str) -> Names:
         return (f"{self.home}.{self.prefix}{self.base if suffix == 'Model' else suffix}",)
+
+    @property
+    def norm_classes(self) -> Names:
+        return self.known(self.norm.suffix) if self.norm.suffix else LAYER_NORM
 
     @property
     def home(self) -> str:
@@ -183,7 +199,7 @@ class Family:
             "mlp": self.known("MLP"),
             self.activation: self.activations,
             **dict.fromkeys(self.linears.values(), LINEAR + QUANTISED + ADAPTED),
-            **dict.fromkeys(self.norms.values(), self.known("RMSNorm")),
+            **dict.fromkeys(self.norms.values(), self.norm_classes),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
         }
 
@@ -191,8 +207,12 @@ class Family:
         """Returns the parameters of a layer, without its adapters."""
         linears = {name: part_of(layer, path) for name, path in self.linears.items()}
         found = {name: module.weight for name, module in linears.items()}
-        found |= {f"{name}_bias": module.bias for name, module in linears.items()}
-        return Weights(**found | {n: part_of(layer, path).weight for n, path in self.norms.items()})
+        norms = {name: part_of(layer, path) for name, path in self.norms.items()}
+        found |= {name: module.weight for name, module in norms.items()}
+        for name, module in (linears | norms).items():
+            if (bias := getattr(module, "bias", None)) is not None:
+                found[f"{name}_bias"] = bias
+        return Weights(**found)
 
     def layer_traits(self, config: Any) -> tuple[Traits, ...]:
         scale = head_dim(config) ** -0.5
@@ -265,8 +285,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             kind="gemma",
             prefix="Gemma",
-            epsilon="eps",
-            rms=_gemma_norm,
+            norm=_GEMMA_NORM,
             activations=_GELU_TANH,
             traits=lambda config, i: {"activation": "gelu_tanh"},
         ),
@@ -276,8 +295,7 @@ FAMILIES: dict[str, Family] = {
             prefix="Gemma3",
             base="TextModel",
             norms=_FOUR | _OF_HEADS,
-            epsilon="eps",
-            rms=_gemma_norm,
+            norm=_GEMMA_NORM,
             activations=_GELU_TANH,
             window=_window_by_type,
             traits=lambda config, i: {
@@ -335,15 +353,16 @@ def logits_scaling(model: PreTrainedModel) -> float:
     return known_family(model).logits_scaling(model)
 
 
-def layer_norms(base: PreTrainedModel) -> RMS:
+def layer_norm_spec(base: PreTrainedModel) -> NormSpec:
     """Returns how the norms of a model's layers compute."""
-    return known_family(base).rms(base.config.rms_norm_eps)
+    norm = known_family(base).norm
+    return norm.spec(eps=getattr(base.config, norm.configured))
 
 
-def norm_of(norm: nn.Module) -> RMS:
-    """Returns how this norm of a model computes, whose epsilon may be another."""
-    family = known_family(norm)
-    return family.rms(getattr(norm, family.epsilon))
+def final_norm_spec(base: Any) -> NormSpec:
+    """Returns how the norm after the last layer computes, whose epsilon may be another."""
+    norm = known_family(base).norm
+    return norm.spec(eps=getattr(base.norm, norm.epsilon))
 
 
 def query_scale(base: PreTrainedModel, positions: Tensor) -> Tensor | None:

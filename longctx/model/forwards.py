@@ -29,6 +29,7 @@ from transformers.utils import can_return_tuple
 from longctx.attention.documents import Documents
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError, print_rank0
+from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Schedule
 from longctx.layer.schedule import scheduled_layer
@@ -36,11 +37,11 @@ from longctx.model.adapters import with_adapters
 from longctx.model.families import (
     base_of,
     embedding_multiplier,
+    final_norm_spec,
     head_of,
     layer_adapters,
     layer_weights,
     logits_scaling,
-    norm_of,
     rotary_embeddings,
 )
 from longctx.model.logits import lazy_logits
@@ -422,7 +423,7 @@ def _scheduled_forward(
             # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
             # that Hugging Face's layer class would put around the schedule.
             x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-        x = base.norm(x, owned=caller.owns_gradient)
+        x = base.norm(x, spec=final_norm_spec(base), owned=caller.owns_gradient)
     if real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)
@@ -465,12 +466,12 @@ def layer_forward(
     return scheduled_layer(hidden_states, schedule, layers_above, weights, loras)
 
 
-def norm_forward(self: Any, x: Tensor, owned: bool | None = None) -> Tensor:
-    """Runs our norm if the schedule calls it; `owned` says that nobody else holds the output's
-    gradient."""
-    if owned is None:
+def norm_forward(self: Any, x: Tensor, spec: NormSpec | None = None, owned: bool = False) -> Tensor:
+    """Runs our norm if the schedule calls it, with how it computes; `owned` says that nobody else
+    holds the output's gradient."""
+    if spec is None:
         return type(self).forward(self, x)
-    return final_norm(x, self.weight, norm_of(self), owned)
+    return final_norm(x, self.weight, getattr(self, "bias", None), spec, owned)
 
 
 def head_forward(

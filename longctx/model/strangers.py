@@ -36,15 +36,16 @@ from longctx.model.adapters import (
     why_not_dense,
 )
 from longctx.model.families import (
+    LAYER_NORM,
     LINEAR,
     Family,
     family_of,
+    final_norm_spec,
     head_dim,
     head_of,
     is_a,
     known_family,
     kv_heads,
-    norm_of,
     part_of,
     rotary_embeddings,
 )
@@ -68,9 +69,9 @@ def replaceable(module: nn.Module) -> bool:
     ours."""
     if is_a(module, "Model") or is_a(module, "ForCausalLM"):
         return True
-    family, known = family_of(module), LINEAR
+    family, known = family_of(module), LINEAR + LAYER_NORM
     if family is not None:
-        known = family.known("DecoderLayer") + family.known("RMSNorm")
+        known = family.known("DecoderLayer") + family.norm_classes
     return _forward_name(type(module).forward) in known
 
 
@@ -144,10 +145,10 @@ def _strangers(base: Any) -> Iterator[str]:
     config, family, dtype = base.config, known_family(base), base.dtype
     yield from _problems(base, family.known("Model"), "model", patched=True)
     yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
-    yield from _problems(base.norm, family.known("RMSNorm"), "model.norm", patched=True)
+    yield from _problems(base.norm, family.norm_classes, "model.norm", patched=True)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
     yield from _other_dtypes([base.norm], dtype, "model.norm")
-    _ = rotary_embeddings(base), norm_of(base.norm)
+    _ = rotary_embeddings(base), final_norm_spec(base)
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
     attention = config._attn_implementation
@@ -236,7 +237,7 @@ def _other_settings(
     attention = parts["self_attn"]
     state = vars(attention)
     for name in family.norms.values():
-        if getattr(parts[name], family.epsilon) != config.rms_norm_eps:
+        if getattr(parts[name], family.norm.epsilon) != getattr(config, family.norm.configured):
             yield f"another epsilon than the configuration's in {where}"
     if not attention.is_causal:
         yield f"attention to later tokens in {where}"

@@ -56,7 +56,8 @@ def _cases():
             sizes = {"T": 131072, "D": D, **strides, "eps": "fp32"}
             for heads in (1, 32) if D == 64 else (1,):
                 c = rms_norm.forward_config(D)
-                arguments = {**pointers, **sizes, **norm(c, heads)}
+                given = {"HAS_RSTD": D == 4096, "rstd_ptr": "*fp32"}
+                arguments = {**pointers, **sizes, **given, **norm(c, heads)}
                 yield f"rms_norm_forward {D}", rms_norm._forward_kernel, t, arguments, c
 
             pointers = {f"{n}_ptr": p for n in ("dy", "x", "weight", "d_residual", "out")}

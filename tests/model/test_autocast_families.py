@@ -16,7 +16,7 @@ from small_layer import KEEPS, PACKED, Autocast, assert_trains_exactly, batch, b
 from test_every_family import trio
 
 from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
-from longctx.layer import rms
+from longctx.layer import norm_spec
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 NORMED = ("qwen3", "qwen3-windows")
@@ -71,7 +71,7 @@ def test_norms_of_q_and_k_are_fp32_for_a_tile_only(monkeypatch) -> None:
         ("rms_norm_forward", rms_norm_forward),
         ("rms_norm_backward", rms_norm_backward),
     ):
-        monkeypatch.setattr(rms, name, watched(norm))
+        monkeypatch.setattr(norm_spec, name, watched(norm))
     _, _, model = wrapped("qwen3", dict(tile_tokens=50))
     gradients(model, batch(PACKED))
     assert sorted(set(rows)) == [44, 50]
