@@ -65,6 +65,8 @@ Preset = Literal[
     "gemma-3-12b",
     "gemma-3-27b",
     "exaone-4-32b",
+    "olmo-2-7b",
+    "olmo-3-7b",
     "ministral-3-8b",
     "glm-4-9b",
 ]

@@ -35,6 +35,36 @@ def _gemma_3(D: int, F: int, layers: int, heads: tuple[int, int], **changes: Any
     return common | sizes | dict(zip(_HEADS, heads, strict=True)) | changes
 
 
+_OLMO_3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+}
+
+
+def _olmo(**changes: Any) -> dict[str, Any]:
+    """OLMo 2 and 3 of 7B."""
+    common: dict[str, Any] = dict(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        pad_token_id=None,
+        eos_token_id=None,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+    )
+    return common | changes
+
+
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -161,6 +191,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         rms_norm_eps=1e-5,
         rope_parameters={**_LLAMA_3_ROPE, "rope_theta": 1000000.0, "factor": 16.0},
         tie_word_embeddings=False,
+    ),
+    "olmo-2-7b": _olmo(
+        model_type="olmo2",
+        vocab_size=100352,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+    "olmo-3-7b": _olmo(
+        model_type="olmo3",
+        vocab_size=100278,
+        max_position_embeddings=65536,
+        sliding_window=4096,
+        rope_parameters=_OLMO_3_ROPES,
     ),
     # All sizes are the configuration's defaults, RoPE among them.
     "ministral-3-8b": dict(model_type="ministral3", vocab_size=131072, hidden_size=4096),

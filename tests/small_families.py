@@ -76,6 +76,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
     ),
     "exaone4-whole": ("exaone4", dict(head_dim=64, sliding_window=None, layer_types=3 * _SOME[:1])),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        dict(sliding_window=WINDOW, layer_types=_SOME, rope_parameters=_TWO_ROPES, head_dim=64),
+    ),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", dict(head_dim=64)),
     "ministral3": (
         "ministral3",

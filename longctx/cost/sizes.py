@@ -95,7 +95,9 @@ class Sizes:
     windows: tuple[int | None, ...] = ()
     """The window of each layer's attention. Empty if no layer has one."""
     qk_norms: bool = False
-    """Whether q and k have norms. Attention then takes copies."""
+    """Whether each head of q and k has a norm. Attention then takes copies."""
+    wide_norms: bool = False
+    """Whether q and k have norms over all heads."""
     post_norms: bool = False
     """Whether norms follow attention and the MLP."""
     writes_gradients: bool = False

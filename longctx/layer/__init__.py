@@ -4,7 +4,7 @@
       parts/attention.py   h = x + r o Wo', o = attention(norm(x))         and its cost
         parts/heads.py       a head group's q, k, v: projected, normed, rotated, and back
       parts/mlp.py         y = h + r (silu(n Wg') * (n Wu')) Wd', n = norm(h)      and its cost
-      parts/nonorm_spec.py       norms inside a pass, and after the last layer
+      parts/norms.py       norms inside a pass, and after the last layer
     passes.py       what travels with a batch, and with one pass through one layer
     weights.py      a layer's parameters, and what a pass computes with
     gradients.py    the gradients of these parameters, by name

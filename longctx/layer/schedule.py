@@ -81,7 +81,7 @@ def layer_backward_(
     kept: dict[str, Tensor],
     wants_dx: bool,
 ) -> None:
-    attention = SelfAttention(p, kept.get("h"))
+    attention = SelfAttention(p, kept.get("h"), kept.get("rstd"))
     if "o" in kept:
         o, lse = kept["o"], kept["lse"]
     else:

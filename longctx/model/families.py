@@ -10,6 +10,7 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
     seed_oss                               a head size of its own, dropout
     phi3                                   q, k, v in one parameter, gate and up in one
     exaone4                                norms after attention and MLP, none before; norms of q, k
+    olmo2  olmo3                           the same; the norms of q and k are over all heads
     hunyuan_v1_dense                       norms of q and k after RoPE
     ministral3                             q scaled by position
     glm  glm4                              RoPE of neighbours, gate and up in one;
@@ -52,7 +53,7 @@ _FOUR = {
     **{"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm"},
     **_POST,
 }
-_OF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_OF_Q_AND_K = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
 # --- what the families differ in -------------------------------------------------------------
@@ -141,6 +142,8 @@ class Family:
     activation: str = "mlp.act_fn"
     activations: Names = _SILU
     """The classes that it may be of."""
+    wide_norms: bool = False
+    """The norms of q and k are over all heads together."""
     norm: NormClass = NormClass()
     dropouts: Names = ()
     """The paths of dropout modules, which must not drop anything."""
@@ -184,11 +187,8 @@ class Family:
             rows["gate"] += F
         columns = dict.fromkeys(rows, D) | dict(o=q, down=F)
         linears = {path: (rows[name], columns[name]) for name, path in self.linears.items()}
-        norms: dict[str, tuple[int, ...]] = {
-            path: (d,) if name in ("q_norm", "k_norm") else (D,)
-            for name, path in self.norms.items()
-        }
-        return linears | norms
+        own = dict(q_norm=q, k_norm=kv) if self.wide_norms else dict(q_norm=d, k_norm=d)
+        return linears | {path: (own.get(name, D),) for name, path in self.norms.items()}
 
     @cached_property
     def in_layer(self) -> dict[str, Names]:
@@ -229,7 +229,7 @@ FAMILIES: dict[str, Family] = {
         Family(kind="mistral", prefix="Mistral", window=_one_window),
         Family(kind="ministral", prefix="Ministral", window=_window_by_type),
         Family(kind="qwen2", prefix="Qwen2", window=_window_by_type),
-        Family(kind="qwen3", prefix="Qwen3", window=_window_by_type, norms=_NORMS | _OF_HEADS),
+        Family(kind="qwen3", prefix="Qwen3", window=_window_by_type, norms=_NORMS | _OF_Q_AND_K),
         Family(
             kind="smollm3",
             prefix="SmolLM3",
@@ -250,9 +250,25 @@ FAMILIES: dict[str, Family] = {
         Family(
             kind="exaone4",
             prefix="Exaone4",
-            norms=_POST | _OF_HEADS,
+            norms=_POST | _OF_Q_AND_K,
             window=_window_by_type,
             traits=_no_rope_without_window,
+        ),
+        Family(
+            kind="olmo2",
+            prefix="Olmo2",
+            norms=_POST | _OF_Q_AND_K,
+            wide_norms=True,
+            norm=NormClass(spec=_ROUNDED_ONCE),
+        ),
+        Family(
+            kind="olmo3",
+            prefix="Olmo3",
+            norms=_POST | _OF_Q_AND_K,
+            wide_norms=True,
+            norm=NormClass(spec=_ROUNDED_ONCE),
+            window=_window_by_type,
+            traits=lambda config, i: {"rope": config.layer_types[i]},
         ),
         Family(
             kind="hunyuan_v1_dense",
@@ -294,7 +310,7 @@ FAMILIES: dict[str, Family] = {
             module="gemma3",
             prefix="Gemma3",
             base="TextModel",
-            norms=_FOUR | _OF_HEADS,
+            norms=_FOUR | _OF_Q_AND_K,
             norm=_GEMMA_NORM,
             activations=_GELU_TANH,
             window=_window_by_type,

@@ -206,6 +206,7 @@ def model_sizes(
     """The dimensions of a model that the schedule knows, patched or not."""
     config, base, head = model.config, base_of(model), head_of(model)
     assert base is not None
+    family = known_family(base)
     weights = [layer_weights(layer) for layer in base.layers]
     matrices = [x for w in weights for x in w if x is not None]
     adapters = [x for layer in base.layers for x in layer_adapters(layer).values()]
@@ -221,8 +222,9 @@ def model_sizes(
         itemsize=dtype.itemsize,
         stream_itemsize=(stream_dtype or dtype).itemsize,
         windows=tuple(windows(config)),
-        qk_norms=weights[0].q_norm is not None,
-        post_norms=weights[0].post1 is not None,
+        qk_norms="q_norm" in family.norms and not family.wide_norms,
+        wide_norms=family.wide_norms,
+        post_norms="post1" in family.norms,
         adapted=Adapted(
             inputs=sum(x.a.shape[1] for x in adapters),
             outputs=sum(len(x.b) for x in adapters),

@@ -19,7 +19,7 @@ from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from longctx.layer import norm_spec
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
-NORMED = ("qwen3", "qwen3-windows")
+NORMED = ("qwen3", "olmo3")
 
 
 def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, Any, Any]:

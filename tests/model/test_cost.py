@@ -22,7 +22,7 @@ from longctx.config import ModelArguments
 from longctx.cost.kept import SETS
 from longctx.cost.table import load
 from longctx.kernels.rms_norm import rms_norm_forward
-from longctx.layer import rms
+from longctx.layer import norm_spec
 from longctx.model.patch import patch_as
 from longctx.options import PatchOptions
 from longctx.run.loading import load_config
@@ -106,6 +106,23 @@ def test_every_product_is_computed_as_often_as_the_schedule_says(step: Step, aga
     assert load(tables.loss.forward).matmul == loss_flops
 
 
+@pytest.mark.parametrize("keep", ["x", "o", "all"])
+@pytest.mark.parametrize("head_groups", [1, K])
+@pytest.mark.parametrize("kind", ["olmo2", "exaone4"])
+def test_the_table_has_every_product_of_a_family(kind, head_groups, keep) -> None:
+    changes = {"sliding_window": None} | NO_WINDOWS if kind == "exaone4" else {}
+    step = make_step(kind, changes | {"head_dim": d}, keep=keep, head_groups=head_groups)
+    tables = tables_of(step.model, T)
+    with FlopCounterMode(display=False) as forward:
+        loss = step.forward()
+    planned = LAYERS * load(tables.layer.forward).matmul + load(tables.loss.forward).matmul
+    assert forward.get_total_flops() == planned
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    layer = load(tables.layer.backward), load(tables.layer.again(SETS[keep]))
+    assert backward.get_total_flops() == LAYERS * sum(work.matmul for work in layer)
+
+
 @pytest.mark.parametrize(
     ("step", "kept_bytes"),
     [
@@ -161,6 +178,7 @@ def test_the_peak_is_what_the_plan_leaves_room_for(groups) -> None:
         ("qwen3", {"head_dim": d}),  # copies of q and k
         ("phi3", {}),  # fused weights
         ("exaone4", {"head_dim": d, "sliding_window": None} | NO_WINDOWS),
+        ("olmo2", {"head_dim": d}),
         ("hunyuan_v1_dense", {"head_dim": d}),
         ("granite", {"residual_multiplier": 0.2, "embedding_multiplier": 2.0}),
     ],
@@ -171,7 +189,7 @@ def test_the_plan_knows_what_other_families_need(kind, changes, head_groups, kee
     over = over_plan(make_step(kind, changes, **settings)) - llamas_over_plan(**settings)
     roots = T * H * 4  # torch's reference of the norm holds one for each row
     copies = T * (H + K) * d * 4 // head_groups  # counted, and the peak may lie elsewhere
-    tiles = 64 * D * 4 * (kind == "exaone4")  # and that of a norm after the MLP a tile more
+    tiles = 64 * D * 4 * (kind in ("exaone4", "olmo2"))  # a norm after the MLP: that of a tile more
     assert -copies <= over <= 1.5 * roots + tiles
 
 
@@ -198,7 +216,7 @@ def test_n1_is_computed_for_every_head_group(step: Step, monkeypatch: pytest.Mon
         return rms_norm_forward(x, weight, eps, **how)
 
     norm1 = step.model.model.layers[0].input_layernorm.weight
-    monkeypatch.setattr(rms, "rms_norm_forward", count)
+    monkeypatch.setattr(norm_spec, "rms_norm_forward", count)
     loss = step.forward()
     assert sum(tokens) == K * T
     loss.backward()

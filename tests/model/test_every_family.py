@@ -75,7 +75,7 @@ def test_one_document_and_batched_rows(family) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    "qwen3 granite phi3 mistral exaone4 hunyuan_v1_dense ministral3 gemma3_text glm4".split(),
+    "qwen3 granite phi3 mistral exaone4 olmo3 hunyuan_v1_dense ministral3 gemma3_text glm4".split(),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
     """In bf16, whose roundings show what is computed otherwise; tests/layer/test_schedule.py has
@@ -144,6 +144,7 @@ def test_windows_are_those_of_hugging_face() -> None:
         "smollm3-windows": [W, None, W],
         "phi3-windows": [W, W, W],
         "exaone4": [W, None, W],
+        "olmo3": [None, W, None],
         "gemma3_text": [None, W, None],
     }
     assert found == dict.fromkeys(FAMILIES, none) | expected
@@ -195,6 +196,8 @@ def test_long_and_short_rope_in_one_step() -> None:
         ("gemma-3-4b", {}),  # both of its layers have windows
         ("gemma-3-12b", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("exaone-4-32b", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("olmo-2-7b", {}),
+        ("olmo-3-7b", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("ministral-3-8b", {}),
         ("glm-4-9b", {}),
     ],

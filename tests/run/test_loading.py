@@ -110,6 +110,8 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
         ("gemma-3-12b", 11_766_034_176, "Gemma3DecoderLayer"),
         ("gemma-3-27b", 27_009_346_304, "Gemma3DecoderLayer"),
         ("exaone-4-32b", 32_003_216_384, "Exaone4DecoderLayer"),
+        ("olmo-2-7b", 7_298_617_344, "Olmo2DecoderLayer"),
+        ("olmo-3-7b", 7_298_011_136, "Olmo3DecoderLayer"),
         ("ministral-3-8b", 8_489_553_920, "Ministral3DecoderLayer"),
         ("glm-4-9b", 9_400_279_040, "Glm4DecoderLayer"),
     ],

@@ -39,9 +39,9 @@ class SelfAttention:
     """The block in one pass. `h` (T, D) is the block's result, or z where a norm follows, if
     forward keeps it."""
 
-    def __init__(self, p: Pass, h: Tensor | None = None) -> None:
+    def __init__(self, p: Pass, h: Tensor | None = None, rstd: Tensor | None = None) -> None:
         self._pass, self._schedule, self._weights = p, p.schedule, p.weights
-        self._heads = HeadGroups(p)
+        self._heads = HeadGroups(p, rstd)
         self._post = Norm(p, "post1")
         self.h = h
         self._dz: Tensor | None = None
@@ -59,6 +59,7 @@ class SelfAttention:
         T, Hd = x.shape[0], len(w.q.weight)
         o = w.q.weight.new_empty(T, Hd)
         lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
+        self._heads.measure(x)
 
         def projected(group: Group) -> QKV:
             qkv = self._heads.project(x, group)
@@ -84,9 +85,11 @@ class SelfAttention:
         p = self._pass
         if p.keeps("o"):
             p.keep("o", o=o, lse=lse)
+            if self._heads.wide_norms is not None and self._heads.wide_norms.rstd is not None:
+                p.keep("o", rstd=self._heads.wide_norms.rstd)
         if p.keeps("q k v"):
             p.keep("q k v", **{_part(i): part for i, part in enumerate(qkv)})
-        p.send("o", "lse", *map(_part, range(len(qkv))))
+        p.send("o", "lse", "rstd", *map(_part, range(len(qkv))))
         if p.keeps("h"):
             self.h = torch.empty_like(x, dtype=x.dtype if self._post.weight is None else o.dtype)
             p.keep("h", h=self.h)
@@ -193,10 +196,13 @@ class SelfAttention:
 
         def run(tile: slice) -> None:
             n1 = heads.normed(x[tile])
+            us = heads.inner(n1, tile)
+            if heads.wide_norms is not None:
+                dk = dkv[tile, : len(w.k.weight)]
+                heads.wide_norms.backward_(dq[tile], dk, *heads.unnormed(n1, us, tile))
             dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
             d_qkv.add(dqkv, n1)
             dn1 = dqkv @ whole if wants_dx or norm.trained else None
-            us = heads.inner(n1, tile)
             for p, grad, dy, u in zip(w.qkv, d_adapters, dqkv.split(rows, dim=1), us, strict=True):
                 v = p.inner_grad(dy)
                 grad.add(dy, n1, v, tile, u)
@@ -209,8 +215,10 @@ class SelfAttention:
         for i, tile in enumerate(each("tile", tiles)):
             run(tile)
             if i < len(tiles) // 2:
-                self._pass.retire(tile, "lse", "x", "o")
+                self._pass.retire(tile, "lse", "rstd", "x", "o")
         norm.finish()
+        if heads.wide_norms is not None:
+            heads.wide_norms.finish()
         grads.finish_qkv(d_qkv, d_adapters)
 
     def _d_qkv(self, whole: Tensor) -> WeightGradient:
@@ -245,12 +253,19 @@ class SelfAttention:
             nbytes=rotated + groups * 2 * unit,  # each head group reads x and writes n1
         )
         attended = Work(name="attention", flops=attention_flops(s, batch), rate="attention")
+        # Norms over all heads make q and k once more: before several groups, and in backward.
+        again = 2 * tokens * s.hidden * (s.wide + s.narrow) * s.wide_norms
+        measured = Work(
+            name="q k, for their norms",
+            flops=again * (groups > 1),
+            nbytes=(unit + n * (s.wide + s.narrow)) * s.wide_norms,
+        )
         normed = (2 * n * s.hidden + 2 * unit) * s.post_norms
         output = Work(name="o", flops=2 * tokens * s.wide * s.hidden, nbytes=unit + normed)
         sums = weight_sums(s, tokens, s.hidden * (2 * s.wide + 2 * s.narrow))
         gradients = (1 + s.trains_weights) * (projected.flops + output.flops)
         return Table(
-            forward=(projected, attended, output),
+            forward=(projected, measured, attended, output),
             backward=(
                 Work(
                     name="attention",
@@ -259,14 +274,15 @@ class SelfAttention:
                     nbytes=rotated + n * (4 * s.wide + 6 * s.narrow),
                 ),
                 Work(name="q k v, o", flops=gradients, nbytes=6 * unit + 2 * normed + sums),
+                Work(name="q k, for their norms", flops=again, nbytes=2 * rotated * s.wide_norms),
             ),
             keepables=(
                 Keepable(name="x", nbytes=unit, always=True, read_first=True),
                 Keepable(
                     name="o",
-                    nbytes=tokens * (s.wide * s.itemsize + 4 * s.heads),
-                    tensors=2,
-                    spares=(projected, attended),
+                    nbytes=tokens * (s.wide * s.itemsize + 4 * s.heads + 8 * s.wide_norms),
+                    tensors=2 + s.wide_norms,
+                    spares=(projected, measured, attended),
                     read_first=True,
                     buffered=True,
                 ),

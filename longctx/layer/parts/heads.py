@@ -6,8 +6,9 @@ With G groups n1 is computed G times in forward and G + 1 times in backward (onc
 kept), at 2 units of memory traffic each. At 131072 tokens of Llama-3.1-8B with 8 groups this is 17
 times 0.5 ms, 0.7% of the layer.
 
-If q and k have norms of their own, they are kept and passed on as they were projected, since the
-norms' gradients need them in this form; attention takes copies, normed and rotated.
+If each head of q and k has a norm, they are kept and passed on as they were projected, since the
+norms' gradients need them in this form; attention takes copies, normed and rotated. Norms over all
+heads together are in wide_norms.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from longctx.attention.protocol import QKV
 from longctx.layer.linear import linear
 from longctx.layer.lora import ALL
 from longctx.layer.parts.norms import Norm
+from longctx.layer.parts.wide_norms import WideNorms
 from longctx.layer.passes import Pass
 from longctx.layer.projection import inners
 
@@ -38,12 +40,18 @@ class Group(NamedTuple):
 class HeadGroups:
     """Computes the q, k, v of one pass, one head group at a time."""
 
-    def __init__(self, p: Pass) -> None:
+    def __init__(self, p: Pass, rstd: Tensor | None = None) -> None:
         self._pass, self._schedule, self._weights = p, p.schedule, p.weights
         self.norm = Norm(p, "norm1")
         self.qk_norms: tuple[Norm, ...] = ()
-        if p.weights.q_norm is not None:
-            self.qk_norms = Norm(p, "q_norm"), Norm(p, "k_norm")
+        """Of each head."""
+        self.wide_norms: WideNorms | None = None
+        """Of all heads together."""
+        if (weight := p.weights.q_norm) is not None:
+            if len(weight) == p.schedule.head_dim:
+                self.qk_norms = Norm(p, "q_norm"), Norm(p, "k_norm")
+            else:
+                self.wide_norms = WideNorms(p, rstd)
         self._inner: dict[int, list[Tensor | None]] = {}
 
     def __iter__(self) -> Iterator[Group]:
@@ -70,9 +78,23 @@ class HeadGroups:
         self._inner = {}
 
     @annotated("projections")
+    def measure(self, x: Tensor) -> None:  # (T, D)
+        """Prepares norms over all heads, if the layer has such and several head groups."""
+        if self.wide_norms is None or self._schedule.head_groups == 1:
+            return
+        for tile in each("tile", self._schedule.tiles(len(x))):
+            n1 = self.normed(x[tile])
+            self.wide_norms.measure(*self.unnormed(n1, self.inner(n1, tile), tile), tile)
+
+    def unnormed(self, n1: Tensor, us: list[Tensor | None], tile: slice) -> tuple[Tensor, Tensor]:
+        """Returns q (t, H d) and k (t, K d) of a tile, of all heads, as projected."""
+        w = self._weights
+        return w.q(n1, tile, u=us[0]), w.k(n1, tile, u=us[1])
+
+    @annotated("projections")
     def project(self, x: Tensor, group: Group) -> Tensor:  # (T, D) -> (T, (h + 2 k) d)
-        """Computes q, k, v of one group: norm, one fused matmul, rotation. If q and k have norms of
-        their own, they are returned as projected, without rotation."""
+        """Computes q, k, v of one group: norm, one fused matmul, norms over all heads, rotation. If
+        each head has a norm, q and k are returned as projected, without rotation."""
         s, w = self._schedule, self._weights
         parts = list(zip(w.qkv, (group.q, group.kv, group.kv), strict=True))
         weight = torch.cat([p.weight[rows] for p, rows in parts])
@@ -88,6 +110,10 @@ class HeadGroups:
             for adapter, out, u in zip(adapters, outs, self.inner(n1, tile), strict=True):
                 if adapter is not None and u is not None:
                     adapter.add_(out[tile], u)
+            if self.wide_norms is not None and s.head_groups == 1:
+                self.wide_norms.measure(outs[0][tile], outs[1][tile], tile)
+        if self.wide_norms is not None:
+            self.wide_norms.apply_(outs[0], outs[1], (group.q, group.kv))
         if not self.qk_norms:
             q, k, _ = self._split(qkv, group)
             s.rotate_(q, k, self._pass.traits)
@@ -95,7 +121,7 @@ class HeadGroups:
 
     def ready(self, qkv: Tensor, group: Group, *, in_place: bool) -> QKV:
         """Turns the result of `project` into the q, k, v that attention takes: rotated, and normed
-        if q and k have norms of their own."""
+        if each head has a norm."""
         q, k, v = self._split(qkv, group)
         if not self.qk_norms:
             return QKV(q, k, v)
@@ -126,7 +152,8 @@ class HeadGroups:
         group: Group,
     ) -> None:
         """The backward of `ready`, in place: turns the gradients of attention's q and k into those
-        of the projections' outputs. Adds to the gradients of the norms."""
+        of the projections' outputs, or of norms over all heads. Adds to the gradients of heads'
+        norms."""
         s, t = self._schedule, self._pass.traits
         if qkv is None:
             s.rotate_(dq, dk, t, inverse=True)
