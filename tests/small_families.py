@@ -95,6 +95,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(head_dim=64, sliding_window=WINDOW, layer_types=_SOME, query_pre_attn_scalar=24)
         | dict(rope_parameters=_TWO_ROPES, tie_word_embeddings=True),
     ),
+    "nemotron": ("nemotron", dict(head_dim=32, hidden_act="relu2")),
+    "nemotron-biases": ("nemotron", dict(head_dim=32, attention_bias=True, mlp_bias=True)),
+    "starcoder2": (
+        "starcoder2",
+        dict(sliding_window=WINDOW, residual_dropout=0.0, embedding_dropout=0.0),
+    ),
+    "cohere": ("cohere", dict(logit_scale=0.3)),
+    "cohere2": (
+        "cohere2",
+        dict(head_dim=32, sliding_window=WINDOW, layer_types=_SOME, logit_scale=0.25),
+    ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),
     "phi3-longrope": (

@@ -100,6 +100,10 @@ class Sizes:
     """Whether q and k have norms over all heads."""
     post_norms: bool = False
     """Whether norms follow attention and the MLP."""
+    gated: bool = True
+    """Whether the MLP has a gate."""
+    parallel: bool = False
+    """Whether the MLP stands beside attention and reads what attention reads."""
     writes_gradients: bool = False
     """Whether attention's backward writes dq, dk and dv into the tensors it is given."""
     trains_weights: bool = True
@@ -176,8 +180,10 @@ class Sizes:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of a layer's seven matrices."""
-        return self.hidden * (3 * self.intermediate + 2 * self.wide + 2 * self.narrow)
+        """Elements of a layer's matrices."""
+        return self.hidden * (
+            (2 + self.gated) * self.intermediate + 2 * self.wide + 2 * self.narrow
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,15 +34,17 @@ class Gradients:
         a, b = (getattr(wants, f"{held}_{factor}") for factor in "ab")
         return ProjectionGradient(getattr(self.w, name), base, a=a, b=b)
 
-    def gate_up(self) -> tuple[ProjectionGradient, ProjectionGradient]:
+    def inner(self) -> list[ProjectionGradient]:
+        """Returns the sums of gate's and up's gradients; of up's alone if there is no gate."""
         if not self.given.gate_up_in_one:
-            return self.projection("gate"), self.projection("up")
+            return [self.projection(name) for name in self.w.inner]
         halves = [WeightGradient(False), WeightGradient(False)]
         if self.wants.gate:
+            assert self.given.gate is not None
             dtype = sum_dtype(self.given.gate, self.sums)
             self._gate_up = torch.empty_like(self.given.gate, dtype=dtype)
             halves = [WeightGradient(True, into=half) for half in self._gate_up.chunk(2)]
-        return self.projection("gate", halves[0]), self.projection("up", halves[1])
+        return [self.projection("gate", halves[0]), self.projection("up", halves[1])]
 
     def norm(self, name: str) -> tuple[Tensor | None, Tensor | None]:
         """Returns the sums of the gradients of a norm's weight and bias, in fp32."""
@@ -62,14 +64,15 @@ class Gradients:
         self.done[name], self.done[f"{name}_bias"] = grad.base.round(dtype, scale)
         self._finish_adapters({name: grad}, scale)
 
-    def finish_gate_up(self, gate: ProjectionGradient, up: ProjectionGradient) -> None:
+    def finish_inner(self, grads: list[ProjectionGradient]) -> None:
+        named = dict(zip(self.w.inner, grads, strict=True))
         if self.given.gate_up_in_one:
             self._put("gate", self._gate_up)
             self._gate_up = None
-            self._finish_adapters({"gate": gate, "up": up})
+            self._finish_adapters(named)
         else:
-            self.finish("gate", gate)
-            self.finish("up", up)
+            for name, grad in named.items():
+                self.finish(name, grad)
 
     def finish_qkv(self, base: WeightGradient, grads: list[ProjectionGradient]) -> None:
         for suffix, whole in zip(("", "_bias"), base.round(self.given.q.dtype), strict=True):

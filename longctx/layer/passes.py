@@ -13,7 +13,6 @@ from torch import Tensor
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import Attention
 from longctx.kernels.rope import rope_
-from longctx.kernels.swiglu import Activation
 from longctx.layer.gradients import Gradients
 from longctx.layer.lora import ALL
 from longctx.layer.norm_spec import NormSpec
@@ -33,8 +32,10 @@ class Traits:
     """The name of its RoPE in `Schedule.ropes`; None: the layer has none."""
     norms_rotated: bool = False
     """The norms of q and k come after RoPE."""
-    activation: Activation = "silu"
-    """Of the MLP's gate."""
+    activation: str = "silu"
+    """Of the MLP's gate (kernels/swiglu.py), or of an MLP without one (kernels/activation.py)."""
+    parallel: bool = False
+    """The MLP stands beside attention: it reads n1, and both are added to x."""
     residual: float = 1.0
     """Multiplies the outputs of attention and of the MLP before they are added."""
 

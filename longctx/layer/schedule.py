@@ -8,7 +8,8 @@ For the T tokens of a batch, x (T, D), and weights (out, in) as Hugging Face sto
 
 This is Llama's layer: two residual blocks, each a part of its own (parts/). Other families
 (model/families.py) differ by data (`Traits`, `Weights`): a window or another scale of attention,
-layers without rope, a factor r of both sums (h = x + r o Wo'), norms of q and k before rope, and
+layers without rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, norms after the
+parts, an MLP without a gate or beside attention (it reads n1, and y = h + its output), and
 parameters that hold several of these weights. Any of the seven weights may have a low-rank adapter.
 No gradient is computed for frozen weights, and dx only where a parameter below is trained.
 
@@ -49,14 +50,14 @@ from longctx.kernels.launch import once_differentiable
 from longctx.layer.gradients import Gradients
 from longctx.layer.lora import Lora
 from longctx.layer.parts.attention import SelfAttention
-from longctx.layer.parts.mlp import SwiGLU
+from longctx.layer.parts.mlp import MLP
 from longctx.layer.passes import Pass, Schedule, Traits
 from longctx.layer.weights import Weights
 
 
 def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
     """Returns y, and keeps what backward needs in `p.saved`."""
-    attention, mlp = SelfAttention(p), SwiGLU(p)
+    attention, mlp = SelfAttention(p), MLP(p)
     qkv: list[Tensor] = []
     o, lse = attention.forward(x, qkv if p.keeps("q k v") else None)
     attention.keep(x, o, lse, qkv)
@@ -65,7 +66,8 @@ def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
 
     def run(tile: slice) -> None:
         h = attention.output(x, o, tile)
-        mlp.forward(h, tile, out=y[tile])
+        read = attention.normed(x[tile]) if p.traits.parallel else h
+        mlp.forward(read, tile, onto=h, out=y[tile])
         p.send("h", "gate", "up", "down", tile=tile)
 
     with annotate("mlp"):
@@ -88,11 +90,10 @@ def layer_backward_(
         for tile in p.schedule.tiles(len(x)):
             p.schedule.store.wait(tile)
         o, lse = attention.forward(x)
-    made = (kept.get(name) for name in ("gate", "up", "down"))
-    _tiles_backward_(p, dy, x, o, attention, SwiGLU(p, *made))
+    dn1 = _tiles_backward_(p, dy, x, o, attention, MLP(p, kept))
     if wants_dx or p.grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm"):
         dkv = attention.backward_(dy, x, o, lse, SelfAttention.groups_in(kept))
-        attention.input_backward_(dy, x, o, dkv, wants_dx)
+        attention.input_backward_(dy, x, o, dkv, dn1, wants_dx)
 
 
 @annotated("mlp")
@@ -102,14 +103,20 @@ def _tiles_backward_(
     x: Tensor,  # (T, D)
     o: Tensor,  # (T, H d)
     attention: SelfAttention,
-    mlp: SwiGLU,
-) -> None:
-    """Runs backward of the MLP's block and of attention's output projection, tile by tile. The sums
-    of the MLP's gradients are freed with `mlp`."""
+    mlp: MLP,
+) -> Tensor | None:  # (T, D)
+    """Runs backward of the MLP's block and of attention's output projection, tile by tile. Returns
+    the gradient of n1 that comes from an MLP beside attention; dy is dh there. The sums of the
+    MLP's gradients are freed with `mlp`."""
+    dn1 = torch.empty_like(x, dtype=p.schedule.dtype) if p.traits.parallel else None
 
     def run(tile: slice) -> None:
-        h, z = attention.output_again(x, o, tile)
-        mlp.backward_(dy[tile], h, tile)
+        if dn1 is not None:
+            mlp.backward(dy[tile], attention.normed(x[tile]), tile, out=dn1[tile])
+            z = None
+        else:
+            h, z = attention.output_again(x, o, tile)
+            mlp.backward(dy[tile], h, tile, onto=dy[tile], out=dy[tile])
         attention.output_backward(dy[tile], o, z, tile)
 
     for tile in each("tile", p.schedule.tiles(len(x))):
@@ -118,6 +125,7 @@ def _tiles_backward_(
         p.retire(tile, "h", "gate", "up", "down")
     attention.finish_output()
     mlp.finish()
+    return dn1
 
 
 class _ScheduledLayer(torch.autograd.Function):

@@ -21,13 +21,14 @@ class Weights(NamedTuple):
 
     One parameter may hold several weights, stacked along the rows: q holds q, k and v if k and v
     are None; gate holds gate and up if up is None. `apart` gives views of each. The adapter of a
-    parameter that holds several weights has one A (r, I) for all of them.
+    parameter that holds several weights has one A (r, I) for all of them. An MLP without a gate has
+    up alone.
     """
 
     q: Tensor  # (H d, D)
     o: Tensor  # (D, H d)
-    gate: Tensor  # (F, D)
     down: Tensor  # (D, F)
+    gate: Tensor | None = None  # (F, D)
     k: Tensor | None = None  # (K d, D)
     v: Tensor | None = None  # (K d, D)
     up: Tensor | None = None  # (F, D)
@@ -44,8 +45,8 @@ class Weights(NamedTuple):
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    q_norm: Tensor | None = None  # (d,)
-    k_norm: Tensor | None = None  # (d,)
+    q_norm: Tensor | None = None  # (d,), or (H d,)
+    k_norm: Tensor | None = None  # (d,), or (K d,)
     q_a: Tensor | None = None  # (r, D)
     q_b: Tensor | None = None  # (H d, r)
     k_a: Tensor | None = None
@@ -86,7 +87,8 @@ class Weights(NamedTuple):
             Kd = (self.q.shape[0] - Hd) // 2
             w = w._divided("qkv", [Hd, Kd, Kd])
         if self.gate_up_in_one:
-            w = w._divided(("gate", "up"), [len(self.gate) // 2] * 2)
+            F = self.down.shape[1]
+            w = w._divided(("gate", "up"), [F, F])
         return w
 
     def _divided(self, names: Any, sizes: list[int]) -> Weights:
@@ -112,7 +114,8 @@ class Weights(NamedTuple):
             adapter = None if lora is None else Adapter.of(a, b, lora, dtype)
             return Projection(getattr(w, name).to(dtype), cast(getattr(w, f"{name}_bias")), adapter)
 
-        parts: dict[str, Any] = {name: projection(name) for name in PROJECTIONS}
+        names = [name for name in PROJECTIONS if getattr(w, name) is not None]
+        parts: dict[str, Any] = {name: projection(name) for name in names}
         return Layer(**parts, **{name: getattr(w, name) for name in NORMS})
 
 
@@ -123,7 +126,6 @@ class Layer(NamedTuple):
     k: Projection  # (K d, D)
     v: Projection  # (K d, D)
     o: Projection  # (D, H d)
-    gate: Projection  # (F, D)
     up: Projection  # (F, D)
     down: Projection  # (D, F)
     norm1: Tensor | None  # (D,)
@@ -132,8 +134,14 @@ class Layer(NamedTuple):
     norm2_bias: Tensor | None  # (D,)
     post1: Tensor | None  # (D,)
     post2: Tensor | None  # (D,)
-    q_norm: Tensor | None  # (d,)
-    k_norm: Tensor | None  # (d,)
+    q_norm: Tensor | None  # (d,), or (H d,)
+    k_norm: Tensor | None  # (d,), or (K d,)
+    gate: Projection | None = None  # (F, D)
+
+    @property
+    def inner(self) -> dict[str, Projection]:
+        """What the MLP reads its input with: gate and up, or up alone."""
+        return {"up": self.up} if self.gate is None else {"gate": self.gate, "up": self.up}
 
     @property
     def qkv(self) -> tuple[Projection, Projection, Projection]:

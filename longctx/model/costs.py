@@ -17,7 +17,7 @@ from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.layer.linear import dense_cost
 from longctx.layer.lora import adapters_cost
 from longctx.layer.parts.attention import SelfAttention, attention_flops
-from longctx.layer.parts.mlp import SwiGLU
+from longctx.layer.parts.mlp import MLP
 from longctx.model.loss import loss_cost
 
 # --- the embedding and the update -----------------------------------------------------------
@@ -108,7 +108,7 @@ class StepTable:
         s, batch = self.sizes, self.batch
         if s.class_type != "custom":
             return peer_layer_cost(s, batch) + adapters_cost(s, batch)
-        parts = SelfAttention.cost(s, batch) + SwiGLU.cost(s, batch)
+        parts = SelfAttention.cost(s, batch) + MLP.cost(s, batch)
         return parts + adapters_cost(s, batch) + dense_cost(s)
 
     @cached_property

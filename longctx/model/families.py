@@ -9,6 +9,8 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
     smollm3                                layers without RoPE
     seed_oss                               a head size of its own, dropout
     phi3                                   q, k, v in one parameter, gate and up in one
+    cohere  cohere2                        attention and MLP side by side, one LayerNorm
+    nemotron  starcoder2                   an MLP without a gate, LayerNorm
     exaone4                                norms after attention and MLP, none before; norms of q, k
     olmo2  olmo3                           the same; the norms of q and k are over all heads
     hunyuan_v1_dense                       norms of q and k after RoPE
@@ -43,11 +45,13 @@ _SILU: Names = (
     "torch.nn.modules.activation.SiLU",
 )
 _GELU_TANH: Names = ("transformers.activations.GELUTanh",)
+_RELU2: Names = ("transformers.activations.ReLUSquaredActivation",)
 _QKV = {name: f"self_attn.{name}_proj" for name in "qkv"}
 _OUT = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
 _GATE_UP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj"}
 _BOTH = {"gate": "mlp.gate_up_proj"}
 _NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+_ONE_NORM = {"norm1": "input_layernorm"}
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
 _FOUR = {
     **{"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm"},
@@ -117,6 +121,8 @@ class NormClass:
 
 
 _ROUNDED_ONCE = partial(NormSpec, llama_rounding=False)
+_CENTRED = partial(_ROUNDED_ONCE, centred=True)
+_COHERE_NORM = NormClass(suffix="LayerNorm", configured="layer_norm_eps", spec=_CENTRED)
 _GEMMA_NORM = NormClass(epsilon="eps", spec=partial(_ROUNDED_ONCE, offset=1.0))
 
 
@@ -134,7 +140,8 @@ class Family:
     """The rest of the base model's."""
     linears: Mapping[str, str] = field(default_factory=lambda: _QKV | _OUT | _GATE_UP)
     """Maps names in `Weights` to the paths of a layer's linear layers. Without k and v, q holds all
-    three in one parameter; without up, gate holds both. Such layers must have no bias."""
+    three in one parameter; without up, gate holds both. Such layers must have no bias. Without
+    gate, the MLP has none."""
     interleaved: bool = False
     """RoPE rotates pairs of neighbours, instead of halves."""
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
@@ -174,7 +181,8 @@ class Family:
     def fused(self) -> Names:
         """The paths of linear layers that hold several weights in one parameter."""
         inside = {"q": "k", "gate": "up"}
-        return tuple(self.linears[n] for n, other in inside.items() if other not in self.linears)
+        names = [n for n in inside if n in self.linears and inside[n] not in self.linears]
+        return tuple(self.linears[n] for n in names)
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Returns the shape of the weight of each linear layer and norm of a layer, by path."""
@@ -319,6 +327,50 @@ FAMILIES: dict[str, Family] = {
                 "rope": config.layer_types[i],
                 "scale": config.query_pre_attn_scalar**-0.5,
             },
+        ),
+        Family(
+            kind="nemotron",
+            prefix="Nemotron",
+            linears=_QKV | _OUT | {"up": "mlp.up_proj"},
+            norm=NormClass(
+                suffix="LayerNorm1P",
+                epsilon="eps",
+                configured="norm_eps",
+                spec=partial(_CENTRED, offset=1.0),
+            ),
+            activations=_RELU2,
+            traits=lambda config, i: {"activation": "relu2"},
+        ),
+        Family(
+            kind="starcoder2",
+            prefix="Starcoder2",
+            linears=_QKV | {"o": "self_attn.o_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
+            norm=NormClass(suffix="", epsilon="eps", configured="norm_epsilon", spec=_CENTRED),
+            activation="mlp.act",
+            activations=_GELU_TANH,
+            window=_one_window,
+            traits=lambda config, i: {"activation": "gelu_tanh"},
+        ),
+        Family(
+            kind="cohere",
+            prefix="Cohere",
+            norms=_ONE_NORM,
+            norm=_COHERE_NORM,
+            interleaved=True,
+            traits=lambda config, i: {"parallel": True},
+            logits_scaling=lambda model: 1 / model.config.logit_scale,
+        ),
+        Family(
+            kind="cohere2",
+            prefix="Cohere2",
+            norms=_ONE_NORM,
+            norm=_COHERE_NORM,
+            interleaved=True,
+            window=_window_by_type,
+            traits=lambda config, i: (
+                {"parallel": True} | ({} if _window_by_type(config, i) else {"rope": None})
+            ),
+            logits_scaling=lambda model: 1 / model.config.logit_scale,
         ),
         Family(
             kind="phi3",

@@ -225,6 +225,8 @@ def model_sizes(
         qk_norms="q_norm" in family.norms and not family.wide_norms,
         wide_norms=family.wide_norms,
         post_norms="post1" in family.norms,
+        gated="gate" in family.linears,
+        parallel=family.layer_traits(config)[0].parallel,
         adapted=Adapted(
             inputs=sum(x.a.shape[1] for x in adapters),
             outputs=sum(len(x.b) for x in adapters),

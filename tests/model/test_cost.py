@@ -108,7 +108,7 @@ def test_every_product_is_computed_as_often_as_the_schedule_says(step: Step, aga
 
 @pytest.mark.parametrize("keep", ["x", "o", "all"])
 @pytest.mark.parametrize("head_groups", [1, K])
-@pytest.mark.parametrize("kind", ["olmo2", "exaone4"])
+@pytest.mark.parametrize("kind", ["olmo2", "exaone4", "cohere", "nemotron"])
 def test_the_table_has_every_product_of_a_family(kind, head_groups, keep) -> None:
     changes = {"sliding_window": None} | NO_WINDOWS if kind == "exaone4" else {}
     step = make_step(kind, changes | {"head_dim": d}, keep=keep, head_groups=head_groups)
@@ -179,6 +179,8 @@ def test_the_peak_is_what_the_plan_leaves_room_for(groups) -> None:
         ("phi3", {}),  # fused weights
         ("exaone4", {"head_dim": d, "sliding_window": None} | NO_WINDOWS),
         ("olmo2", {"head_dim": d}),
+        ("cohere", {"head_dim": d}),
+        ("nemotron", {"head_dim": d}),
         ("hunyuan_v1_dense", {"head_dim": d}),
         ("granite", {"residual_multiplier": 0.2, "embedding_multiplier": 2.0}),
     ],

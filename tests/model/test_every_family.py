@@ -75,7 +75,8 @@ def test_one_document_and_batched_rows(family) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    "qwen3 granite phi3 mistral exaone4 olmo3 hunyuan_v1_dense ministral3 gemma3_text glm4".split(),
+    "qwen3 granite phi3 mistral exaone4 olmo3 hunyuan_v1_dense ministral3 gemma3_text glm4 "
+    "cohere2 nemotron starcoder2".split(),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
     """In bf16, whose roundings show what is computed otherwise; tests/layer/test_schedule.py has
@@ -145,6 +146,8 @@ def test_windows_are_those_of_hugging_face() -> None:
         "phi3-windows": [W, W, W],
         "exaone4": [W, None, W],
         "olmo3": [None, W, None],
+        "starcoder2": [W, W, W],
+        "cohere2": [None, W, None],
         "gemma3_text": [None, W, None],
     }
     assert found == dict.fromkeys(FAMILIES, none) | expected
@@ -204,7 +207,8 @@ def test_long_and_short_rope_in_one_step() -> None:
 )
 def test_published_dimensions_in_bf16(preset, changes, backend) -> None:
     """Two layers, a row of 8192 tokens: every gradient at most 1.1 times vanilla's error."""
-    config = load_config(ModelArguments(preset=preset, seq_len=8192), vocab_size=1)
+    args = ModelArguments(preset=preset, seq_len=8192, extend_context=True)
+    config = load_config(args, vocab_size=1)
     config.num_hidden_layers, config.vocab_size = 2, 32000
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]

@@ -117,7 +117,7 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
-    config = load_config(ModelArguments(preset=preset, seq_len=8192), vocab_size=1)
+    config = load_config(ModelArguments(preset=preset, seq_len=4096), vocab_size=1)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) == parameters

@@ -49,6 +49,10 @@ class SelfAttention:
 
     # --- forward ---------------------------------------------------------------------------
 
+    def normed(self, x: Tensor) -> Tensor:  # (t, D) -> (t, D)
+        """Returns n1, which an MLP beside attention reads, too."""
+        return self._heads.normed(x)
+
     def forward(
         self,
         x: Tensor,  # (T, D)
@@ -90,7 +94,7 @@ class SelfAttention:
         if p.keeps("q k v"):
             p.keep("q k v", **{_part(i): part for i, part in enumerate(qkv)})
         p.send("o", "lse", "rstd", *map(_part, range(len(qkv))))
-        if p.keeps("h"):
+        if p.keeps("h") and not p.traits.parallel:
             self.h = torch.empty_like(x, dtype=x.dtype if self._post.weight is None else o.dtype)
             p.keep("h", h=self.h)
 
@@ -184,9 +188,11 @@ class SelfAttention:
         x: Tensor,  # (T, D)
         dq: Tensor,  # (T, H d)
         dkv: Tensor,  # (T, 2 K d)
+        dn: Tensor | None,  # (T, D)
         wants_dx: bool,
     ) -> None:
-        """Turns dh into dx = dh + rms_norm'(x, dn1), if wanted; finishes q, k and v's gradients."""
+        """Turns dh into dx = dh + rms_norm'(x, dn1), if wanted; finishes q, k and v's gradients.
+        `dn` is the part of dn1 that comes from an MLP beside attention."""
         s, w, heads, grads = self._schedule, self._weights, self._heads, self._pass.grads
         given, norm = grads.given, heads.norm
         whole = given.q.to(s.dtype) if given.qkv_in_one else torch.cat([p.weight for p in w.qkv])
@@ -202,7 +208,9 @@ class SelfAttention:
                 heads.wide_norms.backward_(dq[tile], dk, *heads.unnormed(n1, us, tile))
             dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
             d_qkv.add(dqkv, n1)
-            dn1 = dqkv @ whole if wants_dx or norm.trained else None
+            dn1 = None
+            if wants_dx or norm.trained:
+                dn1 = dqkv @ whole if dn is None else torch.addmm(dn[tile], dqkv, whole)
             for p, grad, dy, u in zip(w.qkv, d_adapters, dqkv.split(rows, dim=1), us, strict=True):
                 v = p.inner_grad(dy)
                 grad.add(dy, n1, v, tile, u)
@@ -264,6 +272,13 @@ class SelfAttention:
         output = Work(name="o", flops=2 * tokens * s.wide * s.hidden, nbytes=unit + normed)
         sums = weight_sums(s, tokens, s.hidden * (2 * s.wide + 2 * s.narrow))
         gradients = (1 + s.trains_weights) * (projected.flops + output.flops)
+        h = Keepable(
+            name="h",
+            nbytes=n * s.hidden if s.post_norms else unit,
+            spares=(Work(name="o", flops=output.flops),),
+            needs=frozenset({"o"}),
+            of_tiles=True,
+        )
         return Table(
             forward=(projected, measured, attended, output),
             backward=(
@@ -286,13 +301,7 @@ class SelfAttention:
                     read_first=True,
                     buffered=True,
                 ),
-                Keepable(
-                    name="h",
-                    nbytes=n * s.hidden if s.post_norms else unit,
-                    spares=(Work(name="o", flops=output.flops),),
-                    needs=frozenset({"o"}),
-                    of_tiles=True,
-                ),
+                *([] if s.parallel else [h]),
                 Keepable(
                     name="q k v",
                     nbytes=n * columns,
@@ -319,7 +328,8 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     made = (s.wide + (0 if s.writes_gradients else columns)) * s.itemsize
     made += 4 * columns if s.itemsize < 4 else 0
     made += (s.wide + s.narrow) * s.itemsize if s.qk_norms else 0
-    weights = s.hidden * (3 * s.intermediate + s.wide) * s.itemsize * s.trains_weights
+    weights = s.hidden * ((2 + s.gated) * s.intermediate + s.wide)
+    weights *= s.itemsize * s.trains_weights
     shared = 8 * (s.wide + s.narrow) // groups * s.itemsize if s.ranks > 1 else 0
 
     def back(name: str, nbytes: int, spared_by: str | None = None) -> Buffer:
@@ -327,12 +337,14 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
 
     group = columns // groups * s.itemsize
     dz = tokens * s.hidden * s.itemsize * s.post_norms
+    dn1 = tokens * s.hidden * s.itemsize * s.parallel
     return (
         Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
         back("dy", s.unit(tokens)),
         back("the MLP's gradients", weights),
         back("dk, dv", tokens * 2 * s.narrow * s.itemsize),
         *(back("dz", dz), Buffer(name="attention's dz", nbytes=dz, during="mlp backward")),
+        *(back("dn1", dn1), Buffer(name="its input's gradient", nbytes=dn1, during="mlp backward")),
         back("a head group", tokens * (made // groups + adapter_bytes(s))),
         back("a head group", tokens * group, spared_by="q k v"),
         # Exchanges of the previous and the next group are under way (attention/sharded.py).
