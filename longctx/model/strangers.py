@@ -48,6 +48,7 @@ from longctx.model.families import (
     part_of,
     rotary_embeddings,
 )
+from longctx.model.vision import forward_names, is_joint, is_whole
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)
@@ -67,6 +68,8 @@ def replaceable(module: nn.Module) -> bool:
     """Whether the module is a model, layer, norm or lm_head whose forward may be exchanged for
     ours."""
     if is_a(module, "Model") or is_a(module, "ForCausalLM"):
+        return True
+    if is_whole(module) or is_joint(module):
         return True
     family, known = family_of(module), LINEAR
     if family is not None:
@@ -129,7 +132,9 @@ def why_not_chunked(model: PreTrainedModel) -> str | None:
     """The same for lm_head and the loss, which need all logits then."""
     found = _problems(head_of(model), LINEAR, "lm_head", patched=True, hooks=_AFTER)
     kind = type(model)
-    if _forward_name(kind.forward) not in known_family(model).known("ForCausalLM"):
+    family = family_of(model)
+    known = family.known("ForCausalLM") if family is not None else ()
+    if _forward_name(kind.forward) not in (*known, *forward_names()):
         return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "a loss of its own"
