@@ -14,10 +14,13 @@ image, Hugging Face's layers run.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from longctx.model.families import base_of, known_family
+from longctx.model.vision import joint_of
 
 
 class Positions(NamedTuple):
@@ -41,3 +44,19 @@ def positions_of(position_ids: Tensor | None, rows: int) -> Positions | None:
     if position_ids.stride(0) != 0 and not all(torch.equal(first, other) for other in others):
         return None
     return Positions(first, text)
+
+
+def keep_documents_apart(model: Any) -> None:
+    """Lets a model that joins documents of (B, S) positions get (4, B, S) instead, whoever calls it
+    and whatever class computes its layers: our rows are packed."""
+    base = base_of(model)
+    if base is not None and known_family(base).position_rows == 3:
+        outer = joint_of(model) or base  # called by the whole model, also inside a PeftModel
+        outer.register_forward_pre_hook(_with_documents, with_kwargs=True)
+
+
+def _with_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = kwargs.get("position_ids")
+    if given is not None and given.dim() == 2:
+        kwargs = kwargs | {"position_ids": given.expand(4, *given.shape)}
+    return args, kwargs

@@ -16,9 +16,11 @@ Not here: Llama 3.2 Vision (mllama), whose language model has layers that attend
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -29,6 +31,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import cached_file
 
 PREFIXES = {
     "gemma3": "Gemma3",
@@ -73,6 +76,26 @@ def class_of(config: Any) -> Any | None:
     seen = config.model_type in PREFIXES
     known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if seen else MODEL_FOR_CAUSAL_LM_MAPPING
     return known.get(type(config), None)
+
+
+_OF_PROCESSORS = tuple(
+    f"{name}_config.json" for name in ("processor", "preprocessor", "video_preprocessor")
+)
+
+
+def copy_processor(model: Any, folder: Path) -> None:
+    """Copies the settings that prepare images from where a vision-language model was read, so that
+    the model saved in `folder` is whole. Nothing happens to another model."""
+    for name in _OF_PROCESSORS if is_whole(model) else ():
+        found = cached_file(
+            model.config._name_or_path,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")

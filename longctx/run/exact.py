@@ -28,6 +28,7 @@ from longctx.lora.foreign import check_resumed
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.model.adapters import inside_peft
+from longctx.model.vision import at_rest
 from longctx.output.resume import (
     apply_learning_rate,
     check_states,
@@ -58,7 +59,8 @@ def overrides(method: Method) -> Method:
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """RoPE's frequencies and the like, which are in no block."""
-    for module in model.modules():
+    resting = at_rest(model)
+    for module in (module for module in model.modules() if module not in resting):
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
 
