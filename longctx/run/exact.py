@@ -141,7 +141,9 @@ class ExactTrainer(Trainer):
     @overrides
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Weights that are too large for the GPU go from host memory to their places directly."""
-        needed = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
+        resting = {p for module in at_rest(model) for p in module.parameters()}
+        moved = (p for p in model.parameters() if p not in resting)
+        needed = sum(p.nbytes for p in moved if not p.is_cuda)
         alone = device.type == "cuda" and self._wants_exact and self.args.world_size == 1
         limit = (self.args.gpu_memory_gib or inf) * GIB
         if alone and (self.args.place == "host" or needed >= min(free_gpu_bytes(device), limit)):

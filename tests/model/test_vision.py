@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -168,6 +169,8 @@ def test_patched_and_taken_away_again(kind, tmp_path) -> None:
     ours.save_pretrained(tmp_path)
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path)
     given = {"input_ids": batch([[48]])["input_ids"]}
+    again = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(again(**batch([[48]])).loss, ours(**batch([[48]])).loss)
     longctx.unpatch(ours)
     assert not [name for name, module in ours.named_modules() if "forward" in vars(module)]
     with torch.no_grad():

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from small_layer import batch
 from small_run import prepare, run
 from small_tokenizer import small_tokenizer
 from small_vision import KINDS, image_batch, vision_config, vision_model
@@ -92,6 +93,25 @@ def test_text_trains_and_towers_stay(kind, flags, tmp_path, monkeypatch, capsys)
         flags, tmp_path / "ours", *exact, "--max_steps", "4", "--resume_from_checkpoint", "true"
     )
     assert len(again) == len([line for line in lines if "loss" in json.loads(line)]) + 1
+
+
+@pytest.mark.parametrize("class_type", ["vanilla", "custom"])
+def test_documents_of_our_rows_are_apart(class_type, tmp_path) -> None:
+    """Qwen2.5-VL would let the documents of a packed row attend to each other."""
+    prepare(tmp_path)
+    save("qwen2_5_vl", tmp_path)
+    args = ModelArguments(
+        model_name_or_path=str(tmp_path / "model"), class_type=class_type, seq_len=64
+    )
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    model = load_model(args, load_config(args, vocab_size=VOCAB), device=CPU).eval()
+    inputs = batch([[20, 28]])
+    positions = inputs.pop("position_ids")
+    with torch.no_grad():
+        found = model(**inputs, position_ids=positions).loss
+        apart = plain(**inputs, position_ids=positions.expand(4, 1, 48)).loss
+        joined = plain(**inputs, position_ids=positions).loss
+    assert abs(found - apart) < 1e-5 < 1e-3 < abs(joined - apart)
 
 
 @pytest.mark.gpu
