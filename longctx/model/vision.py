@@ -19,7 +19,7 @@ import inspect
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +85,13 @@ _OF_PROCESSORS = tuple(
 
 def copy_processor(model: Any, folder: Path) -> None:
     """Copies the settings that prepare images from where a vision-language model was read, so that
-    the model saved in `folder` is whole. Nothing happens to another model."""
+    the model saved in `folder` is whole. Nothing happens to another model, and where there are no
+    such settings."""
     for name in _OF_PROCESSORS if is_whole(model) else ():
-        found = cached_file(
-            model.config._name_or_path,
-            name,
-            local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        try:
+            found = cached_file(model.config._name_or_path, name, local_files_only=True)
+        except (OSError, ValueError):  # no such file; a model that was read from nowhere
+            continue
         if found is not None:
             shutil.copyfile(found, folder / name)
 
@@ -159,7 +157,12 @@ def _stay(tower: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 
 
 def _is(model: Any, end: str) -> bool:
-    names = [(kind.__module__, kind.__name__) for kind in type(model).__mro__]
+    return _is_one(model.__class__, end)
+
+
+@cache
+def _is_one(of: Any, end: str) -> bool:
+    names = [(kind.__module__, kind.__name__) for kind in of.__mro__]
     return any((_home(kind), prefix + end) in names for kind, prefix in PREFIXES.items())
 
 

@@ -11,9 +11,18 @@ import pickle
 
 import pytest
 import torch
-from small_layer import DEVICE, PACKED, assert_trains_exactly, batch, batches, cast, gradients
+from small_layer import (
+    DEVICE,
+    PACKED,
+    Autocast,
+    assert_trains_exactly,
+    batch,
+    batches,
+    cast,
+    gradients,
+)
 from small_vision import KINDS, image_batch, vision_model
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, LlavaModel
 
 import longctx
 from longctx.errors import UserError
@@ -52,6 +61,13 @@ def test_packed_text_is_exact(kind, dtype) -> None:
     for rows in ROWS if exact else [PACKED]:
         found = batches(rows)[: 2 if exact else 4]  # bf16's errors scatter from batch to batch
         assert_trains_exactly(models, *(map(apart, found) if kind in QWENS else found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_under_autocast_is_exact(kind) -> None:
+    found = batches(PACKED)
+    models = map(Autocast, trio(kind))
+    assert_trains_exactly([*models], *(map(apart, found) if kind in QWENS else found))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,6 +200,19 @@ def test_a_joint_alone_is_patched() -> None:
     found = [model(**inputs).last_hidden_state for model in (naive, ours)]
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     assert ours.train()(**inputs).last_hidden_state.grad_fn is not None
+
+
+def test_a_joint_with_a_forward_of_its_own_keeps_it() -> None:
+    class Louder(LlavaModel):
+        def forward(self, *args, **kwargs):
+            found = super().forward(*args, **kwargs)
+            found.last_hidden_state = 2 * found.last_hidden_state
+            return found
+
+    naive = vision_model("llava")
+    naive.model.__class__ = Louder
+    ours = longctx.patch(copy.deepcopy(naive), strict=True)
+    assert_same(naive, ours, batch([[48]]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
