@@ -51,7 +51,7 @@ from longctx.run.loading import (
 )
 from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
-from longctx.run.options import check_rows, parse_args
+from longctx.run.options import check_rows, check_towers, parse_args
 from longctx.run.trainer import LongTrainer
 
 SPECIAL = ("bos", "eos", "pad")
@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = load_tokenizer(model_args, data_args)
     special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
+    check_towers(config, engine, args.world_size)
     if not data_args.show_example:  # which writes nothing there
         output_dir = open_output_dir(args)
         lock = lock_folder(output_dir) if args.process_index == 0 else None
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
             tokenizer,
             files=files,
             seq_len=model_args.seq_len,
-            vocab_size=config.vocab_size,
+            vocab_size=config.get_text_config().vocab_size,
             seed=args.seed,
         )
 
@@ -152,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         if eval_rows is not None:
             trainer.evaluate()
 
-    # 6. Save what `AutoModelForCausalLM.from_pretrained` loads, and say what happened.
+    # 6. Save what `from_pretrained` loads, and say what happened.
     trainer.save_final(output_dir / FINAL)
     if trainer.is_world_process_zero():
         summarise(trainer, args, output_dir)

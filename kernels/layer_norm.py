@@ -71,10 +71,11 @@ def _backward_reference(
     db: Tensor | None,  # (D,) fp32
 ) -> Tensor:  # (T, D)
     wide, d_n = x.float(), dy.float() * (weight.float() + offset)
-    centred = wide - wide.mean(-1, keepdim=True)
-    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    n = centred * rstd
-    dx = rstd * (d_n - d_n.mean(-1, keepdim=True) - n * (d_n * n).mean(-1, keepdim=True))
+    n = wide - wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(torch.linalg.vecdot(n, n)[..., None] / n.shape[-1] + eps)
+    n *= rstd
+    dots = torch.linalg.vecdot(d_n, n)[..., None] / n.shape[-1]
+    dx = d_n.sub_(d_n.mean(-1, keepdim=True)).addcmul_(n, dots, value=-1).mul_(rstd)
     if dw is not None:
         dw += (dy.float() * n).sum(0)
     if db is not None:

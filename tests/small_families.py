@@ -99,7 +99,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-biases": ("nemotron", dict(head_dim=32, attention_bias=True, mlp_bias=True)),
     "starcoder2": (
         "starcoder2",
-        dict(sliding_window=WINDOW, residual_dropout=0.0, embedding_dropout=0.0),
+        dict(hidden_size=512, sliding_window=WINDOW)
+        | dict(residual_dropout=0.0, embedding_dropout=0.0),
     ),
     "cohere": ("cohere", dict(logit_scale=0.3)),
     "cohere2": (

@@ -13,19 +13,21 @@ from __future__ import annotations
 import copy
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, TrainerCallback
+from transformers import PretrainedConfig, TrainerCallback
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.adapters import inside_peft
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
+from longctx.model.vision import class_of, towers
 from longctx.system import expanded, installed
 
 ALL_LINEAR = "all-linear"
@@ -92,11 +94,12 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
         if path not in _ENDS and any(t == ALL_LINEAR or _names(t, path) for t in targets):
             total += args.lora_r * (linear.in_features + linear.out_features)
     saved = len(args.lora_modules_to_save or ())
-    return 4 * (total + saved * config.vocab_size * config.hidden_size)
+    text = config.get_text_config()
+    return 4 * (total + saved * text.vocab_size * text.hidden_size)
 
 
 def _skeleton(config: PretrainedConfig) -> nn.Module | None:
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind = class_of(config)
     if kind is None:
         return None
     with torch.device("meta"):
@@ -105,7 +108,10 @@ def _skeleton(config: PretrainedConfig) -> nn.Module | None:
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    """Returns the linear maps that may get adapters, by path: none of what sees images."""
+    seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
+    found = model.named_modules()
+    return {path: m for path, m in found if isinstance(m, nn.Linear) and m not in seeing}
 
 
 def with_lora(model: Any, args: ModelArguments) -> Any:
@@ -121,11 +127,18 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         lora_dropout=args.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         modules_to_save=args.lora_modules_to_save,
+        exclude_modules=_seeing(model),
         base_model_name_or_path=_base_name(args),
     )
     adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = _base_name(args)  # where to find it from any folder
     return adapted
+
+
+def _seeing(model: Any) -> str | None:
+    """Returns a pattern of the paths of modules that see images; None if there are none."""
+    paths = [re.escape(path) for path, _ in towers(model)]
+    return rf"({'|'.join(paths)})\..*" if paths else None
 
 
 def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:

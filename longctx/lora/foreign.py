@@ -18,10 +18,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import PretrainedConfig
 
 from longctx.errors import UserError, one_line
 from longctx.files import read_json, refuse_odd, tensor_problem
+from longctx.model.vision import class_of
 from longctx.output.manifest import Damaged, check_files, read_manifest
 from longctx.processes import Unbounded, in_child
 
@@ -129,7 +130,7 @@ def _rehearse(folder: Path, config: PretrainedConfig) -> None:
     import peft
     import torch
 
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind = class_of(config)
     if kind is None:
         raise UserError(f"longctx merge knows no causal language model of {config.model_type!r}")
     found = _tensors(folder)

@@ -29,6 +29,7 @@ from longctx.errors import UserError, one_line, say
 from longctx.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.lora.quantise import round_to_nf4_
 from longctx.model.pretrained import read_config, read_model, weights_identity
+from longctx.model.vision import copy_processor
 from longctx.options import ModelSource
 from longctx.output.definition import BASE
 from longctx.output.folder import claimed
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         quantize=args.quantize,
         allow_changed=args.allow_changed,
     )
-    say(f"{output}: the merged model; AutoModelForCausalLM.from_pretrained loads it")
+    say(f"{output}: the merged model, which from_pretrained loads")
 
 
 def merge(
@@ -95,6 +96,7 @@ def merge(
             rehearse(merged, lambda to: merged.save_pretrained(to, state_dict={}), staged.parent)
             require_space(output.parent, sum(x.nbytes for x in merged.parameters()))
             merged.save_pretrained(staged)
+            copy_processor(merged, staged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staged)
             publish(staged, output, replace=False)
@@ -205,9 +207,10 @@ def _config(adapter: Path, base: ModelSource) -> Any:
             f"{adapter} was trained over a model of type {trained.model_type!r}, and "
             f"{base.name} is of type {config.model_type!r}: give the right --model"
         )
+    of_text, trained_text = config.get_text_config(), trained.get_text_config()
     for name in _TRAINED:
-        if hasattr(trained, name):
-            setattr(config, name, getattr(trained, name))
+        if hasattr(trained_text, name):
+            setattr(of_text, name, getattr(trained_text, name))
     return config
 
 

@@ -17,6 +17,7 @@ from transformers import BitsAndBytesConfig
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.model.blocks import decoder_layers
 from longctx.system import installed
 
 
@@ -51,7 +52,8 @@ def quantise_(model: Any, device: torch.device) -> None:
     """The same of a model in memory: its layers, in place, on `device`."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    for path, linear in list(model.model.layers.named_modules()):
+    layers: Any = decoder_layers(model)
+    for path, linear in list(layers.named_modules()):
         if not isinstance(linear, nn.Linear):
             continue
         made = Linear4bit(
@@ -63,7 +65,7 @@ def quantise_(model: Any, device: torch.device) -> None:
         made.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
         made.bias = linear.bias
         parent, _, name = path.rpartition(".")
-        setattr(model.model.layers.get_submodule(parent), name, made.to(device))
+        setattr(layers.get_submodule(parent), name, made.to(device))
     model.is_loaded_in_4bit = True  # PEFT looks for it
 
 
@@ -87,7 +89,8 @@ def quantise_shapes_(model: Any) -> None:
     def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 
-    for linear in model.model.layers.modules():
+    layers: Any = decoder_layers(model)
+    for linear in layers.modules():
         if isinstance(linear, nn.Linear):
             shape, numel = linear.weight.shape, linear.weight.numel()
             scales = -(-numel // BLOCK)

@@ -2,7 +2,7 @@
 
 This works for every transformers model with a decoder, and for modules that hold such models. All
 other parameters (norms, biases, adapters and parameters of another dtype, towers of other
-modalities) form a last block, which stays on the GPU.
+modalities) form a last block, which stays on the GPU. Towers at rest (vision.py) are in no block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from longctx.memory.states import BlockSpec, Part
+from longctx.model.vision import at_rest
 
 
 def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
@@ -32,7 +33,8 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
             prefix=f"model {i}, " if len(models) > 1 else "",
         )
     ]
-    rest = {name: p for p, name in names.items() if p not in taken}
+    resting = {p for module in at_rest(model) for p in module.parameters()}
+    rest = {name: p for p, name in names.items() if p not in taken | resting}
     blocks.append(BlockSpec(name="norms and the rest", parameters=rest))
     return [block for block in blocks if block.parameters]
 

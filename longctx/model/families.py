@@ -19,6 +19,8 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
                                            GLM-4: norms before and after
     gemma  gemma3_text                     weights of norms less one, GELU, a scaled embedding;
                                            Gemma 3: norms before and after, a RoPE for each type
+    qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
+    qwen3_vl_text                          positions, which text has equal (positions.py)
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import Traits
 from longctx.layer.weights import Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
+from longctx.model.vision import is_whole, joint_of
 
 Names = tuple[str, ...]
 LINEAR: Names = ("torch.nn.modules.linear.Linear",)
@@ -138,6 +141,8 @@ class Family:
     """The prefix of its classes' names."""
     base: str = "Model"
     """The rest of the base model's."""
+    mlp: str = ""
+    """The name of the MLP's class, if it has another prefix."""
     linears: Mapping[str, str] = field(default_factory=lambda: _QKV | _OUT | _GATE_UP)
     """Maps names in `Weights` to the paths of a layer's linear layers. Without k and v, q holds all
     three in one parameter; without up, gate holds both. Such layers must have no bias. Without
@@ -158,6 +163,8 @@ class Family:
     """Returns the window of a layer, from the configuration and the layer's index."""
     traits: Callable[[Any, int], dict[str, Any]] = field(default=lambda config, layer: {})
     """Returns the other fields of `Traits` that differ from Llama's."""
+    position_rows: int = 1
+    """The rows of positions to which the base model expands one, as in positions.py."""
     query_scale: Callable[[Any, Tensor], Tensor | None] = field(default=lambda config, at: None)
     """Returns a factor (T,) of q from the configuration and the positions (T,)."""
     embedding_multiplier: Callable[[Any], float] = field(default=lambda base: 1.0)
@@ -165,7 +172,8 @@ class Family:
     """Returns the number by which a model divides its logits."""
 
     def known(self, suffix: str) -> Names:
-        return (f"{self.home}.{self.prefix}{self.base if suffix == 'Model' else suffix}",)
+        names = {"Model": self.prefix + self.base, "MLP": self.mlp or f"{self.prefix}MLP"}
+        return (f"{self.home}.{names.get(suffix, self.prefix + suffix)}",)
 
     @property
     def norm_classes(self) -> Names:
@@ -380,6 +388,31 @@ FAMILIES: dict[str, Family] = {
             dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
             window=_one_window,
         ),
+        Family(
+            kind="qwen2_vl_text",
+            module="qwen2_vl",
+            prefix="Qwen2VL",
+            base="TextModel",
+            mlp="Qwen2MLP",
+            window=_window_by_type,
+            position_rows=3,
+        ),
+        Family(
+            kind="qwen2_5_vl_text",
+            module="qwen2_5_vl",
+            prefix="Qwen2_5_VL",
+            base="TextModel",
+            mlp="Qwen2MLP",
+            window=_window_by_type,
+            position_rows=3,
+        ),
+        Family(
+            kind="qwen3_vl_text",
+            module="qwen3_vl",
+            prefix="Qwen3VLText",
+            norms=_NORMS | _OF_Q_AND_K,
+            position_rows=4,
+        ),
     )
 }
 
@@ -418,7 +451,9 @@ def embedding_multiplier(base: PreTrainedModel) -> float:
 
 
 def logits_scaling(model: PreTrainedModel) -> float:
-    return known_family(model).logits_scaling(model)
+    """Returns the number by which a model divides its logits; vision-language models do not, even
+    if their language model would with an lm_head of its own."""
+    return 1.0 if is_whole(model) else known_family(model).logits_scaling(model)
 
 
 def layer_norm_spec(base: PreTrainedModel) -> NormSpec:
@@ -470,14 +505,19 @@ def known_family(owner: Any) -> Family:
 
 
 def base_of(model: Any) -> Any | None:
-    """Returns the base model if the schedule knows it: the model itself or the one inside it."""
+    """Returns the base model if the schedule knows it: the model itself or the one inside it, of a
+    vision-language model its language model."""
+    joint = joint_of(model)
+    if joint is not None:
+        model = getattr(joint, "language_model", None)
     parts = (model, getattr(model, getattr(model, "base_model_prefix", ""), None))
     return next((part for part in parts if is_a(part, "Model")), None)
 
 
 def head_of(model: Any) -> Any:
     """Returns a causal model's lm_head, or the copy that `modules_to_save` trains; else None."""
-    return unwrapped(model.lm_head) if is_a(model, "ForCausalLM") else None
+    has_one = is_a(model, "ForCausalLM") or is_whole(model)
+    return unwrapped(model.lm_head) if has_one else None
 
 
 def is_a(model: Any, suffix: str) -> bool:

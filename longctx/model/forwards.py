@@ -1,6 +1,8 @@
 """What the modules of a patched model run instead of their own forward, on one instance.
 
     causal_forward   ForCausalLM     with labels the loss, in chunks, and logits if they are read
+    whole_forward    the same of a vision-language model
+    joint_forward    what is around its language model (vision.py)
     base_forward     its base model  embedding, scheduled layers, final norm
     layer_forward    a decoder layer | with a schedule ours, else Hugging Face's; the hooks of
     norm_forward     the final norm  | engines that gather weights run around them
@@ -39,6 +41,7 @@ from longctx.model.families import (
     embedding_multiplier,
     final_norm_spec,
     head_of,
+    known_family,
     layer_adapters,
     layer_weights,
     logits_scaling,
@@ -46,6 +49,7 @@ from longctx.model.families import (
 )
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import RowCount, linear_cross_entropy
+from longctx.model.positions import Positions, positions_of
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
 from longctx.model.strangers import (
     changing_hooks,
@@ -55,6 +59,7 @@ from longctx.model.strangers import (
     why_not_chunked,
     why_not_scheduled,
 )
+from longctx.model.vision import TOKEN_TYPES, TextOutput, joint_of, named, of_images
 
 _NO_TRACE = (
     "the schedule cannot be traced or transformed: longctx.unpatch(model) first, for torch.export, "
@@ -63,6 +68,10 @@ _NO_TRACE = (
 _PADDING = (
     "padding is left out of all work, and its hidden states are zero: means of logits over whole "
     "rows, as logits/chosen of TRL's ORPO and CPO, differ from Hugging Face's; losses do not"
+)
+_JOINED = (
+    "positions restart within a row and its documents attend to each other, as in Hugging Face's "
+    "model: to keep them apart give position_ids of four rows, (4, B, S)"
 )
 REPLACED = "_longctx_replaced"
 """The attribute of a model that keeps the forward which `patch` found on it."""
@@ -100,6 +109,11 @@ class Forward:
         self._module = weakref.ref(module)
         self.__func__ = function
         _, *parameters = inspect.signature(function).parameters.values()
+        if function in (whole_forward, joint_forward):  # with *args, in the order of their class
+            _, *theirs, rest = inspect.signature(type(module).forward).parameters.values()
+            known = {"args", rest.name, *(parameter.name for parameter in theirs)}
+            ours = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.name not in known]
+            parameters = [*theirs, *ours, rest]
         self.__signature__ = inspect.Signature(parameters)  # trainers look at it
 
     @property
@@ -152,11 +166,13 @@ def _no_replicas() -> None:
 
 
 def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    base, head = base_of(model), head_of(model)
+    base, head, joint = base_of(model), head_of(model), joint_of(model)
     assert base is not None
     if head is not None:
-        yield model, causal_forward
+        yield model, whole_forward if joint is not None else causal_forward
         yield head, head_forward
+    if joint is not None:
+        yield joint, joint_forward
     yield base, base_forward
     yield getattr(base, "norm", None), norm_forward
     yield from ((layer, layer_forward) for layer in base.layers)
@@ -227,7 +243,7 @@ def causal_forward(
     if ignore_index != IGNORE_INDEX:
         shift_labels = shift_labels.masked_fill(shift_labels == ignore_index, IGNORE_INDEX)
     caller = Caller(
-        owns_gradient=not any(changing_hooks(self.model)),
+        owns_gradient=not any(map(_is_held, {self.model, base_of(self)})),
         trains_padding=attention_mask is not None and _any_on_padding(shift_labels, attention_mask),
     )
     counted = RowCount(shift_labels)
@@ -258,7 +274,13 @@ def causal_forward(
     )
 
 
-@functools.wraps(causal_forward)
+def _as_causal(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a function the signature of `causal_forward`, and leaves it the name by which it is
+    pickled."""
+    return functools.update_wrapper(function, causal_forward, assigned=(), updated=())
+
+
+@_as_causal
 def fused_forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
     """Runs TRL's own head over our base model if TRL asks for it; else `causal_forward`."""
     if fused_lm_head:
@@ -278,11 +300,48 @@ def _why_all_logits(model: Any) -> str | None:
     return _DOUBLE if reason is None and head_of(model).weight.dtype == torch.float64 else reason
 
 
+def _is_held(module: nn.Module) -> bool:
+    """Whether hooks of others see what the module returns."""
+    return any(changing_hooks(module))
+
+
 def _any_on_padding(shift_labels: Tensor, mask: Any) -> bool:
     """Whether the output of padding is trained, as in rows that are padded on the left."""
     if not isinstance(mask, Tensor) or mask.shape != shift_labels.shape:
         return False
     return bool(((shift_labels != IGNORE_INDEX).to(mask.device) & (mask == 0)).any())
+
+
+# --- around the language model of one that sees images ----------------------------------------
+
+
+@_as_causal
+def whole_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs `causal_forward`, whose arguments Hugging Face's model takes in another order."""
+    return causal_forward(self, **named(self, args), **kwargs)
+
+
+@_untraced
+@can_return_tuple
+def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs: Any) -> Any:
+    """Runs the language model directly if the call has text alone, so that no mask of (S, S) is
+    made; else Hugging Face's forward, and inside it Hugging Face's layers."""
+    inputs = {k: v for k, v in (named(self, args) | kwargs).items() if v is not None}
+    runtime = runtime_of(base_of(self))
+    if runtime is None:
+        return type(self).forward(self, **inputs)
+    images = of_images(inputs)
+    if images is None and "past_key_values" not in inputs:
+        _check_untraced()
+        # Gemma 3's whole model hands on labels, which nobody reads.
+        text = {k: v for k, v in inputs.items() if k not in (*TOKEN_TYPES, "labels")}
+        text |= {} if caller is None else caller.as_keyword(self.language_model)
+        return TextOutput(**self.language_model(**text, return_dict=True))
+    runtime.images = images
+    try:
+        return type(self).forward(self, **inputs)
+    finally:
+        runtime.images = None
 
 
 # --- the base model --------------------------------------------------------------------------
@@ -294,7 +353,7 @@ def base_forward(
     self: Any,
     input_ids: Tensor | None = None,  # (B, S)
     attention_mask: Tensor | None = None,  # (B, S)
-    position_ids: Tensor | None = None,  # (B, S)
+    position_ids: Tensor | None = None,  # (B, S); of three rows also (3, B, S) or (4, B, S)
     past_key_values: Any = None,
     inputs_embeds: Tensor | None = None,  # (B, S, D)
     use_cache: bool | None = None,
@@ -319,17 +378,21 @@ def base_forward(
     if use_cache is None and self.training and torch.is_grad_enabled():
         inputs["use_cache"] = False
     caller = caller or Caller()
-    reason = _not_covered(self, inputs, caller)
+    reason, positions = _not_covered(self, inputs, caller), None
+    if reason is None:
+        positions = positions_of(position_ids, known_family(self).position_rows)
+        reason = "rows of positions that differ (an image's)" if positions is None else None
     if runtime.shards is not None:
         _check_shared(inputs, reason)
-    if reason is None:
+    if positions is not None:
         bounds = kwargs.get("cu_seq_lens_q")
         return BaseModelOutputWithPast(
             last_hidden_state=_scheduled_forward(
-                *(self, input_ids, attention_mask, position_ids, inputs_embeds, bounds),
+                *(self, input_ids, attention_mask, positions, inputs_embeds, bounds),
                 caller=caller,
             )
         )
+    assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
         _decline(runtime, "Hugging Face's layers run", reason)
     return type(self).forward(self, **inputs)
@@ -360,6 +423,8 @@ def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | Non
     uses_cache = inputs["use_cache"]
     if (config.use_cache if uses_cache is None else uses_cache) or "past_key_values" in unknown:
         return _CACHE
+    if images := _runtime(base).images:
+        return images
     if unknown:
         return ", ".join(sorted(unknown))
     if (inputs["input_ids"] is None) == (embeds is None):
@@ -387,7 +452,7 @@ def _scheduled_forward(
     base: Any,
     input_ids: Tensor | None,  # (B, S)
     attention_mask: Tensor | None,  # (B, S)
-    position_ids: Tensor | None,  # (B, S)
+    positions: Positions,
     inputs_embeds: Tensor | None,  # (B, S, D)
     bounds: Tensor | None = None,  # (documents + 1,)
     *,
@@ -401,24 +466,29 @@ def _scheduled_forward(
     if (multiplier := embedding_multiplier(base)) != 1.0:
         x = x * multiplier
     shards = runtime.shards
-    if position_ids is None:
-        positions = torch.arange(S * (shards.ranks if shards else 1), device=x.device)[None]
-        position_ids = shards.own(positions) if shards else positions
-    position_ids = position_ids.expand(B, S)
-    whole = shards.whole(position_ids) if shards else position_ids  # NCCL takes its memory first
+    own = torch.arange(S * (shards.ranks if shards else 1), device=x.device)[None]
+    own = shards.own(own) if shards else own
+    rope, of_documents = ((own if p is None else p).expand(B, S) for p in positions)
+    whole = shards.whole(of_documents) if shards else of_documents  # NCCL takes its memory first
     if torch.is_grad_enabled():
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
     documents, real = Documents.of_batch(whole, attention_mask, bounds)
     caller.padded = real is not None
+    joined = positions.documents is None and positions.rope is not None
+    if joined and attention_mask is None and bounds is None:
+        _say_joined(runtime, rope)
     if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
+        longest = (shards.whole(rope) if shards else rope).max().view(1, 1)
+        if known_family(base).position_rows > 1:
+            longest = longest.expand(3, 1, 1)
         for name in rotary_embeddings(base):
             of_type = () if name == "all" else (name,)
-            base.rotary_emb(x[:1, :1], whole.max().view(1, 1), *of_type)
-    x, positions = x.reshape(B * S, D), position_ids.flatten()
+            base.rotary_emb(x[:1, :1], longest, *of_type)
+    x, rope = x.reshape(B * S, D), rope.flatten()
     if real is not None:
-        x, positions = x[real], positions[real]
+        x, rope = x[real], rope[real]
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
-        schedule = make_schedule(base, runtime, positions, documents, B)
+        schedule = make_schedule(base, runtime, rope, documents, B)
         for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
             # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
             # that Hugging Face's layer class would put around the schedule.
@@ -427,6 +497,14 @@ def _scheduled_forward(
     if real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)
+
+
+def _say_joined(runtime: Runtime, rope: Tensor) -> None:  # (B, S)
+    """Says once that documents attend to each other, as in Hugging Face's model, where RoPE's
+    positions restart and none tell documents apart."""
+    if _JOINED not in runtime.warned:
+        if len(Documents.from_position_ids(rope).lengths) > len(rope):
+            _say(runtime, _JOINED)
 
 
 def _embedded(base: Any, runtime: Runtime, input_ids: Tensor | None) -> Tensor:  # (B, S, D)

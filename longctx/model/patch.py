@@ -32,6 +32,7 @@ from longctx.model.adapters import inside_peft
 from longctx.model.families import FAMILIES, base_of, head_of
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
+from longctx.model.vision import PREFIXES
 from longctx.options import PatchOptions
 
 _NOT_ASKED = ("class_type", "seq_len")
@@ -67,7 +68,7 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
             "to_empty(), after fully_shard)"
         )
     args = PatchOptions(**options)
-    said = patch_custom(inner, args, inner.device)
+    said = patch_custom(inner, args, base_of(inner).device)  # type: ignore[union-attr]
     print_rank0(f"longctx {said}; keep={args.keep}, offload_activations={args.offload_activations}")
     base_of(inner).longctx.strict = strict  # type: ignore[union-attr]
     return model
@@ -119,7 +120,7 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     _refuse(model)
     base = base_of(model)
     assert base is not None
-    runtime, backend = Runtime.make(args, base.config, device, model.dtype)
+    runtime, backend = Runtime.make(args, base.config, device, base.dtype)
     base.longctx = runtime
     said = f"patched: {len(base.layers)} scheduled decoder layers, {backend} attention, RMSNorm"
     if head_of(model) is not None:
@@ -135,7 +136,12 @@ def _refuse(model: PreTrainedModel) -> None:
     base = base_of(model) if isinstance(model, nn.Module) else None
     if base is None:
         names = ", ".join(family.prefix for family in FAMILIES.values())
-        raise UserError(f"custom patches models of {names}; got {type(model).__name__}")
+        seen = f", and vision-language models of {', '.join(PREFIXES.values())} around these"
+        inside = getattr(getattr(model, "model", model), "language_model", None)
+        language = "" if inside is None else f", whose language model is {type(inside).__name__}"
+        raise UserError(
+            f"custom patches models of {names}{seen}; got {type(model).__name__}{language}"
+        )
     if runtime_of(base) is not None:
         raise UserError("this model is patched already: longctx.unpatch(model) first")
     for part in (model, base):

@@ -18,7 +18,6 @@ import xxhash
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
 )
@@ -27,6 +26,7 @@ from transformers.utils import find_adapter_config_file
 from longctx.checksum import checksums
 from longctx.errors import UserError, one_line, print_rank0, shortened
 from longctx.files import read_json, refuse_odd, tensor_problem
+from longctx.model.vision import auto_class
 from longctx.options import ModelSource
 from longctx.system import expanded, installed
 
@@ -130,7 +130,7 @@ def read_model(
         raise UserError(f"{source.name}: {problem}")
     try:
         _refuse_integers(Path(name))
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             name,
             config=config,
             dtype=dtype,

@@ -91,6 +91,8 @@ class Runtime:
     """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
     """What was said already of calls that Hugging Face's code runs."""
+    images: str | None = None
+    """The arguments of the call under way that came with images, which Hugging Face's code runs."""
     shards: Shards | None = None
     """The ranks that share each row with this one."""
 
@@ -204,9 +206,9 @@ def model_sizes(
     stream_dtype: torch.dtype | None = None,
 ) -> Sizes:
     """The dimensions of a model that the schedule knows, patched or not."""
-    config, base, head = model.config, base_of(model), head_of(model)
+    base, head = base_of(model), head_of(model)
     assert base is not None
-    family = known_family(base)
+    config, family = base.config, known_family(base)
     weights = [layer_weights(layer) for layer in base.layers]
     matrices = [x for w in weights for x in w if x is not None]
     adapters = [x for layer in base.layers for x in layer_adapters(layer).values()]

@@ -49,6 +49,7 @@ from longctx.model.families import (
     part_of,
     rotary_embeddings,
 )
+from longctx.model.vision import forward_names, is_joint, is_whole
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)
@@ -69,6 +70,10 @@ def replaceable(module: nn.Module) -> bool:
     ours."""
     if is_a(module, "Model") or is_a(module, "ForCausalLM"):
         return True
+    if is_whole(module):
+        return True
+    if is_joint(module):  # text goes around its forward, so that a subclass keeps one of its own
+        return _forward_name(type(module).forward) in forward_names()
     family, known = family_of(module), LINEAR + LAYER_NORM
     if family is not None:
         known = family.known("DecoderLayer") + family.norm_classes
@@ -130,7 +135,9 @@ def why_not_chunked(model: PreTrainedModel) -> str | None:
     """The same for lm_head and the loss, which need all logits then."""
     found = _problems(head_of(model), LINEAR, "lm_head", patched=True, hooks=_AFTER)
     kind = type(model)
-    if _forward_name(kind.forward) not in known_family(model).known("ForCausalLM"):
+    family = family_of(model)
+    known = family.known("ForCausalLM") if family is not None else ()
+    if _forward_name(kind.forward) not in (*known, *forward_names()):
         return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "a loss of its own"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS
 from longctx.config import ModelArguments
@@ -36,6 +36,7 @@ from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.families import head_dim, kv_heads
 from longctx.model.runtime import check_shares, model_sizes
+from longctx.model.vision import auto_class, rest_
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
 
@@ -101,9 +102,10 @@ class Subject:
         self.config = text
         try:
             with torch.device("meta"):
-                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+                self.model: Any = auto_class(config).from_config(config, dtype=DTYPE)
         except Exception as error:  # a file's values raise as many types as there are checks
             raise UserError(f"no model can be made of this config: {one_line(error)}") from error
+        rest_(self.model)
         if args is not None and args.quantize != "none":
             quantise_shapes_(self.model)
         if args is not None and args.lora_r is not None:

@@ -119,7 +119,7 @@ def evaluate(
     model = load_model(model_args, config, device=device).to(device).eval()  # type: ignore[arg-type]
     return {
         "seq_len": seq_len,
-        "rope": dict(model.config.rope_parameters),
+        "rope": dict(model.config.get_text_config().rope_parameters),
         "windows": len(texts),
         "loss_by_position": loss_by_position(model, texts, device),
         "needles": find_needles(model, tokenizer, texts, lengths, repeats, device),

@@ -40,7 +40,7 @@ from longctx.plan.predict import DTYPE, Plan, Run, Subject, longest, plan
 from longctx.program import Parser
 from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
 from longctx.run.loading import HF_ATTENTION, load_config
-from longctx.run.options import parse_planned
+from longctx.run.options import check_towers, parse_planned
 from longctx.run.states import describe_states, uses_exact_states
 from longctx.writing import check_writable
 
@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_known(model_args, train_args)
     _check_dtype(model_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
-        subject = Subject(load_config(model_args, vocab_size=VOCAB_SIZE), model_args)
+        config = load_config(model_args, vocab_size=VOCAB_SIZE)
+        check_towers(config, engine, args.gpus)
+        subject = Subject(config, model_args)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
     host = host_share_bytes()

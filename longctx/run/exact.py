@@ -28,6 +28,7 @@ from longctx.lora.foreign import check_resumed
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.model.adapters import inside_peft
+from longctx.model.vision import at_rest
 from longctx.output.resume import (
     apply_learning_rate,
     check_states,
@@ -58,7 +59,8 @@ def overrides(method: Method) -> Method:
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """RoPE's frequencies and the like, which are in no block."""
-    for module in model.modules():
+    resting = at_rest(model)
+    for module in (module for module in model.modules() if module not in resting):
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
 
@@ -139,7 +141,9 @@ class ExactTrainer(Trainer):
     @overrides
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Weights that are too large for the GPU go from host memory to their places directly."""
-        needed = sum(p.nbytes for p in model.parameters() if not p.is_cuda)
+        resting = {p for module in at_rest(model) for p in module.parameters()}
+        moved = (p for p in model.parameters() if p not in resting)
+        needed = sum(p.nbytes for p in moved if not p.is_cuda)
         alone = device.type == "cuda" and self._wants_exact and self.args.world_size == 1
         limit = (self.args.gpu_memory_gib or inf) * GIB
         if alone and (self.args.place == "host" or needed >= min(free_gpu_bytes(device), limit)):

@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from longctx.attention import flash4
 from longctx.attention.backends import NO_WINDOWS, choose_attention
@@ -27,7 +21,9 @@ from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
 from longctx.model.families import FAMILIES, has_windows, head_dim
 from longctx.model.patch import patch_as
+from longctx.model.positions import keep_documents_apart
 from longctx.model.pretrained import read_config, read_model, unreadable
+from longctx.model.vision import PREFIXES, auto_class, class_of, rest_, towers
 from longctx.presets import PRESETS
 from longctx.system import installed
 
@@ -54,20 +50,23 @@ def load_config(
         config: PretrainedConfig = AutoConfig.for_model(**preset | dict(special_ids or {}))
     else:
         config = read_config(args.source)
-    if args.class_type == "custom" and config.model_type not in FAMILIES:
+    sees = config.model_type in PREFIXES
+    text = config.get_text_config() if sees else config
+    if args.class_type == "custom" and text.model_type not in FAMILIES:
+        around = f" around {text.model_type!r}" if sees else ""
         raise UserError(
-            f"--class_type custom patches models of type {', '.join(FAMILIES)}; "
-            f"{args.model_name_or_path} is of type {config.model_type!r}: use --class_type vanilla "
-            "or liger"
+            f"--class_type custom patches models of type {', '.join(FAMILIES)}, and of type "
+            f"{', '.join(PREFIXES)} around these; {args.model_name_or_path} is of type "
+            f"{config.model_type!r}{around}: use --class_type vanilla or liger"
         )
-    if args.class_type == "custom" and args.attn_backend == "cudnn" and has_windows(config):
+    if args.class_type == "custom" and args.attn_backend == "cudnn" and has_windows(text):
         raise UserError(NO_WINDOWS)
-    kv_heads = getattr(config, "num_key_value_heads", None) or 1
+    kv_heads = getattr(text, "num_key_value_heads", None) or 1
     if args.class_type == "custom" and kv_heads % (args.head_groups or 1):
         raise UserError(
             f"--head_groups {args.head_groups} must divide the model's {kv_heads} key/value heads"
         )
-    _check_context(config, args)
+    _check_context(text, args)
     check_lora(args, config)
     return config
 
@@ -91,7 +90,7 @@ def compute_dtype(args: ModelArguments, device: torch.device) -> torch.dtype:
 def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
     """The size of the model's parameters, without making them; 0 for a class that is not
     transformers' own."""
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind = class_of(config)
     if kind is None:
         return 0
     try:
@@ -129,27 +128,29 @@ def load_model(
     attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device, config)
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class(config).from_config(
                 config,
                 dtype=dtype,
                 attn_implementation=attention,
                 trust_remote_code=args.trust_remote_code,
             )
-        if args.quantize != "none":
-            quantise_(model, device)
+        quantises = args.quantize != "none"
     else:
-        model = read_model(
-            args.source,
-            config,
-            dtype=dtype,
-            attention=attention,
-            **quantised_loading(args, dtype, device),
-        )
+        # bitsandbytes would quantise towers as well, and read them to the GPU.
+        quantises = args.quantize != "none" and config.model_type in PREFIXES
+        more = {} if quantises else quantised_loading(args, dtype, device)
+        model = read_model(args.source, config, dtype=dtype, attention=attention, **more)
+    if quantises:
+        quantise_(model, device)
+    rest_(model)
+    keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
     line = (
         f"{args.class_type}: {type(model).__name__}, "
         f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
     )
+    if any(towers(model)):
+        line += "; what sees images stays in host memory, frozen"
     if args.lora_r is not None:
         model, adapters = add_adapters(model, args)
         line += f"; {adapters}{'' if args.quantize == 'none' else ' over NF4'}"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from longctx.attention.shards import Shards
 from longctx.engines.collectives import any_rank, local_shard
 from longctx.errors import UserError, print_rank0
+from longctx.model.blocks import decoder_layers
 from longctx.model.runtime import patched_part
 
 PATIENCE = 10
@@ -208,7 +209,7 @@ def _called_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules by name, but those inside the layers of a patched model: the schedule calls none of
     them, and would not run if they had hooks."""
     patched = patched_part(model)
-    layers = patched.model.layers if patched else []
+    layers = decoder_layers(patched) if patched else []
     inside = {part for layer in layers for part in layer.modules() if part is not layer}
     named = [(_plain(name), module) for name, module in model.named_modules()]
     return [(name, module) for name, module in named if name and module not in inside]

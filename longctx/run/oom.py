@@ -145,7 +145,8 @@ def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
     tokens = runtime.reserved_tokens
     layer = StepTable.of(runtime.sizes(patched), Batch(tokens, tokens)).layer
     ladder = runtime.store.ladder
-    ladder = (patched.config.num_hidden_layers - len(ladder)) * ladder[:1] + ladder
+    missing = patched.config.get_text_config().num_hidden_layers - len(ladder)
+    ladder = missing * ladder[:1] + ladder
     here = [layer.kept_bytes(keep.on_gpu) for keep in ladder]
 
     def less(name: str) -> int:
@@ -260,7 +261,8 @@ def advice(
 ) -> list[str]:
     """Settings that would need less, with their saving where it is known; the largest first."""
     args: Any = trainer.args
-    config: Any = trainer.model.config  # type: ignore[union-attr]
+    model: Any = trainer.model
+    config = model.config.get_text_config()
     found: list[tuple[float, str]] = []
 
     def add(setting: str, does: str, saved_bytes: float | None = None) -> None:

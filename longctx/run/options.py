@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from longctx.config import (
     DataArguments,
     ModelArguments,
@@ -23,6 +25,7 @@ from longctx.config import (
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.limits import given, idle_options
+from longctx.model.vision import PREFIXES
 from longctx.run.loading import compute_dtype
 from longctx.run.states import uses_exact_states
 
@@ -78,6 +81,17 @@ def _check_adapters(model_args: ModelArguments, engine: Engine) -> None:
         raise UserError(
             "--lora_r is for runs without an engine, which hold an adapter's states on one GPU: "
             "leave out --deepspeed and --fsdp"
+        )
+
+
+def check_towers(config: PretrainedConfig, engine: Engine, processes: int) -> None:
+    """Raises UserError where the towers of a vision-language model could not stay in host memory:
+    engines shard them, and processes exchange them."""
+    if config.model_type in PREFIXES and (engine.shards_states or processes > 1):
+        raise UserError(
+            f"a model of type {config.model_type!r} trains in one process without an engine, where "
+            "what sees images stays in host memory: leave out --deepspeed and --fsdp, and start "
+            "one process"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from longctx.lora.adapters import Reached, save_config
 from longctx.lora.foreign import check_resumed
 from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
+from longctx.model.vision import copy_processor, is_whole
 from longctx.output import STATE
 from longctx.output.definition import RunDefinition
 from longctx.output.rehearsal import rehearse_save
@@ -110,6 +112,8 @@ class LongTrainer(ExactTrainer):
         self._run = run
         self.engine.configure(self, args)
         names = document_names or (lambda numbers: [f"record {number}" for number in numbers])
+        # Hugging Face says no, and its loss takes them: a token counts as much in every batch.
+        self.model_accepts_loss_kwargs |= is_whole(inside_peft(model))
         self.nonfinite = NonFinite(
             action=args.on_nonfinite, names=names, steps_itself=self.engine.steps_itself
         )
@@ -120,7 +124,7 @@ class LongTrainer(ExactTrainer):
         self.shards = None if group is None else Shards(group)
         ranks_a_row, peak_tflops = args.sequence_parallel_size, self.args.peak_tflops
         self.throughput = Throughput(
-            model.config,
+            model.config.get_text_config(),
             parameters_in_matmuls(model),
             self.args.world_size,
             peak_tflops * 1e12 if peak_tflops else device_peak_flops(self.args.device),
@@ -130,7 +134,7 @@ class LongTrainer(ExactTrainer):
         self.runtime = None
         if patched := patched_part(model):
             self.runtime = runtime = patched.longctx
-            self.engine.gather_whole(patched, patched.model.layers)
+            self.engine.gather_whole(patched, patched.get_decoder().layers)
             runtime.pending_bytes = self.engine.pending_bytes
             runtime.passes, runtime.shards = args.gradient_accumulation_steps, self.shards
             # Trainer's own smoothing would ask the model for all logits.
@@ -352,6 +356,19 @@ class LongTrainer(ExactTrainer):
         return str(self._staging or super()._get_output_dir(trial))
 
     @overrides
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """A vision-language checkpoint has the names that its weights have in memory, by which
+        Trainer reads it; the final model has those of the files that it came from."""
+        model: Any = self.model
+        if self._staging is None or not is_whole(model):
+            return super()._save(output_dir, state_dict)
+        vars(model)["save_pretrained"] = partial(model.save_pretrained, save_original_format=False)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            vars(model).pop("save_pretrained", None)
+
+    @overrides
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Within a checkpoint all processes fail together, before the collectives that follow."""
         save = super().save_model
@@ -440,6 +457,7 @@ class LongTrainer(ExactTrainer):
         def publish_it() -> None:
             if self.args.should_save:
                 save_config(self.model, staging)
+                copy_processor(self.model, staging)
                 publish(staging, path, self._run)
 
         with self._swept(staging):

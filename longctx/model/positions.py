@@ -1,0 +1,62 @@
+"""The positions of a call of a base model: those of RoPE, and those that tell documents apart.
+
+Most models take one row of positions for each row of tokens, (B, S), and both are that. The text
+models of vision-language models rotate each head by three rows, of time, height and width, and take
+
+    (B, S)       the same for all three. Qwen3-VL tells documents apart by them; Qwen2-VL and
+                 Qwen2.5-VL do not, so that all tokens of a row attend to each other
+    (3, B, S)    the three. No documents: a row of tokens is one
+    (4, B, S)    the three after one that tells documents apart
+
+The three are equal for text, and their RoPE is the ordinary one. Where they differ, as for an
+image, Hugging Face's layers run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longctx.model.families import base_of, known_family
+from longctx.model.vision import joint_of
+
+
+class Positions(NamedTuple):
+    """What a call says of its tokens' positions. None stands for 0 to S - 1 in each row."""
+
+    rope: Tensor | None  # (B, S)
+    documents: Tensor | None  # (B, S)
+
+
+def positions_of(position_ids: Tensor | None, rows: int) -> Positions | None:
+    """Returns the positions of a call; None if its three rows differ, or if they have another
+    shape than the model takes. `rows` are those to which the model expands (B, S): 1, 3 or 4.
+
+    Rows that `expand` has made are not read. To compare others waits for the GPU once."""
+    if position_ids is None or position_ids.dim() < 3:
+        return Positions(position_ids, None if rows == 3 else position_ids)
+    if rows == 1 or position_ids.dim() > 3 or len(position_ids) not in (1, 3, 4):
+        return None
+    text = position_ids[0] if len(position_ids) == 4 else None
+    first, *others = position_ids[-3:]
+    if position_ids.stride(0) != 0 and not all(torch.equal(first, other) for other in others):
+        return None
+    return Positions(first, text)
+
+
+def keep_documents_apart(model: Any) -> None:
+    """Lets a model that joins documents of (B, S) positions get (4, B, S) instead, whoever calls it
+    and whatever class computes its layers: our rows are packed."""
+    base = base_of(model)
+    if base is not None and known_family(base).position_rows == 3:
+        outer = joint_of(model) or base  # called by the whole model, also inside a PeftModel
+        outer.register_forward_pre_hook(_with_documents, with_kwargs=True)
+
+
+def _with_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = kwargs.get("position_ids")
+    if given is not None and given.dim() == 2:
+        kwargs = kwargs | {"position_ids": given.expand(4, *given.shape)}
+    return args, kwargs

@@ -1,0 +1,170 @@
+"""Vision-language models whose language model the schedule knows: what is around it.
+
+    Gemma3ForConditionalGeneration     the whole model: labels, lm_head, loss
+      model: Gemma3Model               the joint: puts the features of images among embedded tokens
+        vision_tower, multi_modal_projector
+        language_model                 a base model of a family (families.py)
+      lm_head
+
+A batch of text alone goes from the joint directly to the language model. Training on text needs
+nothing else of a model: `rest_` freezes its towers and keeps them where they are, so that they take
+no memory on a GPU, get no gradient and are saved as they came.
+
+Not here: Llama 3.2 Vision (mllama), whose language model has layers that attend to the image alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import cached_file
+
+PREFIXES = {
+    "gemma3": "Gemma3",
+    "llava": "Llava",
+    "mistral3": "Mistral3",
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+}
+"""Maps `model_type`, which names transformers' module, to the prefix of its classes."""
+
+
+def is_whole(model: Any) -> bool:
+    """Whether this is a vision-language model with its lm_head."""
+    return _is(model, "ForConditionalGeneration")
+
+
+def is_joint(model: Any) -> bool:
+    """Whether this is a vision-language model without lm_head."""
+    return _is(model, "Model")
+
+
+def joint_of(model: Any) -> Any | None:
+    """Returns the joint of a vision-language model, the model itself or inside; else None."""
+    inner = getattr(model, "model", None) if is_whole(model) else model
+    return inner if is_joint(inner) else None
+
+
+def forward_names() -> tuple[str, ...]:
+    """Returns the names of the forwards of all whole models and joints."""
+    ends = ("ForConditionalGeneration", "Model")
+    return tuple(f"{_home(kind)}.{p}{end}" for kind, p in PREFIXES.items() for end in ends)
+
+
+def auto_class(config: Any) -> Any:
+    """Returns the class of transformers that loads models of this configuration."""
+    return AutoModelForImageTextToText if config.model_type in PREFIXES else AutoModelForCausalLM
+
+
+def class_of(config: Any) -> Any | None:
+    """Returns the class of a configuration's models; None if it is not transformers' own."""
+    seen = config.model_type in PREFIXES
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if seen else MODEL_FOR_CAUSAL_LM_MAPPING
+    return known.get(type(config), None)
+
+
+_OF_PROCESSORS = tuple(
+    f"{name}_config.json" for name in ("processor", "preprocessor", "video_preprocessor")
+)
+
+
+def copy_processor(model: Any, folder: Path) -> None:
+    """Copies the settings that prepare images from where a vision-language model was read, so that
+    the model saved in `folder` is whole. Nothing happens to another model, and where there are no
+    such settings."""
+    for name in _OF_PROCESSORS if is_whole(model) else ():
+        try:
+            found = cached_file(model.config._name_or_path, name, local_files_only=True)
+        except (OSError, ValueError):  # no such file; a model that was read from nowhere
+            continue
+        if found is not None:
+            shutil.copyfile(found, folder / name)
+
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""The arguments that are 0 where a token is of text."""
+_NAMES_OF_IMAGES = ("pixel_", "image_", "video_", "second_per_grid", "mm_encoder_outputs")
+
+
+def of_images(inputs: Mapping[str, Any]) -> str | None:
+    """Returns the arguments of a call that come with images, in a few words; None if none do."""
+    found = {k for k, v in inputs.items() if v is not None and k.startswith(_NAMES_OF_IMAGES)}
+    for name in TOKEN_TYPES:
+        if inputs.get(name) is not None and bool(inputs[name].any()):
+            found.add(name)
+    return ", ".join(sorted(found)) or None
+
+
+def named(module: nn.Module, args: Sequence[Any]) -> dict[str, Any]:
+    """Returns positional arguments of a forward by the names that the module's class gives them."""
+    _, *names = inspect.signature(type(module).forward).parameters
+    return dict(zip(names, args, strict=False))
+
+
+@dataclass
+class TextOutput(BaseModelOutputWithPast):
+    """The output of a joint for text: its callers ask for what an image would have given, too."""
+
+    image_hidden_states: Any = None
+    video_hidden_states: Any = None
+    rope_deltas: Any = None
+
+
+def towers(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yields all of a vision-language model that is not its language model, with its path: the
+    vision tower, and what projects features of images. Nothing for another model."""
+    joint = joint_of(model)
+    if joint is None:
+        return
+    where = "" if joint is model else "model."
+    for name, module in joint.named_children():
+        if name != "language_model":
+            yield where + name, module
+
+
+def rest_(model: Any) -> None:
+    """Freezes the towers of a vision-language model and keeps them where they are, in memory and
+    in dtype, whatever moves the model. Nothing happens to another model."""
+    for _, tower in towers(model):
+        tower.requires_grad_(False)
+        tower._apply = partial(_stay, tower)  # type: ignore[method-assign]
+
+
+def at_rest(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules inside `model` that `rest_` keeps where they are."""
+    found = [module for module in model.modules() if "_apply" in vars(module)]
+    return {inner for module in found for inner in module.modules()}
+
+
+def _stay(tower: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """Stands in for nn.Module._apply, through which `to`, `cuda`, `float` and others go."""
+    return tower
+
+
+def _is(model: Any, end: str) -> bool:
+    return _is_one(model.__class__, end)
+
+
+@cache
+def _is_one(of: Any, end: str) -> bool:
+    names = [(kind.__module__, kind.__name__) for kind in of.__mro__]
+    return any((_home(kind), prefix + end) in names for kind, prefix in PREFIXES.items())
+
+
+def _home(kind: str) -> str:
+    return f"transformers.models.{kind}.modeling_{kind}"

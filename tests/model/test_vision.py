@@ -1,0 +1,244 @@
+"""Vision-language models, patched: text runs the schedule, images run Hugging Face's layers.
+
+Text is held to the rule of tests/exactness.py, with every form of positions that a model takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from small_layer import (
+    DEVICE,
+    PACKED,
+    Autocast,
+    assert_trains_exactly,
+    batch,
+    batches,
+    cast,
+    gradients,
+)
+from small_vision import KINDS, image_batch, vision_model
+from transformers import AutoConfig, AutoModelForImageTextToText, LlavaModel
+
+import longctx
+from longctx.errors import UserError
+from longctx.model.families import base_of
+from longctx.model.strangers import why_not_chunked, why_not_scheduled
+from longctx.model.vision import at_rest, rest_, towers
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+ROWS = [[[20, 28]], [[5, 43], [48]]]
+QWENS = [kind for kind in KINDS if kind.startswith("qwen")]
+HF_RUNS = "Hugging Face's layers run"
+
+
+def trio(kind: str, dtype: torch.dtype = torch.float32):
+    """(truth, naive, ours) with the same weights; the towers are frozen."""
+    naive = cast(vision_model(kind).to(DEVICE), dtype)
+    for _, tower in towers(naive):
+        tower.requires_grad_(False)
+    truth = cast(copy.deepcopy(naive), torch.float64)
+    ours = copy.deepcopy(naive)
+    longctx.patch(ours, strict=True)
+    return truth, naive, ours
+
+
+def apart(inputs):
+    """The batch with positions of four rows, in which all of Qwen's tell documents apart."""
+    positions = inputs["position_ids"]
+    return inputs | {"position_ids": positions.expand(4, *positions.shape)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_text_is_exact(kind, dtype) -> None:
+    models = trio(kind, dtype)
+    exact = dtype == torch.float32
+    for rows in ROWS if exact else [PACKED]:
+        found = batches(rows)[: 2 if exact else 4]  # bf16's errors scatter from batch to batch
+        assert_trains_exactly(models, *(map(apart, found) if kind in QWENS else found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_under_autocast_is_exact(kind) -> None:
+    found = batches(PACKED)
+    models = map(Autocast, trio(kind))
+    assert_trains_exactly([*models], *(map(apart, found) if kind in QWENS else found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_text_is_exact(kind) -> None:
+    inputs = batch([[48], [48]])
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 31:] = 0
+    inputs |= {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    del inputs["position_ids"]
+    assert_trains_exactly(trio(kind), inputs)
+
+
+@pytest.mark.parametrize("form", ["none", "2", "1", "3", "4", "4 written"])
+@pytest.mark.parametrize("kind", QWENS)
+def test_every_form_of_positions_is_exact(kind, form, capsys) -> None:
+    inputs = batch([[20, 28]])
+    positions = inputs.pop("position_ids")
+    if form == "2":
+        inputs["position_ids"] = positions
+    elif form == "4 written":  # the three of RoPE begin at 7, and are no view of one another
+        rope = (positions + 7).expand(3, *positions.shape)
+        inputs["position_ids"] = torch.cat([positions[None], rope])
+    elif form != "none":
+        inputs["position_ids"] = positions.expand(int(form), *positions.shape)
+    assert_trains_exactly(trio(kind), inputs)
+    said = capsys.readouterr().out
+    joined = form in ("1", "3") or (form == "2" and kind != "qwen3_vl")
+    assert ("documents attend to each other" in said) == joined
+
+
+@pytest.mark.parametrize("kind", QWENS)
+def test_positions_of_an_image_run_hugging_faces_layers(kind, capsys) -> None:
+    naive = vision_model(kind)
+    ours = longctx.patch(copy.deepcopy(naive))
+    inputs = batch([[48]])
+    positions = inputs["position_ids"].repeat(3, 1, 1)
+    positions[1, :, 20:] += 1
+    inputs["position_ids"] = positions
+    assert_same(naive, ours, inputs)
+    assert_same(naive, ours, inputs)
+    assert capsys.readouterr().out.count(f"{HF_RUNS} for calls with rows of positions") == 1
+
+
+def assert_same(naive, ours, inputs) -> None:
+    """The same loss, and gradients that differ by the rounding of the loss in chunks alone."""
+    (loss, grads), (found, theirs) = gradients(naive, inputs), gradients(ours, inputs)
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    for name, grad in grads.items():
+        if grad is None:
+            assert theirs[name] is None, name
+        else:
+            torch.testing.assert_close(theirs[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_with_images_run_hugging_faces_layers(kind, capsys) -> None:
+    naive = vision_model(kind)
+    ours = longctx.patch(copy.deepcopy(naive))
+    inputs = image_batch(kind)
+    assert_same(naive, ours, inputs)
+    assert_same(naive, ours, inputs)
+    assert capsys.readouterr().out.count(HF_RUNS) == 1
+    assert_same(naive, ours, batch([[48]]))
+    del inputs["labels"]
+    text = {"input_ids": inputs["input_ids"][:, :5]}
+    for model in (naive, ours):
+        model.eval()
+    with torch.no_grad():
+        for given in (inputs, text):
+            assert torch.equal(naive(**given).logits, ours(**given).logits)
+            longer = [m.generate(**given, max_new_tokens=4, do_sample=False) for m in (naive, ours)]
+            assert torch.equal(*longer)
+    strict = longctx.patch(vision_model(kind), strict=True)
+    with pytest.raises(UserError, match="pixel_values"):
+        strict(**image_batch(kind))
+
+
+def test_features_of_images_in_the_layers_run_hugging_faces(capsys) -> None:
+    naive = vision_model("qwen3_vl").model.language_model
+    ours = longctx.patch(copy.deepcopy(naive))
+    inputs = {"input_ids": batch([[48]])["input_ids"]}
+    seen = torch.zeros(1, 48, dtype=torch.bool)
+    seen[0, 3:7] = True
+    inputs |= {"visual_pos_masks": seen, "deepstack_visual_embeds": [torch.ones(4, 128)]}
+    found = [model(**inputs).last_hidden_state for model in (naive, ours)]
+    assert torch.equal(*found)
+    assert f"{HF_RUNS} for calls with deepstack_visual_embeds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_of_processors_and_calls_by_position(kind) -> None:
+    """Token types that are all of text; arguments in the order of Hugging Face's class."""
+    _, naive, ours = trio(kind)
+    inputs = batch([[48]])
+    types = {"gemma3": "token_type_ids"}.get(kind, "mm_token_type_ids" if kind in QWENS else None)
+    if types:
+        inputs[types] = torch.zeros_like(inputs["input_ids"])
+    assert_same(naive, ours, inputs)
+    assert (
+        list(inspect.signature(ours.forward).parameters)[:5]
+        == (list(inspect.signature(naive.forward).parameters)[:5])
+    )
+    assert "pixel_values" in inspect.signature(ours.forward).parameters  # Trainer keeps its column
+    image = image_batch(kind)
+    order = list(inspect.signature(naive.forward).parameters)
+    args = [image.pop(name, None) for name in order[:3]]
+    with torch.no_grad():
+        assert torch.equal(naive(*args, **image).logits, ours(*args, **image).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_patched_and_taken_away_again(kind, tmp_path) -> None:
+    ours = longctx.patch(vision_model(kind))
+    assert why_not_scheduled(base_of(ours)) is None and why_not_chunked(ours) is None
+    ours.save_pretrained(tmp_path)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    given = {"input_ids": batch([[48]])["input_ids"]}
+    again = pickle.loads(pickle.dumps(ours))
+    assert torch.equal(again(**batch([[48]])).loss, ours(**batch([[48]])).loss)
+    longctx.unpatch(ours)
+    assert not [name for name, module in ours.named_modules() if "forward" in vars(module)]
+    with torch.no_grad():
+        assert torch.equal(plain.eval()(**given).logits, ours.eval()(**given).logits)
+
+
+def test_a_joint_alone_is_patched() -> None:
+    naive = vision_model("gemma3").model
+    ours = longctx.patch(copy.deepcopy(naive), strict=True)
+    inputs = {"input_ids": batch([[48]])["input_ids"]}
+    found = [model(**inputs).last_hidden_state for model in (naive, ours)]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert ours.train()(**inputs).last_hidden_state.grad_fn is not None
+
+
+def test_a_joint_with_a_forward_of_its_own_keeps_it() -> None:
+    class Louder(LlavaModel):
+        def forward(self, *args, **kwargs):
+            found = super().forward(*args, **kwargs)
+            found.last_hidden_state = 2 * found.last_hidden_state
+            return found
+
+    naive = vision_model("llava")
+    naive.model.__class__ = Louder
+    ours = longctx.patch(copy.deepcopy(naive), strict=True)
+    assert_same(naive, ours, batch([[48]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_towers_at_rest_move_with_nothing(kind) -> None:
+    model = vision_model(kind)
+    rest_(model)
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    resting = {p for module in at_rest(model) for p in module.parameters()}
+    assert resting and all(p.dtype == torch.float32 and not p.requires_grad for p in resting)
+    moved = [p for p in model.parameters() if p not in resting]
+    assert all(p.dtype == torch.bfloat16 and p.requires_grad for p in moved)
+    assert len(moved) == len({*base_of(model).parameters(), *model.lm_head.parameters()})
+
+
+def test_llama_3_2_vision_is_refused_by_name() -> None:
+    sizes = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=2)
+    text = sizes | dict(vocab_size=64, num_key_value_heads=2, cross_attention_layers=[1])
+    text["pad_token_id"] = 0
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    tower = sizes | dict(attention_heads=2, num_global_layers=1, image_size=16, patch_size=4)
+    tower |= dict(intermediate_layers_indices=[0], vision_output_dim=64, max_num_tiles=1)
+    tower["supported_aspect_ratios"] = [[1, 1]]
+    config = AutoConfig.for_model(
+        "mllama", text_config=text | {"rope_parameters": rope}, vision_config=tower
+    )
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(UserError, match="whose language model is MllamaTextModel"):
+        longctx.patch(model)

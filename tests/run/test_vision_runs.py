@@ -1,0 +1,215 @@
+"""train.py on the text of vision-language checkpoints: towers rest, and are saved as they came."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from small_layer import batch
+from small_run import prepare, run
+from small_tokenizer import small_tokenizer
+from small_vision import KINDS, image_batch, vision_config, vision_model
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from longctx.config import ModelArguments
+from longctx.engines.deepspeed import DeepSpeed
+from longctx.engines.plain import Plain
+from longctx.errors import UserError
+from longctx.lora.adapters import adapter_bytes
+from longctx.lora.merge import main as merge
+from longctx.model.blocks import state_blocks
+from longctx.model.vision import at_rest, towers
+from longctx.plan.predict import Subject
+from longctx.run import trainer as trainer_file
+from longctx.run.loading import load_config, load_model, weights_bytes
+from longctx.run.options import check_towers
+
+VOCAB = len(small_tokenizer())
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+    return prepare(tmp_path)
+
+
+def save(kind: str, folder, **text) -> dict[str, torch.Tensor]:
+    """Writes a vision-language checkpoint over the model in `folder`; returns its weights."""
+    model = vision_model(kind, vocab_size=VOCAB, **text)
+    for old in (folder / "model").glob("*model*"):
+        old.unlink()
+    model.save_pretrained(folder / "model")
+    (folder / "model" / "preprocessor_config.json").write_text('{"size": 16}')
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.no_grad():
+        assert torch.isfinite(model(**image_batch(model.config.model_type)).loss)
+    return model.state_dict()
+
+
+def is_tower(name: str, model_type: str) -> bool:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(vision_config(model_type))
+    return any(name.startswith(f"{path}.") for path, _ in towers(model))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_text_trains_and_towers_stay(kind, flags, tmp_path, monkeypatch, capsys) -> None:
+    before = save(kind, tmp_path)
+    trainers = []
+    make = trainer_file.LongTrainer.place
+    monkeypatch.setattr(
+        trainer_file.LongTrainer, "place", lambda self, *a: trainers.append(self) or make(self, *a)
+    )
+    options = ["--max_steps", "3", "--logging_steps", "1", "--gradient_accumulation_steps", "2"]
+    options += ["--dtype", "float32"]
+    exact = [*options, "--optimizer_states", "fp32"]
+    ours = run(flags, tmp_path / "ours", *exact, "--class_type", "custom")
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+    model = trainers[0].model
+    resting = {p for module in at_rest(model) for p in module.parameters()}
+    assert resting and all(p.grad is None and not p.requires_grad for p in resting)
+    assert not resting & {
+        p for group in trainers[0].optimizer.param_groups for p in group["params"]
+    }
+    theirs = run(flags, tmp_path / "theirs", *options, "--class_type", "vanilla")
+    for a, b in zip(ours, theirs, strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-4 * b["loss"]
+        assert abs(a["grad_norm"] - b["grad_norm"]) <= 1e-3 * b["grad_norm"]
+    for folder in (tmp_path / "ours" / "final", tmp_path / "ours" / "checkpoint-2"):
+        after = weights(folder)
+        changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+        assert changed and not any(is_tower(name, kind) for name in changed)
+        assert after.keys() == before.keys()
+    assert (tmp_path / "ours" / "final" / "preprocessor_config.json").exists()
+    lines = (tmp_path / "ours" / "metrics.jsonl").read_text().splitlines()
+    again = run(
+        flags, tmp_path / "ours", *exact, "--max_steps", "4", "--resume_from_checkpoint", "true"
+    )
+    assert len(again) == len([line for line in lines if "loss" in json.loads(line)]) + 1
+
+
+@pytest.mark.parametrize("class_type", ["vanilla", "custom"])
+def test_documents_of_our_rows_are_apart(class_type, tmp_path) -> None:
+    """Qwen2.5-VL would let the documents of a packed row attend to each other."""
+    prepare(tmp_path)
+    save("qwen2_5_vl", tmp_path)
+    args = ModelArguments(
+        model_name_or_path=str(tmp_path / "model"), class_type=class_type, seq_len=64
+    )
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    model = load_model(args, load_config(args, vocab_size=VOCAB), device=CPU).eval()
+    inputs = batch([[20, 28]])
+    positions = inputs.pop("position_ids")
+    with torch.no_grad():
+        found = model(**inputs, position_ids=positions).loss
+        apart = plain(**inputs, position_ids=positions.expand(4, 1, 48)).loss
+        joined = plain(**inputs, position_ids=positions).loss
+    assert abs(found - apart) < 1e-5 < 1e-3 < abs(joined - apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("more", [[], ["--class_type", "vanilla", "--dtype", "float32"]])
+def test_towers_stay_off_the_gpu(kind, more, flags, tmp_path, monkeypatch) -> None:
+    save(kind, tmp_path)
+    places = set()
+
+    def final(self, path) -> None:
+        resting = {p for module in at_rest(self.model) for p in module.parameters()}
+        places.update((p in resting, p.device.type) for p in self.model.parameters())
+
+    monkeypatch.setattr(trainer_file.LongTrainer, "save_final", final)
+    flags.remove("--use_cpu")
+    run(flags, tmp_path / "run", "--max_steps", "3", *more)
+    assert places == {(True, "cpu"), (False, "cuda")}
+
+
+def test_adapters_are_in_the_language_model_alone(flags, tmp_path) -> None:
+    before = save("qwen3_vl", tmp_path)
+    options = ["--max_steps", "2", "--lora_r", "4", "--logging_steps", "1", "--dtype", "float32"]
+    lines = run(flags, tmp_path / "run", *options)
+    assert len(lines) == 2
+    final = tmp_path / "run" / "final"
+    with safe_open(final / "adapter_model.safetensors", "pt") as file:
+        names = list(file.keys())
+    assert len(names) == 2 * 3 * 7
+    assert all("model.language_model.layers." in name for name in names)
+    args = ModelArguments(
+        model_name_or_path=str(tmp_path / "model"), lora_r=4, class_type="custom", seq_len=64
+    )
+    config = load_config(args, vocab_size=VOCAB)
+    saved = (final / "adapter_model.safetensors").stat().st_size
+    assert 0 <= saved - adapter_bytes(args, config) < 8192  # the names
+    merge([str(final), "--output", str(tmp_path / "merged")])
+    after = weights(tmp_path / "merged")
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert len(changed) == 3 * 7 and all("language_model.layers" in name for name in changed)
+
+
+def test_rope_of_a_run_is_merged(flags, tmp_path) -> None:
+    """What --rope_scaling changes is in the configuration of the text."""
+    save("gemma3", tmp_path)
+    at = flags.index("64")
+    longer = [*flags[:at], "1024", *flags[at + 1 :], "--rope_scaling", "linear"]
+    run(longer, tmp_path / "run", "--max_steps", "1", "--lora_r", "4")
+    merge([str(tmp_path / "run" / "final"), "--output", str(tmp_path / "merged")])
+    text = AutoConfig.from_pretrained(tmp_path / "merged").get_text_config()
+    assert text.max_position_embeddings == 1024
+    assert text.rope_parameters["full_attention"]["factor"] == 2.0
+    assert (tmp_path / "merged" / "preprocessor_config.json").exists()
+
+
+def test_four_bits_are_in_the_language_model_alone(tmp_path) -> None:
+    prepare(tmp_path)
+    save("gemma3", tmp_path)
+    args = ModelArguments(
+        model_name_or_path=str(tmp_path / "model"), lora_r=4, quantize="nf4", seq_len=64
+    )
+    config = load_config(args, vocab_size=VOCAB)
+    model = load_model(args, config, device=CPU).get_base_model()
+    packed = {name for name, p in model.named_parameters() if hasattr(p, "quant_state")}
+    assert len(packed) == 3 * 7 and all("language_model.layers" in name for name in packed)
+    planned = Subject(config, args)
+    own = {name for name, p in planned.model.get_base_model().named_parameters()}
+    assert packed <= own
+
+
+def test_a_plan_counts_the_text_model_alone(tmp_path) -> None:
+    config = vision_config("gemma3")
+    args = ModelArguments(seq_len=64)
+    whole, text = (Subject(c, args) for c in (config, config.get_text_config()))
+    assert whole.trained == text.trained
+    found = [
+        [spec.sizes(accumulates=False) for spec in state_blocks(s.model, movable=True)]
+        for s in (whole, text)
+    ]
+    assert found[0] == found[1]
+    assert weights_bytes(args, config, CPU) > weights_bytes(args, text.config, CPU)
+
+
+def test_engines_and_several_processes_are_refused() -> None:
+    seeing, blind = vision_config("qwen3_vl"), vision_config("qwen3_vl").get_text_config()
+    for engine, processes in ((Plain(), 2), (DeepSpeed(), 1)):
+        check_towers(blind, engine, processes)
+        with pytest.raises(UserError, match="'qwen3_vl' trains in one process without an engine"):
+            check_towers(seeing, engine, processes)
+    check_towers(seeing, Plain(), 1)
+
+
+def test_an_unknown_language_model_is_refused_by_name(tmp_path) -> None:
+    prepare(tmp_path)
+    config = vision_config("llava").to_dict()
+    config["text_config"] = {"model_type": "opt"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    args = ModelArguments(
+        model_name_or_path=str(tmp_path / "model"), class_type="custom", seq_len=64
+    )
+    with pytest.raises(UserError, match="'llava' around 'opt': use --class_type vanilla"):
+        load_config(args, vocab_size=VOCAB)
