@@ -1,0 +1,580 @@
+"""The streaming head: functions of rows of logits, of which only a piece exists at a time.
+
+    logits = hidden @ weight.T + bias              (T, V), never held whole
+    values = objective(logits), one a row, and the gradient of the logits in the same place
+
+An `Objective` turns fp32 logits into values and gradients: cross-entropy (loss.py),
+log-probabilities (log_probs.py), divergences from a second head (divergence.py). Rows whose label
+is ignored are dropped before the first product, where they are more than a few (DROPPED).
+
+FLOPs per remaining row, in units of 2 V D; a second head (a teacher's) adds one wherever logits are
+computed:
+
+                                              forward  backward
+    values alone                                 1         -
+    their sum or mean                            3         0      2 of them only where needed
+    each by itself, all of the head trains       1         3
+    each by itself, frozen weight and bias       2         0
+
+In a sum all rows have one weight, so forward computes the gradients and backward scales them. Where
+the caller weighs the rows by a gradient of each, d_weight = sum_i g_i d_logits_i' hidden_i is known
+in backward only, and logits are computed again. A row of d_hidden however is g_i times what it is
+for g_i = 1, which forward computes if nothing else is wanted and there is one gradient a row.
+
+Precision. The logits are fp32 even for 16-bit operands, because rounding a logit of 10 to bf16
+moves its probability by 2%; the logits' gradient is rounded once, to the operands' dtype, for the
+two products. d_weight is summed in fp32 over groups of rows. Gradients are computed with weights of
+rows below 1, and multiplied by a power of two at the end, so that no gradient is rounded twice and
+fp16 does not underflow. Operands in fp64 compute all in fp64, by plain torch, for tests.
+
+Memory: fp32 logits and 16-bit gradients share one workspace of `logits_bytes`, as much as d_weight
+takes but 1 GiB at least, at any length (see `_pieces`). Each product into the fp32 d_weight reads
+and writes 8 V D bytes, so gradients of as many rows as fit are gathered for it, a group of pieces:
+those of all pieces so far fill the first lines of the workspace, and the next piece's logits follow
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx.annotate import annotated
+from longctx.constants import IGNORE_INDEX
+from longctx.cost.sizes import default_logits_bytes
+from longctx.kernels.launch import check_float, check_shape, once_differentiable
+from longctx.kernels.scale import scale_into
+from longctx.layer.linear import addmm_, mm
+
+DROPPED = 0.01
+"""Rows that do not count are dropped if they are more than this share of all rows. Gathering the
+others costs as much as the loss of 375 / V of them. In packed documents only the first token of
+each does not count."""
+
+
+class Head(NamedTuple):
+    hidden: Tensor  # (T, D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+class RowCount:
+    """How many labels count, and whether all are in the vocabulary. The GPU is asked at once, and
+    waited for when the answer is read."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self._numbers, self._copied = torch.zeros(3, dtype=torch.int64), None
+        if not labels.numel():
+            return
+        counts = labels != IGNORE_INDEX
+        inside = labels.masked_fill(~counts, 0)
+        found = torch.stack([counts.sum(), inside.amin(), inside.amax()])
+        self._numbers = found
+        if labels.is_cuda:
+            self._numbers = torch.empty(3, dtype=torch.int64, pin_memory=True)
+            self._numbers.copy_(found, non_blocking=True)
+            self._copied = torch.cuda.current_stream(labels.device).record_event()
+
+    def read(self, vocab: int) -> int:
+        """Returns how many labels count. Raises ValueError for a label outside [0, vocab)."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        n, low, high = self._numbers.tolist()
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"labels must be in [0, {vocab}) or {IGNORE_INDEX}, got values in [{low}, {high}]"
+            )
+        return int(n)
+
+
+class Rows:
+    """The rows that are computed: all T, or those whose label counts."""
+
+    def __init__(self, labels: Tensor, vocab: int, counted: RowCount | None = None) -> None:
+        self.total = len(labels)
+        self.counting = (counted or RowCount(labels)).read(vocab)
+        self.kept: Tensor | None = None
+        self._ignored: Tensor | None = None  # among the rows that are computed
+        self.labels = labels
+        if self.total - self.counting > DROPPED * self.total:
+            self.kept = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+            self.labels = labels[self.kept]
+        elif self.counting < self.total:
+            self._ignored = labels == IGNORE_INDEX
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def of(self, start: int, stop: int) -> slice | Tensor:
+        """Returns where the computed rows `start` to `stop` lie among all."""
+        return slice(start, stop) if self.kept is None else self.kept[start:stop]
+
+    def masked(self, x: Tensor) -> Tensor:
+        """Returns x, one value a computed row, with 0 where the label is ignored."""
+        return x if self._ignored is None else x.masked_fill(self._ignored, 0)
+
+    def pick(self, x: Tensor) -> Tensor:
+        """Returns the values of the computed rows of x (T,), 0 where the label is ignored."""
+        return self.masked(x) if self.kept is None else x[self.kept]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Returns a copy of x, one value a computed row, as (T,), 0 where the label is ignored."""
+        if self.kept is None:
+            return self.masked(x.clone())
+        return x.new_zeros(self.total).index_copy_(0, self.kept, x)
+
+
+# --- the workspace ---------------------------------------------------------------------------
+
+
+def _pieces(lines: int, lines_per_row: int = 2) -> list[int]:
+    """Returns the rows of each piece of a group in a workspace of `lines` lines in 16 bits.
+
+    A piece takes `lines_per_row` for each of its rows while its logits are there, and leaves one of
+    them with the gradient, so each piece is smaller than the one before. With two of them, at a
+    vocabulary of 128256 and 2 GiB (8192 lines): 4096 + 2048 + 1024 rows.
+    """
+    pieces: list[int] = []
+    while True:
+        rows = (lines - sum(pieces)) // lines_per_row
+        rows = rows // 128 * 128 or rows  # whole tiles of the matrix product
+        if rows < max(1, lines // (4 * lines_per_row)):  # too few to keep the tensor cores busy
+            return pieces
+        pieces.append(rows)
+
+
+class Workspace:
+    """One buffer for the fp32 logits of a piece, of every head, and the gradients of all pieces
+    before it."""
+
+    def __init__(
+        self,
+        n: int,
+        vocab: int,
+        hidden: Tensor,
+        grad: bool,
+        size_bytes: int,
+        heads: int = 1,
+        in_place: bool = False,  # 16-bit gradients begin where their logits do
+    ) -> None:
+        self.vocab = vocab
+        self.wide = wide_dtype(hidden.dtype)
+        self.compacts = grad and hidden.dtype != self.wide
+        self._lines = self.wide.itemsize // 2  # of a row of logits
+        self._apart = self.compacts and not in_place
+        stride = -(-vocab // 64) * 64  # rows of whole 128-byte lines, which the tensor cores want
+        per_row = heads * self._lines + self._apart
+        lines = max(per_row, size_bytes // (2 * stride))
+        self.pieces = _pieces(lines, per_row)
+        if not self.compacts:
+            del self.pieces[1:]
+        used = done = 0
+        for rows in self.pieces:
+            rows = min(rows, n - done)
+            used = max(used, done + per_row * rows)
+            done += rows
+        dtype = hidden.dtype if self.compacts else torch.bfloat16
+        self.buffer = torch.empty(used, stride, dtype=dtype, device=hidden.device)
+
+    def parts(self, rows: int) -> list[slice]:
+        """Returns the pieces of a group of so many rows."""
+        parts, done = [], 0
+        for piece in self.pieces:
+            if done < rows:
+                parts.append(slice(done, min(done + piece, rows)))
+                done = parts[-1].stop
+        return parts
+
+    def _wide(self, first: int, rows: int) -> Tensor:
+        """Returns rows of logits, from the line `first` on."""
+        lines = self.buffer[first : first + self._lines * rows]
+        return lines.view(-1).view(self.wide).view(rows, -1)
+
+    def logits(self, part: slice, head: int = 0) -> Tensor:
+        """Returns the logits (rows, V) of one head for the rows `part`."""
+        rows = part.stop - part.start
+        first = part.start + self._apart * rows + head * self._lines * rows
+        return self._wide(first, rows)[:, : self.vocab]
+
+    def gradient(self, part: slice) -> Tensor:
+        """Returns the gradient (rows, V) of the first head's logits for the rows `part`; where it
+        is as wide as they are, it lies over them."""
+        return self.buffer[part, : self.vocab] if self.compacts else self.logits(part)
+
+    def gradients(self, rows: int) -> Tensor:
+        """Returns the gradients of all pieces, once they are finished."""
+        g = self.buffer[:rows] if self.compacts else self._wide(0, rows)
+        g[:, self.vocab :] = 0  # torch's bf16 product on the CPU multiplies what follows a row by 0
+        return g[:, : self.vocab]
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits and sums: fp32, or fp64 for operands in fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# --- one pass over all rows ------------------------------------------------------------------
+
+
+class Gradients:
+    """The gradients of a head, summed over groups of rows."""
+
+    def __init__(self, head: Head, rows: Rows, needs: Sequence[bool]) -> None:
+        (hidden, weight, _), wide = head, wide_dtype(head.hidden.dtype)
+        new = torch.empty if rows.kept is None else torch.zeros  # dropped rows have no gradient
+        self._rows, self._operand, self._begun = rows, weight, False
+        self.hidden: Tensor | None = None
+        if needs[0]:
+            self.hidden = new(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        self.weight = weight.new_empty(weight.shape, dtype=wide) if needs[1] else None
+        self.bias = weight.new_zeros(len(weight), dtype=wide) if needs[2] else None
+
+    def add(self, g: Tensor, h: Tensor, start: int) -> None:
+        """Adds a group's: g (rows, V) of the logits, h (rows, D) the hidden states."""
+        if self.hidden is not None:
+            where = self._rows.of(start, start + len(g))
+            if isinstance(where, slice):
+                mm(g, self._operand, self.hidden[where])
+            else:
+                self.hidden[where] = g @ self._operand
+        if self.weight is not None:
+            if self._begun:
+                addmm_(self.weight, g.t(), h)
+            else:
+                mm(g.t(), h, self.weight)
+        if self.bias is not None:
+            self.bias += g.sum(0, dtype=self.bias.dtype)
+        self._begun = True
+
+    def finished(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns the sums of hidden states, weight and bias."""
+        if not self._begun and self.weight is not None:
+            self.weight.zero_()
+        return self.hidden, self.weight, self.bias
+
+
+Compute = Callable[[list[Tensor], slice, Tensor | None], None]
+"""Called with the logits (rows, V) of each head, which of the computed rows they are, and where the
+gradient of the first head's goes, if it is wanted. It may overwrite the logits."""
+
+
+def stream(
+    heads: Sequence[Head],
+    rows: Rows,
+    compute: Compute,
+    gradients: Gradients | None,
+    logits_bytes: int,
+    in_place: bool = False,
+) -> None:
+    """Calls `compute` for piece after piece, and adds the logits' gradients to `gradients`."""
+    hidden, weight, _ = heads[0]
+    grad = gradients is not None
+    work = Workspace(len(rows), len(weight), hidden, grad, logits_bytes, len(heads), in_place)
+    wide, on_cpu = work.wide, hidden.device.type == "cpu"
+    transposed = [h.weight.t().to(wide) if on_cpu else h.weight.t() for h in heads]
+    for start in range(0, len(rows), sum(work.pieces)):
+        stop = min(start + sum(work.pieces), len(rows))
+        where = rows.of(start, stop)
+        hs = [head.hidden[where] for head in heads]
+        for part in work.parts(stop - start):
+            logits = [work.logits(part, i) for i in range(len(heads))]
+            for head, h, weight_t, z in zip(heads, hs, transposed, logits, strict=True):
+                mm(h[part], weight_t, z)
+                if head.bias is not None:
+                    z += head.bias
+            g = work.gradient(part) if grad else None
+            compute(logits, slice(start + part.start, start + part.stop), g)
+        if gradients is not None:
+            gradients.add(work.gradients(stop - start), hs[0], start)
+
+
+# --- as operations of autograd ---------------------------------------------------------------
+
+
+class Objective:
+    """A function of rows of logits. One object serves one call and its backward."""
+
+    in_place = False
+    """Whether a 16-bit gradient may be written from the first byte of its fp32 logits on."""
+    divisor = 1.0
+    """What the objective's gradients are yet to be divided by, such as a temperature: rows' weights
+    are divided by it before anything is rounded, so that a small one does not overflow in fp16."""
+    one_gradient = True
+    """Whether the first of `values` alone has a gradient."""
+    without_gradient: tuple[int, ...] = ()
+    """Which of `values` have none."""
+    values: tuple[Tensor, ...]
+    """One value a computed row, each (n,)."""
+
+    def prepare(self, rows: Rows) -> None:
+        """Makes room for the values."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        logits: list[Tensor],  # of each head: (rows, V)
+        part: slice,  # of the computed rows
+        d_logits: Tensor | None,  # (rows, V)
+        scale: Tensor,  # ()
+    ) -> None:
+        """Writes the values and, to `d_logits`, scale * divisor * the first one's gradient."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        logits: list[Tensor],
+        part: slice,
+        d_logits: Tensor,
+        d_values: Sequence[Tensor | None],  # each (n,), 0 where the label is ignored
+    ) -> None:
+        """Writes divisor * the gradient of sum d_values * values."""
+        raise NotImplementedError
+
+
+class _Reduced(torch.autograd.Function):
+    """The sum of an objective's first value over all rows, divided by a count."""
+
+    @staticmethod
+    @annotated("loss")
+    def forward(
+        ctx: Any,
+        objective: Objective,
+        rows: Rows,
+        count: int | Tensor | None,  # None: the number of rows that count
+        logits_bytes: int,
+        grad: bool,
+        *tensors: Any,  # of each head: hidden, weight, bias
+    ) -> Tensor:
+        heads, device = _heads(tensors), tensors[0].device
+        needs = [grad and n for n in ctx.needs_input_grad[5:8]]
+        gradients = Gradients(heads[0], rows, needs) if any(needs) else None
+        count = max(1, rows.counting) if count is None else count
+        if not isinstance(count, Tensor):
+            count = torch.full((), count, device=device)  # written there: a copy is waited for
+        dtype = tensors[0].dtype
+        scale = count.to(device, wide_dtype(dtype)).reciprocal()
+        boost = _boost(dtype)
+        mantissa, exponent = torch.frexp(scale / objective.divisor)
+        ctx.rescale = torch.ldexp(torch.full_like(scale, 1 / boost), exponent)
+        kernel_scale = mantissa * boost
+
+        def compute(logits: list[Tensor], part: slice, g: Tensor | None) -> None:
+            objective.forward(logits, part, g, kernel_scale)
+
+        objective.prepare(rows)
+        stream(heads, rows, compute, gradients, logits_bytes, objective.in_place)
+        ctx.grads = gradients.finished() if gradients else (None, None, None)
+        ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
+        ctx.heads = len(heads)
+        return rows.masked(objective.values[0]).sum() * scale
+
+    @staticmethod
+    @once_differentiable
+    @annotated("loss")
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("backward of this loss overwrites what it saved, so it runs once")
+        scale = d_loss.to(ctx.rescale.dtype) * ctx.rescale
+        grads = _rounded(ctx.grads, scale, ctx.dtypes)
+        ctx.grads = None
+        return *[None] * 5, *grads, *[None] * 3 * (ctx.heads - 1)
+
+
+class _PerRow(torch.autograd.Function):
+    """An objective's values, one a row, each with a gradient of its own."""
+
+    @staticmethod
+    @annotated("loss")
+    def forward(
+        ctx: Any,
+        objective: Objective,
+        rows: Rows,
+        logits_bytes: int,
+        grad: bool,
+        *tensors: Any,  # of each head: hidden, weight, bias
+    ) -> tuple[Tensor, ...]:
+        heads = _heads(tensors)
+        needs = [grad and n for n in ctx.needs_input_grad[4:7]]
+        ctx.at_once = needs == [True, False, False] and objective.one_gradient
+        gradients = Gradients(heads[0], rows, needs) if ctx.at_once else None
+        boost = tensors[0].new_full((), _boost(tensors[0].dtype), dtype=torch.float32)
+
+        def compute(logits: list[Tensor], part: slice, g: Tensor | None) -> None:
+            objective.forward(logits, part, g, boost)
+
+        objective.prepare(rows)
+        stream(heads, rows, compute, gradients, logits_bytes, objective.in_place)
+        if gradients is not None:
+            ctx.save_for_backward(gradients.hidden)
+        elif any(needs):
+            ctx.save_for_backward(*tensors)
+        ctx.objective, ctx.rows, ctx.logits_bytes, ctx.needs = objective, rows, logits_bytes, needs
+        ctx.inputs = 4 + len(tensors)
+        # copies: whoever changes one in place changes nothing that backward reads
+        values = tuple(rows.spread(x) for x in objective.values)
+        ctx.mark_non_differentiable(*(values[i] for i in objective.without_gradient))
+        ctx.set_materialize_grads(False)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    @annotated("loss")
+    def backward(ctx: Any, *d_values: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, rows = ctx.saved_tensors, ctx.rows
+        nothing = [None] * ctx.inputs
+        d_rows = [None if d is None else rows.pick(d) for d in d_values]
+        if all(d is None for d in d_rows):
+            return tuple(nothing)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            if ctx.at_once:
+                grads = _weighted(ctx, tensors[0], d_rows[0])
+            else:
+                grads = _computed_again(ctx, _heads(tensors), d_rows)
+        return *nothing[:4], *grads, *nothing[7:]
+
+
+def _weighted(ctx: Any, unit: Tensor, weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients from that of every row for a weight of one, unit (T, D)."""
+    assert weights is not None
+    factors = ctx.rows.spread(weights / (_boost(unit.dtype) * ctx.objective.divisor))
+    return torch.mul(unit, factors[:, None], out=torch.empty_like(unit)), None, None
+
+
+def _computed_again(
+    ctx: Any, heads: list[Head], weights: list[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients from logits that are computed again. The weights of rows are divided by a power
+    of two that none exceeds, and the gradients multiplied by it."""
+    objective, rows, boost = ctx.objective, ctx.rows, _boost(heads[0].hidden.dtype)
+    weights = [None if d is None else d / objective.divisor for d in weights]
+    power = _power_above([d for d in weights if d is not None])
+    d_rows = [None if d is None else d * (boost / power) for d in weights]
+    gradients = Gradients(heads[0], rows, ctx.needs)
+
+    def compute(logits: list[Tensor], part: slice, g: Tensor | None) -> None:
+        assert g is not None
+        objective.backward(logits, part, g, [None if d is None else d[part] for d in d_rows])
+
+    stream(heads, rows, compute, gradients, ctx.logits_bytes, objective.in_place)
+    dtypes = [None if x is None else x.dtype for x in heads[0]]
+    return _rounded(gradients.finished(), power / boost, dtypes)
+
+
+def _heads(tensors: Sequence[Any]) -> list[Head]:
+    return [Head(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+
+
+def _boost(dtype: torch.dtype) -> float:
+    """fp16 gradients get 8 more bits above the smallest number: those of the logits are below 256
+    then, far from 65504."""
+    return 256.0 if dtype == torch.float16 else 1.0
+
+
+def _power_above(values: Sequence[Tensor]) -> Tensor:
+    """Returns the power of two above the largest magnitude, (), at least 2^-100; 1 if that is no
+    number."""
+    top = torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in values]).amax()
+    exponent = torch.where(top.isfinite(), torch.frexp(top)[1], 0).clamp(min=-100)
+    return torch.ldexp(torch.ones_like(top), exponent)
+
+
+def _rounded(
+    grads: Sequence[Tensor | None], scale: Tensor, dtypes: Sequence[torch.dtype | None]
+) -> tuple[Tensor | None, ...]:
+    """Returns scale times each gradient in its dtype, in its own memory where it fits."""
+
+    def rounded(g: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+        if g is None or dtype is None:
+            return None
+        if g.dtype == torch.float64:
+            return g.mul_(scale).to(dtype)
+        return scale_into(g, scale, g if g.dtype == dtype else g.new_empty(g.shape, dtype=dtype))
+
+    return tuple(rounded(g, dtype) for g, dtype in zip(grads, dtypes, strict=True))
+
+
+def reduced(
+    objective: Objective,
+    head: Sequence[Tensor | None],  # hidden, weight, bias; then those of a second head
+    rows: Rows,
+    count: int | Tensor | None,
+    logits_bytes: int,
+) -> Tensor:  # ()
+    """Returns the sum of the objective's values over `count`; None: over the rows that count."""
+    with torch.autocast(rows.labels.device.type, enabled=False):
+        grad = torch.is_grad_enabled()
+        return _Reduced.apply(objective, rows, count, logits_bytes, grad, *head)
+
+
+def per_row(
+    objective: Objective,
+    head: Sequence[Tensor | None],  # hidden, weight, bias; then those of a second head
+    rows: Rows,
+    logits_bytes: int,
+) -> tuple[Tensor, ...]:  # each (T,)
+    """Returns the objective's values for every row, 0 where the label is ignored."""
+    with torch.autocast(rows.labels.device.type, enabled=False):
+        grad = torch.is_grad_enabled()
+        return _PerRow.apply(objective, rows, logits_bytes, grad, *head)
+
+
+# --- what callers give -----------------------------------------------------------------------
+
+
+def checked_head(
+    hidden: Tensor,  # (T, D) or (B, S, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    *,
+    of: str = "",  # put before the names, as in teacher_hidden
+    float64: bool = False,
+) -> Head:
+    """Returns the head with hidden states as (T, D) and, under autocast, in its dtype, as
+    torch.nn.functional.linear would. Raises ValueError for a wrong shape or dtype."""
+    if hidden.dim() not in (2, 3):
+        raise ValueError(
+            f"{of}hidden must have shape (T, D) or (B, S, D), got {tuple(hidden.shape)}"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{of}weight must have shape (V, {hidden.shape[-1]}), got {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        check_shape(f"{of}bias", bias, weight.shape[:1])
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if not (float64 and hidden.dtype == torch.float64):
+        check_float(f"{of}hidden", hidden)
+    if weight.dtype != hidden.dtype:
+        raise ValueError(f"{of}weight must have dtype {hidden.dtype}, got {weight.dtype}")
+    return Head(hidden.flatten(0, -2), weight, bias)
+
+
+def check_labels(labels: Tensor, hidden: Tensor) -> None:
+    """Raises ValueError unless labels are int64, one for each of the hidden states (..., D)."""
+    check_shape("labels", labels, hidden.shape[:-1])
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels must be int64, got {labels.dtype}")
+
+
+def check_positive(**values: float | None) -> None:
+    """Raises ValueError for a number that is not above 0; None passes."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+def logits_budget(logits_bytes: int | None, weight: Tensor, trained: bool) -> int:
+    """Returns the bytes of logits to hold at a time: as given, else `default_logits_bytes`."""
+    check_positive(logits_bytes=logits_bytes)
+    vocab, hidden_size = weight.shape
+    return logits_bytes or default_logits_bytes(vocab, hidden_size, trained)
