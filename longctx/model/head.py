@@ -119,6 +119,10 @@ class Rows:
         """Returns x, one value a computed row, with 0 where the label is ignored."""
         return x if self._ignored is None else x.masked_fill(self._ignored, 0)
 
+    def weights(self, scale: Tensor, part: slice) -> Tensor:
+        """Returns scale () for each of the computed rows `part`, 0 where the label is ignored."""
+        return self.masked(scale.expand(len(self)))[part]
+
     def pick(self, x: Tensor) -> Tensor:
         """Returns the values of the computed rows of x (T,), 0 where the label is ignored."""
         return self.masked(x) if self.kept is None else x[self.kept]
@@ -305,15 +309,13 @@ class Objective:
     divisor = 1.0
     """What the objective's gradients are yet to be divided by, such as a temperature: rows' weights
     are divided by it before anything is rounded, so that a small one does not overflow in fp16."""
-    one_gradient = True
-    """Whether the first of `values` alone has a gradient."""
-    without_gradient: tuple[int, ...] = ()
-    """Which of `values` have none."""
+    gradients = 1
+    """How many of `values`, from the first on, have a gradient."""
     values: tuple[Tensor, ...]
     """One value a computed row, each (n,)."""
 
-    def prepare(self, rows: Rows) -> None:
-        """Makes room for the values."""
+    def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
+        """Makes room for the values; `dtype` is that of logits."""
         raise NotImplementedError
 
     def forward(
@@ -367,7 +369,7 @@ class _Reduced(torch.autograd.Function):
         def compute(logits: list[Tensor], part: slice, g: Tensor | None) -> None:
             objective.forward(logits, part, g, kernel_scale)
 
-        objective.prepare(rows)
+        objective.prepare(rows, wide_dtype(tensors[0].dtype))
         stream(heads, rows, compute, gradients, logits_bytes, objective.in_place)
         ctx.grads = gradients.finished() if gradients else (None, None, None)
         ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
@@ -401,14 +403,14 @@ class _PerRow(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         heads = _heads(tensors)
         needs = [grad and n for n in ctx.needs_input_grad[4:7]]
-        ctx.at_once = needs == [True, False, False] and objective.one_gradient
+        ctx.at_once = needs == [True, False, False] and objective.gradients == 1
         gradients = Gradients(heads[0], rows, needs) if ctx.at_once else None
         boost = tensors[0].new_full((), _boost(tensors[0].dtype), dtype=torch.float32)
 
         def compute(logits: list[Tensor], part: slice, g: Tensor | None) -> None:
             objective.forward(logits, part, g, boost)
 
-        objective.prepare(rows)
+        objective.prepare(rows, wide_dtype(tensors[0].dtype))
         stream(heads, rows, compute, gradients, logits_bytes, objective.in_place)
         if gradients is not None:
             ctx.save_for_backward(gradients.hidden)
@@ -418,7 +420,7 @@ class _PerRow(torch.autograd.Function):
         ctx.inputs = 4 + len(tensors)
         # copies: whoever changes one in place changes nothing that backward reads
         values = tuple(rows.spread(x) for x in objective.values)
-        ctx.mark_non_differentiable(*(values[i] for i in objective.without_gradient))
+        ctx.mark_non_differentiable(*values[objective.gradients :])
         ctx.set_materialize_grads(False)
         return values
 
@@ -520,7 +522,7 @@ def per_row(
 ) -> tuple[Tensor, ...]:  # each (T,)
     """Returns the objective's values for every row, 0 where the label is ignored."""
     with torch.autocast(rows.labels.device.type, enabled=False):
-        grad = torch.is_grad_enabled()
+        grad = torch.is_grad_enabled() and objective.gradients > 0
         return _PerRow.apply(objective, rows, logits_bytes, grad, *head)
 
 

@@ -70,9 +70,9 @@ class _CrossEntropy(Objective):
     def __init__(self, logits_scaling: float, options: dict[str, Any]) -> None:
         self.divisor, self._options = logits_scaling, options
 
-    def prepare(self, rows: Rows) -> None:
+    def prepare(self, rows: Rows, dtype: torch.dtype) -> None:
         self._labels = rows.labels
-        self.values = (torch.empty(len(rows), dtype=torch.float32, device=rows.labels.device),)
+        self.values = (torch.empty(len(rows), dtype=dtype, device=rows.labels.device),)
 
     def forward(
         self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor

@@ -34,6 +34,7 @@ def _cases():
         adamw,
         cross_entropy,
         layer_norm,
+        log_probs,
         rms_norm,
         rope,
         scale,
@@ -164,6 +165,23 @@ def _cases():
             kernel = cross_entropy._cross_entropy_kernel
             yield "cross_entropy", kernel, t, arguments | flags, c
 
+        per_row = ("log_probs", "entropy", "mean_logits", "lse", "d_log_probs", "d_entropy")
+        arguments = {
+            **{"logits_ptr": "*fp32", "d_logits_ptr": p, "labels_ptr": "*i64"},
+            **{"is_top1_ptr": "*i8", **{f"{n}_ptr": "*fp32" for n in per_row}, "V": 151936},
+            **{"stride_logits": 151936, "stride_d_logits": 151936},
+            **{"inverse_temperature": "fp32", "softcap": "fp32"},
+            **{"HAS_LOG_PROBS": True, "HAS_ENTROPY": True},
+        }
+        for name, c in (
+            ("values", log_probs.values_config(151936)),
+            ("gradient", log_probs.gradient_config(151936)),
+        ):
+            kernel = getattr(log_probs, f"_{name}_kernel")
+            for capped in (False, True):
+                how = {"HAS_SOFTCAP": capped, "BLOCK": c.block, "STAGES": c.num_stages}
+                yield f"log_probs_{name}", kernel, t, arguments | how, c
+
 
 def _compile(kernel, arguments: dict, config, arch: int):
     """The compiled kernel and what ptxas reports of it."""
@@ -233,6 +251,8 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "layer_norm_backward",
         *(f"{kind}_{way}" for kind in KINDS for way in ("forward", "backward")),
         "cross_entropy",
+        "log_probs_values",
+        "log_probs_gradient",
         "scale",
         "spread",
         "adamw",
