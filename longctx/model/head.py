@@ -4,8 +4,8 @@
     values = objective(logits), one a row, and the gradient of the logits in the same place
 
 An `Objective` turns fp32 logits into values and gradients: cross-entropy (loss.py),
-log-probabilities (log_probs.py), divergences from a second head (divergence.py). Rows whose label
-is ignored are dropped before the first product, where they are more than a few (DROPPED).
+log-probabilities (log_probs.py), divergences from a second head (distillation.py). Rows whose
+label is ignored are dropped before the first product, where they are more than a few (DROPPED).
 
 FLOPs per remaining row, in units of 2 V D; a second head (a teacher's) adds one wherever logits are
 computed:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
-from longctx.kernels import log_probs as kernel
+from longctx.kernels import log_softmax as kernel
 from longctx.model.head import (
     Objective,
     RowCount,
@@ -69,7 +69,7 @@ def linear_log_probs_reference(
     """The same values by ordinary autograd with all logits held, for tests and for readers."""
     logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (T, V)
     y = labels.flatten()
-    found = kernel.log_probs_reference(logits, y, temperature=temperature, softcap=softcap)
+    found = kernel.log_softmax_reference(logits, y, temperature=temperature, softcap=softcap)
     ignored = y == IGNORE_INDEX
     values = {name: getattr(found, name).masked_fill(ignored, 0) for name in outputs}
     return TokenLogProbs(**{name: x.view(labels.shape) for name, x in values.items()})
@@ -90,7 +90,7 @@ class _LogProbs(Objective):
     def forward(
         self, logits: list[Tensor], part: slice, d_logits: Tensor | None, scale: Tensor
     ) -> None:
-        found = kernel.log_probs(logits[0], self._rows.labels[part], **self._options)
+        found = kernel.log_softmax(logits[0], self._rows.labels[part], **self._options)
         for kept, new in zip(self._found, found, strict=True):
             kept[part] = new
         if d_logits is not None:
@@ -107,7 +107,7 @@ class _LogProbs(Objective):
         weights = [given.get(name) for name in WITH_GRADIENT]
         found = kernel.LogProbs(*(x[part] for x in self._found))
         labels = self._rows.labels[part]
-        kernel.log_probs_gradient(logits[0], labels, found, d_logits, *weights, **self._options)
+        kernel.log_softmax_gradient(logits[0], labels, found, d_logits, *weights, **self._options)
 
 
 def linear_log_probs(

@@ -72,7 +72,7 @@ def scaled(x: Tensor, temperature: float = 1.0, softcap: float | None = None) ->
     return x if temperature == 1.0 else x / temperature
 
 
-def log_probs_reference(
+def log_softmax_reference(
     logits: Tensor,  # (T, V)
     labels: Tensor,  # (T,) int64
     *,
@@ -90,7 +90,7 @@ def log_probs_reference(
     return LogProbs(log_p_y, -terms.sum(dim=1), z.mean(dim=1), is_top1, z.logsumexp(dim=1))
 
 
-def log_probs_gradient_reference(
+def log_softmax_gradient_reference(
     logits: Tensor,  # (T, V)
     labels: Tensor,  # (T,)
     values: LogProbs,
@@ -233,7 +233,7 @@ def _gradient_kernel(
     tl.store(d_logits_ptr + offs, grad, mask=mask, eviction_policy="evict_first")
 
 
-def log_probs(
+def log_softmax(
     logits: Tensor,  # (T, V) bf16, fp16, fp32, or fp64, which plain torch computes
     labels: Tensor,  # (T,) int64
     *,
@@ -247,7 +247,7 @@ def log_probs(
     """
     check_logits(logits, labels)
     if logits.dtype == torch.float64 or not runs_kernel(logits, labels):
-        return log_probs_reference(logits, labels, temperature=temperature, softcap=softcap)
+        return log_softmax_reference(logits, labels, temperature=temperature, softcap=softcap)
     T, V = logits.shape
     found = LogProbs.empty(T, torch.float32, logits.device)
     if T:
@@ -269,11 +269,12 @@ def log_probs(
                 BLOCK=config.block,
                 STAGES=config.num_stages,
                 num_warps=config.num_warps,
+                maxnreg=config.maxnreg,
             )
     return found
 
 
-def log_probs_gradient(
+def log_softmax_gradient(
     logits: Tensor,  # (T, V)
     labels: Tensor,  # (T,) int64
     values: LogProbs,  # of these logits
@@ -294,7 +295,7 @@ def log_probs_gradient(
     check_shape("d_logits", d_logits, (T, V))
     check_rows("d_logits", d_logits)
     if logits.dtype == torch.float64 or not runs_kernel(logits, labels, d_logits):
-        found = log_probs_gradient_reference(
+        found = log_softmax_gradient_reference(
             logits, labels, values, d_log_probs, d_entropy, temperature=temperature, softcap=softcap
         )
         d_logits.copy_(found)
@@ -339,10 +340,10 @@ def values_config(V: int) -> Config:
     """Three programs of 256 threads fit a multiprocessor's registers, each with two blocks of 8 KB
     of logits on their way. Chosen by count (34 KB on their way hide the latency of the memory at
     full rate), not measured."""
-    block = min(2048, max(128, triton.next_power_of_2(V)))
     if INTERPRETED:  # whose loops cost much more than its vectors
         return Config(block=max(128, triton.next_power_of_2(V) // 2), num_warps=4)
-    return Config(block=block, num_warps=8 if block == 2048 else 4, num_stages=3)
+    block = min(2048, max(128, triton.next_power_of_2(V)))
+    return Config(block=block, num_warps=8 if block == 2048 else 4, num_stages=3, maxnreg=80)
 
 
 def gradient_config(V: int) -> Config:
