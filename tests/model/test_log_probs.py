@@ -3,14 +3,20 @@ test."""
 
 from __future__ import annotations
 
+import copy
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from counted import allocated, flops
+from paths import ROOT
+from small_model import tiny_config
 from torch import Tensor
+from torch.testing import assert_close
+from transformers import LlamaForCausalLM
 
+import longctx
 from exactness import DEVICE, DTYPES, assert_exact
 from longctx.model.log_probs import OUTPUTS, linear_log_probs, linear_log_probs_reference
 
@@ -183,6 +189,32 @@ def test_trl_agrees() -> None:
     theirs = utils.selective_log_softmax_and_entropy(logits, labels.view(2, 20), temperature=0.8)
     for ours, truth in zip(found, theirs, strict=False):
         torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-5)
+
+
+def test_the_example_of_the_docs() -> None:
+    """docs/in_your_code.md over patched models gives what plain logits give."""
+    page = (ROOT / "docs/in_your_code.md").read_text()
+    example = page[page.index("## Log-probabilities") :].split("```python\n")[1].split("```")[0]
+    config = tiny_config()
+    torch.manual_seed(0)
+    models = [LlamaForCausalLM(config) for _ in range(2)]
+    ids, mask = torch.randint(331, (2, 40)), torch.ones(2, 40, dtype=torch.int64)
+    logits = [model(input_ids=ids, attention_mask=mask).logits[:, :-1] for model in models]
+    log_p, log_q = (z.log_softmax(-1) for z in logits)
+    picked = log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    truth = picked.sum() - 0.01 * (log_p.exp() * log_p).sum()
+    expected = torch.autograd.grad(truth, models[0].parameters())
+
+    model, teacher = (longctx.patch(copy.deepcopy(model)) for model in models)
+    names = {"model": model, "teacher": teacher, "ids": ids, "mask": mask, "longctx": longctx}
+    exec(example, names)
+    assert_close(names["found"].log_probs[:, :-1], picked, rtol=1e-4, atol=1e-5)
+    found = torch.autograd.grad(names["objective"], model.parameters(), retain_graph=True)
+    for name, ours, gradient in zip(dict(model.named_parameters()), found, expected, strict=True):
+        assert_close(ours, gradient, rtol=1e-3, atol=1e-4, msg=name)
+    log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+    jsd = (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1) / 2
+    assert_close(names["loss"], jsd.mean(), rtol=1e-4, atol=1e-6)
 
 
 # --- what it costs ---------------------------------------------------------------------------
