@@ -33,7 +33,9 @@ from longctx.kernels.divergence import How
 from longctx.model.head import (
     Objective,
     Rows,
+    check_device,
     check_labels,
+    check_number,
     check_positive,
     checked_head,
     logits_budget,
@@ -153,6 +155,7 @@ def linear_jsd(
         of="teacher_",
         float64=True,
     )
+    check_device(hidden, teacher_hidden=teacher_hidden)
     if len(teacher.weight) != len(weight):
         raise ValueError(
             f"student and teacher must have one vocabulary, got {len(weight)} entries in weight "
@@ -170,6 +173,7 @@ def linear_jsd(
     if labels is None:
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     check_labels(labels, hidden)
+    check_number(beta=beta)
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be in [0, 1], got {beta}")
     if reduction not in ("mean", "sum", "none"):

@@ -37,6 +37,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -543,12 +544,18 @@ def checked_head(
         raise ValueError(
             f"{of}hidden must have shape (T, D) or (B, S, D), got {tuple(hidden.shape)}"
         )
+    if not weight.numel() or hasattr(weight, "full_tensor"):
+        raise ValueError(
+            f"{of}weight is empty or sharded: gather it first (weight.full_tensor(), "
+            "deepspeed.zero.GatheredParameters)"
+        )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"{of}weight must have shape (V, {hidden.shape[-1]}), got {tuple(weight.shape)}"
         )
     if bias is not None:
         check_shape(f"{of}bias", bias, weight.shape[:1])
+    check_device(hidden, **{f"{of}weight": weight, f"{of}bias": bias})
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -564,12 +571,28 @@ def checked_head(
 def check_labels(labels: Tensor, hidden: Tensor) -> None:
     """Raises ValueError unless labels are int64, one for each of the hidden states (..., D)."""
     check_shape("labels", labels, hidden.shape[:-1])
+    check_device(hidden, labels=labels)
     if labels.dtype != torch.int64:
         raise ValueError(f"labels must be int64, got {labels.dtype}")
 
 
+def check_device(hidden: Tensor, **tensors: Tensor | None) -> None:
+    """Raises ValueError for a tensor on another device than the hidden states; None passes."""
+    for name, x in tensors.items():
+        if x is not None and x.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device}, got {x.device}")
+
+
+def check_number(**values: Any) -> None:
+    """Raises ValueError for what is no number of Python's, such as a tensor; None passes."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Real):
+            raise ValueError(f"{name} must be a number, got {type(value).__name__}")
+
+
 def check_positive(**values: float | None) -> None:
     """Raises ValueError for a number that is not above 0; None passes."""
+    check_number(**values)
     for name, value in values.items():
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive, got {value}")

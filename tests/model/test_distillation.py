@@ -331,6 +331,11 @@ def test_autocast() -> None:
         ({"hidden": torch.zeros(4, 8).int()}, "hidden must be bfloat16.*int32"),
         ({"labels": torch.zeros(5).long()}, r"labels must have shape \(4,\), got \(5,\)"),
         ({"labels": torch.full((4,), 9)}, r"labels must be in \[0, 9\) or -100"),
+        (
+            {"teacher_hidden": torch.zeros(4, 6, device="meta")},
+            "teacher_weight must be on meta, got cpu",
+        ),
+        ({"beta": torch.ones(())}, "beta must be a number, got Tensor"),
         ({"beta": 1.5}, r"beta must be in \[0, 1\], got 1.5"),
         ({"beta": float("nan")}, r"beta must be in \[0, 1\], got nan"),
         ({"reduction": "batchmean"}, "reduction must be 'mean', 'sum' or 'none', got 'batchmean'"),

@@ -209,6 +209,8 @@ def test_the_example_of_the_docs() -> None:
     names = {"model": model, "teacher": teacher, "ids": ids, "mask": mask, "longctx": longctx}
     exec(example, names)
     assert_close(names["found"].log_probs[:, :-1], picked, rtol=1e-4, atol=1e-5)
+    by_hand = model(input_ids=ids, attention_mask=mask, labels=ids).logits[:, :-1].log_softmax(-1)
+    assert_close(by_hand.gather(-1, ids[:, 1:, None]).squeeze(-1), picked, rtol=1e-4, atol=1e-5)
     found = torch.autograd.grad(names["objective"], model.parameters(), retain_graph=True)
     for name, ours, gradient in zip(dict(model.named_parameters()), found, expected, strict=True):
         assert_close(ours, gradient, rtol=1e-3, atol=1e-4, msg=name)
@@ -422,6 +424,10 @@ def test_autocast() -> None:
             r"labels must be in \[0, 9\) or -100, got values in \[-1, 9\]",
         ),
         ({"bias": torch.zeros(8)}, r"bias must have shape \(9,\), got \(8,\)"),
+        ({"labels": torch.zeros(4, device="meta").long()}, "labels must be on cpu, got meta"),
+        ({"weight": torch.zeros(9, 8, device="meta")}, "weight must be on cpu, got meta"),
+        ({"weight": torch.zeros(0)}, "weight is empty or sharded: gather it first"),  # ZeRO-3's
+        ({"temperature": torch.ones(())}, "temperature must be a number, got Tensor"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
         ({"softcap": -1.0}, "softcap must be positive, got -1.0"),
