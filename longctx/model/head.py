@@ -25,7 +25,9 @@ Precision. The logits are fp32 even for 16-bit operands, because rounding a logi
 moves its probability by 2%; the logits' gradient is rounded once, to the operands' dtype, for the
 two products. d_weight is summed in fp32 over groups of rows. Gradients are computed with weights of
 rows below 1, and multiplied by a power of two at the end, so that no gradient is rounded twice and
-fp16 does not underflow. Operands in fp64 compute all in fp64, by plain torch, for tests.
+fp16 does not underflow. (Only the d_hidden that forward computes for a weight of one is rounded
+again, when backward applies the row's.) Operands in fp64 compute all in fp64, by plain torch, for
+tests.
 
 Memory: fp32 logits and 16-bit gradients share one workspace of `logits_bytes`, as much as d_weight
 takes but 1 GiB at least, at any length (see `_pieces`). Each product into the fp32 d_weight reads
@@ -565,6 +567,8 @@ def checked_head(
         check_float(f"{of}hidden", hidden)
     if weight.dtype != hidden.dtype:
         raise ValueError(f"{of}weight must have dtype {hidden.dtype}, got {weight.dtype}")
+    if bias is not None and bias.dtype != hidden.dtype:
+        check_float(f"{of}bias", bias)
     return Head(hidden.flatten(0, -2), weight, bias)
 
 

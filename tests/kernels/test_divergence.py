@@ -60,13 +60,13 @@ def _check(x, teacher, weights, how: How) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
-def test_value_and_gradient(shape, beta, dtype):
-    _check(*_inputs(*shape, dtype), How(beta))
+def test_value_and_gradient(beta, dtype):
+    _check(*_inputs(9, 50, dtype), How(beta))
 
 
-def test_a_large_vocabulary():
-    _check(*_inputs(*SHAPES[4], torch.float32), How(0.5))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape):
+    _check(*_inputs(*shape, torch.float32), How(0.5))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

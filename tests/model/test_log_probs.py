@@ -262,10 +262,10 @@ def test_no_gradients_are_computed_for_a_reference() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("outputs", [("log_probs",), OUTPUTS], ids="+".join)
 def test_memory_does_not_grow_with_tokens_times_vocabulary(outputs, frozen) -> None:
-    """The largest tensor is a piece of logits, or as large as an operand; and twice the tokens need
-    no more than twice what is as long as they are."""
-    D, V, budget, peaks = 16, 4096, 2**17, []
-    for T in (512, 1024):
+    """The largest tensor is a piece of logits; and twice the tokens need no more than twice what is
+    as long as they are."""
+    D, V, budget, peaks = 16, 4096, 2**18, []
+    for T in (1024, 2048):
         hidden, weight, labels = _inputs(T, D, V, torch.bfloat16)
         weight.requires_grad_(not frozen)
 
@@ -274,9 +274,9 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(outputs, frozen) -> N
             sum(getattr(found, name).sum() for name in BOTH if name in outputs).backward()
 
         largest, peak = allocated(step)
-        assert largest <= max(budget, 4 * V * D) < 4 * T * V / 16
+        assert largest <= 2 * budget < 4 * T * V / 16  # on the CPU gradients are copied to fp32
         peaks.append(peak)
-    assert peaks[1] - peaks[0] <= 512 * (3 * 4 * D + 200)
+    assert peaks[1] - peaks[0] <= 1024 * (3 * 4 * D + 200)
 
 
 # --- as an operation of autograd -------------------------------------------------------------
@@ -423,6 +423,7 @@ def test_autocast() -> None:
             {"labels": torch.tensor([0, 9, -100, -1])},
             r"labels must be in \[0, 9\) or -100, got values in \[-1, 9\]",
         ),
+        ({"bias": torch.zeros(9).double()}, "bias must be bfloat16.*float64"),
         ({"bias": torch.zeros(8)}, r"bias must have shape \(9,\), got \(8,\)"),
         ({"labels": torch.zeros(4, device="meta").long()}, "labels must be on cpu, got meta"),
         ({"weight": torch.zeros(9, 8, device="meta")}, "weight must be on cpu, got meta"),
