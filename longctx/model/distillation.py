@@ -32,7 +32,6 @@ from longctx.kernels import divergence as kernel
 from longctx.kernels.divergence import How
 from longctx.model.head import (
     Objective,
-    Rows,
     check_device,
     check_labels,
     check_number,
@@ -42,6 +41,7 @@ from longctx.model.head import (
     per_row,
     reduced,
 )
+from longctx.model.pieces import Rows
 
 Reduction = Literal["mean", "sum", "none"]
 

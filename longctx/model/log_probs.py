@@ -29,14 +29,13 @@ from longctx.constants import IGNORE_INDEX
 from longctx.kernels import log_softmax as kernel
 from longctx.model.head import (
     Objective,
-    RowCount,
-    Rows,
     check_labels,
     check_positive,
     checked_head,
     logits_budget,
     per_row,
 )
+from longctx.model.pieces import RowCount, Rows
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
 WITH_GRADIENT = ("log_probs", "entropy")

@@ -29,14 +29,13 @@ from longctx.cost.table import Buffer, Table, Work
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.model.head import (
     Objective,
-    RowCount,
-    Rows,
     check_labels,
     check_positive,
     checked_head,
     logits_budget,
     reduced,
 )
+from longctx.model.pieces import RowCount, Rows
 
 
 def linear_cross_entropy_reference(

@@ -356,7 +356,7 @@ def test_ignored_rows_may_be_nan(outputs, frozen, ignored) -> None:
     bad[where] = float("nan")
     bad.requires_grad_()
     found = linear_log_probs(bad, weight, labels, outputs=outputs)
-    scale = torch.where(where, float("nan"), 1.0)
+    scale = torch.where(where, float("nan"), 1.0).to(DEVICE)
     sum((getattr(found, n) * scale)[~where].sum() for n in BOTH if n in outputs).backward()
     assert bad.grad.isfinite().all() and (bad.grad[where] == 0).all()
     assert truth["hidden"].isfinite().all()

@@ -7,13 +7,10 @@ import torch
 
 from exactness import DEVICE, DTYPES, assert_exact
 from longctx.kernels.scale import scale_into, scale_reference
-from longctx.model import head as head_module
 from longctx.model import loss as loss_module
-from longctx.model.head import _pieces
-from longctx.model.loss import (
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-)
+from longctx.model import pieces as pieces_module
+from longctx.model.loss import linear_cross_entropy, linear_cross_entropy_reference
+from longctx.model.pieces import _pieces
 
 IGNORED = -100
 
@@ -114,9 +111,9 @@ def test_frozen_inputs_cost_nothing(monkeypatch):
     """A frozen lm_head gets no product for d_weight, a frozen hidden state none for d_hidden."""
     calls = []
     for name in ("mm", "addmm_"):
-        original = getattr(head_module, name)
+        original = getattr(pieces_module, name)
         monkeypatch.setattr(
-            head_module, name, lambda *a, f=original, n=name: (calls.append(n), f(*a))[1]
+            pieces_module, name, lambda *a, f=original, n=name: (calls.append(n), f(*a))[1]
         )
     for frozen, expected in ((None, 3), ("hidden", 2), ("weight", 2), ("both", 1)):
         hidden, weight, labels = _inputs(20, 32, 100, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The streaming head's workspace. What is computed in it is tested with each objective."""
+"""The workspace of logits and gradients. What is computed in it is tested with each objective."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exactness import DTYPES
-from longctx.model.head import Workspace, _pieces
+from longctx.model.pieces import Workspace, _pieces
 
 LAYOUTS = [(1, True), (1, False), (2, False)]  # heads, gradients in place of their logits
 
