@@ -219,6 +219,16 @@ class Family:
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
         }
 
+    @cached_property
+    def children(self) -> dict[str, frozenset[str]]:
+        """Maps the path of each module of a layer that has submodules, "" for the layer itself, to
+        the names of those that the schedule knows."""
+        parts = [path.rpartition(".") for path in self.in_layer]
+        return {
+            owner: frozenset(name for other, _, name in parts if other == owner)
+            for owner in dict.fromkeys(owner for owner, _, _ in parts)
+        }
+
     def weights(self, layer: Any) -> Weights:
         """Returns the parameters of a layer, without its adapters."""
         linears = {name: part_of(layer, path) for name, path in self.linears.items()}
@@ -366,7 +376,7 @@ FAMILIES: dict[str, Family] = {
             norm=_COHERE_NORM,
             interleaved=True,
             traits=lambda config, i: {"parallel": True},
-            logits_scaling=lambda model: 1 / model.config.logit_scale,
+            logits_scaling=lambda model: 1 / model.logit_scale,
         ),
         Family(
             kind="cohere2",
@@ -378,7 +388,7 @@ FAMILIES: dict[str, Family] = {
             traits=lambda config, i: (
                 {"parallel": True} | ({} if _window_by_type(config, i) else {"rope": None})
             ),
-            logits_scaling=lambda model: 1 / model.config.logit_scale,
+            logits_scaling=lambda model: 1 / model.logit_scale,
         ),
         Family(
             kind="phi3",

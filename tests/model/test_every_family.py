@@ -109,9 +109,7 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
         ("smollm3", "model.layers.0.self_attn", "use_rope", 0, "RoPE where"),
         ("granite", "model.layers.1", "residual_multiplier", 3.0, "residual multiplier"),
         ("granite", "model.layers.1.self_attn", "scaling", 3.0, "attention scale"),
-        ("seed_oss", "model.layers.1.mlp", "residual_dropout", 0.1, "residual dropout"),
-        ("seed_oss", "model.layers.1.self_attn", "residual_dropout", 0.1, "residual drop"),
-        ("phi3", "model.layers.1.resid_mlp_dropout", "p", 0.1, "residual dropout"),
+        ("phi3", "model.layers.1.resid_mlp_dropout", "p", 0.1, "dropout in model.layers.1.resid"),
         ("phi3", "model.layers.1.mlp", "activation_fn", torch.nn.GELU(), "activation_fn"),
         ("phi3", "model.layers.1.mlp", "down_proj", torch.nn.Identity(), "down_proj"),
         ("qwen3", "model.layers.1.self_attn.q_norm", "variance_epsilon", 1.0, "epsilon"),
@@ -123,6 +121,7 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
         ("gemma3_text", "model.layers.1.post_feedforward_layernorm", "eps", 1.0, "epsilon"),
         ("gemma3_text", "model.config", "attn_logit_softcapping", 50.0, "a cap of attention"),
         ("gemma3_text", "model.config", "query_pre_attn_scalar", 8, "attention scale"),
+        ("gemma3_text", "model.config", "use_bidirectional_attention", True, "to later tokens"),
     ],
 )
 def test_a_stranger_of_a_family_is_found(family, where, name, value, says) -> None:
