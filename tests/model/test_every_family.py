@@ -202,6 +202,7 @@ def test_long_and_short_rope_in_one_step() -> None:
         ("olmo-3-7b", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("ministral-3-8b", {}),
         ("glm-4-9b", {}),
+        ("command-r7b", {"layer_types": ["sliding_attention", "full_attention"]}),
     ],
 )
 def test_published_dimensions_in_bf16(preset, changes, backend) -> None:

@@ -114,6 +114,7 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
         ("olmo-3-7b", 7_298_011_136, "Olmo3DecoderLayer"),
         ("ministral-3-8b", 8_489_553_920, "Ministral3DecoderLayer"),
         ("glm-4-9b", 9_400_279_040, "Glm4DecoderLayer"),
+        ("command-r7b", 8_028_033_024, "Cohere2DecoderLayer"),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
