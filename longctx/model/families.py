@@ -38,7 +38,7 @@ from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import Traits
 from longctx.layer.weights import Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
-from longctx.model.vision import is_whole, joint_of
+from longctx.model.vision import PREFIXES, is_whole, joint_of
 
 Names = tuple[str, ...]
 LINEAR: Names = ("torch.nn.modules.linear.Linear",)
@@ -506,6 +506,15 @@ def has_windows(config: PretrainedConfig) -> bool:
     """Whether any layer has a window that is shorter than the model's maximum positions."""
     positions = getattr(config, "max_position_embeddings", None)
     return any(w is not None and (positions is None or w < positions) for w in windows(config))
+
+
+def not_known(what: str) -> str:
+    """Returns the line that refuses a model of no family here. `what` names its class or type."""
+    return (
+        f"longctx has no family for {what}. It knows {', '.join(FAMILIES)}, and the "
+        f"vision-language {', '.join(PREFIXES)} around these. --class_type vanilla trains any "
+        "model; docs/add_a_family.md shows how a family is added"
+    )
 
 
 def known_family(owner: Any) -> Family:
