@@ -300,7 +300,15 @@ def test_a_stranger_of_any_family_is_found(kind: str) -> None:
 
 SEEN = {
     *("attention_dropout", "embedding_dropout", "residual_dropout"),  # _dropouts
-    *("config", "scaling", "head_dim", "is_sliding", "sliding_window", "use_rope"),
+    *(
+        "config",
+        "scaling",
+        "attn_logit_softcapping",
+        "head_dim",
+        "is_sliding",
+        "sliding_window",
+        "use_rope",
+    ),
     *("residual_multiplier", "embedding_multiplier", "logit_scale", "vocab_size"),
     *("variance_epsilon", "eps", "weight", "bias", "inv_freq", "attention_scaling"),
     *("model", "lm_head", "loss_function", "layers", "norm", "embed_tokens", "rotary_emb"),
