@@ -70,6 +70,7 @@ Preset = Literal[
     "olmo-3-7b",
     "ministral-3-8b",
     "glm-4-9b",
+    "command-r7b",
 ]
 
 

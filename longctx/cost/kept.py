@@ -8,8 +8,12 @@
     gate up   gate and up                           7                         their matmuls
     down      what a norm after the MLP reads (**)  1                         the matmul of down
 
-(*) where q and k have norms, as they were projected: the norms' gradients need them so.
+(*) where each head of q and k has a norm, as they were projected: the norms' gradients need them
+    so. Norms over all heads (wide_norms.py) keep rstd with o instead, 8 bytes a token.
 (**) only in layers with such norms; there h is what the norm after attention reads.
+
+Layers whose MLP stands beside attention keep no h, which nothing reads in their backward. An MLP
+without a gate keeps up alone under the name "gate up".
 
 No result depends on the ladder: what is recomputed comes from the same kernels and the same tiles.
 """

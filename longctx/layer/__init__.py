@@ -3,14 +3,19 @@
     schedule.py     the order of the work: one autograd.Function           x -> y, dy -> dx
       parts/attention.py   h = x + r o Wo', o = attention(norm(x))         and its cost
         parts/heads.py       a head group's q, k, v: projected, normed, rotated, and back
+        parts/wide_norms.py  norms of q and k over all heads together
       parts/mlp.py         y = h + r (silu(n Wg') * (n Wu')) Wd', n = norm(h)      and its cost
       parts/norms.py       norms inside a pass, and after the last layer
+    norm_spec.py    how a family's norms compute
     passes.py       what travels with a batch, and with one pass through one layer
     weights.py      a layer's parameters, and what a pass computes with
     gradients.py    the gradients of these parameters, by name
     projection.py   a linear layer with its bias and adapter
       lora.py         the adapter
       linear.py       matmuls that round once; weight gradients summed in fp32
+
+These are Llama's equations. Norms may also follow the parts, the MLP may have no gate or another
+activation, and it may stand beside attention, so that both read norm(x) (schedule.py).
 
 Letters: T tokens of a batch, D hidden size, F intermediate size, H query heads, K key/value heads,
 d head size, r rank of an adapter (in a layer's equations, r is the factor of both residual sums).

@@ -39,7 +39,7 @@ from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import Traits
 from longctx.layer.weights import Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
-from longctx.model.vision import is_whole, joint_of
+from longctx.model.vision import PREFIXES, is_whole, joint_of
 
 Names = tuple[str, ...]
 LINEAR: Names = ("torch.nn.modules.linear.Linear",)
@@ -229,6 +229,16 @@ class Family:
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
         }
 
+    @cached_property
+    def children(self) -> dict[str, frozenset[str]]:
+        """Maps the path of each module of a layer that has submodules, "" for the layer itself, to
+        the names of those that the schedule knows."""
+        parts = [path.rpartition(".") for path in self.in_layer]
+        return {
+            owner: frozenset(name for other, _, name in parts if other == owner)
+            for owner in dict.fromkeys(owner for owner, _, _ in parts)
+        }
+
     def weights(self, layer: Any) -> Weights:
         """Returns the parameters of a layer, without its adapters."""
         linears = {name: part_of(layer, path) for name, path in self.linears.items()}
@@ -391,7 +401,7 @@ FAMILIES: dict[str, Family] = {
             norm=_COHERE_NORM,
             interleaved=True,
             traits=lambda config, i: {"parallel": True},
-            logits_scaling=lambda model: 1 / model.config.logit_scale,
+            logits_scaling=lambda model: 1 / model.logit_scale,
         ),
         Family(
             kind="cohere2",
@@ -403,7 +413,7 @@ FAMILIES: dict[str, Family] = {
             traits=lambda config, i: (
                 {"parallel": True} | ({} if _window_by_type(config, i) else {"rope": None})
             ),
-            logits_scaling=lambda model: 1 / model.config.logit_scale,
+            logits_scaling=lambda model: 1 / model.logit_scale,
         ),
         Family(
             kind="phi3",
@@ -532,6 +542,15 @@ def has_windows(config: PretrainedConfig) -> bool:
     """Whether any layer has a window that is shorter than the model's maximum positions."""
     positions = getattr(config, "max_position_embeddings", None)
     return any(w is not None and (positions is None or w < positions) for w in windows(config))
+
+
+def not_known(what: str) -> str:
+    """Returns the line that refuses a model of no family here. `what` names its class or type."""
+    return (
+        f"longctx has no family for {what}. It knows {', '.join(FAMILIES)}, and the "
+        f"vision-language {', '.join(PREFIXES)} around these. --class_type vanilla trains any "
+        "model; docs/add_a_family.md shows how a family is added"
+    )
 
 
 def known_family(owner: Any) -> Family:

@@ -29,10 +29,9 @@ from transformers.integrations import is_fsdp_enabled
 from longctx.errors import UserError, print_rank0
 from longctx.model import forwards
 from longctx.model.adapters import inside_peft
-from longctx.model.families import FAMILIES, base_of, head_of
+from longctx.model.families import base_of, head_of, not_known
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
-from longctx.model.vision import PREFIXES
 from longctx.options import PatchOptions
 
 _NOT_ASKED = ("class_type", "seq_len")
@@ -133,15 +132,13 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
 
 
 def _refuse(model: PreTrainedModel) -> None:
-    base = base_of(model) if isinstance(model, nn.Module) else None
+    if not isinstance(model, nn.Module):
+        raise UserError(f"patch takes a model of transformers; got {type(model).__name__}")
+    base = base_of(model)
     if base is None:
-        names = ", ".join(family.prefix for family in FAMILIES.values())
-        seen = f", and vision-language models of {', '.join(PREFIXES.values())} around these"
         inside = getattr(getattr(model, "model", model), "language_model", None)
         language = "" if inside is None else f", whose language model is {type(inside).__name__}"
-        raise UserError(
-            f"custom patches models of {names}{seen}; got {type(model).__name__}{language}"
-        )
+        raise UserError(not_known(type(model).__name__ + language))
     if runtime_of(base) is not None:
         raise UserError("this model is patched already: longctx.unpatch(model) first")
     for part in (model, base):

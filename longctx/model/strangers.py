@@ -3,11 +3,11 @@
 The schedule reads weights, and PEFT's LoRA adapters (adapters.py), and stands in for the forward of
 every module of the base model but the embedding. A stranger is anything in such a module that the
 schedule does not compute: a forward of its own (another kind of adapter, a quantised weight,
-another activation), hooks, a parameter of another dtype, an epsilon or a scale that differs from
-the configuration's. `why_not_scheduled` names the first stranger in a base model, and Hugging
-Face's layers run instead. `why_not_chunked` does the same for lm_head and the loss, and all logits
-are computed instead. `replaceable` and `is_ours` say which forwards `patch` may exchange, and which
-it has exchanged.
+another activation), hooks, a submodule or a parameter that the family does not declare, weights of
+several dtypes, dropout, an epsilon or a scale that differs from the configuration's.
+`why_not_scheduled` names the first stranger in a base model, and Hugging Face's layers run instead.
+`why_not_chunked` does the same for lm_head and the loss, and all logits are computed instead.
+`replaceable` and `is_ours` say which forwards `patch` may exchange, and which it has exchanged.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ _HARMLESS = (
 )
 """Whose hooks change no value."""
 _FORWARDS = "longctx.model.forwards"
+_IN_BASE = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 
 
 def replaceable(module: nn.Module) -> bool:
@@ -104,7 +105,7 @@ def is_ours(module: nn.Module) -> bool:
 def why_not_scheduled(base: PreTrainedModel) -> str | None:
     """The first thing that the schedule would pass by, in a few words; None if there is none.
 
-    Looked for on every forward, in 2 ms for 32 layers: adapters and hooks come and go. A module
+    Looked for on every forward, in 4 ms for 32 layers: adapters and hooks come and go. A module
     that lacks what its class sets is a stranger, too: nn.Module's AttributeError names it.
     """
     try:
@@ -152,6 +153,8 @@ def why_not_chunked(model: PreTrainedModel) -> str | None:
 def _strangers(base: Any) -> Iterator[str]:
     config, family, dtype = base.config, known_family(base), base.dtype
     yield from _problems(base, family.known("Model"), "model", patched=True)
+    yield from _undeclared(base, _IN_BASE, "model")
+    yield from _dropouts(base, "model")
     yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
     yield from _problems(base.norm, family.norm_classes, "model.norm", patched=True)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
@@ -162,7 +165,8 @@ def _strangers(base: Any) -> Iterator[str]:
     attention = config._attn_implementation
     if attention != "eager" and not _is_transformers(ALL_ATTENTION_FUNCTIONS.get(attention)):
         yield f"the attention implementation {attention!r}, which transformers does not ship"
-    if not getattr(config, "is_causal", True):
+    all_ways = getattr(config, "use_bidirectional_attention", False)
+    if all_ways or not getattr(config, "is_causal", True):
         yield "attention to later tokens"
     if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
         yield "hooks on all modules"
@@ -174,6 +178,12 @@ def _strangers(base: Any) -> Iterator[str]:
         parts = {name: part_of(layer, name) for name in family.in_layer}
         for name, known in family.in_layer.items():
             yield from _problems(parts[name], known, f"{where}.{name}")
+        for name, children in family.children.items():
+            module, path = parts[name] if name else layer, f"{where}.{name}".rstrip(".")
+            yield from _undeclared(module, children, path)
+            yield from _dropouts(module, path)
+        for name in family.dropouts:
+            yield from _dropouts(parts[name], f"{where}.{name}")
         for name, shape in shapes.items():
             yield from _other_shape(parts[name], shape, f"{where}.{name}")
         linears = family.linears.values()
@@ -210,6 +220,28 @@ def _problems(
         yield f"hooks on {where}"
 
 
+def _undeclared(module: nn.Module, children: frozenset[str], where: str) -> Iterator[str]:
+    """A submodule that the schedule does not know, or a parameter of the module's own: the module's
+    forward may compute with it, as Cohere's attention does with norms of q and k."""
+    found = [name for name, child in module._modules.items() if child is not None]
+    found = [name for name in found if name not in children]
+    found += [name for name, value in module._parameters.items() if value is not None]
+    for name in found:
+        yield f"{where}.{name}, which the schedule does not know"
+
+
+def _dropouts(module: nn.Module, where: str) -> Iterator[str]:
+    """What a module drops in training: a Dropout's p, or an attribute that has it in its name."""
+    if not module.training:
+        return
+    state = vars(module)
+    if type(module) is nn.Dropout and state["p"]:
+        yield f"dropout in {where}"
+    for name, value in state.items():
+        if "dropout" in name and isinstance(value, (int, float)) and value:
+            yield f"{name.replace('_', ' ')} in {where}"
+
+
 def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[str]:
     """A weight of another shape than the configuration's, as pruning leaves it. What engines have
     cut up (DTensors, empty ones) and 4 bits tell their shape by the module's features."""
@@ -242,6 +274,7 @@ def _other_settings(
 ) -> Iterator[str]:
     attention = parts["self_attn"]
     state = vars(attention)
+    _ = attention.attention_dropout  # Hugging Face's forward fails without it
     for name in family.norms.values():
         if getattr(parts[name], family.norm.epsilon) != getattr(config, family.norm.configured):
             yield f"another epsilon than the configuration's in {where}"
@@ -263,13 +296,6 @@ def _other_settings(
         yield f"RoPE where the configuration has none, or none where it has, in {where}"
     if vars(layer).get("residual_multiplier", 1.0) != traits.residual:
         yield f"a residual multiplier of its own in {where}"
-    if layer.training:
-        if attention.attention_dropout:
-            yield "attention dropout"
-        dropouts = [parts[name].p for name in family.dropouts]
-        dropouts += [vars(parts[n]).get("residual_dropout", 0.0) for n in ("self_attn", "mlp")]
-        if any(dropouts):
-            yield "residual dropout"
     for name in family.fused:
         if parts[name].bias is not None:
             yield f"a bias of {name} in {where}"

@@ -34,7 +34,7 @@ from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
-from longctx.model.families import has_windows, head_dim, kv_heads, score_cap
+from longctx.model.families import FAMILIES, has_windows, head_dim, kv_heads, score_cap
 from longctx.model.runtime import check_shares, model_sizes
 from longctx.model.vision import auto_class, rest_
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
@@ -118,7 +118,7 @@ class Subject:
         if run.model.class_type == "custom":
             sizes = model_sizes(inside_peft(self.model), run.model.patch_options, DTYPE)
             return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
-        config = self.config
+        config, family = self.config, FAMILIES.get(self.config.model_type)
         return Sizes(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -130,6 +130,7 @@ class Subject:
             itemsize=DTYPE.itemsize,
             ranks=run.sequence_parallel_size,
             head_groups=1,
+            gated=family is None or "gate" in family.linears,
             class_type=run.model.class_type,
             trained=self.trained,
             exact=run.exact,

@@ -19,7 +19,7 @@ from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, print_rank0
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
-from longctx.model.families import FAMILIES, has_windows, head_dim, score_cap
+from longctx.model.families import FAMILIES, has_windows, head_dim, not_known, score_cap
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.pretrained import read_config, read_model, unreadable
@@ -54,11 +54,7 @@ def load_config(
     text = config.get_text_config() if sees else config
     if args.class_type == "custom" and text.model_type not in FAMILIES:
         around = f" around {text.model_type!r}" if sees else ""
-        raise UserError(
-            f"--class_type custom patches models of type {', '.join(FAMILIES)}, and of type "
-            f"{', '.join(PREFIXES)} around these; {args.model_name_or_path} is of type "
-            f"{config.model_type!r}{around}: use --class_type vanilla or liger"
-        )
+        raise UserError(f"{args.model_name_or_path}: {not_known(f'{config.model_type!r}{around}')}")
     if args.class_type == "custom" and (reason := _unfit(args.attn_backend, text)):
         raise UserError(reason)
     kv_heads = getattr(text, "num_key_value_heads", None) or 1

@@ -7,6 +7,7 @@ q and k, scalars, fused weights) at values that matter.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from small_layer import (
     cast,
     gradients,
 )
+from small_states import everything_on_gpu, nothing_on_gpu, place
 from transformers import AutoModelForCausalLM
 
+import longctx
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
@@ -31,6 +34,7 @@ from longctx.model.families import has_windows, windows
 from longctx.model.patch import patch_as
 from longctx.model.strangers import why_not_scheduled
 from longctx.options import PatchOptions
+from longctx.plan.predict import Run, Subject
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -110,9 +114,7 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
         ("smollm3", "model.layers.0.self_attn", "use_rope", 0, "RoPE where"),
         ("granite", "model.layers.1", "residual_multiplier", 3.0, "residual multiplier"),
         ("granite", "model.layers.1.self_attn", "scaling", 3.0, "attention scale"),
-        ("seed_oss", "model.layers.1.mlp", "residual_dropout", 0.1, "residual dropout"),
-        ("seed_oss", "model.layers.1.self_attn", "residual_dropout", 0.1, "residual drop"),
-        ("phi3", "model.layers.1.resid_mlp_dropout", "p", 0.1, "residual dropout"),
+        ("phi3", "model.layers.1.resid_mlp_dropout", "p", 0.1, "dropout in model.layers.1.resid"),
         ("phi3", "model.layers.1.mlp", "activation_fn", torch.nn.GELU(), "activation_fn"),
         ("phi3", "model.layers.1.mlp", "down_proj", torch.nn.Identity(), "down_proj"),
         ("qwen3", "model.layers.1.self_attn.q_norm", "variance_epsilon", 1.0, "epsilon"),
@@ -126,6 +128,7 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
         ("gemma2", "model.config", "attn_logit_softcapping", None, "a cap of attention"),
         ("gemma3_text", "model.layers.1.self_attn", "attn_logit_softcapping", 5.0, "a cap of a"),
         ("gemma3_text", "model.config", "query_pre_attn_scalar", 8, "attention scale"),
+        ("gemma3_text", "model.config", "use_bidirectional_attention", True, "to later tokens"),
     ],
 )
 def test_a_stranger_of_a_family_is_found(family, where, name, value, says) -> None:
@@ -134,6 +137,75 @@ def test_a_stranger_of_a_family_is_found(family, where, name, value, says) -> No
     owner = ours.config if where == "model.config" else ours.get_submodule(where)
     setattr(owner, name, value)
     assert says in str(why_not_scheduled(ours.model))
+
+
+def small(family: str) -> Any:
+    """A model with what the family adds, in fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(family)).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
+    """Saved patched and loaded without longctx, and the other way round; tokens with a cache."""
+    ours = longctx.patch(small(family))
+    ours.save_pretrained(tmp_path / "ours")
+    vanilla = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").train()
+    assert type(vanilla) is type(ours)
+    for (name, p), q in zip(ours.named_parameters(), vanilla.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    vanilla.save_pretrained(tmp_path / "vanilla")
+    kept = tmp_path / "vanilla"
+    again = longctx.AutoLongctxModelForCausalLM.from_pretrained(kept, strict=True).train()
+    inputs = batch([[30, 18]])
+    losses = [model(**inputs).loss.item() for model in (ours, vanilla, again)]
+    assert losses[0] == losses[2] == pytest.approx(losses[1], rel=1e-5)
+    tokens = [
+        model.eval().generate(
+            inputs["input_ids"][:, :30], max_new_tokens=5, do_sample=False, pad_token_id=0
+        )
+        for model in (vanilla, again)
+    ]
+    assert tokens[0].shape == (1, 35) and torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_states_on_the_host_train_bit_by_bit(family) -> None:
+    found = []
+    for where in (everything_on_gpu, nothing_on_gpu):
+        model = longctx.patch(cast(small(family), torch.bfloat16), strict=True)
+        placed = place(model, where)
+        optimizer = placed.optimizer()
+        for step in (1, 2):
+            model(**batch([[30, 18]], seed=step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
+    assert not all(
+        torch.equal(p, q.bfloat16())
+        for p, q in zip(found[0], small(family).parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("class_type", ["custom", "vanilla"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_counts_the_parameters_of_the_model(family, class_type) -> None:
+    """tests/model/test_cost.py has the FLOPs."""
+    subject = Subject(family_config(family))
+    sizes = subject.sizes(Run(model=ModelArguments(class_type=class_type)))
+    model, counted = subject.model, subject.parameters
+    layer = [p.numel() for p in model.model.layers[0].parameters() if p.dim() == 2]
+    assert sizes.layer_weights == sum(layer)
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    assert counted.embedding == embedding.numel()
+    assert counted.head == (0 if head is embedding else head.numel())
+    assert counted.total == sum(p.numel() for p in model.parameters())
 
 
 def test_windows_are_those_of_hugging_face() -> None:
@@ -208,6 +280,7 @@ def test_long_and_short_rope_in_one_step() -> None:
         ("olmo-3-7b", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("ministral-3-8b", {}),
         ("glm-4-9b", {}),
+        ("command-r7b", {"layer_types": ["sliding_attention", "full_attention"]}),
     ],
 )
 def test_published_dimensions_in_bf16(preset, changes, backend) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import pickle
+import textwrap
+from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
+from small_families import family_config
 from small_model import CPU, packed_batch, tiny_config
 from torch import nn
 from torch.utils.data import default_collate
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError
+from longctx.model.families import FAMILIES, Family, part_of
 from longctx.model.patch import patch_as
 from longctx.model.strangers import why_not_scheduled
 from longctx.options import PatchOptions
@@ -235,6 +244,125 @@ def test_peft_adapters_train_through_the_schedule(capsys) -> None:
     for name, truth in gradients[0].items():
         assert (gradients[1][name] - truth).norm() <= 1e-5 * truth.norm(), name
     assert "custom: " not in capsys.readouterr().out
+
+
+def family_model(kind: str, **changes: Any) -> Any:
+    small = dict(hidden_size=32, intermediate_size=48, head_dim=8, num_attention_heads=4)
+    small["vocab_size"] = 331
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(family_config(kind, **small | changes)).train()
+
+
+CAUSAL = [kind for kind in FAMILIES if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+
+
+def family_strangers(model: Any, family: Family) -> Iterator[tuple[nn.Module, str, Any, str]]:
+    """(owner, name of an attribute, a value that is a stranger, what the line says)"""
+    owners = {"model": model.model}
+    layer = model.model.layers[-1]
+    for path in family.children:
+        owners[f"model.layers.2.{path}".rstrip(".")] = part_of(layer, path) if path else layer
+    for where, owner in owners.items():
+        yield owner, "extra", nn.LayerNorm(8), f"{where}.extra, which"
+        yield owner, "factor", nn.Parameter(torch.ones(3)), f"{where}.factor, which"
+        yield owner, "embedding_dropout", 0.1, f"embedding dropout in {where}"
+    for path in family.in_layer:
+        owner, name = part_of(layer, path), path.rpartition(".")[2]
+        yield owner, "forward", owner.forward, f"{path}, a "
+        parent = part_of(layer, path.rpartition(".")[0]) if "." in path else layer
+        yield parent, name, nn.Hardtanh(), f"{path}, a "
+    attention = layer.self_attn
+    yield attention, "attention_dropout", 0.1, "attention dropout in model.layers.2.self_attn"
+    for name in ("scaling", "head_dim", "num_key_value_groups"):
+        yield attention, name, getattr(attention, name) + 1, "in model.layers.2"
+    yield attention, "is_causal", False, "attention to later tokens in model.layers.2"
+    for path in family.norms.values():
+        yield part_of(layer, path), family.norm.epsilon, 0.5, "epsilon"
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_stranger_of_any_family_is_found(kind: str) -> None:
+    model, family = family_model(kind), FAMILIES[kind]
+    patch_as(model, PatchOptions(), CPU)
+    assert why_not_scheduled(model.model) is None
+    for owner, name, value, says in family_strangers(model, family):
+        had = hasattr(owner, name) and name != "forward"
+        before = getattr(owner, name, None)
+        setattr(owner, name, value)
+        assert says in str(why_not_scheduled(model.model)), (name, says)
+        setattr(owner, name, before) if had else delattr(owner, name)
+    for path in family.in_layer:
+        handle = part_of(model.model.layers[-1], path).register_forward_hook(double)
+        assert why_not_scheduled(model.model) == f"hooks on model.layers.2.{path}"
+        handle.remove()
+    assert why_not_scheduled(model.model) is None
+
+
+SEEN = {
+    *("attention_dropout", "embedding_dropout", "residual_dropout"),  # _dropouts
+    *(
+        "config",
+        "scaling",
+        "attn_logit_softcapping",
+        "head_dim",
+        "is_sliding",
+        "sliding_window",
+        "use_rope",
+    ),
+    *("residual_multiplier", "embedding_multiplier", "logit_scale", "vocab_size"),
+    *("variance_epsilon", "eps", "weight", "bias", "inv_freq", "attention_scaling"),
+    *("model", "lm_head", "loss_function", "layers", "norm", "embed_tokens", "rotary_emb"),
+}
+"""Attributes that strangers.py compares, or that the schedule itself reads."""
+ELSEWHERE = {
+    *("training", "layer_idx"),
+    "has_sliding_layers",  # which masks are made, not which a layer gets
+    "num_key_value_heads",  # Phi3's, beside num_key_value_groups
+    "normalized_shape",  # compared as the weight's shape
+    *("use_qk_norm", "q_norm", "k_norm"),  # Cohere's, which _undeclared finds
+    "_norm",  # Gemma's norm, a method
+    "_deepstack_process",  # Qwen3-VL's images
+    "recomposition_frequencies",  # of three equal rows of positions nothing is left
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_forwards_read_no_attribute_that_nobody_looks_at(kind: str) -> None:
+    """Of these versions of transformers: a family's next setting is found when they are raised."""
+    family = FAMILIES[kind]
+    known = SEEN | ELSEWHERE | {name for names in family.children.values() for name in names}
+    parts = ("Model", "DecoderLayer", "Attention", "MLP", "RotaryEmbedding", "ForCausalLM")
+    for path in [name for part in parts for name in family.known(part)] + [*family.norm_classes]:
+        module, _, name = path.rpartition(".")
+        owner = getattr(import_module(module), name, None)  # VL text models have no causal class
+        if owner is None:
+            continue
+        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(owner.forward))))
+        nodes = [node for node in ast.walk(code) if isinstance(node, ast.Attribute)]
+        read = {x.attr for x in nodes if isinstance(x.value, ast.Name) and x.value.id == "self"}
+        assert read <= known, f"{path}: {sorted(read - known)}"
+
+
+def test_coheres_norms_of_q_and_k_run_hugging_faces_layers(scheduled, capsys) -> None:
+    losses = []
+    for patched in (False, True):
+        model = family_model("cohere", use_qk_norm=True)
+        if patched:
+            patch_as(model, PatchOptions(), CPU)
+        losses.append(model(**packed_batch()).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6) and not scheduled
+    assert "model.layers.0.self_attn.q_norm, which" in capsys.readouterr().out
+
+
+def test_a_scale_of_logits_that_was_changed_on_the_model() -> None:
+    losses = []
+    for patched in (False, True):
+        model = family_model("cohere2")
+        if patched:
+            patch_as(model, PatchOptions(), CPU)
+        model.logit_scale = 7.0
+        losses.append(model(**packed_batch()).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_label_smoothing_is_not_dropped_with_an_adapted_head() -> None:

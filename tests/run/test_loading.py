@@ -12,17 +12,19 @@ from safetensors.torch import load_file, save_file
 from small_gguf import write_gguf
 from small_model import CPU, ROPE, packed_batch, tiny_config
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    GPT2Config,
     LlamaForCausalLM,
     PretrainedConfig,
     Trainer,
     TrainingArguments,
 )
 
+import longctx
 from longctx.attention import flash4
 from longctx.config import ModelArguments, Preset
 from longctx.errors import UserError
+from longctx.model.families import FAMILIES
 from longctx.presets import PRESETS
 from longctx.run import loading
 from longctx.run.loading import check_request, load_config, load_model
@@ -90,12 +92,6 @@ def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch)
     assert not answers
 
 
-def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) -> None:
-    GPT2Config(n_layer=1).save_pretrained(tmp_path)  # a configuration without weights
-    with pytest.raises(UserError, match="'gpt2': use --class_type vanilla"):
-        load_config(ModelArguments(model_name_or_path=str(tmp_path)), vocab_size=9)
-
-
 @pytest.mark.parametrize(
     ("preset", "parameters", "layer"),
     [
@@ -115,6 +111,7 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
         ("olmo-3-7b", 7_298_011_136, "Olmo3DecoderLayer"),
         ("ministral-3-8b", 8_489_553_920, "Ministral3DecoderLayer"),
         ("glm-4-9b", 9_400_279_040, "Glm4DecoderLayer"),
+        ("command-r7b", 8_028_033_024, "Cohere2DecoderLayer"),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
@@ -124,6 +121,24 @@ def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: s
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert set(model._no_split_modules) == {layer}  # what FSDP wraps
     assert set(PRESETS) == set(get_args(Preset))
+
+
+def test_an_unknown_family_is_refused_by_name_and_vanilla_trains_it(tmp_path: Path) -> None:
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    config = AutoConfig.for_model("gpt_neox", intermediate_size=48, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError) as patched:
+        longctx.patch(model)
+    config.save_pretrained(tmp_path)
+    args = ModelArguments(model_name_or_path=str(tmp_path), seq_len=16)
+    with pytest.raises(UserError) as loaded:
+        load_config(args, vocab_size=64)
+    for error, named in ((patched, "GPTNeoXForCausalLM"), (loaded, "'gpt_neox'")):
+        said = str(error.value)
+        assert f"no family for {named}. It knows llama, " in said and "qwen3_vl around" in said
+        assert "--class_type vanilla" in said and "docs/add_a_family.md" in said
+        assert set(FAMILIES) <= set(said.replace(",", "").split())
+    load_config(replace(args, class_type="vanilla"), vocab_size=64)
 
 
 def test_cudnn_is_refused_for_windows_before_loading_weights() -> None:
