@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from longctx.attention.documents import Documents
+from longctx.attention.documents import Documents, Parents
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError, print_rank0
 from longctx.layer.norm_spec import NormSpec
@@ -78,6 +78,8 @@ REPLACED = "_longctx_replaced"
 _untraced = torch.compiler.disable(reason=_NO_TRACE)
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """The arguments in which packing collators say where documents begin."""
+_PARENTS = "parents"
+"""The argument that says which of these documents continue another one (`Documents.of`)."""
 _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
 
 
@@ -219,6 +221,9 @@ def causal_forward(
         return type(self).forward(self, **inputs, **given)
     _check_untraced()
     attach(self)
+    if labels is not None and shift_labels is None and kwargs.get(_PARENTS) is not None:
+        of_rows = runtime.shards.whole(labels) if runtime.shards else labels
+        _check_answers(of_rows, kwargs.get("cu_seq_lens_q"), kwargs[_PARENTS], ignore_index)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
     whole = None if labels is None or wants_logits else _why_all_logits(self)
     if labels is None or wants_logits or whole:
@@ -382,13 +387,15 @@ def base_forward(
     if reason is None:
         positions = positions_of(position_ids, known_family(self).position_rows)
         reason = "rows of positions that differ (an image's)" if positions is None else None
+    bounds, parents = kwargs.get("cu_seq_lens_q"), kwargs.get(_PARENTS)
+    if parents is not None and reason:
+        raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
         _check_shared(inputs, reason)
     if positions is not None:
-        bounds = kwargs.get("cu_seq_lens_q")
         return BaseModelOutputWithPast(
             last_hidden_state=_scheduled_forward(
-                *(self, input_ids, attention_mask, positions, inputs_embeds, bounds),
+                *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
                 caller=caller,
             )
         )
@@ -403,8 +410,9 @@ _DOUBLE = "weights in float64"
 
 
 def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
-    """Raises UserError if Hugging Face's layers would take a rank's tokens for the whole row."""
-    for name in ("attention_mask", *_BOUNDS):
+    """Raises UserError if Hugging Face's layers would take a rank's tokens for the whole row. With
+    parents, bounds and parents are those of the whole rows, on every rank."""
+    for name in ("attention_mask", *(_BOUNDS if inputs.get(_PARENTS) is None else ())):
         if inputs.get(name) is not None:
             reason = reason or f"{name} (position_ids say where documents begin)"
     if reason:
@@ -415,7 +423,7 @@ def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | Non
     """Returns why this call cannot run the scheduled layers, in a few words; None if it can."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
-    known |= _BOUNDS | _OF_THE_LOSS
+    known |= _BOUNDS | _OF_THE_LOSS | {_PARENTS}
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if not given.pop("is_causal", True):
         return "attention to later tokens (is_causal=False)"
@@ -455,6 +463,7 @@ def _scheduled_forward(
     positions: Positions,
     inputs_embeds: Tensor | None,  # (B, S, D)
     bounds: Tensor | None = None,  # (documents + 1,)
+    parents: Parents = None,  # (documents,)
     *,
     caller: Caller,
 ) -> Tensor:  # (B, S, D)
@@ -472,7 +481,12 @@ def _scheduled_forward(
     whole = shards.whole(of_documents) if shards else of_documents  # NCCL takes its memory first
     if torch.is_grad_enabled():
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
-    documents, real = Documents.of_batch(whole, attention_mask, bounds)
+    documents, real = Documents.of_batch(whole, attention_mask, bounds, parents)
+    if documents.parents and positions.rope is None:
+        rope = documents.position_ids().view(whole.shape)
+        rope = shards.own(rope) if shards else rope
+    elif documents.parents:
+        _check_continued(documents, shards.whole(rope) if shards else rope)
     caller.padded = real is not None
     joined = positions.documents is None and positions.rope is not None
     if joined and attention_mask is None and bounds is None:
@@ -497,6 +511,31 @@ def _scheduled_forward(
     if real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)
+
+
+def _check_continued(documents: Documents, rope: Tensor) -> None:  # (B, S)
+    """Raises UserError if a document's positions do not go on from its parent's."""
+    pairs = [(prompt.stop - 1, a.start) for prompt, answers in documents.prompts() for a in answers]
+    last, first = rope.flatten()[torch.tensor(pairs, device=rope.device)].unbind(1)
+    if not torch.equal(first, last + 1):
+        raise UserError(
+            "position_ids of a document with a parent must go on from the parent's last one: leave "
+            "them out, or take those of longctx.Documents.of(lengths, parents).arguments()"
+        )
+
+
+def _check_answers(labels: Tensor, bounds: Any, parents: Any, ignored: int) -> None:  # (B, S)
+    """Raises UserError for a label that the token before it would not predict: the first of an
+    answer that does not follow its prompt directly."""
+    documents, _ = Documents.of_batch(labels, None, bounds, parents)
+    firsts = [answer.start for _, answers in documents.prompts() for answer in answers[1:]]
+    trained = labels.flatten()[torch.tensor(firsts, dtype=torch.int64, device=labels.device)]
+    if bool((trained != ignored).any()):
+        raise UserError(
+            "the first token of a prompt's second answer, and of later ones, is predicted by the "
+            f"prompt's last token, which has one label only: set its label to {ignored}, or "
+            "compute the loss from the hidden states"
+        )
 
 
 def _say_joined(runtime: Runtime, rope: Tensor) -> None:  # (B, S)
