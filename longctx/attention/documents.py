@@ -6,6 +6,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -133,16 +134,17 @@ class Documents:
         parents = self.parents or (None,) * len(self.lengths)
         return tuple(0 if p is None else self.lengths[p] for p in parents)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """The most tokens that a token can attend to where there are no windows."""
         return max(a + b for a, b in zip(self.lengths, self.before, strict=True))
 
+    @cached_property
     def prompts(self) -> list[tuple[slice, list[slice]]]:
-        """Returns the tokens of each document that others continue, with those of each of them."""
+        """The tokens of each document that others continue, with those of each of them."""
         tokens = list(self.slices())
         answers: dict[int, list[slice]] = {}
-        for own, parent in zip(tokens, self.parents or (), strict=False):
+        for own, parent in zip(tokens, self.parents, strict=False):
             if parent is not None:
                 answers.setdefault(parent, []).append(own)
         return [(tokens[parent], found) for parent, found in answers.items()]

@@ -24,7 +24,7 @@ Nothing is copied for the second call: the answers of a prompt are consecutive t
 prompt, so that q, k and v of each are slices. Without a window all answers of a prompt are the
 queries of one launch. Beside the first call, with elements of 2 bytes and one prompt at a time:
 
-    forward     2 A H d bytes (o2), at most 48 MiB of fp32 while they are merged
+    forward     2 A H d bytes (o2), at most 32 MiB of fp32 while they are merged
     backward    2 A H d bytes for all prompts (the merged o, if dq takes its place), and the second
                 call's own: gradients of A queries and P keys, after those of the first were freed
 
@@ -112,7 +112,7 @@ class Prefixed(Attention):
 
 def continuations(documents: Documents, window: int | None) -> Iterator[tuple[slice, list[slice]]]:
     """Yields, for each prompt, its keys that answers attend to, and the queries of each launch."""
-    for prompt, answers in documents.prompts():
+    for prompt, answers in documents.prompts:
         if window is None:
             yield prompt, [slice(answers[0].start, answers[-1].stop)]
         elif window > 1:

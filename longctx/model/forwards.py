@@ -380,14 +380,15 @@ def base_forward(
         return type(self).forward(self, **inputs)
     _check_untraced()
     attach(self)
-    if use_cache is None and self.training and torch.is_grad_enabled():
+    bounds, parents = kwargs.get("cu_seq_lens_q"), kwargs.get(_PARENTS)
+    trains = self.training and torch.is_grad_enabled()
+    if use_cache is None and (trains or parents is not None):
         inputs["use_cache"] = False
     caller = caller or Caller()
     reason, positions = _not_covered(self, inputs, caller), None
     if reason is None:
         positions = positions_of(position_ids, known_family(self).position_rows)
         reason = "rows of positions that differ (an image's)" if positions is None else None
-    bounds, parents = kwargs.get("cu_seq_lens_q"), kwargs.get(_PARENTS)
     if parents is not None and reason:
         raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
@@ -515,7 +516,7 @@ def _scheduled_forward(
 
 def _check_continued(documents: Documents, rope: Tensor) -> None:  # (B, S)
     """Raises UserError if a document's positions do not go on from its parent's."""
-    pairs = [(prompt.stop - 1, a.start) for prompt, answers in documents.prompts() for a in answers]
+    pairs = [(prompt.stop - 1, a.start) for prompt, answers in documents.prompts for a in answers]
     last, first = rope.flatten()[torch.tensor(pairs, device=rope.device)].unbind(1)
     if not torch.equal(first, last + 1):
         raise UserError(
@@ -528,7 +529,7 @@ def _check_answers(labels: Tensor, bounds: Any, parents: Any, ignored: int) -> N
     """Raises UserError for a label that the token before it would not predict: the first of an
     answer that does not follow its prompt directly."""
     documents, _ = Documents.of_batch(labels, None, bounds, parents)
-    firsts = [answer.start for _, answers in documents.prompts() for answer in answers[1:]]
+    firsts = [answer.start for _, answers in documents.prompts for answer in answers[1:]]
     trained = labels.flatten()[torch.tensor(firsts, dtype=torch.int64, device=labels.device)]
     if bool((trained != ignored).any()):
         raise UserError(

@@ -155,7 +155,7 @@ def test_an_answer_goes_on_from_its_prompt() -> None:
     assert documents.parents == (None, 0, 0, None)
     assert documents.before == (0, 4, 4, 0) and documents.longest == 7
     assert documents.position_ids().tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1, 2, 3, 4]
-    assert documents.prompts() == [(slice(0, 4), [slice(4, 6), slice(6, 9)])]
+    assert documents.prompts == [(slice(0, 4), [slice(4, 6), slice(6, 9)])]
     arguments = documents.arguments()
     assert arguments["parents"].tolist() == [-1, 0, 0, -1]
     again, _ = Documents.of_batch(
