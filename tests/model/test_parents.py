@@ -115,13 +115,13 @@ def test_families_as_separate_rows(family, dtype, capsys) -> None:
 def test_no_bit_depends_on_what_is_kept(family) -> None:
     """In tiles of two sizes; forward's bits do not depend on the tiles either."""
     outputs = []
-    for tile_tokens in (31, 144):
+    for tile_tokens, keeps in ((31, KEEPS[::4]), (144, KEEPS[::11])):
         *_, ours = test_every_family.trio(
             family, torch.float32, LADDER | dict(tile_tokens=tile_tokens)
         )
         ids, d_hidden = draw(ours.config.vocab_size, torch.float32, ours.config.hidden_size, 1)
         first: Found | None = None
-        for keep in KEEPS:
+        for keep in keeps:
             ours.longctx.store.ladder = (keep,)
             hidden, grads = shared(ours, ids, d_hidden)
             copied = hidden, {name: grad.clone() for name, grad in grads.items()}
