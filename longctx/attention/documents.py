@@ -3,11 +3,13 @@ which documents continue another one (prefixes.py)."""
 
 from __future__ import annotations
 
+import operator
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +112,8 @@ class Documents:
         UserError for a number that is no earlier document, for another order, and for a parent that
         has a parent itself.
         """
-        if any(n < 0 for n in lengths):
+        lengths = [_whole(n) for n in lengths]
+        if min(lengths, default=0) < 0:
             raise UserError(f"documents have no negative length, got {reprlib.repr(lengths)}")
         kept = [n for n in lengths if n]
         bounds = torch.tensor([0, *accumulate(kept)], dtype=torch.int32)
@@ -175,10 +178,10 @@ def _checked(lengths: Sequence[int], parents: Parents) -> tuple[int | None, ...]
     nothing if no document has a parent. Raises UserError as `Documents.of` says."""
     if parents is None:
         return ()
-    given = parents.tolist() if isinstance(parents, Tensor) else list(parents)
-    if len(given) != len(lengths):
-        raise UserError(f"parents has {len(given)} entries for {len(lengths)} documents")
-    given = [None if parent == -1 else parent for parent in given]
+    entries = parents.tolist() if isinstance(parents, Tensor) else list(parents)
+    if len(entries) != len(lengths):
+        raise UserError(f"parents has {len(entries)} entries for {len(lengths)} documents")
+    given = [None if entry is None or _whole(entry) == -1 else _whole(entry) for entry in entries]
     numbers: dict[int, int] = {}  # of the documents that are not empty
     found: list[int | None] = []
     for i, length in enumerate(lengths):
@@ -198,14 +201,24 @@ def _checked(lengths: Sequence[int], parents: Parents) -> tuple[int | None, ...]
     return tuple(found) if any(parent is not None for parent in found) else ()
 
 
-def _check_parent(document: int, parent: object, parents: list[int | None]) -> None:
-    if not isinstance(parent, int) or not 0 <= parent < document:
+def _check_parent(document: int, parent: int, parents: list[int | None]) -> None:
+    if not 0 <= parent < document:
         raise UserError(
             f"the parent of document {document} must be the number of an earlier document, or None "
-            f"or -1 for none, got {parent!r}"
+            f"or -1 for none, got {parent}"
         )
     if parents[parent] is not None:
         raise UserError(
             f"document {document} continues document {parent}, which continues document "
             f"{parents[parent]}: prompts are shared over one level"
         )
+
+
+def _whole(number: Any) -> int:
+    """Returns an integer of Python, NumPy or torch as Python's. Raises UserError for others."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise UserError(
+            f"lengths and parents of documents are integers, got {reprlib.repr(number)}"
+        ) from None

@@ -49,6 +49,7 @@ from longctx.model.families import (
 )
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import RowCount, linear_cross_entropy
+from longctx.model.parents import PARENTS, check_labels, check_positions
 from longctx.model.positions import Positions, positions_of
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
 from longctx.model.strangers import (
@@ -78,8 +79,6 @@ REPLACED = "_longctx_replaced"
 _untraced = torch.compiler.disable(reason=_NO_TRACE)
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """The arguments in which packing collators say where documents begin."""
-_PARENTS = "parents"
-"""The argument that says which of these documents continue another one (`Documents.of`)."""
 _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
 
 
@@ -221,9 +220,9 @@ def causal_forward(
         return type(self).forward(self, **inputs, **given)
     _check_untraced()
     attach(self)
-    if labels is not None and shift_labels is None and kwargs.get(_PARENTS) is not None:
+    if labels is not None and shift_labels is None and kwargs.get(PARENTS) is not None:
         of_rows = runtime.shards.whole(labels) if runtime.shards else labels
-        _check_answers(of_rows, kwargs.get("cu_seq_lens_q"), kwargs[_PARENTS], ignore_index)
+        check_labels(of_rows, kwargs.get("cu_seq_lens_q"), kwargs[PARENTS], ignore_index)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
     whole = None if labels is None or wants_logits else _why_all_logits(self)
     if labels is None or wants_logits or whole:
@@ -380,7 +379,7 @@ def base_forward(
         return type(self).forward(self, **inputs)
     _check_untraced()
     attach(self)
-    bounds, parents = kwargs.get("cu_seq_lens_q"), kwargs.get(_PARENTS)
+    bounds, parents = kwargs.get("cu_seq_lens_q"), kwargs.get(PARENTS)
     trains = self.training and torch.is_grad_enabled()
     if use_cache is None and (trains or parents is not None):
         inputs["use_cache"] = False
@@ -413,7 +412,7 @@ _DOUBLE = "weights in float64"
 def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
     """Raises UserError if Hugging Face's layers would take a rank's tokens for the whole row. With
     parents, bounds and parents are those of the whole rows, on every rank."""
-    for name in ("attention_mask", *(_BOUNDS if inputs.get(_PARENTS) is None else ())):
+    for name in ("attention_mask", *(_BOUNDS if inputs.get(PARENTS) is None else ())):
         if inputs.get(name) is not None:
             reason = reason or f"{name} (position_ids say where documents begin)"
     if reason:
@@ -424,7 +423,7 @@ def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | Non
     """Returns why this call cannot run the scheduled layers, in a few words; None if it can."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
-    known |= _BOUNDS | _OF_THE_LOSS | {_PARENTS}
+    known |= _BOUNDS | _OF_THE_LOSS | {PARENTS}
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if not given.pop("is_causal", True):
         return "attention to later tokens (is_causal=False)"
@@ -487,7 +486,7 @@ def _scheduled_forward(
         rope = documents.position_ids().view(whole.shape)
         rope = shards.own(rope) if shards else rope
     elif documents.parents:
-        _check_continued(documents, shards.whole(rope) if shards else rope)
+        check_positions(shards.whole(rope) if shards else rope, documents)
     caller.padded = real is not None
     joined = positions.documents is None and positions.rope is not None
     if joined and attention_mask is None and bounds is None:
@@ -512,31 +511,6 @@ def _scheduled_forward(
     if real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)
-
-
-def _check_continued(documents: Documents, rope: Tensor) -> None:  # (B, S)
-    """Raises UserError if a document's positions do not go on from its parent's."""
-    pairs = [(prompt.stop - 1, a.start) for prompt, answers in documents.prompts for a in answers]
-    last, first = rope.flatten()[torch.tensor(pairs, device=rope.device)].unbind(1)
-    if not torch.equal(first, last + 1):
-        raise UserError(
-            "position_ids of a document with a parent must go on from the parent's last one: leave "
-            "them out, or take those of longctx.Documents.of(lengths, parents).arguments()"
-        )
-
-
-def _check_answers(labels: Tensor, bounds: Any, parents: Any, ignored: int) -> None:  # (B, S)
-    """Raises UserError for a label that the token before it would not predict: the first of an
-    answer that does not follow its prompt directly."""
-    documents, _ = Documents.of_batch(labels, None, bounds, parents)
-    firsts = [answer.start for _, answers in documents.prompts for answer in answers[1:]]
-    trained = labels.flatten()[torch.tensor(firsts, dtype=torch.int64, device=labels.device)]
-    if bool((trained != ignored).any()):
-        raise UserError(
-            "the first token of a prompt's second answer, and of later ones, is predicted by the "
-            f"prompt's last token, which has one label only: set its label to {ignored}, or "
-            "compute the loss from the hidden states"
-        )
 
 
 def _say_joined(runtime: Runtime, rope: Tensor) -> None:  # (B, S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -179,7 +180,8 @@ def test_empty_documents_are_left_out() -> None:
         ([None, 1, None, None], "the parent of document 1 must be the number of an earlier .* 1"),
         ([None, 4, None, None], "the parent of document 1 must be .* got 4"),
         ([None, -2, None, None], "the parent of document 1 must be .* got -2"),
-        ([None, 0.0, None, None], "the parent of document 1 must be .* got 0.0"),
+        ([None, 0.0, None, None], "lengths and parents of documents are integers, got 0.0"),
+        (torch.tensor([[-1, 0, -1, -1]]), "parents has 1 entries for 4 documents"),
         ([None, 0, 1, None], "document 2 continues document 1, which continues document 0: .* one"),
         ([None, None, 0, None], "document 2 must follow its parent, document 0, or another"),
         ([None, 0, None, 0], "document 3 must follow its parent, document 0, or another"),
@@ -190,9 +192,13 @@ def test_parents_that_cannot_be(parents, message) -> None:
         Documents.of([3, 2, 2, 1], parents)
 
 
-def test_no_document_has_a_negative_length() -> None:
+def test_lengths_are_whole_numbers() -> None:
+    documents = Documents.of(torch.tensor([3, 2]), np.array([-1, 0]))
+    assert documents.lengths == (3, 2) and documents.parents == (None, 0)
     with pytest.raises(UserError, match="no negative length"):
         Documents.of([3, -1])
+    with pytest.raises(UserError, match="lengths and parents .* are integers, got 2.5"):
+        Documents.of([3, 2.5])
 
 
 def test_choice_of_the_backend() -> None:

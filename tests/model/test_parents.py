@@ -132,6 +132,20 @@ def test_no_bit_depends_on_what_is_kept(family) -> None:
     assert torch.equal(*outputs)
 
 
+def test_a_batch_of_rows_is_one_row(capsys) -> None:
+    """Documents are those of the flattened batch; in evaluation, where nobody says use_cache."""
+    *_, ours = small_layer.trio(torch.float32)
+    ids, _ = draw(211, torch.float32, 128, 1)
+    arguments = DOCUMENTS.arguments()
+    halves = arguments | dict(position_ids=arguments["position_ids"].view(2, -1))
+    bounds = {name: arguments[name] for name in ("cu_seq_lens_q", "parents")}
+    ours.eval()
+    found = [ours.model(ids.view(2, -1), **given).last_hidden_state for given in (halves, bounds)]
+    found.append(ours.model(ids, **arguments).last_hidden_state.view_as(found[0]))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert capsys.readouterr().out == ""
+
+
 def test_the_loss_of_a_pair() -> None:
     """Labels as packed documents have them; positions that are given are those that are made."""
     truth, naive, ours = small_layer.trio(torch.float32)
