@@ -61,6 +61,7 @@ Preset = Literal[
     "mistral-7b",
     "phi-4",
     "gemma-3-1b",
+    "gemma-2-9b",
     "gemma-3-4b",
     "gemma-3-12b",
     "gemma-3-27b",

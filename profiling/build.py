@@ -114,7 +114,7 @@ def build_model(
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = layers or config.num_hidden_layers
     config.vocab_size = vocabulary or config.vocab_size
-    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device)
+    attention = None if args.class_type == "custom" else _hf_attention(args, device)
     with device:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation=attention

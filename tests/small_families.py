@@ -90,6 +90,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", dict(head_dim=64, attention_bias=True)),
     "glm4": ("glm4", dict(head_dim=32, attention_bias=True)),
     "gemma": ("gemma", dict(head_dim=64, tie_word_embeddings=True)),
+    "gemma2": (
+        "gemma2",
+        dict(head_dim=64, sliding_window=WINDOW, layer_types=_SOME, query_pre_attn_scalar=24)
+        | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0, tie_word_embeddings=True),
+    ),
     "gemma3_text": (
         "gemma3_text",
         dict(head_dim=64, sliding_window=WINDOW, layer_types=_SOME, query_pre_attn_scalar=24)

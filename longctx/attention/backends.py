@@ -8,7 +8,8 @@
 
 The order of cuDNN and flash is torch's own (`check_prefer_cudnn_attention` in its sdp_utils.cpp).
 Only Hopper, sm_90, was measured. cuDNN's op has no sliding windows: for models that have them
-`auto` chooses flash there. torch's op for CPUs has none either; such layers run in `math`.
+`auto` chooses flash there. Neither it nor flash caps scores: for models that do `auto` chooses fa4
+or math. torch's op for CPUs has neither; such layers run in `math`.
 
 A new backend is a class with `forward` and `backward` (or the two methods of `PerDocument`, which
 take one document), a line in `choose_attention`, and a row in tests/attention/test_attention.py.
@@ -39,11 +40,12 @@ def choose_attention(
     *,
     head_dim: int = 128,
     windows: bool = False,
+    softcap: float | None = None,
 ) -> tuple[str, Attention]:
     """Returns the name and the backend for `name`; for `auto` the fastest that runs here.
 
     Raises UserError if the backend cannot run on this device, with this dtype, with heads of this
-    size or, for a model that has sliding windows, with windows.
+    size or, for a model that has sliding windows or caps its scores, with these.
     """
     if name in ("fa2", "sdpa", "eager"):
         raise UserError(
@@ -56,21 +58,34 @@ def choose_attention(
             name = "flash" if dtype in (torch.float32, torch.float64, torch.bfloat16) else "math"
         if name not in ("flash", "math"):
             raise UserError(f"--attn_backend {name} needs a GPU; on this machine use flash or math")
-        return name, FlashOnCpu() if name == "flash" else Math()
+        return name, (FlashOnCpu if name == "flash" else Math)(softcap)
     if torch.cuda.get_device_capability(device) < (8, 0):
         raise UserError(
             f"--class_type custom needs an Ampere or newer GPU and this is {_sm(device)}: "
             "use --class_type vanilla --dtype float32"
         )
     if name == "auto":
-        name = _fastest(device, head_dim, windows) if half else "math"
+        name = _fastest(device, head_dim, windows, softcap is not None) if half else "math"
     if name != "math" and not half:
         raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
-    if name == "cudnn" and windows:
-        raise UserError(NO_WINDOWS)
-    if name == "fa4" and (reason := flash4.why_not(device, head_dim)):
-        raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use flash or cudnn")
-    return name, BACKENDS[name]()
+    if reason := lacks(name, windows=windows, softcap=softcap is not None):
+        raise UserError(reason)
+    if name == "fa4" and (reason := flash4.why_not(device, head_dim, softcap is not None)):
+        others = "math" if softcap is not None else "flash or cudnn"
+        raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use {others}")
+    return name, BACKENDS[name](softcap)
+
+
+def lacks(name: str, *, windows: bool, softcap: bool) -> str | None:
+    """Says which of these, that a model needs, a backend for GPUs has not; None if it has all."""
+    if softcap and name in ("cudnn", "flash"):
+        return (
+            f"--attn_backend {name} has no cap of attention's scores, which this model has: use "
+            "fa4, math or auto"
+        )
+    if windows and name == "cudnn":
+        return NO_WINDOWS
+    return None
 
 
 NO_WINDOWS = (
@@ -78,13 +93,16 @@ NO_WINDOWS = (
 )
 
 
-def _fastest(device: torch.device, head_dim: int, windows: bool) -> str:
+def _fastest(device: torch.device, head_dim: int, windows: bool, softcap: bool) -> str:
     major, _ = torch.cuda.get_device_capability(device)
-    if major in flash4.CHOSEN and flash4.present():
-        reason = flash4.why_not(device, head_dim)
+    if major in flash4.CHOSEN and (softcap or flash4.present()):
+        reason = flash4.why_not(device, head_dim, softcap)
         if reason is None:
             return "fa4"
         _print_once(f"flash-attn-4 {reason}")
+    if softcap:
+        _print_once("the model caps attention's scores: plain torch computes them (math), slowly")
+        return "math"
     # Before 9.15.1 cuDNN was wrong for lengths not divisible by 128 (pytorch#169849).
     cudnn = major in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
     return "cudnn" if cudnn and not windows else "flash"
@@ -102,7 +120,8 @@ class FlashAttention4(Attention):
 
     writes_gradients = True
 
-    def __init__(self) -> None:
+    def __init__(self, softcap: float | None = None) -> None:
+        super().__init__(softcap)
         interface = flash4.load()
         self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
 
@@ -148,12 +167,12 @@ class FlashAttention4(Attention):
         )
         return out or QKV(*grads)
 
-    @staticmethod
-    def _options(documents: Documents, window: int | None) -> dict[str, Any]:
+    def _options(self, documents: Documents, window: int | None) -> dict[str, Any]:
         bounds, longest = documents.cu_seqlens, max(documents.lengths)
         return dict(
             causal=True,
             window_size_left=None if window is None else window - 1,
+            softcap=self.softcap or 0.0,
             cu_seqlens_q=bounds,
             cu_seqlens_k=bounds,
             max_seqlen_q=longest,
@@ -265,7 +284,7 @@ class Math(PerDocument):
         o, lse = [], []
         for tile, seen in self._tiles(qkv, window, after):
             offset = after + tile.start - seen.start
-            scores = _scores(qkv.q[tile], keys[:, seen], offset, scale, window)
+            scores = self._scores(qkv.q[tile], keys[:, seen], offset, scale, window)
             lse.append(scores.logsumexp(-1))
             p = torch.exp(scores - lse[-1][:, :, None])
             o.append((p @ values[:, seen].to(p.dtype)).transpose(0, 1))
@@ -281,16 +300,19 @@ class Math(PerDocument):
         window: int | None,
         after: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q."""
+        """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q.
+        With a softcap c, ds is times 1 - (s / c)^2."""
         keys, values = (_heads_first(x, qkv.q).to(lse.dtype) for x in qkv[1:])
         dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)  # (H, L, d)
         for tile, seen in self._tiles(qkv, window, after):
             offset = after + tile.start - seen.start
-            scores = _scores(qkv.q[tile], keys[:, seen], offset, scale, window)
+            scores = self._scores(qkv.q[tile], keys[:, seen], offset, scale, window)
             p = torch.exp(scores - lse[:, tile, None])
             q_HTd, do_HTd, o_HTd = (x[tile].transpose(0, 1).to(p.dtype) for x in (qkv.q, do, o))
             delta = (do_HTd * o_HTd).sum(-1, keepdim=True)
             ds = p * (do_HTd @ values[:, seen].mT - delta) * scale
+            if self.softcap is not None:  # unseen scores are -inf, and their p is 0
+                ds *= (1 - (scores / self.softcap) ** 2).clamp_(min=0)
             dq.append((ds @ keys[:, seen]).transpose(0, 1))
             dk[:, seen] += ds.mT @ q_HTd
             dv[:, seen] += p.mT @ do_HTd
@@ -304,15 +326,30 @@ class Math(PerDocument):
             first = 0 if window is None else max(0, after + start - window + 1)
             yield slice(start, stop), slice(first, m if window is None else min(after + stop, m))
 
+    def _scores(
+        self, q: Tensor, keys_HLd: Tensor, offset: int, scale: float, window: int | None
+    ) -> Tensor:
+        """Returns scores (H, T, L) in fp32 or fp64, with -inf above the diagonal and before the
+        window. The tile's first query is at position `offset` of the keys."""
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        scores = (q.transpose(0, 1).to(dtype) @ keys_HLd.to(dtype).mT) * scale
+        if self.softcap is not None:
+            scores = (scores / self.softcap).tanh_() * self.softcap
+        T, L = scores.shape[-2:]
+        rows = torch.arange(offset, offset + T, device=scores.device)[:, None]
+        columns = torch.arange(L, device=scores.device)
+        unseen = columns > rows if window is None else (columns > rows) | (columns <= rows - window)
+        return scores.masked_fill_(unseen, float("-inf"))
+
 
 class FlashOnCpu(PerDocument):
     """torch's flash op for CPUs. It needs as many key/value heads as query heads. It supports
-    windows only by a mask of (L, L), so layers with windows run in `Math`."""
+    windows only by a mask of (L, L), and no softcap, so layers with these run in `Math`."""
 
     def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         q, k, v = qkv
-        if window is not None:
-            return Math().document_forward(qkv, scale, window)
+        if window is not None or self.softcap is not None:
+            return Math(self.softcap).document_forward(qkv, scale, window)
         o_BHTd, lse_BHT = aten._scaled_dot_product_flash_attention_for_cpu(
             *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, True, scale=scale
         )
@@ -322,8 +359,8 @@ class FlashOnCpu(PerDocument):
         self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv
-        if window is not None:
-            return Math().document_backward(do, qkv, scale, o, lse, window)
+        if window is not None or self.softcap is not None:
+            return Math(self.softcap).document_backward(do, qkv, scale, o, lse, window)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_batched(do, q, _repeat(k, q), _repeat(v, q), o), lse[None], 0.0, True, scale=scale
         )
@@ -387,20 +424,6 @@ def _sum_groups(grad_HLd: Tensor, kv: Tensor) -> Tensor:
     """Sums a kv head's gradient over its query heads: (H, L, d) -> (L, K, d)."""
     K = kv.shape[1]
     return grad_HLd.unflatten(0, (K, -1)).sum(1).transpose(0, 1)
-
-
-def _scores(
-    q_THd: Tensor, keys_HLd: Tensor, offset: int, scale: float, window: int | None
-) -> Tensor:
-    """Returns scores (H, T, L) in fp32 or fp64, with -inf above the diagonal and before the window.
-    The tile's first query is at position `offset` of the keys."""
-    dtype = torch.float64 if q_THd.dtype == torch.float64 else torch.float32
-    scores = (q_THd.transpose(0, 1).to(dtype) @ keys_HLd.to(dtype).mT) * scale
-    T, L = scores.shape[-2:]
-    rows = torch.arange(offset, offset + T, device=scores.device)[:, None]
-    columns = torch.arange(L, device=scores.device)
-    unseen = columns > rows if window is None else (columns > rows) | (columns <= rows - window)
-    return scores.masked_fill_(unseen, float("-inf"))
 
 
 BACKENDS: dict[str, type[Attention]] = {

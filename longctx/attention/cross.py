@@ -50,11 +50,15 @@ def cross_of(attention: Attention) -> Cross:
             f"{type(attention).__name__} attention cannot share prompts between documents: "
             f"use {', '.join(known.__name__ for known in CROSS)}, or rows without parents"
         )
-    return kind()
+    return kind(attention.softcap)
 
 
 class Cross(ABC):
-    """A backend's attention of queries to keys before them. Tensors may be strided views."""
+    """A backend's attention of queries to keys before them. Tensors may be strided views; `softcap`
+    is the backend's."""
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
 
     @abstractmethod
     def forward(
@@ -77,7 +81,8 @@ class CrossFlash4(Cross):
     """flash-attn-4 on a batch of one row, which needs no boundaries. Where it has no deterministic
     backward, the first call's has raised an error before."""
 
-    def __init__(self) -> None:
+    def __init__(self, softcap: float | None = None) -> None:
+        super().__init__(softcap)
         interface = flash4.load()
         self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
 
@@ -86,6 +91,7 @@ class CrossFlash4(Cross):
             *_rows(*qkv),
             softmax_scale=scale,
             causal=False,
+            softcap=self.softcap or 0.0,
             return_lse=True,
             **_sides(qkv, window),
         )
@@ -104,6 +110,7 @@ class CrossFlash4(Cross):
             *_rows(*qkv, o, do, lse),
             softmax_scale=scale,
             causal=False,
+            softcap=self.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **_sides(qkv, window),
         )
@@ -144,7 +151,7 @@ class CrossMath(Cross):
     """Plain torch, in the tiles of `Math`."""
 
     def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
-        return Math().document_forward(qkv, scale, window, after=len(qkv.k))
+        return Math(self.softcap).document_forward(qkv, scale, window, after=len(qkv.k))
 
     def backward(
         self,
@@ -155,15 +162,17 @@ class CrossMath(Cross):
         lse: Tensor,
         window: int | None = None,
     ) -> Gradients:
-        return Math().document_backward(do, qkv, scale, o, lse, window, after=len(qkv.k))
+        return Math(self.softcap).document_backward(
+            do, qkv, scale, o, lse, window, after=len(qkv.k)
+        )
 
 
 class CrossFlashOnCpu(CrossMath):
-    """torch's flash op for CPUs. As for documents, windows run in `Math`."""
+    """torch's flash op for CPUs. As for documents, windows and a softcap run in `Math`."""
 
     def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = qkv
-        if window is not None:
+        if window is not None or self.softcap is not None:
             return super().forward(qkv, scale, window)
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, False, scale=scale
@@ -180,7 +189,7 @@ class CrossFlashOnCpu(CrossMath):
         window: int | None = None,
     ) -> Gradients:
         q, k, v = qkv
-        if window is not None:
+        if window is not None or self.softcap is not None:
             return super().backward(do, qkv, scale, o, lse, window)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *_batched(do, q, _repeat(k, q), _repeat(v, q), o), lse[None], 0.0, False, scale=scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -178,6 +178,8 @@ def _checked(lengths: Sequence[int], parents: Parents) -> tuple[int | None, ...]
     nothing if no document has a parent. Raises UserError as `Documents.of` says."""
     if parents is None:
         return ()
+    if not isinstance(parents, Iterable):
+        raise UserError(f"parents is a sequence with an entry per document, got {parents!r}")
     entries = parents.tolist() if isinstance(parents, Tensor) else list(parents)
     if len(entries) != len(lengths):
         raise UserError(f"parents has {len(entries)} entries for {len(lengths)} documents")

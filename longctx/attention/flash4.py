@@ -55,14 +55,16 @@ def present() -> bool:
     return any(Path(place, "cute", "interface.py").is_file() for place in places)
 
 
-def why_not(device: torch.device, head_dim: int = 128) -> str | None:
-    """Says in a few words why flash-attn-4 cannot train heads of this size on this GPU; returns
-    None if it can."""
+def why_not(device: torch.device, head_dim: int = 128, softcap: bool = False) -> str | None:
+    """Says in a few words why flash-attn-4 cannot train heads of this size, with scores that are
+    capped or not, on this GPU; returns None if it can."""
     major, minor = torch.cuda.get_device_capability(device)
     if major not in TRAINABLE:
         return f"has no backward kernel for this GPU (sm_{major}{minor})"
     if head_dim < SMALLEST_HEAD:
         return f"gives wrong gradients for heads of {head_dim}"
+    if softcap and (major == 12 or (major in (10, 11) and head_dim == 256)):
+        return f"has no backward kernel for capped scores on this GPU (sm_{major}{minor})"
     if not present():
         return "is not installed (pip install 'longctx[fa4]')"
     try:

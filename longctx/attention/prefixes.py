@@ -37,7 +37,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,14 +64,13 @@ class Prefixed(Attention):
         o: Tensor,
         lse: Tensor,
         window: int | None = None,
-        **options: Any,
     ) -> None:
         alone = _inside(documents, window)
-        self.attention.forward(qkv, documents, scale, o, lse, alone, **options)
+        self.attention.forward(qkv, documents, scale, o, lse, alone)
         for keys, answers in continuations(documents, window):
             for queries in answers:
                 parts = _parts(qkv, queries, keys)
-                found = self.cross.forward(parts, scale, _needed(parts, window), **options)
+                found = self.cross.forward(parts, scale, _needed(parts, window))
                 merge_(o[queries], lse[:, queries], *found)
 
     def backward(
@@ -85,7 +83,6 @@ class Prefixed(Attention):
         lse: Tensor,
         window: int | None = None,
         out: QKV | None = None,
-        **options: Any,
     ) -> QKV:
         taken = out is not None and out.q.data_ptr() == o.data_ptr()  # dq takes o's place
         pieces = [
@@ -93,7 +90,7 @@ class Prefixed(Attention):
             for keys, answers in continuations(documents, window)
         ]
         alone = _inside(documents, window)
-        grads = self.attention.backward(do, qkv, documents, scale, o, lse, alone, out, **options)
+        grads = self.attention.backward(do, qkv, documents, scale, o, lse, alone, out)
         for keys, answers in pieces:
             sums: list[Tensor] = []
             for queries, merged in answers:
@@ -101,7 +98,6 @@ class Prefixed(Attention):
                 dq, *dkv = self.cross.backward(
                     *(do[queries], parts, scale, merged, lse[:, queries].contiguous()),
                     _needed(parts, window),
-                    **options,
                 )
                 grads.q[queries].add_(dq)
                 sums = [_sum(a, b) for a, b in zip(sums, dkv, strict=True)] if sums else dkv

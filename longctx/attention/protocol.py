@@ -4,9 +4,10 @@
     dq, dk, dv = attention.backward(do, qkv, documents, o, lse)            2.5 times that
 
 The FLOPs are for each document of L tokens, with s = scale * q @ k.T (causal), o = softmax(s) @ v
-and lse = logsumexp(s). With a window of W tokens, token i attends to i - W + 1 ... i, in 4 L W H d
-FLOPs. No tensor of size L x L and no mask exists: documents are given by their boundaries, and a
-packed row costs the attention of its documents, not of the whole row.
+and lse = logsumexp(s). With a softcap c, s = c * tanh(scale * q @ k.T / c). With a window of W
+tokens, token i attends to i - W + 1 ... i, in 4 L W H d FLOPs. No tensor of size L x L and no mask
+exists: documents are given by their boundaries, and a packed row costs the attention of its
+documents, not of the whole row.
 
 The T tokens of all rows of a batch are concatenated; heads are the last dimension but one:
 
@@ -45,10 +46,16 @@ class QKV(NamedTuple):
 
 
 class Attention(ABC):
-    """An attention backend. Tensors may be strided views; o and lse are written in place."""
+    """An attention backend. Tensors may be strided views; o and lse are written in place.
+
+    `softcap` bounds the scores of all layers, as Gemma 2's (arXiv 2408.00118); None: nothing does.
+    """
 
     writes_gradients = False
     """True if backward writes dq, dk and dv in place; else it allocates them, and copies them."""
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
 
     @abstractmethod
     def forward(

@@ -9,6 +9,7 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
     smollm3                                layers without RoPE
     seed_oss                               a head size of its own, dropout
     phi3                                   q, k, v in one parameter, gate and up in one
+    gemma2                                 Gemma 3's norms, caps of scores and of logits
     cohere  cohere2                        attention and MLP side by side, one LayerNorm
     nemotron  starcoder2                   an MLP without a gate, LayerNorm
     exaone4                                norms after attention and MLP, none before; norms of q, k
@@ -97,6 +98,11 @@ def _scale_by_position(config: Any, positions: Tensor) -> Tensor:
     return 1 + rope["llama_4_scaling_beta"] * torch.log1p(passed)
 
 
+def _final_cap(model: Any) -> float | None:
+    cap: float | None = model.config.final_logit_softcapping
+    return cap
+
+
 def head_dim(config: Any) -> int:
     size: int = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -167,9 +173,13 @@ class Family:
     """The rows of positions to which the base model expands one, as in positions.py."""
     query_scale: Callable[[Any, Tensor], Tensor | None] = field(default=lambda config, at: None)
     """Returns a factor (T,) of q from the configuration and the positions (T,)."""
+    score_cap: Callable[[Any], float | None] = field(default=lambda config: None)
+    """Returns the softcap of attention's scores, the same in all layers."""
     embedding_multiplier: Callable[[Any], float] = field(default=lambda base: 1.0)
     logits_scaling: Callable[[Any], float] = field(default=lambda model: 1.0)
     """Returns the number by which a model divides its logits."""
+    logits_cap: Callable[[Any], float | None] = field(default=lambda model: None)
+    """Returns the softcap of a model's logits."""
 
     def known(self, suffix: str) -> Names:
         names = {"Model": self.prefix + self.base, "MLP": self.mlp or f"{self.prefix}MLP"}
@@ -322,6 +332,20 @@ FAMILIES: dict[str, Family] = {
             traits=lambda config, i: {"activation": "gelu_tanh"},
         ),
         Family(
+            kind="gemma2",
+            prefix="Gemma2",
+            norms=_FOUR,
+            norm=_GEMMA_NORM,
+            activations=_GELU_TANH,
+            window=_window_by_type,
+            score_cap=lambda config: config.attn_logit_softcapping,
+            logits_cap=_final_cap,
+            traits=lambda config, i: {
+                "activation": "gelu_tanh",
+                "scale": config.query_pre_attn_scalar**-0.5,
+            },
+        ),
+        Family(
             kind="gemma3_text",
             module="gemma3",
             prefix="Gemma3",
@@ -330,6 +354,7 @@ FAMILIES: dict[str, Family] = {
             norm=_GEMMA_NORM,
             activations=_GELU_TANH,
             window=_window_by_type,
+            logits_cap=_final_cap,
             traits=lambda config, i: {
                 "activation": "gelu_tanh",
                 "rope": config.layer_types[i],
@@ -456,6 +481,11 @@ def logits_scaling(model: PreTrainedModel) -> float:
     return 1.0 if is_whole(model) else known_family(model).logits_scaling(model)
 
 
+def logits_cap(model: PreTrainedModel) -> float | None:
+    """Returns the softcap of a model's logits; those of vision-language models have none."""
+    return None if is_whole(model) else known_family(model).logits_cap(model)
+
+
 def layer_norm_spec(base: PreTrainedModel) -> NormSpec:
     """Returns how the norms of a model's layers compute."""
     norm = known_family(base).norm
@@ -490,6 +520,12 @@ def windows(config: PretrainedConfig) -> list[int | None]:
     family = FAMILIES.get(config.model_type)
     window = _no_window if family is None else family.window
     return [window(config, i) for i in range(config.num_hidden_layers)]
+
+
+def score_cap(config: PretrainedConfig) -> float | None:
+    """Returns the softcap of attention's scores; None without one and for an unknown family."""
+    family = FAMILIES.get(config.model_type)
+    return None if family is None else family.score_cap(config)
 
 
 def has_windows(config: PretrainedConfig) -> bool:

@@ -44,6 +44,7 @@ from longctx.model.families import (
     known_family,
     layer_adapters,
     layer_weights,
+    logits_cap,
     logits_scaling,
     rotary_embeddings,
 )
@@ -258,7 +259,7 @@ def causal_forward(
         # The mean over the ranks is the loss, and so it is of their gradients.
         count = (shift_labels != IGNORE_INDEX).sum().to(hidden.device)
         num_items_in_batch = shards.total(count).clamp(min=1) / shards.ranks
-    head, scaling = head_of(self), logits_scaling(self)
+    head, scaling, cap = head_of(self), logits_scaling(self), logits_cap(self)
     said = partial(_say, runtime, _PADDING) if caller.padded else None
     loss = head(
         hidden,
@@ -266,12 +267,15 @@ def causal_forward(
         counted=counted,
         num_items=num_items_in_batch,
         logits_scaling=scaling,
+        softcap=cap,
         label_smoothing=runtime.label_smoothing if self.training else 0.0,
         logits_bytes=runtime.cut and runtime.cut.logits_bytes,
     )
     return CausalLMOutputWithPast(
         loss=loss,
-        logits=lazy_logits(hidden, partial(_logits, head, scaling, said), len(head.weight), loss),
+        logits=lazy_logits(
+            hidden, partial(_logits, head, scaling, cap, said), len(head.weight), loss
+        ),
         past_key_values=base.past_key_values,
         hidden_states=base.hidden_states,
         attentions=base.attentions,
@@ -292,11 +296,18 @@ def fused_forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: 
     return causal_forward(self, *args, **kwargs)
 
 
-def _logits(head: Any, scaling: float, said: Callable[[], None] | None, hidden: Tensor) -> Tensor:
+def _logits(
+    head: Any,
+    scaling: float,
+    cap: float | None,
+    said: Callable[[], None] | None,
+    hidden: Tensor,  # (B, S, D)
+) -> Tensor:  # (B, S, V)
     if said:
         said()
     logits: Tensor = head(hidden)
-    return logits if scaling == 1.0 else logits / scaling
+    logits = logits if scaling == 1.0 else logits / scaling
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _why_all_logits(model: Any) -> str | None:

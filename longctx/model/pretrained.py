@@ -120,7 +120,7 @@ def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
 
 
 def read_model(
-    source: ModelSource, config: PretrainedConfig, *, dtype: Any, attention: str, **more: Any
+    source: ModelSource, config: PretrainedConfig, *, dtype: Any, attention: str | None, **more: Any
 ) -> Any:
     """The model with the weights of its files, all of them; `dtype` may be "auto", the files' own.
     Raises UserError where one is missing or damaged."""

@@ -52,6 +52,7 @@ from longctx.model.families import (
     model_traits,
     query_scale,
     rotary_embeddings,
+    score_cap,
     windows,
 )
 from longctx.options import PatchOptions
@@ -112,6 +113,7 @@ class Runtime:
             dtype,
             head_dim=head_dim(config),
             windows=has_windows(config),
+            softcap=score_cap(config),
         )
         store = ActivationStore(device, args.host_memory_gib)
         return cls(args=args, attention=attention, backend=name, store=store, dtype=dtype), name

@@ -46,6 +46,7 @@ from longctx.model.families import (
     is_a,
     known_family,
     kv_heads,
+    logits_cap,
     part_of,
     rotary_embeddings,
 )
@@ -141,7 +142,7 @@ def why_not_chunked(model: PreTrainedModel) -> str | None:
         return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "a loss of its own"
-    if getattr(model.config, "final_logit_softcapping", None) is not None:
+    if getattr(model.config, "final_logit_softcapping", None) != logits_cap(model):
         return "a cap of logits"
     if any(changing_hooks(model.lm_head)):
         return "hooks on lm_head"
@@ -161,8 +162,6 @@ def _strangers(base: Any) -> Iterator[str]:
     attention = config._attn_implementation
     if attention != "eager" and not _is_transformers(ALL_ATTENTION_FUNCTIONS.get(attention)):
         yield f"the attention implementation {attention!r}, which transformers does not ship"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        yield "a cap of attention's scores"
     if not getattr(config, "is_causal", True):
         yield "attention to later tokens"
     if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
@@ -253,6 +252,8 @@ def _other_settings(
     groups = config.num_attention_heads // kv_heads(config)
     if attention.num_key_value_groups != groups:
         yield f"other groups of heads than the configuration's in {where}"
+    if state.get("attn_logit_softcapping") != family.score_cap(config):
+        yield f"a cap of attention's scores of its own in {where}"
     if attention.scaling != traits.scale:
         yield f"an attention scale of its own in {where}"
     own_window = state.get("sliding_window", traits.window)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from longctx.attention.backends import BACKENDS
+from longctx.attention.backends import BACKENDS, lacks
 from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.fitted import PROCESS_BYTES
@@ -34,7 +34,7 @@ from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
-from longctx.model.families import head_dim, kv_heads
+from longctx.model.families import has_windows, head_dim, kv_heads, score_cap
 from longctx.model.runtime import check_shares, model_sizes
 from longctx.model.vision import auto_class, rest_
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
@@ -197,7 +197,7 @@ def plan(
     """Returns the plan of a run. `host_bytes` are free on the host, for all processes together.
     `having` changes the step that is chosen for, as a given plan does. Raises UserError for a run
     that no machine can do."""
-    backend = _backend(run, machine)
+    backend = _backend(run, machine, subject.config)
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     step, engine = having(_step(subject, run, machine, backend)), run.engine
     accumulates = run.gradient_accumulation_steps > 1
@@ -262,10 +262,21 @@ def longest(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Pl
     return found
 
 
-def _backend(run: Run, machine: Machine) -> str:
+def _backend(run: Run, machine: Machine, config: Any) -> str:
     asked = run.model.attn_backend
-    if asked == "auto" and run.model.class_type == "custom":
-        return next(iter(machine.attention))
+    if _patched(run):
+        needs = dict(windows=has_windows(config), softcap=score_cap(config) is not None)
+        unfit = {name: lacks(name, **needs) for name in machine.attention}
+        if asked == "auto":
+            fit = [name for name, reason in unfit.items() if reason is None]
+            if not fit:
+                raise UserError(
+                    f"the model caps attention's scores, and of the backends that do none is timed "
+                    f"on {machine.name}: no plan"
+                )
+            return fit[0]
+        if reason := unfit.get(asked):
+            raise UserError(reason)
     known = {"auto": "cudnn", "sdpa": "cudnn", "fa2": "flash"}.get(asked, asked)
     if known not in machine.attention:
         names = ", ".join(machine.attention)

@@ -12,14 +12,14 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from longctx.attention import flash4
-from longctx.attention.backends import NO_WINDOWS, choose_attention
+from longctx.attention.backends import choose_attention, lacks
 from longctx.config import ModelArguments
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, print_rank0
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
-from longctx.model.families import FAMILIES, has_windows, head_dim
+from longctx.model.families import FAMILIES, has_windows, head_dim, score_cap
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.pretrained import read_config, read_model, unreadable
@@ -59,8 +59,8 @@ def load_config(
             f"{', '.join(PREFIXES)} around these; {args.model_name_or_path} is of type "
             f"{config.model_type!r}{around}: use --class_type vanilla or liger"
         )
-    if args.class_type == "custom" and args.attn_backend == "cudnn" and has_windows(text):
-        raise UserError(NO_WINDOWS)
+    if args.class_type == "custom" and (reason := _unfit(args.attn_backend, text)):
+        raise UserError(reason)
     kv_heads = getattr(text, "num_key_value_heads", None) or 1
     if args.class_type == "custom" and kv_heads % (args.head_groups or 1):
         raise UserError(
@@ -69,6 +69,13 @@ def load_config(
     _check_context(text, args)
     check_lora(args, config)
     return config
+
+
+def _unfit(backend: str, config: PretrainedConfig) -> str | None:
+    """Says what the model needs that the backend has not; None if it has all. `flash` of CPUs has
+    all."""
+    softcap = score_cap(config) is not None and torch.cuda.is_available()
+    return lacks(backend, windows=has_windows(config), softcap=softcap)
 
 
 def check_request(args: ModelArguments, device: torch.device) -> None:
@@ -125,7 +132,8 @@ def load_model(
     engine = engine or Plain()
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
-    attention = "sdpa" if args.class_type == "custom" else _hf_attention(args, device, config)
+    custom = args.class_type == "custom"
+    attention = None if custom else _hf_attention(args, device, config)
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device):
             model = auto_class(config).from_config(
@@ -170,17 +178,23 @@ def _check_liger(args: ModelArguments, device: torch.device) -> None:
         )
 
 
-def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None) -> str:
-    """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger."""
+def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None) -> str | None:
+    """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger; None for
+    Hugging Face's own choice."""
     backend: str = args.attn_backend
-    if backend == "auto":
+    if backend == "auto":  # sdpa, or eager for models of which it computes no other
         # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,
         # which it refuses.
-        backend = "sdpa"
+        return None
     if backend not in HF_ATTENTION:
         raise UserError(
             f"--attn_backend {backend} is for --class_type custom; {args.class_type} takes "
             f"{', '.join(HF_ATTENTION)} or auto"
+        )
+    if backend == "sdpa" and config and not getattr(class_of(config), "_supports_sdpa", True):
+        raise UserError(
+            f"--attn_backend sdpa: transformers computes models of type {config.model_type!r} by "
+            "eager alone, or by fa2; use auto"
         )
     if backend in ("fa2", "fa4") and device.type != "cuda":
         raise UserError(f"--attn_backend {backend} needs a GPU; use --attn_backend sdpa")

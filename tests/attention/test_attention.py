@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from exactness import DEVICE, assert_exact
 from longctx.attention.backends import choose_attention
 from longctx.attention.documents import Documents
-from longctx.attention.protocol import QKV
+from longctx.attention.protocol import QKV, Attention
 from longctx.errors import UserError
 from longctx.layer.passes import Schedule, Traits
 
@@ -27,10 +29,10 @@ BACKENDS = [
 ]
 
 
-def backend(name: str, dtype: torch.dtype):
+def backend(name: str, dtype: torch.dtype, **needs: Any) -> Attention:
     if name == "fa4":
         pytest.importorskip("flash_attn.cute")
-    return choose_attention(name, torch.device(DEVICE), dtype)[1]
+    return choose_attention(name, torch.device(DEVICE), dtype, **needs)[1]
 
 
 def plain(
@@ -122,6 +124,56 @@ def test_windows(name, dtype, H, K, d, lengths, window) -> None:
         assert_exact(label, ours, plainly, true)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [b for b in BACKENDS if b.values[0] in ("math", "fa4") or DEVICE == "cpu"],
+)
+@pytest.mark.parametrize(
+    ("H", "K", "d", "lengths", "window"),
+    [(4, 1, 96, [1, 130, 5], None), (4, 2, 64, [300, 64], 64), (2, 1, 256, [1100], None)],
+)
+def test_capped_scores(name, dtype, H, K, d, lengths, window) -> None:
+    """Against the same with eager attention, as in Gemma 2: both for small caps and for large."""
+    torch.manual_seed(0)
+    T, documents = sum(lengths), Documents.of(lengths, device=DEVICE)
+    q, k, v = torch.randn(T, H + 2 * K, d, device=DEVICE, dtype=dtype).split([H, K, K], dim=1)
+    do = torch.randn(T, H, d, device=DEVICE, dtype=dtype)
+    for cap in (0.7, 50.0):
+        attention = backend(name, dtype, softcap=cap, head_dim=d)
+        truth = eager(*(x.double() for x in (q, k, v, do)), lengths, window, cap)
+        naive = eager(q, k, v, do, lengths, window, cap)
+        o, lse = torch.empty_like(do), torch.full((H, T), torch.nan, device=DEVICE)
+        attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse, window)
+        grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, window)
+        for label, ours, plainly, true in zip(
+            "o dq dk dv".split(), (o, *grads), naive, truth, strict=True
+        ):
+            assert_exact(f"{label}, cap {cap}", ours, plainly, true)
+
+
+def eager(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lengths: list[int], window: int | None, cap: float
+) -> list[Tensor]:
+    """o, dq, dk, dv through Gemma 2's eager attention."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    pieces = []
+    for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        i = torch.arange(len(parts[0]), device=q.device)
+        unseen = (i[:, None] < i) | (i <= i[:, None] - (window or len(i)))
+        mask = torch.zeros(len(i), len(i), device=q.device, dtype=q.dtype)
+        mask = mask.masked_fill_(unseen, torch.finfo(q.dtype).min)
+        groups = SimpleNamespace(
+            num_key_value_groups=q.shape[1] // k.shape[1], head_dim=q.shape[2], training=True
+        )
+        heads_first = (x.transpose(0, 1)[None] for x in parts)
+        scale = q.shape[2] ** -0.5
+        o, _ = eager_attention_forward(groups, *heads_first, mask, scaling=scale, softcap=cap)
+        pieces.append(o[0])
+    o = torch.cat(pieces)
+    o.backward(do)
+    return [o, q.grad, k.grad, v.grad]
+
+
 def test_a_window_as_long_as_the_longest_document_is_none() -> None:
     """The schedule passes none then, so that cuDNN runs and no kernel is a slower one."""
     traits, seen = Traits(scale=1.0, window=5), []
@@ -177,6 +229,7 @@ def test_empty_documents_are_left_out() -> None:
     ("parents", "message"),
     [
         ([None, 0], "parents has 2 entries for 4 documents"),
+        (torch.device("cpu"), "parents is a sequence with an entry per document, got device"),
         ([None, 1, None, None], "the parent of document 1 must be the number of an earlier .* 1"),
         ([None, 4, None, None], "the parent of document 1 must be .* got 4"),
         ([None, -2, None, None], "the parent of document 1 must be .* got -2"),

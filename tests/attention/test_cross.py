@@ -9,39 +9,51 @@ from typing import Any
 
 import pytest
 import torch
-from test_prefixes import as_one_mask, documents_of, draw, run
+from test_prefixes import as_one_mask, as_rows, documents_of, draw, run
 from torch import Tensor
 
 from longctx.attention import cross, flash4
 from longctx.attention.backends import BACKENDS, FlashOnCpu, Math
-from longctx.attention.cross import CROSS, Cross, CrossCudnn, CrossFlash, CrossFlash4
+from longctx.attention.cross import (
+    CROSS,
+    Cross,
+    CrossCudnn,
+    CrossFlash,
+    CrossFlash4,
+    CrossFlashOnCpu,
+    CrossMath,
+)
 from longctx.attention.prefixes import Prefixed
 from longctx.errors import UserError
 
 
-def scores(q: Tensor, k: Tensor, scale: float, left: int | None, right: int | None) -> Tensor:
+def scores(q: Tensor, k: Tensor, scale: float, left: Any, right: Any, cap: float) -> Tensor:
     """Of (1, H, n, d) and (1, K, m, d), where row i of n sees i + m - n - left to i + m - n + right
     (flash_attn/cute/mask.py of flash-attn-4, src/mask.h of FlashAttention-2)."""
     n, m = q.shape[2], k.shape[2]
     s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    s = (s / cap).tanh() * cap if cap else s
     if left is None:
         return s
-    assert left >= 0 and right is not None and right >= 0
+    assert left >= 0 and right >= 0
     i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
     return s.masked_fill((j < i - left) | (j > i + right), -torch.inf)
 
 
-def attend(q, k, v, scale, left=None, right=None) -> tuple[Tensor, Tensor]:
-    s = scores(q, k, scale, left, right)
+def attend(q, k, v, scale, left=None, right=None, cap=0.0) -> tuple[Tensor, Tensor]:
+    s = scores(q, k, scale, left, right, cap)
     return s.softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), s.logsumexp(-1)
 
 
-def attend_back(do, q, k, v, o, lse, scale, left=None, right=None) -> tuple[Tensor, ...]:
+def attend_back(do, q, k, v, o, lse, scale, left=None, right=None, cap=0.0) -> tuple[Tensor, ...]:
     """As flash-attention's: of whatever o and lse it is given."""
     assert lse.is_contiguous() and lse.shape == q.shape[:3]
-    p = (scores(q, k, scale, left, right) - lse[..., None]).exp()
+    s = scores(q, k, scale, left, right, cap)
+    p = (s - lse[..., None]).exp()
     wide_k, wide_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     ds = p * (do @ wide_v.mT - (do * o).sum(-1, keepdim=True)) * scale
+    if cap:
+        ds = ds * (1 - (s / cap).clamp(min=-1) ** 2)
     dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (ds.mT @ q, p.mT @ do))
     return ds @ wide_k, dk, dv
 
@@ -51,16 +63,40 @@ def swapped(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def flash4_forward(q, k, v, *, softmax_scale, causal, return_lse, **window) -> Any:
-    assert return_lse and not causal and window.keys() <= {"window_size_left", "window_size_right"}
-    o, lse = attend(*swapped(q, k, v), softmax_scale, *window.values())
+def flash4_forward(
+    *tensors,
+    softmax_scale,
+    causal,
+    softcap,
+    return_lse,
+    window_size_left=None,
+    window_size_right=None,
+) -> Any:
+    assert return_lse and not causal
+    sides = window_size_left, window_size_right
+    o, lse = attend(*swapped(*tensors), softmax_scale, *sides, softcap)
     return o.transpose(1, 2), lse, None, None, None
 
 
-def flash4_backward(q, k, v, out, dout, lse, *, softmax_scale, causal, deterministic, **window):
+def flash4_backward(
+    q,
+    k,
+    v,
+    out,
+    dout,
+    lse,
+    *,
+    softmax_scale,
+    causal,
+    softcap,
+    deterministic,
+    window_size_left=None,
+    window_size_right=None,
+) -> Any:
     assert not causal and deterministic == torch.are_deterministic_algorithms_enabled()
-    do, *tensors = swapped(dout, q, k, v, out)
-    return swapped(*attend_back(do, *tensors, lse, softmax_scale, *window.values()))
+    sides = window_size_left, window_size_right
+    tensors = swapped(dout, q, k, v, out)
+    return swapped(*attend_back(*tensors, lse, softmax_scale, *sides, softcap))
 
 
 def by_schema(op: str, function: Any) -> Any:
@@ -149,6 +185,16 @@ def test_cudnn_has_no_windows() -> None:
     documents = documents_of([(20, [9])])
     with pytest.raises(UserError, match="cudnn has no sliding windows"):
         run(Prefixed(Math(), CrossCudnn()), draw(documents, 4, 2, 8, torch.float64), documents, 8)
+
+
+@pytest.mark.parametrize("kind", [CrossFlash4, CrossFlashOnCpu, CrossMath])
+def test_scores_are_capped_where_the_backend_caps_them(kind: type[Cross], kernels) -> None:
+    documents = documents_of([(20, [9, 8])])
+    tensors = draw(documents, 4, 2, 8, torch.float64)
+    for window in (None, 6):
+        found = run(Prefixed(Math(0.7), kind(0.7)), tensors, documents, window)
+        for x, true in zip(found, as_rows(tensors, documents, window, Math(0.7)), strict=True):
+            torch.testing.assert_close(x, true, rtol=1e-12, atol=1e-12)
 
 
 def test_every_backend_has_a_second_call() -> None:

@@ -157,6 +157,28 @@ def test_with_windows_auto_avoids_cudnn_which_has_none(package, gpu, monkeypatch
         choose_attention("cudnn", GPU, torch.bfloat16, windows=True)
 
 
+def test_capped_scores_are_for_flash4_and_math(package, gpu, monkeypatch, capsys) -> None:
+    gpu(9)
+    capped = dict(softcap=50.0, head_dim=256)
+    with monkeypatch.context() as patch:
+        patch.setattr(flash4, "present", lambda: False)
+        assert choose_attention("auto", GPU, torch.bfloat16, **capped)[0] == "math"
+        said = capsys.readouterr().out
+        assert "flash-attn-4 is not installed" in said and "plain torch computes them" in said
+    package()
+    name, attention = choose_attention("auto", GPU, torch.bfloat16, **capped)
+    assert name == "fa4" and attention.softcap == 50.0
+    for name in ("cudnn", "flash"):
+        with pytest.raises(UserError, match=f"{name} has no cap of attention's scores.*: use fa4"):
+            choose_attention(name, GPU, torch.bfloat16, **capped)
+    gpu(10)
+    assert choose_attention("auto", GPU, torch.bfloat16, **capped)[0] == "math"
+    assert choose_attention("auto", GPU, torch.bfloat16, softcap=50.0)[0] == "fa4"
+    gpu(12)
+    with pytest.raises(UserError, match="no backward kernel for capped scores .*; use math"):
+        choose_attention("fa4", GPU, torch.bfloat16, softcap=50.0)
+
+
 def test_heads_that_it_gets_wrong(package, gpu, capsys) -> None:
     package()
     gpu(9)

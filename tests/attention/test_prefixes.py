@@ -135,19 +135,22 @@ def random_trees(draws: random.Random) -> list[Tree]:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_tree_in_fp64(seed) -> None:
-    """Windows from one token to longer than all rows."""
+    """Windows from one token to longer than all rows; scores that are capped."""
     draws = random.Random(seed)
     documents = documents_of(random_trees(draws))
     window = draws.choice([None, None, 1, 2, 5, 8, 21, 40, 100])
     H, K = draws.choice([(4, 4), (4, 2), (6, 1)])
+    attention = Math(draws.choice([None, None, 0.7]))
     tensors = draw(documents, H, K, 8, torch.float64, seed)
-    found = run(backend("math", torch.float64), tensors, documents, window)
-    for truth in (as_rows, as_one_mask):
-        true = truth(tensors, documents, window)
-        for label, x, y in zip("o dq dk dv".split(), found, true, strict=True):
+    found = run(Prefixed(attention, cross_of(attention)), tensors, documents, window)
+    truths = [as_rows(tensors, documents, window, attention)]
+    if attention.softcap is None:
+        truths.append(as_one_mask(tensors, documents, window))
+    for truth in truths:
+        for label, x, y in zip("o dq dk dv".split(), found, truth, strict=True):
             # A token that sees itself alone has dq = dk = 0 but for rounding.
-            size = max(y.norm().item(), true[0].norm().item())
-            assert (x - y).norm().item() < 1e-12 * size, (truth.__name__, label)
+            size = max(y.norm().item(), truth[0].norm().item())
+            assert (x - y).norm().item() < 1e-12 * size, label
 
 
 @pytest.mark.parametrize(("name", "dtype"), BACKENDS)

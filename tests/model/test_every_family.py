@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from exactness import DEVICE
 from longctx.config import ModelArguments
+from longctx.errors import UserError
 from longctx.model.families import has_windows, windows
 from longctx.model.patch import patch_as
 from longctx.model.strangers import why_not_scheduled
@@ -121,7 +122,9 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
         ("hunyuan_v1_dense", "model.layers.1.self_attn", "key_layernorm", torch.nn.GELU(), "key_"),
         ("gemma3_text", "model.layers.1.mlp", "act_fn", torch.nn.SiLU(), "act_fn"),
         ("gemma3_text", "model.layers.1.post_feedforward_layernorm", "eps", 1.0, "epsilon"),
-        ("gemma3_text", "model.config", "attn_logit_softcapping", 50.0, "a cap of attention"),
+        ("gemma2", "model.layers.1.self_attn", "attn_logit_softcapping", 50.0, "a cap of att"),
+        ("gemma2", "model.config", "attn_logit_softcapping", None, "a cap of attention"),
+        ("gemma3_text", "model.layers.1.self_attn", "attn_logit_softcapping", 5.0, "a cap of a"),
         ("gemma3_text", "model.config", "query_pre_attn_scalar", 8, "attention scale"),
     ],
 )
@@ -148,6 +151,7 @@ def test_windows_are_those_of_hugging_face() -> None:
         "olmo3": [None, W, None],
         "starcoder2": [W, W, W],
         "cohere2": [None, W, None],
+        "gemma2": [None, W, None],
         "gemma3_text": [None, W, None],
     }
     assert found == dict.fromkeys(FAMILIES, none) | expected
@@ -196,6 +200,7 @@ def test_long_and_short_rope_in_one_step() -> None:
         ("mistral-7b", {}),  # the published window, 4096 tokens
         ("qwen2.5-7b", {}),
         ("phi-4", {}),
+        ("gemma-2-9b", {}),
         ("gemma-3-4b", {}),  # both of its layers have windows
         ("gemma-3-12b", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("exaone-4-32b", {"layer_types": ["sliding_attention", "full_attention"]}),
@@ -224,6 +229,10 @@ def test_published_dimensions_in_bf16(preset, changes, backend) -> None:
     truth = cast(copy.deepcopy(naive), torch.float32)
     ours = copy.deepcopy(naive)
     settings = PatchOptions(offload_activations="all", keep="qkv", attn_backend=backend)
+    if backend == "flash" and preset == "gemma-2-9b":
+        with pytest.raises(UserError, match="flash has no cap of attention's scores"):
+            patch_as(ours, settings, torch.device("cuda"))
+        return
     patch_as(ours, settings, torch.device("cuda"))
     assert_trains_exactly((truth, naive, ours), batch([[5000, 3192]]))
     assert not ours.longctx.warned

@@ -104,7 +104,9 @@ def _stacked(found: list[Found]) -> Found:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2", "qwen3", "mistral", "cohere2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gemma2", "olmo2", "qwen3", "mistral", "cohere2"]
+)
 def test_families_as_separate_rows(family, dtype, capsys) -> None:
     models = test_every_family.trio(family, dtype, dict(head_groups=2, tile_tokens=31))
     assert_as_separate_rows(models)

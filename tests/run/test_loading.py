@@ -106,6 +106,7 @@ def test_custom_refuses_other_families_before_loading_weights(tmp_path: Path) ->
         ("mistral-7b", 7_241_732_096, "MistralDecoderLayer"),
         ("phi-4", 14_659_507_200, "Phi3DecoderLayer"),
         ("gemma-3-1b", 999_885_952, "Gemma3DecoderLayer"),
+        ("gemma-2-9b", 9_241_705_984, "Gemma2DecoderLayer"),
         ("gemma-3-4b", 3_880_263_168, "Gemma3DecoderLayer"),
         ("gemma-3-12b", 11_766_034_176, "Gemma3DecoderLayer"),
         ("gemma-3-27b", 27_009_346_304, "Gemma3DecoderLayer"),
