@@ -180,7 +180,7 @@ def _checked(lengths: Sequence[int], parents: Parents) -> tuple[int | None, ...]
         return ()
     if not isinstance(parents, Iterable):
         raise UserError(f"parents is a sequence with an entry per document, got {parents!r}")
-    entries = parents.tolist() if isinstance(parents, Tensor) else list(parents)
+    entries = parents.flatten().tolist() if isinstance(parents, Tensor) else list(parents)
     if len(entries) != len(lengths):
         raise UserError(f"parents has {len(entries)} entries for {len(lengths)} documents")
     given = [None if entry is None or _whole(entry) == -1 else _whole(entry) for entry in entries]
