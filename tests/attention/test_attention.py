@@ -177,10 +177,15 @@ def eager(
 def test_a_window_as_long_as_the_longest_document_is_none() -> None:
     """The schedule passes none then, so that cuDNN runs and no kernel is a slower one."""
     traits, seen = Traits(scale=1.0, window=5), []
-    for lengths in ([5, 3], [6, 3]):
-        documents = Documents.of(lengths)
+    for lengths, parents in (
+        ([5, 3], None),
+        ([6, 3], None),
+        ([3, 2], [None, 0]),
+        ([3, 3], [None, 0]),
+    ):
+        documents = Documents.of(lengths, parents)
         seen.append(Schedule.window(SimpleNamespace(documents=documents), traits))
-    assert seen == [None, 5]
+    assert seen == [None, 5, None, 5]
 
 
 def test_documents_start_where_positions_do_not_go_on() -> None:
