@@ -8,8 +8,11 @@ The public names, each imported when it is first used (torch is not loaded befor
     exact_adamw                   AdamW with exact states wherever they fit, for one's own loop
     LongTrainer                   transformers' Trainer with exact states and whole checkpoints
     linear_cross_entropy          lm_head and cross-entropy in chunks, without the logits
+    linear_log_probs              log-probabilities of labels and entropies, likewise
+    linear_jsd, linear_kl         divergences from a teacher's head, likewise
     rms_norm, layer_norm, rope, swiglu, geglu     the Triton kernels as differentiable functions
-    RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, GeGLU, LinearCrossEntropyLoss     and as modules
+    RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, GeGLU     the kernels as modules
+    LinearCrossEntropyLoss, LinearLogProbs, LinearJSDLoss, LinearKLLoss     and the heads
 """
 
 from __future__ import annotations
@@ -27,13 +30,19 @@ _HOMES = {
     "exact_adamw": "longctx.run.loop",
     "LongTrainer": "longctx.run.trainer",
     "linear_cross_entropy": "longctx.model.loss",
+    "linear_log_probs": "longctx.model.log_probs",
+    "linear_jsd": "longctx.model.distillation",
+    "linear_kl": "longctx.model.distillation",
     "rms_norm": "longctx.kernels.rms_norm",
     "layer_norm": "longctx.kernels.layer_norm",
     "rope": "longctx.kernels.rope",
     "swiglu": "longctx.kernels.swiglu",
     "geglu": "longctx.kernels.swiglu",
     **dict.fromkeys(
-        ("RMSNorm", "LayerNorm", "RotaryEmbedding", "SwiGLU", "GeGLU", "LinearCrossEntropyLoss"),
+        (
+            *("RMSNorm", "LayerNorm", "RotaryEmbedding", "SwiGLU", "GeGLU"),
+            *("LinearCrossEntropyLoss", "LinearLogProbs", "LinearJSDLoss", "LinearKLLoss"),
+        ),
         "longctx.model.nn",
     ),
 }

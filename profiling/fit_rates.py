@@ -128,6 +128,17 @@ def small_heads() -> float:
     return statistics.mean(shares)
 
 
+def wide_heads(backend: str, way: str) -> float:
+    """Of one document of 131072 tokens, heads of 256 in those of 128."""
+
+    def rate(head_dim: int) -> float:
+        case = dict(backend=backend, tokens=131072, window=None, softcap=None)
+        (row,) = where("h200_attention", **case, head_dim=head_dim)
+        return float(row[f"{way}_tflops"])
+
+    return rate(256) / rate(128)
+
+
 def attention_share(way: str) -> float:
     """The smallest of the estimated machines'."""
     estimated = (machine for machine in MACHINES.values() if not machine.measured)
@@ -272,6 +283,17 @@ FITS: tuple[Fit, ...] = (
         again=small_heads,
         files="h200_front",
         tolerance=0.03,
+    ),
+    *(
+        Fit(
+            name=f"WIDE_HEADS[{backend}], {way}",
+            today=today,
+            again=partial(wide_heads, backend, way),
+            files="h200_attention",
+            tolerance=0.03,
+        )
+        for backend, shares in fitted.WIDE_HEADS.items()
+        for way, today in zip(("fwd", "bwd"), shares, strict=True)
     ),
     *(
         Fit(

@@ -95,6 +95,46 @@ def test_linear_cross_entropy_loss(options) -> None:
     torch.testing.assert_close(loss, truth, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 3, "temperature": 0.5}])
+def test_linear_log_probs(options) -> None:
+    torch.manual_seed(0)
+    ours = longctx.LinearLogProbs(8, 11, **options, outputs=("log_probs", "entropy"))
+    target = torch.randint(11, (2, 4, 6))
+    counts = target != options.get("ignore_index", -100)
+    x = torch.randn(2, 4, 6, 8)
+    found = ours(x, target)
+    log_p = (ours.linear(x) / options.get("temperature", 1.0)).log_softmax(-1)
+    truth = log_p.gather(-1, target[..., None]).squeeze(-1) * counts
+    assert_close(found.log_probs, truth, rtol=1e-5, atol=1e-6)
+    assert_close(found.entropy, -(log_p.exp() * log_p).sum(-1) * counts, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 3, "reduction": "none"}])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_divergence_losses(kind, options) -> None:
+    torch.manual_seed(0)
+    ours = {
+        "forward": lambda: longctx.LinearKLLoss(8, 11, **options),
+        "reverse": lambda: longctx.LinearKLLoss(8, 11, reverse=True, **options),
+        "jsd": lambda: longctx.LinearJSDLoss(8, 11, **options),
+    }[kind]()
+    teacher, target = nn.Linear(5, 11), torch.randint(11, (4, 6))
+    x, y = torch.randn(4, 6, 8), torch.randn(4, 6, 5)
+    found = ours(x, y, teacher, target)
+    log_p, log_q = ours.linear(x).log_softmax(-1), teacher(y).log_softmax(-1)
+    log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+    forward, reverse, p_m, q_m = (
+        nn.functional.kl_div(b, a, reduction="none", log_target=True).sum(-1)
+        for a, b in ((log_q, log_p), (log_p, log_q), (log_p, log_m), (log_q, log_m))
+    )
+    truth = {"forward": forward, "reverse": reverse, "jsd": (p_m + q_m) / 2}[kind]
+    truth = truth * (target != 3) if options else truth.mean()
+    assert_close(found, truth, rtol=1e-5, atol=1e-6)
+    found.sum().backward()
+    assert ours.linear.weight.grad is not None and teacher.weight.grad is None
+    assert_close(ours(x, y, teacher).mean(), ours(x, y, teacher, torch.zeros(4, 6).long()).mean())
+
+
 def test_from_pretrained(tmp_path: Path) -> None:
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
     model = longctx.AutoLongctxModelForCausalLM.from_pretrained(tmp_path, keep="x", dtype="auto")

@@ -44,6 +44,9 @@ compilers, and the block that is copied when states are saved. Chosen, not fitte
 SMALL_HEADS = 0.85
 """The share of attention's rates that heads below 128 reach: in Llama-3.2-1B 0.84 with documents of
 8192 tokens and 0.88 with longer ones (h200_front.json)."""
+WIDE_HEADS = {"fa4": (1.12, 0.64), "cudnn": (0.96, 0.71), "flash": (0.77, 0.81)}
+"""The shares that heads of 256 reach, by backend, forward and backward: one document of 131072
+tokens (h200_attention.json)."""
 ATTENTION_SHARES = 0.7, 0.6
 """Attention's rates, forward and backward, in rates of matmuls, on a GPU that nobody measured.
 About the smallest of the machines whose rates are estimates (machines.py)."""

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from longctx.constants import GIB
-from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, PROCESS_BYTES, SMALL_HEADS
-from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, PROCESS_BYTES
+from longctx.cost.rates import AttentionRates, Rates, of_heads
 from longctx.errors import UserError
 
 
@@ -74,9 +74,7 @@ class Machine:
 
     def rates(self, backend: str, document: int, head_dim: int) -> Rates:
         """With a backend's attention, of documents of so many tokens and heads of that size."""
-        attention = self.attention_at(backend, document)
-        if head_dim < 128:
-            attention = AttentionRates(*(SMALL_HEADS * rate for rate in attention))
+        attention = of_heads(self.attention_at(backend, document), backend, head_dim)
         return Rates(self.flops, self.link_bytes, self.memory_bytes, attention)
 
 

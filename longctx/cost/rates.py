@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from longctx.cost.fitted import SMALL_HEADS, WIDE_HEADS
+
 
 class AttentionRates(NamedTuple):
     """FLOP/s of causal attention, forward and backward."""
 
     forward: float
     backward: float
+
+
+def of_heads(rates: AttentionRates, backend: str, head_dim: int) -> AttentionRates:
+    """Returns what `rates`, of heads of 128, are for heads of another size."""
+    shares = (1.0, 1.0)
+    if head_dim < 128:
+        shares = (SMALL_HEADS, SMALL_HEADS)
+    elif head_dim > 128:
+        shares = WIDE_HEADS.get(backend, shares)
+    return AttentionRates(rates.forward * shares[0], rates.backward * shares[1])
 
 
 class Rates(NamedTuple):

@@ -30,9 +30,9 @@ import psutil
 import torch
 
 from longctx.constants import GIB
-from longctx.cost.fitted import ATTENTION_SHARES, SMALL_HEADS
+from longctx.cost.fitted import ATTENTION_SHARES
 from longctx.cost.machines import between, machine_like
-from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.rates import AttentionRates, Rates, of_heads
 from longctx.errors import UserError, print_rank0
 from longctx.memory.slab import PinnedSlab
 from longctx.system import CACHE, expanded
@@ -94,8 +94,7 @@ def gpu_rates(
         attention = AttentionRates(*(scale * rate for rate in profile.attention[backend]))
     else:
         attention = AttentionRates(*(share * flops for share in ATTENTION_SHARES))
-    if head_dim < 128:
-        attention = AttentionRates(*(SMALL_HEADS * rate for rate in attention))
+    attention = of_heads(attention, backend, head_dim)
     return Rates(flops, link_bytes, memory_bytes, attention)
 
 

@@ -75,7 +75,8 @@ class LazyLogits(Tensor):
             if nbytes > LIMIT_BYTES:
                 raise UserError(
                     f"all logits of this batch are {nbytes / 2**30:.1f} GiB: read the loss alone, "
-                    "or pass logits_to_keep=N for those of the last N tokens"
+                    "pass logits_to_keep=N for those of the last N tokens, or call "
+                    "longctx.linear_log_probs on the base model's output"
                 )
             with torch.set_grad_enabled(differentiable):  # as where hidden was computed
                 known = self._logits = self._source.head(hidden).to(self.dtype)

@@ -6,6 +6,9 @@
     SwiGLU(in_features, hidden_features)        down(silu(gate(x)) * up(x)), Llama's MLP
     GeGLU(in_features, hidden_features)         the same with gelu by tanh, Gemma's MLP
     LinearCrossEntropyLoss(in_features, num_classes)     as torch.nn.LinearCrossEntropyLoss
+    LinearLogProbs(in_features, num_classes)             log-probabilities of targets, entropies
+    LinearJSDLoss(in_features, num_classes)              divergences from a teacher's linear layer
+    LinearKLLoss(in_features, num_classes)
 
 On CUDA they run the Triton kernels of kernels/, elsewhere plain torch. T is the number of tokens, D
 of features, H of query heads and K of key/value heads; d is the head size.
@@ -13,6 +16,7 @@ of features, H of query heads and K of key/value heads; d is the head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,6 +27,8 @@ from longctx.kernels.layer_norm import layer_norm
 from longctx.kernels.rms_norm import rms_norm
 from longctx.kernels.rope import rope
 from longctx.kernels.swiglu import geglu, swiglu
+from longctx.model.distillation import Reduction, linear_jsd
+from longctx.model.log_probs import OUTPUTS, TokenLogProbs, linear_log_probs
 from longctx.model.loss import linear_cross_entropy
 
 
@@ -119,7 +125,29 @@ class GeGLU(SwiGLU):
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
 
 
-class LinearCrossEntropyLoss(nn.Module):
+class _LinearHead(nn.Module):
+    """A linear layer whose outputs are never held as a whole."""
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool,
+        device: Any,
+        dtype: Any,
+        ignore_index: int,
+    ) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
+
+    def _target(self, target: Tensor) -> Tensor:
+        if self.ignore_index == IGNORE_INDEX:
+            return target
+        return target.masked_fill(target == self.ignore_index, IGNORE_INDEX)
+
+
+class LinearCrossEntropyLoss(_LinearHead):
     """Cross-entropy of a linear layer's outputs, which are never held as a whole.
 
     forward(input, target) takes input (..., in_features) and target (...), which holds class
@@ -138,19 +166,109 @@ class LinearCrossEntropyLoss(nn.Module):
         ignore_index: int = IGNORE_INDEX,
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.reduction, self.ignore_index = reduction, ignore_index
-        self.label_smoothing = label_smoothing
-        self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
+        super().__init__(in_features, num_classes, bias, device, dtype, ignore_index)
+        self.reduction, self.label_smoothing = reduction, label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # () fp32
-        if self.ignore_index != IGNORE_INDEX:
-            target = target.masked_fill(target == self.ignore_index, IGNORE_INDEX)
         return linear_cross_entropy(
             input.flatten(0, -2),
             self.linear.weight,
-            target.flatten(),
+            self._target(target).flatten(),
             bias=self.linear.bias,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
         )
+
+
+class LinearLogProbs(_LinearHead):
+    """Log-probabilities of targets under the softmax of a linear layer's outputs, as
+    `longctx.linear_log_probs` computes them.
+
+    forward(input, target) takes input (..., in_features) and target (...), which holds class
+    indices or `ignore_index`, and returns `outputs` in target's shape.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        ignore_index: int = IGNORE_INDEX,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        outputs: Sequence[str] = OUTPUTS,
+    ) -> None:
+        super().__init__(in_features, num_classes, bias, device, dtype, ignore_index)
+        self.temperature, self.softcap, self.outputs = temperature, softcap, outputs
+
+    def forward(self, input: Tensor, target: Tensor) -> TokenLogProbs:
+        found = linear_log_probs(
+            input.flatten(0, -2),
+            self.linear.weight,
+            self._target(target).flatten(),
+            bias=self.linear.bias,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            outputs=self.outputs,
+        )
+        return TokenLogProbs(*(x if x is None else x.view(target.shape) for x in found))
+
+
+class LinearJSDLoss(_LinearHead):
+    """Generalised Jensen-Shannon divergence of a linear layer's softmax from a teacher's, as
+    `longctx.linear_jsd` computes it.
+
+    forward(input, teacher_input, teacher_linear, target) takes input (..., in_features), the
+    teacher's features and its torch.nn.Linear, and target (...): where it is `ignore_index`, and
+    nowhere without a target, the divergence is left out.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        beta: float = 0.5,
+        reduction: Reduction = "mean",
+        ignore_index: int = IGNORE_INDEX,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(in_features, num_classes, bias, device, dtype, ignore_index)
+        self.beta, self.reduction, self.temperature = beta, reduction, temperature
+
+    def forward(
+        self,
+        input: Tensor,
+        teacher_input: Tensor,
+        teacher_linear: nn.Linear,
+        target: Tensor | None = None,
+    ) -> Tensor:  # () fp32, or (...) for reduction="none"
+        loss = linear_jsd(
+            input.flatten(0, -2),
+            self.linear.weight,
+            teacher_input.flatten(0, -2),
+            teacher_linear.weight,
+            None if target is None else self._target(target).flatten(),
+            beta=self.beta,
+            bias=self.linear.bias,
+            teacher_bias=teacher_linear.bias,
+            temperature=self.temperature,
+            reduction=self.reduction,
+        )
+        return loss.view(input.shape[:-1]) if self.reduction == "none" else loss
+
+
+class LinearKLLoss(LinearJSDLoss):
+    """Kullback-Leibler divergence of a linear layer's softmax p from a teacher's q, KL(q | p), or
+    with `reverse` KL(p | q); otherwise `LinearJSDLoss`."""
+
+    def __init__(
+        self, in_features: int, num_classes: int, *, reverse: bool = False, **options: Any
+    ) -> None:
+        super().__init__(in_features, num_classes, **options, beta=float(reverse))

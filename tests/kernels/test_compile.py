@@ -33,7 +33,9 @@ def _cases():
         activation,
         adamw,
         cross_entropy,
+        divergence,
         layer_norm,
+        log_softmax,
         rms_norm,
         rope,
         scale,
@@ -164,6 +166,26 @@ def _cases():
             kernel = cross_entropy._cross_entropy_kernel
             yield "cross_entropy", kernel, t, arguments | flags, c
 
+        per_row = ("log_probs", "entropy", "mean_logits", "lse", "d_log_probs", "d_entropy")
+        per_row += ("value", "offset", "teacher_lse", "d_values")
+        arguments = {
+            **{"logits_ptr": "*fp32", "d_logits_ptr": p, "labels_ptr": "*i64"},
+            **{"is_top1_ptr": "*i8", **{f"{n}_ptr": "*fp32" for n in per_row}, "V": 151936},
+            **{"stride_logits": 151936, "stride_d_logits": 151936, "stride_teacher": 151936},
+            **{"teacher_ptr": "*fp32", "beta": "fp32", "inverse_temperature": "fp32"},
+            **{"softcap": "fp32", "teacher_softcap": "fp32", "HAS_LOG_PROBS": True},
+        }
+        kernels = [(log_softmax, False, 0), (log_softmax, True, 0)]
+        kernels += [(divergence, False, 0), (divergence, True, -1), (divergence, False, 1)]
+        for module, capped, end in kernels:
+            flags = {"HAS_SOFTCAP": capped, "HAS_TEACHER_SOFTCAP": capped, "END": end}
+            for name in ("values", "gradient"):
+                kernel = getattr(module, f"_{name}_kernel")
+                c = getattr(module, f"{name}_config")(151936)
+                flags |= {"HAS_ENTROPY": True, "BLOCK": c.block, "STAGES": c.num_stages}
+                title = f"{module.__name__.rpartition('.')[2]}_{name}"
+                yield title, kernel, t, arguments | flags, c
+
 
 def _compile(kernel, arguments: dict, config, arch: int):
     """The compiled kernel and what ptxas reports of it."""
@@ -233,6 +255,11 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "layer_norm_backward",
         *(f"{kind}_{way}" for kind in KINDS for way in ("forward", "backward")),
         "cross_entropy",
+        *(
+            f"{op}_{part}"
+            for op in ("log_softmax", "divergence")
+            for part in ("values", "gradient")
+        ),
         "scale",
         "spread",
         "adamw",

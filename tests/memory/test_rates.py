@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from longctx.constants import GIB
-from longctx.cost.fitted import SMALL_HEADS
+from longctx.cost.fitted import SMALL_HEADS, WIDE_HEADS
 from longctx.cost.machines import MACHINES
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.errors import UserError
@@ -227,6 +227,9 @@ def test_a_ladder_takes_what_is_kept_and_else_measures(folder, monkeypatch) -> N
     assert gpu_rates(CPU, BF16, *asked).attention == scaled
     small = gpu_rates(CPU, BF16, "cudnn", 8192, 64).attention
     assert small == AttentionRates(*(SMALL_HEADS * rate for rate in scaled))
+    wide = gpu_rates(CPU, BF16, "cudnn", 8192, 256).attention
+    forward, backward = WIDE_HEADS["cudnn"]
+    assert wide == AttentionRates(forward * scaled.forward, backward * scaled.backward)
     write_rates(CPU, MEASURED)
     gpu_rates.cache_clear()
     [(backend, lengths)] = [*MEASURED.attention.items()][:1]
