@@ -4,6 +4,7 @@ The public names, each imported when it is first used (torch is not loaded befor
 
     patch, unpatch                the schedule on one instance of a transformers model
     AutoLongctxModelForCausalLM   from_pretrained, patched
+    Documents                     the documents of a row, and which of them continue a shared prompt
     exact_adamw                   AdamW with exact states wherever they fit, for one's own loop
     LongTrainer                   transformers' Trainer with exact states and whole checkpoints
     linear_cross_entropy          lm_head and cross-entropy in chunks, without the logits
@@ -25,6 +26,7 @@ _HOMES = {
     "patch": "longctx.model.patch",
     "unpatch": "longctx.model.patch",
     "AutoLongctxModelForCausalLM": "longctx.model.patch",
+    "Documents": "longctx.attention.documents",
     "exact_adamw": "longctx.run.loop",
     "LongTrainer": "longctx.run.trainer",
     "linear_cross_entropy": "longctx.model.loss",

@@ -276,11 +276,14 @@ class Math(PerDocument):
 
     TILE = 1024
 
-    def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    def document_forward(
+        self, qkv: QKV, scale: float, window: int | None, after: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The first query is at position `after` of the keys (cross.py)."""
         keys, values = (_heads_first(x, qkv.q) for x in qkv[1:])
         o, lse = [], []
-        for tile, seen in self._tiles(qkv.q, window):
-            offset = tile.start - seen.start
+        for tile, seen in self._tiles(qkv, window, after):
+            offset = after + tile.start - seen.start
             scores = self._scores(qkv.q[tile], keys[:, seen], offset, scale, window)
             lse.append(scores.logsumexp(-1))
             p = torch.exp(scores - lse[-1][:, :, None])
@@ -288,14 +291,21 @@ class Math(PerDocument):
         return torch.cat(o), torch.cat(lse, dim=1)
 
     def document_backward(
-        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None
+        self,
+        do: Tensor,
+        qkv: QKV,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None,
+        after: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """p = exp(s - lse); dv = p.T do; ds = p (do v.T - rowsum(do o)); dq = ds k; dk = ds.T q.
         With a softcap c, ds is times 1 - (s / c)^2."""
         keys, values = (_heads_first(x, qkv.q).to(lse.dtype) for x in qkv[1:])
         dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)  # (H, L, d)
-        for tile, seen in self._tiles(qkv.q, window):
-            offset = tile.start - seen.start
+        for tile, seen in self._tiles(qkv, window, after):
+            offset = after + tile.start - seen.start
             scores = self._scores(qkv.q[tile], keys[:, seen], offset, scale, window)
             p = torch.exp(scores - lse[:, tile, None])
             q_HTd, do_HTd, o_HTd = (x[tile].transpose(0, 1).to(p.dtype) for x in (qkv.q, do, o))
@@ -308,13 +318,13 @@ class Math(PerDocument):
             dv[:, seen] += p.mT @ do_HTd
         return torch.cat(dq), _sum_groups(dk, qkv.k), _sum_groups(dv, qkv.v)
 
-    def _tiles(self, q: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:
+    def _tiles(self, qkv: QKV, window: int | None, after: int) -> Iterator[tuple[slice, slice]]:
         """Yields each tile of queries with the keys that at least one of its queries attends to."""
-        L = len(q)
-        for start in range(0, L, self.TILE):
-            stop = min(start + self.TILE, L)
-            seen = slice(0, L) if window is None else slice(max(0, start - window + 1), stop)
-            yield slice(start, stop), seen
+        n, m = len(qkv.q), len(qkv.k)
+        for start in range(0, n, self.TILE):
+            stop = min(start + self.TILE, n)
+            first = 0 if window is None else max(0, after + start - window + 1)
+            yield slice(start, stop), slice(first, m if window is None else min(after + stop, m))
 
     def _scores(
         self, q: Tensor, keys_HLd: Tensor, offset: int, scale: float, window: int | None

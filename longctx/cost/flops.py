@@ -23,9 +23,16 @@ def matmul_parameters(total: int, frozen: int) -> int:
     return total - frozen // 3
 
 
-def squared_length(document: int, window: int | None = None) -> int:
+def squared_length(document: int, window: int | None = None, before: int = 0) -> int:
     """Twice the pairs of tokens of a document that attend to each other, but a token with itself
-    once: document^2, and with a window of W tokens 2 min(p, W - 1) + 1 at each position p."""
+    once: document^2, and with a window of W tokens 2 min(p, W - 1) + 1 at each position p.
+
+    A document that continues a prompt of `before` tokens, which is computed once for all of its
+    answers, adds the pairs of its own tokens with the prompt's, and none of the prompt's own: a
+    prompt of P tokens with answers of A and B has P^2, A^2 + 2 A P and B^2 + 2 B P.
+    """
+    if before:
+        return squared_length(before + document, window) - squared_length(before, window)
     if window is None or document <= window:
         return document**2
     return window**2 + (document - window) * (2 * window - 1)

@@ -76,8 +76,8 @@ class Schedule:
         return int(torch.randint(2**63 - 1, ()))
 
     def window(self, t: Traits) -> int | None:
-        """The layer's window, or None where no document is longer than it."""
-        longer = t.window is not None and t.window < max(self.documents.lengths)
+        """The layer's window, or None where no document, after its parent, is longer than it."""
+        longer = t.window is not None and t.window < self.documents.longest
         return t.window if longer else None
 
     def rotate_(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from longctx.attention.documents import Documents
+from longctx.attention.documents import Documents, Parents
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError, print_rank0
 from longctx.layer.norm_spec import NormSpec
@@ -50,6 +50,7 @@ from longctx.model.families import (
 )
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import RowCount, linear_cross_entropy
+from longctx.model.parents import PARENTS, check_labels, check_positions
 from longctx.model.positions import Positions, positions_of
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
 from longctx.model.strangers import (
@@ -220,6 +221,9 @@ def causal_forward(
         return type(self).forward(self, **inputs, **given)
     _check_untraced()
     attach(self)
+    if labels is not None and shift_labels is None and kwargs.get(PARENTS) is not None:
+        of_rows = runtime.shards.whole(labels) if runtime.shards else labels
+        check_labels(of_rows, kwargs.get("cu_seq_lens_q"), kwargs[PARENTS], ignore_index)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
     whole = None if labels is None or wants_logits else _why_all_logits(self)
     if labels is None or wants_logits or whole:
@@ -386,20 +390,23 @@ def base_forward(
         return type(self).forward(self, **inputs)
     _check_untraced()
     attach(self)
-    if use_cache is None and self.training and torch.is_grad_enabled():
+    bounds, parents = kwargs.get("cu_seq_lens_q"), kwargs.get(PARENTS)
+    trains = self.training and torch.is_grad_enabled()
+    if use_cache is None and (trains or parents is not None):
         inputs["use_cache"] = False
     caller = caller or Caller()
     reason, positions = _not_covered(self, inputs, caller), None
     if reason is None:
         positions = positions_of(position_ids, known_family(self).position_rows)
         reason = "rows of positions that differ (an image's)" if positions is None else None
+    if parents is not None and reason:
+        raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
         _check_shared(inputs, reason)
     if positions is not None:
-        bounds = kwargs.get("cu_seq_lens_q")
         return BaseModelOutputWithPast(
             last_hidden_state=_scheduled_forward(
-                *(self, input_ids, attention_mask, positions, inputs_embeds, bounds),
+                *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
                 caller=caller,
             )
         )
@@ -414,8 +421,9 @@ _DOUBLE = "weights in float64"
 
 
 def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
-    """Raises UserError if Hugging Face's layers would take a rank's tokens for the whole row."""
-    for name in ("attention_mask", *_BOUNDS):
+    """Raises UserError if Hugging Face's layers would take a rank's tokens for the whole row. With
+    parents, bounds and parents are those of the whole rows, on every rank."""
+    for name in ("attention_mask", *(_BOUNDS if inputs.get(PARENTS) is None else ())):
         if inputs.get(name) is not None:
             reason = reason or f"{name} (position_ids say where documents begin)"
     if reason:
@@ -426,7 +434,7 @@ def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | Non
     """Returns why this call cannot run the scheduled layers, in a few words; None if it can."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
-    known |= _BOUNDS | _OF_THE_LOSS
+    known |= _BOUNDS | _OF_THE_LOSS | {PARENTS}
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if not given.pop("is_causal", True):
         return "attention to later tokens (is_causal=False)"
@@ -466,6 +474,7 @@ def _scheduled_forward(
     positions: Positions,
     inputs_embeds: Tensor | None,  # (B, S, D)
     bounds: Tensor | None = None,  # (documents + 1,)
+    parents: Parents = None,  # (documents,)
     *,
     caller: Caller,
 ) -> Tensor:  # (B, S, D)
@@ -483,7 +492,12 @@ def _scheduled_forward(
     whole = shards.whole(of_documents) if shards else of_documents  # NCCL takes its memory first
     if torch.is_grad_enabled():
         runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
-    documents, real = Documents.of_batch(whole, attention_mask, bounds)
+    documents, real = Documents.of_batch(whole, attention_mask, bounds, parents)
+    if documents.parents and positions.rope is None:
+        rope = documents.position_ids().view(whole.shape)
+        rope = shards.own(rope) if shards else rope
+    elif documents.parents:
+        check_positions(shards.whole(rope) if shards else rope, documents)
     caller.padded = real is not None
     joined = positions.documents is None and positions.rope is not None
     if joined and attention_mask is None and bounds is None:

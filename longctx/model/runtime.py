@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx.attention.backends import choose_attention
+from longctx.attention.cross import cross_of
 from longctx.attention.documents import Documents
+from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
@@ -293,6 +295,8 @@ def make_schedule(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
     attention = runtime.attention
+    if documents.parents:
+        attention = Prefixed(attention, cross_of(attention))
     if runtime.shards is not None:
         check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
         attention = Sharded(attention, runtime.shards, rows)

@@ -195,7 +195,7 @@ def attention_rates(attention: Attention, device: torch.device, tokens: int) -> 
 
     qkv, do = QKV(numbers(heads), numbers(kv_heads), numbers(kv_heads)), numbers(heads)
     o, lse = torch.empty_like(do), torch.empty(heads, tokens, device=device)
-    documents, scale = Documents.of([tokens], device), HEAD_DIM**-0.5
+    documents, scale = Documents.of([tokens], device=device), HEAD_DIM**-0.5
 
     def rate(flops: float, work: Callable[[], object]) -> float:
         return flops / seconds_of(work, ATTENTION_S)

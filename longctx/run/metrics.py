@@ -3,7 +3,8 @@
 The formula of model FLOPs and the chips' peaks are the count's (cost/flops.py, cost/machines.py).
 Documents come from `position_ids`, which restart at 0: the sum of (2*p + 1) over a document's
 positions 0..L-1 is L^2, so no boundary search is needed and the sum stays on the GPU until a line
-is logged.
+is logged. An answer's positions go on from its prompt's, so that the sum over them counts the
+prompt's keys as well.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def measured(
 
     qkv, do = QKV(numbers(heads), numbers(kv_heads), numbers(kv_heads)), numbers(heads)
     o, lse = torch.empty_like(do), torch.empty(heads, tokens, device=device)
-    call = (qkv, Documents.of([tokens], device), head_dim**-0.5, o, lse, window)
+    call = (qkv, Documents.of([tokens], device=device), head_dim**-0.5, o, lse, window)
     forward_s = seconds_of(lambda: attention.forward(*call), SETTLED_S)
     backward_s = seconds_of(lambda: attention.backward(do, *call), SETTLED_S)
     pairs = tokens**2 / 2 if window is None else window * (tokens - window / 2)

@@ -164,7 +164,7 @@ def _(
 
 
 def _on_cpu(q: Tensor, bounds: Tensor) -> tuple[Documents, Any]:
-    documents = Documents.of(bounds.diff().tolist(), q.device)
+    documents = Documents.of(bounds.diff().tolist(), device=q.device)
     return documents, choose_attention("auto", q.device, q.dtype)[1]
 
 

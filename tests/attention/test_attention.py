@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def test_against_truth(name, dtype, H, K, d, lengths) -> None:
     truth = plain(*(x.double() for x in (q, k, v, do)), lengths)
     naive = plain(q, k, v, do, lengths)
 
-    documents = Documents.of(lengths, torch.device(DEVICE))
+    documents = Documents.of(lengths, device=DEVICE)
     wide = torch.full((T, 2 * H, d), torch.nan, device=DEVICE, dtype=dtype)
     o = wide[:, :H]  # a slice of a wider buffer, as a head group writes it
     lse = torch.full((H, T), torch.nan, device=DEVICE)
@@ -113,7 +114,7 @@ def test_windows(name, dtype, H, K, d, lengths, window) -> None:
     do = torch.randn(T, H, d, device=DEVICE, dtype=dtype)
     truth = plain(*(x.double() for x in (q, k, v, do)), lengths, window)
     naive = plain(q, k, v, do, lengths, window)
-    documents = Documents.of(lengths, torch.device(DEVICE))
+    documents = Documents.of(lengths, device=DEVICE)
     o, lse = torch.empty_like(do), torch.full((H, T), torch.nan, device=DEVICE)
     attention.forward(QKV(q, k, v), documents, d**-0.5, o, lse, window)
     grads = attention.backward(do, QKV(q, k, v), documents, d**-0.5, o, lse, window)
@@ -134,7 +135,7 @@ def test_windows(name, dtype, H, K, d, lengths, window) -> None:
 def test_capped_scores(name, dtype, H, K, d, lengths, window) -> None:
     """Against the same with eager attention, as in Gemma 2: both for small caps and for large."""
     torch.manual_seed(0)
-    T, documents = sum(lengths), Documents.of(lengths, torch.device(DEVICE))
+    T, documents = sum(lengths), Documents.of(lengths, device=DEVICE)
     q, k, v = torch.randn(T, H + 2 * K, d, device=DEVICE, dtype=dtype).split([H, K, K], dim=1)
     do = torch.randn(T, H, d, device=DEVICE, dtype=dtype)
     for cap in (0.7, 50.0):
@@ -176,10 +177,15 @@ def eager(
 def test_a_window_as_long_as_the_longest_document_is_none() -> None:
     """The schedule passes none then, so that cuDNN runs and no kernel is a slower one."""
     traits, seen = Traits(scale=1.0, window=5), []
-    for lengths in ([5, 3], [6, 3]):
-        documents = Documents.of(lengths, torch.device("cpu"))
+    for lengths, parents in (
+        ([5, 3], None),
+        ([6, 3], None),
+        ([3, 2], [None, 0]),
+        ([3, 3], [None, 0]),
+    ):
+        documents = Documents.of(lengths, parents)
         seen.append(Schedule.window(SimpleNamespace(documents=documents), traits))
-    assert seen == [None, 5]
+    assert seen == [None, 5, None, 5]
 
 
 def test_documents_start_where_positions_do_not_go_on() -> None:
@@ -200,6 +206,57 @@ def test_a_mask_leaves_out_what_is_not_real() -> None:
     documents, real = Documents.of_batch(positions, None, torch.tensor([0, 3, 9, 9, 18]))
     assert documents.lengths == (3, 6, 9) and real is None
     assert Documents.of_batch(positions)[0].lengths == (3, 3, 3, 3, 3, 3)
+
+
+def test_an_answer_goes_on_from_its_prompt() -> None:
+    documents = Documents.of([4, 2, 3, 5], [None, 0, 0, None])
+    assert documents.parents == (None, 0, 0, None)
+    assert documents.before == (0, 4, 4, 0) and documents.longest == 7
+    assert documents.position_ids().tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1, 2, 3, 4]
+    assert documents.prompts == [(slice(0, 4), [slice(4, 6), slice(6, 9)])]
+    arguments = documents.arguments()
+    assert arguments["parents"].tolist() == [-1, 0, 0, -1]
+    again, _ = Documents.of_batch(
+        arguments["position_ids"], None, arguments["cu_seq_lens_q"], arguments["parents"]
+    )
+    assert (again.lengths, again.parents) == (documents.lengths, documents.parents)
+    alone = Documents.of([4, 2], [None, -1])
+    assert alone.parents == () and alone.longest == 4 and "parents" not in alone.arguments()
+
+
+def test_empty_documents_are_left_out() -> None:
+    """Numbers count the documents that were given; who continues an empty one continues none."""
+    documents = Documents.of([0, 4, 0, 2, 0, 3, 1], [None, None, 1, 1, None, 1, 4])
+    assert documents.lengths == (4, 2, 3, 1) and documents.parents == (None, 0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([None, 0], "parents has 2 entries for 4 documents"),
+        (torch.device("cpu"), "parents is a sequence with an entry per document, got device"),
+        ([None, 1, None, None], "the parent of document 1 must be the number of an earlier .* 1"),
+        ([None, 4, None, None], "the parent of document 1 must be .* got 4"),
+        ([None, -2, None, None], "the parent of document 1 must be .* got -2"),
+        ([None, 0.0, None, None], "lengths and parents of documents are integers, got 0.0"),
+        (torch.tensor(-1), "parents has 1 entries for 4 documents"),
+        ([None, 0, 1, None], "document 2 continues document 1, which continues document 0: .* one"),
+        ([None, None, 0, None], "document 2 must follow its parent, document 0, or another"),
+        ([None, 0, None, 0], "document 3 must follow its parent, document 0, or another"),
+    ],
+)
+def test_parents_that_cannot_be(parents, message) -> None:
+    with pytest.raises(UserError, match=message):
+        Documents.of([3, 2, 2, 1], parents)
+
+
+def test_lengths_are_whole_numbers() -> None:
+    documents = Documents.of(torch.tensor([3, 2]), np.array([-1, 0]))
+    assert documents.lengths == (3, 2) and documents.parents == (None, 0)
+    with pytest.raises(UserError, match="no negative length"):
+        Documents.of([3, -1])
+    with pytest.raises(UserError, match="lengths and parents .* are integers, got 2.5"):
+        Documents.of([3, 2.5])
 
 
 def test_choice_of_the_backend() -> None:

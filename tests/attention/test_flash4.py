@@ -372,7 +372,7 @@ def _main() -> None:
     q, do, o = (torch.randn(200, 8, 128, **shape) for _ in range(3))
     qkv = QKV(q, *(torch.randn(200, 2, 128, **shape) for _ in range(2)))
     lse = torch.empty(8, 200, device="cuda")
-    documents = Documents.of([70, 130], GPU)
+    documents = Documents.of([70, 130], device=GPU)
     attention.forward(qkv, documents, 128**-0.5, o, lse)
     grads = attention.backward(do, qkv, documents, 128**-0.5, o, lse)
     numbers = torch.cat([x.float().flatten() for x in (o, lse, *grads)]).cpu().numpy()

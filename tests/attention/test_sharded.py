@@ -57,7 +57,7 @@ def own(x: Tensor, rows: int, rank: int, ranks: int) -> Tensor:
 
 def compare(rank: int, ranks: int) -> None:
     for rows in ROWS.values():
-        documents = Documents.of([n for row in rows for n in row], torch.device("cpu"))
+        documents = Documents.of([n for row in rows for n in row])
         for kv_heads in (1, 2, 4):
             for window in (None, 7):
                 for dtype in (torch.float32, torch.bfloat16):

@@ -19,6 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from longctx.attention.documents import Documents
 from longctx.config import ModelArguments
 from longctx.cost.kept import SETS
 from longctx.cost.table import load
@@ -178,6 +179,32 @@ def test_the_peak_is_what_the_plan_leaves_room_for(groups) -> None:
     # torch's flash op for CPUs wants k and v for every query head, and returns gradients of each.
     repeated = 3 * UNIT_BYTES // groups
     assert planned <= peak <= planned + repeated + 16 * T
+
+
+@pytest.mark.parametrize(
+    ("lengths", "groups"), [([448, 40, 24], K), ([64, *[56] * 8], 1)], ids=["a pair", "8 answers"]
+)
+def test_a_shared_prompt_needs_a_copy_of_its_answers_o(lengths, groups) -> None:
+    """Of one head group, with lse, beside what the same documents need that share nothing; no
+    product is computed for another token."""
+    peaks, flops = [], []
+    for parents in (None, [None] + [0] * (len(lengths) - 1)):
+        step = make_step(head_groups=groups)
+        documents = Documents.of(lengths, parents)
+        firsts = documents.cu_seqlens[:-1].long()
+        labels = step.batch["labels"].index_fill(1, firsts, -100)
+        step.batch |= documents.arguments() | dict(labels=labels)
+        tracker = MemTracker()
+        tracker.track_external(step.model)
+        with tracker:
+            step.forward().backward()
+        peaks.append(activations(tracker.get_tracker_snapshot("peak")[CPU]))
+        with FlopCounterMode(display=False) as counter:
+            step.forward().backward()
+        flops.append(counter.get_total_flops())
+    answers = sum(lengths[1:])
+    assert peaks[1] - peaks[0] <= answers * (H * d + H) * 4 // groups
+    assert flops[0] == flops[1] > 0
 
 
 @pytest.mark.parametrize("keep", ["x", "o", "all"])

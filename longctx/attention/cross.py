@@ -1,0 +1,253 @@
+"""Attention of n queries to all of m keys that stand before them, as forward and backward of each
+backend: the second call of prefixes.py.
+
+    o, lse     = cross.forward(qkv, scale)                                 4 n m H d FLOPs
+    dq, dk, dv = cross.backward(do, qkv, scale, o, lse)                    2.5 times that
+
+    q, o, do, dq (n, H, d)      k, v, dk, dv (m, K, d)      lse (H, n) fp32      H a multiple of K
+
+Query i is at position m + i of the keys. With a window of W tokens it sees the keys j with
+m + i - j < W; there are at most W - 1 queries and W - 1 keys then, so that each query sees a key
+and each key is seen. flash-attention's windows count from the end of both (flash_attn/cute/mask.py,
+row i of n sees keys i + m - n - left to i + m - n + right): left = W - 1 - n gives the first key,
+and right = n - 1 all to the last.
+
+Backward takes any o and lse of these queries, also those over more keys: with them it gives the
+gradients of this part of the keys.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from longctx.attention import flash4
+from longctx.attention.backends import (
+    NO_WINDOWS,
+    Cudnn,
+    Flash,
+    FlashAttention4,
+    FlashOnCpu,
+    Math,
+    _batched,
+    _repeat,
+    _sum_groups,
+)
+from longctx.attention.protocol import QKV, Attention
+from longctx.errors import UserError
+
+aten = torch.ops.aten
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def cross_of(attention: Attention) -> Cross:
+    """Returns the second call of this backend. Raises UserError for one that has none."""
+    kind = CROSS.get(type(attention))
+    if kind is None:
+        raise UserError(
+            f"{type(attention).__name__} attention cannot share prompts between documents: "
+            f"use {', '.join(known.__name__ for known in CROSS)}, or rows without parents"
+        )
+    return kind(attention.softcap)
+
+
+class Cross(ABC):
+    """A backend's attention of queries to keys before them. Tensors may be strided views; `softcap`
+    is the backend's."""
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self.softcap = softcap
+
+    @abstractmethod
+    def forward(
+        self, qkv: QKV, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]: ...  # o (n, H, d), lse (H, n)
+
+    @abstractmethod
+    def backward(
+        self,
+        do: Tensor,  # (n, H, d)
+        qkv: QKV,
+        scale: float,
+        o: Tensor,  # (n, H, d)
+        lse: Tensor,  # (H, n), contiguous
+        window: int | None = None,
+    ) -> Gradients: ...  # dq (n, H, d), dk and dv (m, K, d)
+
+
+class CrossFlash4(Cross):
+    """flash-attn-4 on a batch of one row, which needs no boundaries. Where it has no deterministic
+    backward, the first call's has raised an error before."""
+
+    def __init__(self, softcap: float | None = None) -> None:
+        super().__init__(softcap)
+        interface = flash4.load()
+        self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
+
+    def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+        o, lse, *_ = self._forward(
+            *_rows(*qkv),
+            softmax_scale=scale,
+            causal=False,
+            softcap=self.softcap or 0.0,
+            return_lse=True,
+            **_sides(qkv, window),
+        )
+        return o[0], lse[0]
+
+    def backward(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> Gradients:
+        dq, dk, dv = self._backward(
+            *_rows(*qkv, o, do, lse),
+            softmax_scale=scale,
+            causal=False,
+            softcap=self.softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_sides(qkv, window),
+        )
+        return dq[0], dk[0], dv[0]
+
+
+class CrossFlash(Cross):
+    """torch's FlashAttention-2 op on CUDA, on a batch of one row."""
+
+    def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+        o, lse, *_ = aten._flash_attention_forward(
+            *(*_rows(*qkv), None, None, len(qkv.q), len(qkv.k), 0.0, False, False),
+            scale=scale,
+            **_sides(qkv, window),
+        )
+        return o[0], lse[0]
+
+    def backward(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> Gradients:
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
+        dq, dk, dv = aten._flash_attention_backward(
+            *(*_rows(do, *qkv, o, lse), None, None, len(qkv.q), len(qkv.k), 0.0, False),
+            *(no_dropout, no_dropout[:0]),
+            scale=scale,
+            **_sides(qkv, window),
+        )
+        return dq[0], dk[0], dv[0]
+
+
+class CrossMath(Cross):
+    """Plain torch, in the tiles of `Math`."""
+
+    def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+        return Math(self.softcap).document_forward(qkv, scale, window, after=len(qkv.k))
+
+    def backward(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> Gradients:
+        return Math(self.softcap).document_backward(
+            do, qkv, scale, o, lse, window, after=len(qkv.k)
+        )
+
+
+class CrossFlashOnCpu(CrossMath):
+    """torch's flash op for CPUs. As for documents, windows and a softcap run in `Math`."""
+
+    def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv
+        if window is not None or self.softcap is not None:
+            return super().forward(qkv, scale, window)
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *_batched(q, _repeat(k, q), _repeat(v, q)), 0.0, False, scale=scale
+        )
+        return o[0].transpose(0, 1), lse[0]
+
+    def backward(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> Gradients:
+        q, k, v = qkv
+        if window is not None or self.softcap is not None:
+            return super().backward(do, qkv, scale, o, lse, window)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_batched(do, q, _repeat(k, q), _repeat(v, q), o), lse[None], 0.0, False, scale=scale
+        )
+        dk, dv = (_sum_groups(grad[0].to(lse.dtype), k) for grad in (dk, dv))
+        return dq[0].transpose(0, 1), dk, dv
+
+
+class CrossCudnn(CrossMath):
+    """torch's cuDNN attention op. It refuses one query and one key, which run in `Math`."""
+
+    def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+        if window is not None:
+            raise UserError(NO_WINDOWS)
+        if 1 in (len(qkv.q), len(qkv.k)):
+            return super().forward(qkv, scale)
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *_batched(*qkv), None, True, 0.0, False, scale=scale
+        )
+        return o[0].transpose(0, 1), lse[0].reshape(qkv.q.shape[1], -1)
+
+    def backward(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> Gradients:
+        n, m = len(qkv.q), len(qkv.k)
+        if 1 in (n, m):
+            return super().backward(do, qkv, scale, o, lse)
+        no_dropout = torch.zeros((), dtype=torch.int64, device=do.device)
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *(*_batched(do, *qkv, o), lse[None, :, :, None]),
+            *(no_dropout, no_dropout, None, None, None, n, m, 0.0, False),
+            scale=scale,
+        )
+        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
+
+
+def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views each tensor as a batch of one row."""
+    return tuple(x[None] for x in tensors)
+
+
+def _sides(qkv: QKV, window: int | None) -> dict[str, int]:
+    """The keys that flash-attention's window shows on both sides of the diagonal that ends in the
+    last query and the last key."""
+    n = len(qkv.q)
+    return {} if window is None else dict(window_size_left=window - 1 - n, window_size_right=n - 1)
+
+
+CROSS: dict[type[Attention], type[Cross]] = {
+    FlashAttention4: CrossFlash4,
+    Flash: CrossFlash,
+    Cudnn: CrossCudnn,
+    FlashOnCpu: CrossFlashOnCpu,
+    Math: CrossMath,
+}
