@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, TextIO
 
-MOST_CHARACTERS = 550
+MOST_CHARACTERS = 800
 """Of a line that names what is wrong: it may quote a path, or a stranger's text."""
 
 

@@ -139,6 +139,17 @@ def wide_heads(backend: str, way: str) -> float:
     return rate(256) / rate(128)
 
 
+def capped_scores(backend: str, head_dim: int, way: str) -> float:
+    """Of one document of 131072 tokens, with a softcap of 50 in without."""
+
+    def rate(softcap: float | None) -> float:
+        case = dict(backend=backend, tokens=131072, window=None, head_dim=head_dim)
+        (row,) = where("h200_attention", **case, softcap=softcap)
+        return float(row[f"{way}_tflops"])
+
+    return rate(50.0) / rate(None)
+
+
 def attention_share(way: str) -> float:
     """The smallest of the estimated machines'."""
     estimated = (machine for machine in MACHINES.values() if not machine.measured)
@@ -293,6 +304,18 @@ FITS: tuple[Fit, ...] = (
             tolerance=0.03,
         )
         for backend, shares in fitted.WIDE_HEADS.items()
+        for way, today in zip(("fwd", "bwd"), shares, strict=True)
+    ),
+    *(
+        Fit(
+            name=f"CAPPED_SCORES[{backend}][{head_dim}], {way}",
+            today=today,
+            again=partial(capped_scores, backend, head_dim, way),
+            files="h200_attention",
+            tolerance=0.03,
+        )
+        for backend, sizes in fitted.CAPPED_SCORES.items()
+        for head_dim, shares in sizes.items()
         for way, today in zip(("fwd", "bwd"), shares, strict=True)
     ),
     *(

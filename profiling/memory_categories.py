@@ -204,13 +204,12 @@ def _sources() -> dict[str, tuple[str, ...]]:
     from torch.nn.modules import linear
     from torch.utils import checkpoint
     from transformers import modeling_layers
-    from transformers.loss import loss_utils
 
     from longctx.memory import store, stream
-    from longctx.model import loss
+    from longctx.run.oom import LOSS
 
     modules = {
-        "loss": (loss, loss_utils),
+        "loss": LOSS,
         # Hugging Face's: longctx's own layers call no nn.Linear. Recomputation in backward enters
         # them through torch's checkpoint, not through their class.
         "layer": (modeling_layers, checkpoint),

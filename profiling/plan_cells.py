@@ -348,7 +348,7 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     config = load_config(args, vocab_size=VOCABULARY)
     config.num_hidden_layers = layers or config.num_hidden_layers
     made, run = Subject(config), Run(model=args, exact=False)
-    rates = machine.rates("fa4", document, made.sizes(run).head_dim)
+    rates = machine.rates("fa4", document, *made.sizes(run).scores)
     sizes = replace(made.sizes(run), writes_gradients=True, trained=0)
     limit = int(row.get("budget_gib", machine.gpu_gib) * GIB)
     step = Step(

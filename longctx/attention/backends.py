@@ -369,19 +369,15 @@ class FlashOnCpu(PerDocument):
 
 
 class Cudnn(PerDocument):
-    """torch's cuDNN attention op.
-
-    It refuses documents of one token, which are computed here: o = v, dv = do, dq = dk = 0, and lse
-    is the score. It has no windows.
-    """
+    """torch's cuDNN attention op. It refuses documents of one token, which run in `Math`, and has
+    no windows."""
 
     def document_forward(self, qkv: QKV, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
         if window is not None:  # reached only if a row is longer than the model's positions
             raise UserError(NO_WINDOWS)
         q, k, v = qkv
         if len(q) == 1:
-            score = (q * _repeat(k, q)).sum(-1, dtype=torch.float32) * scale
-            return _repeat(v, q), score.t()
+            return Math().document_forward(qkv, scale, window)
         o_BHTd, lse_BHT1, *_ = aten._scaled_dot_product_cudnn_attention(
             *_batched(q, k, v), None, True, 0.0, True, scale=scale
         )
@@ -393,8 +389,7 @@ class Cudnn(PerDocument):
         q, k, v = qkv
         length = len(q)
         if length == 1:
-            dv = do.unflatten(1, (k.shape[1], -1)).sum(2)
-            return torch.zeros_like(q), torch.zeros_like(k), dv
+            return Math().document_backward(do, qkv, scale, o, lse, window)
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             *_batched(do, q, k, v, o),

@@ -47,6 +47,9 @@ SMALL_HEADS = 0.85
 WIDE_HEADS = {"fa4": (1.12, 0.64), "cudnn": (0.96, 0.71), "flash": (0.77, 0.81)}
 """The shares that heads of 256 reach, by backend, forward and backward: one document of 131072
 tokens (h200_attention.json)."""
+CAPPED_SCORES = {"fa4": {64: (0.41, 0.37), 128: (0.52, 0.67), 256: (0.64, 0.93)}}
+"""The shares of these that are left with a softcap of scores, by backend and size of heads
+(h200_attention.json)."""
 ATTENTION_SHARES = 0.7, 0.6
 """Attention's rates, forward and backward, in rates of matmuls, on a GPU that nobody measured.
 About the smallest of the machines whose rates are estimates (machines.py)."""

@@ -72,9 +72,10 @@ class Machine:
     def gpu_bytes(self) -> int:
         return int(self.gpu_gib * GIB)
 
-    def rates(self, backend: str, document: int, head_dim: int) -> Rates:
-        """With a backend's attention, of documents of so many tokens and heads of that size."""
-        attention = of_heads(self.attention_at(backend, document), backend, head_dim)
+    def rates(self, backend: str, document: int, head_dim: int, capped: bool = False) -> Rates:
+        """With a backend's attention, of documents of so many tokens and heads of that size, whose
+        scores may have a softcap."""
+        attention = of_heads(self.attention_at(backend, document), backend, head_dim, capped)
         return Rates(self.flops, self.link_bytes, self.memory_bytes, attention)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from longctx.cost.fitted import SMALL_HEADS, WIDE_HEADS
+from longctx.cost.fitted import CAPPED_SCORES, SMALL_HEADS, WIDE_HEADS
 
 
 class AttentionRates(NamedTuple):
@@ -14,14 +14,21 @@ class AttentionRates(NamedTuple):
     backward: float
 
 
-def of_heads(rates: AttentionRates, backend: str, head_dim: int) -> AttentionRates:
-    """Returns what `rates`, of heads of 128, are for heads of another size."""
-    shares = (1.0, 1.0)
+def of_heads(
+    rates: AttentionRates, backend: str, head_dim: int, capped: bool = False
+) -> AttentionRates:
+    """Returns what `rates`, of heads of 128, are for heads of another size, and for scores with a
+    softcap."""
+    whole = (1.0, 1.0)
     if head_dim < 128:
-        shares = (SMALL_HEADS, SMALL_HEADS)
+        shares, near = (SMALL_HEADS, SMALL_HEADS), 64
     elif head_dim > 128:
-        shares = WIDE_HEADS.get(backend, shares)
-    return AttentionRates(rates.forward * shares[0], rates.backward * shares[1])
+        shares, near = WIDE_HEADS.get(backend, whole), 256
+    else:
+        shares, near = whole, 128
+    caps = CAPPED_SCORES.get(backend, {}).get(near, whole) if capped else whole
+    pairs = zip(rates, shares, caps, strict=True)
+    return AttentionRates(*(rate * share * cap for rate, share, cap in pairs))
 
 
 class Rates(NamedTuple):

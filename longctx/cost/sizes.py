@@ -98,6 +98,8 @@ class Sizes:
     """Whether each head of q and k has a norm. Attention then takes copies."""
     wide_norms: bool = False
     """Whether q and k have norms over all heads."""
+    caps_scores: bool = False
+    """Whether attention's scores have a softcap."""
     post_norms: bool = False
     """Whether norms follow attention and the MLP."""
     gated: bool = True
@@ -133,6 +135,11 @@ class Sizes:
     """None: `default_logits_bytes`."""
     ranks: int = 1
     """How many ranks share each row. Token counts are those of one rank."""
+
+    @property
+    def scores(self) -> tuple[int, bool]:
+        """What attention's rates depend on: the size of a head, and whether scores are capped."""
+        return self.head_dim, self.caps_scores
 
     @property
     def stream_bytes(self) -> int:

@@ -74,11 +74,16 @@ class Measured:
 
 @cache
 def gpu_rates(
-    device: torch.device, dtype: torch.dtype, backend: str, document: int, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    document: int,
+    head_dim: int,
+    capped: bool = False,
 ) -> Rates:
     """Returns the rates of matmuls in `dtype`, of copies on the GPU, of copies over the link while
-    as many bytes go the other way, and of a backend's attention over documents of so many
-    tokens."""
+    as many bytes go the other way, and of a backend's attention over documents of so many tokens,
+    whose scores may have a softcap."""
     kept = read_rates(device) if dtype.itemsize == 2 else None
     if kept is not None:
         flops, memory_bytes, link_bytes = kept.flops, kept.memory_bytes, kept.link.both
@@ -94,7 +99,7 @@ def gpu_rates(
         attention = AttentionRates(*(scale * rate for rate in profile.attention[backend]))
     else:
         attention = AttentionRates(*(share * flops for share in ATTENTION_SHARES))
-    attention = of_heads(attention, backend, head_dim)
+    attention = of_heads(attention, backend, head_dim, capped)
     return Rates(flops, link_bytes, memory_bytes, attention)
 
 

@@ -164,7 +164,7 @@ class Runtime:
         keep, offload = self.args.keep, self.args.offload_activations
         given, rates = None, NO_RATES
         if device.type == "cuda":
-            rates = gpu_rates(device, self.dtype, self.backend, document, sizes.head_dim)
+            rates = gpu_rates(device, self.dtype, self.backend, document, *sizes.scores)
         else:
             given = uniform(sizes.layers, keep, offload), next(iter(sizes.cuts(tokens)))
         batch = Batch(tokens, document, self.passes)
@@ -230,6 +230,7 @@ def model_sizes(
         windows=tuple(windows(config)),
         qk_norms="q_norm" in family.norms and not family.wide_norms,
         wide_norms=family.wide_norms,
+        caps_scores=family.score_cap(config) is not None,
         post_norms="post1" in family.norms,
         gated="gate" in family.linears,
         parallel=family.layer_traits(config)[0].parallel,

@@ -130,6 +130,7 @@ class Subject:
             itemsize=DTYPE.itemsize,
             ranks=run.sequence_parallel_size,
             head_groups=1,
+            caps_scores=score_cap(config) is not None,
             gated=family is None or "gate" in family.linears,
             class_type=run.model.class_type,
             trained=self.trained,
@@ -228,7 +229,7 @@ def plan(
     timed = replace(
         step,
         batch=step.batch._replace(document=document),
-        rates=machine.rates(backend, document, step.sizes.head_dim),
+        rates=machine.rates(backend, document, *step.sizes.scores),
         exchanges=_exchanges(subject, chosen.sizes, run, machine),
     )
     process, held = PROCESS_BYTES, 0
@@ -315,7 +316,7 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
     sizes = replace(sizes, writes_gradients=writes)
     batch = Batch(run.tokens, document, run.gradient_accumulation_steps)
-    rates = machine.rates(backend, document, sizes.head_dim)
+    rates = machine.rates(backend, document, *sizes.scores)
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
     if not _patched(run):
         return step

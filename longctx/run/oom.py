@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.integrations import sdpa_attention
 from transformers.loss import loss_utils
 
-from longctx.attention import backends, protocol
+from longctx.attention import backends, cross, flash4, prefixes, protocol, sharded
 from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.kept import SETS
@@ -35,11 +35,11 @@ from longctx.cost.sizes import Batch
 from longctx.engines import Engine
 from longctx.engines.collectives import local_shard
 from longctx.errors import UserError
-from longctx.kernels import cross_entropy
+from longctx.kernels import cross_entropy, divergence, log_softmax
 from longctx.layer import parts
 from longctx.memory import slab, store
 from longctx.memory.held import HeldGradient
-from longctx.model import loss
+from longctx.model import distillation, head, log_probs, loss, pieces
 from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part
 from longctx.run.trainer import LongTrainer
@@ -168,11 +168,17 @@ def _gib(pattern: re.Pattern[str], text: str) -> float | None:
 
 # --- in which phase --------------------------------------------------------------------------
 
+LOSS = (distillation, head, log_probs, loss, loss_utils, pieces)
+"""The modules that make logits and what is computed from them."""
+
 _FILES = {
     str(module.__file__): part
     for part, modules in {
-        "lm_head and loss": (loss, loss_utils, cross_entropy),
-        "attention of a layer": (protocol, backends, sdpa_attention),
+        "lm_head and loss": (*LOSS, cross_entropy, divergence, log_softmax),
+        "attention of a layer": (
+            *(backends, cross, flash4, prefixes, protocol, sharded),
+            sdpa_attention,
+        ),
         "projections of a layer": (parts.attention, parts.heads),
         "MLP of a layer": (parts.mlp,),
         "the activation store": (store, slab),

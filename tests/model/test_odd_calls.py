@@ -160,7 +160,7 @@ def test_an_engines_hooks_on_the_base_model_cost_no_unit(monkeypatch) -> None:
     """The loss's gradient is overwritten, unless somebody may look at the hidden states."""
     owned: list[bool] = []
     norm = norms._FinalNorm.apply
-    monkeypatch.setattr(norms._FinalNorm, "apply", lambda *a: owned.append(a[3]) or norm(*a))
+    monkeypatch.setattr(norms._FinalNorm, "apply", lambda *a: owned.append(a[4]) or norm(*a))
     _, ours = pair()
 
     def gather(*args: Any) -> None:

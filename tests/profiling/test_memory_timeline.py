@@ -30,7 +30,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from longctx.kernels import launch
 from longctx.layer import schedule
 from longctx.memory.store import ActivationStore
-from longctx.model import loss
+from longctx.model import head, loss, pieces
 from longctx.model.patch import patch_as
 from longctx.options import PatchOptions
 
@@ -64,9 +64,9 @@ FUNCTIONS = {
     inspect.unwrap(function).__code__: part
     for function, part in (
         (loss.linear_cross_entropy, "loss"),
-        (loss.RowCount.__init__, "loss"),
-        (loss._LinearCrossEntropy.forward, "loss"),
-        (loss._LinearCrossEntropy.backward, "loss"),
+        (pieces.RowCount.__init__, "loss"),
+        (head._Reduced.forward, "loss"),
+        (head._Reduced.backward, "loss"),
         (ForCausalLMLoss, "loss"),
         (ActivationStore.load, "store"),
         (ActivationStore.retire, "store"),

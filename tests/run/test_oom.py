@@ -15,7 +15,7 @@ import train
 from longctx.errors import UserError
 from longctx.layer import passes
 from longctx.layer.parts import mlp
-from longctx.model import loss
+from longctx.model import head, loss
 from longctx.run import oom
 from longctx.run.oom import OutOfMemory
 
@@ -73,7 +73,7 @@ def fail(message: str = MESSAGE, at_call: int = 1):
         (mlp, "swiglu_backward_", "custom", "backward, MLP of a layer"),
         (passes, "rope_", "custom", "forward, projections of a layer"),
         (loss, "cross_entropy", "custom", "forward, lm_head and loss"),
-        (loss, "scale_into", "custom", "backward, lm_head and loss"),
+        (head, "scale_into", "custom", "backward, lm_head and loss"),
         (torch.nn.functional, "silu", "vanilla", "forward, MLP of a layer"),
         (
             torch.nn.functional,
