@@ -24,12 +24,14 @@ def default_head_groups(tokens: int, kv_heads: int, ranks: int = 1) -> int:
     return math.gcd(groups, max(1, kv_heads // ranks)) if ranks > 1 else groups
 
 
-def default_tile_tokens(intermediate: int) -> int:
-    """Returns the tokens of a tile, a power of two: its gate has about 2^27 elements. That is 8192
+def default_tile_tokens(intermediate: int, post_norms: bool = False) -> int:
+    """Returns the tokens of a tile, a power of two: its gate has about 2^27 elements, or 3/4 of
+    that where a norm follows, since a tile holds more of them then. That is 8192
     tokens of Llama-3.1-8B and 16384 of Llama-3.2-1B. Compared with tiles of 4096 tokens, layers of
     8B take 0.3 GiB more and are 6% faster at 8192 tokens and 1% at 131072, since the fp32 weight
     gradients are read and written half as often."""
-    power: int = 2 ** round(math.log2(2**27 / intermediate))
+    elements = 0.75 * 2**27 if post_norms else 2**27
+    power: int = 2 ** round(math.log2(elements / intermediate))
     return power
 
 
@@ -149,7 +151,7 @@ class Sizes:
         """Returns the cut for batches of so many tokens: what was asked for, else what needs little
         memory."""
         return Cut(
-            self.tile_tokens or default_tile_tokens(self.intermediate),
+            self.tile_tokens or default_tile_tokens(self.intermediate, self.post_norms),
             self.head_groups or default_head_groups(tokens, self.kv_heads, self.ranks),
             self.logits_bytes or default_logits_bytes(self.vocab, self.hidden, self.trains_head),
         )

@@ -62,11 +62,11 @@ def linear_add(
     return torch.add(base, linear(x, weight, bias, scale=scale), out=out)
 
 
-def scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+def scaled_mm(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """Returns scale a b, rounded once."""
     if scale == 1.0:
-        return a @ b
-    return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=scale)
+        return torch.mm(a, b, out=out)
+    return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=scale, out=out)
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:

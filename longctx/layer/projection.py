@@ -74,10 +74,11 @@ class Projection:
         *,
         scale: float = 1.0,
         onto: Tensor | None = None,  # (T, I): added to
+        out: Tensor | None = None,  # (T, I)
     ) -> Tensor:  # (T, I)
         """Returns scale dx, or dx added to `onto`."""
         if onto is None:
-            dx = scaled_mm(dy, self.weight, scale)
+            dx = scaled_mm(dy, self.weight, scale, out)
         else:
             dx = torch.addmm(onto, dy, self.weight, out=onto)
         if self.adapter is not None and v is not None:

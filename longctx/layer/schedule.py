@@ -30,7 +30,8 @@ x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one and runs atten
 same kernels, so that the choice changes no bit; n1 and n2 always, the down projection never.
 
 Peak memory beside weights and gradients: three units (x, o|dq, dy|dh|dx), dk|dv (2 K/H of a unit),
-a group's q, k, v, do, dq, and one tile of the MLP. Weight gradients are summed over tiles in fp32
+a group's q, k, v, do, dq, and one tile of the MLP; where a norm follows attention, do of all heads,
+in which dk and dv find room (parts/key_gradients.py). Weight gradients are summed over tiles in fp32
 and rounded once. Each tile and each group runs in a function of its own, so that its temporaries
 are freed before the next begins.
 """
@@ -90,8 +91,9 @@ def layer_backward_(
         for tile in p.schedule.tiles(len(x)):
             p.schedule.store.wait(tile)
         o, lse = attention.forward(x)
-    dn1 = _tiles_backward_(p, dy, x, o, attention, MLP(p, kept))
-    if wants_dx or p.grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm"):
+    wants_do = wants_dx or p.grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm")
+    dn1 = _tiles_backward_(p, dy, x, o, attention, MLP(p, kept), wants_do)
+    if wants_do:
         dkv = attention.backward_(dy, x, o, lse, SelfAttention.groups_in(kept))
         attention.input_backward_(dy, x, o, dkv, dn1, wants_dx)
 
@@ -104,6 +106,7 @@ def _tiles_backward_(
     o: Tensor,  # (T, H d)
     attention: SelfAttention,
     mlp: MLP,
+    wants_do: bool,
 ) -> Tensor | None:  # (T, D)
     """Runs backward of the MLP's block and of attention's output projection, tile by tile. Returns
     the gradient of n1 that comes from an MLP beside attention; dy is dh there. The sums of the
@@ -117,7 +120,7 @@ def _tiles_backward_(
         else:
             h, z = attention.output_again(x, o, tile)
             mlp.backward(dy[tile], h, tile, onto=dy[tile], out=dy[tile])
-        attention.output_backward(dy[tile], o, z, tile)
+        attention.output_backward(dy[tile], o, z, tile, wants_do=wants_do)
 
     for tile in each("tile", p.schedule.tiles(len(x))):
         p.schedule.store.wait(tile)

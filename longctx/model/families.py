@@ -532,6 +532,11 @@ def windows(config: PretrainedConfig) -> list[int | None]:
     return [window(config, i) for i in range(config.num_hidden_layers)]
 
 
+def has_post_norms(config: PretrainedConfig) -> bool:
+    """Whether norms follow attention and the MLP."""
+    return "post1" in known_family(config).norms
+
+
 def score_cap(config: PretrainedConfig) -> float | None:
     """Returns the softcap of attention's scores; None without one and for an unknown family."""
     family = FAMILIES.get(config.model_type)

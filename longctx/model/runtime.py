@@ -41,6 +41,7 @@ from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.costs import StepTable
 from longctx.model.families import (
     base_of,
+    has_post_norms,
     has_windows,
     head_dim,
     head_of,
@@ -178,10 +179,12 @@ class Runtime:
             given=given,
         )
 
-    def pieces(self, tokens: int, intermediate: int, kv_heads: int) -> tuple[int, int]:
+    def pieces(self, tokens: int, config: Any) -> tuple[int, int]:
         """Tokens of a tile, and head groups, of one batch."""
-        tile_tokens = self.args.tile_tokens or default_tile_tokens(intermediate)
-        groups = self.args.head_groups or default_head_groups(tokens, kv_heads, self.ranks)
+        tile_tokens = self.args.tile_tokens or default_tile_tokens(
+            config.intermediate_size, has_post_norms(config)
+        )
+        groups = self.args.head_groups or default_head_groups(tokens, kv_heads(config), self.ranks)
         if self.cut is None or tokens > self.reserved_tokens:
             return tile_tokens, groups
         return self.cut.tile_tokens, min(self.cut.head_groups, groups)
@@ -231,7 +234,7 @@ def model_sizes(
         qk_norms="q_norm" in family.norms and not family.wide_norms,
         wide_norms=family.wide_norms,
         caps_scores=family.score_cap(config) is not None,
-        post_norms="post1" in family.norms,
+        post_norms=has_post_norms(config),
         gated="gate" in family.linears,
         parallel=family.layer_traits(config)[0].parallel,
         adapted=Adapted(
@@ -288,9 +291,8 @@ def make_schedule(
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
     the key/value heads, and heads that the ranks of a row cannot share."""
-    config, tokens = base.config, position_ids.numel()
-    heads = kv_heads(config)
-    tile_tokens, head_groups = runtime.pieces(tokens, config.intermediate_size, heads)
+    config, heads = base.config, kv_heads(base.config)
+    tile_tokens, head_groups = runtime.pieces(position_ids.numel(), config)
     if heads % head_groups:
         raise UserError(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"

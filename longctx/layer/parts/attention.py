@@ -9,8 +9,9 @@ Attention runs over the whole row, head group by head group (heads.py), so that 
 one group only. h is made tile by tile, where the MLP reads it. Backward runs after the MLP's:
 
     per tile     dWo; the MLP's block has turned dy into dh; with a norm dz = rms_norm'(z, dh)
-    per group    [recompute q, k, v]; do = dh Wo, or dz Wo; dq, dk, dv = attention'; dq takes o's
-                 place (with norms of q, k: both are copied, normed and rotated; dq, dk pass back)
+                 and do = dz Wo
+    per group    [recompute q, k, v]; do = dh Wo; dq, dk, dv = attention'; dq takes o's place (with
+                 norms of q, k: both are copied, normed and rotated; dq, dk pass back)
     per tile     dn1 = [dq dk dv] [Wq; Wk; Wv] in one matmul; dWq, dWk, dWv; dx = dh + rms_norm'
 
 The letters are those of layer/__init__.py.
@@ -18,7 +19,7 @@ The letters are those of layer/__init__.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
 from longctx.layer.lora import adapter_bytes
 from longctx.layer.parts.heads import Group, HeadGroups
+from longctx.layer.parts.key_gradients import KeyGradients
 from longctx.layer.parts.norms import Norm
 from longctx.layer.passes import Pass
 
@@ -44,7 +46,7 @@ class SelfAttention:
         self._heads = HeadGroups(p, rstd)
         self._post = Norm(p, "post1")
         self.h = h
-        self._dz: Tensor | None = None
+        self._do: Tensor | None = None
         self._d_o = None if p.gradients is None else p.gradients.projection("o")
 
     # --- forward ---------------------------------------------------------------------------
@@ -121,17 +123,20 @@ class SelfAttention:
         return self._normed(x, z, tile), z
 
     @annotated("projections")
-    def output_backward(self, dh: Tensor, o: Tensor, z: Tensor | None, tile: slice) -> None:
+    def output_backward(
+        self, dh: Tensor, o: Tensor, z: Tensor | None, tile: slice, *, wants_do: bool
+    ) -> None:
         """Adds a tile's part, from dh (t, D), to the gradients of o's projection and of the norm
-        that follows. Such a norm makes dz another tensor than dh: a row of it is held until
-        attention's backward has read it."""
+        that follows. Such a norm makes dz another tensor than dh, and `backward_` is left do (T, H
+        d) instead, if it is wanted."""
         assert self._d_o is not None
-        narrow = dh.to(self._schedule.dtype)
-        if z is not None:
-            if self._dz is None:
-                self._dz = o.new_empty(len(o), dh.shape[1])
-            narrow = self._post.backward(dh, z, out=self._dz[tile])
-        self._d_o.add(narrow, o[tile], self._weights.o.inner_grad(narrow), tile)
+        narrow = (dh if z is None else self._post.backward(dh, z)).to(self._schedule.dtype)
+        v = self._weights.o.inner_grad(narrow)
+        self._d_o.add(narrow, o[tile], v, tile)
+        if z is not None and wants_do:
+            self._do = torch.empty_like(o) if self._do is None else self._do
+            scale = self._pass.traits.residual
+            self._weights.o.input_grad(narrow, v, tile, scale=scale, out=self._do[tile])
 
     def finish_output(self) -> None:
         assert self._d_o is not None
@@ -146,25 +151,19 @@ class SelfAttention:
         o: Tensor,  # (T, H d), overwritten by dq
         lse: Tensor,  # (H, T)
         kept: Sequence[Tensor],  # (T, (h + 2 k) d) of each group, or empty
-    ) -> Tensor:  # (T, 2 K d): dk | dv
+    ) -> KeyGradients:
         """Computes dq, dk, dv as the projections' outputs need them, one head group at a time, and
         the gradients of the norms of q and k."""
-        s, t, w, heads = self._schedule, self._pass.traits, self._weights, self._heads
-        Kd = len(w.k.weight)
-        dkv = w.q.weight.new_empty(x.shape[0], 2 * Kd)
-        narrow = dh.to(s.dtype) if self._dz is None else self._dz
-        self._dz = None
-        v = w.o.inner_grad(narrow)
+        s, t, heads = self._schedule, self._pass.traits, self._heads
+        dkv = KeyGradients(list(heads), self._do, self._weights.q.weight, x.shape[0])
+        output_grad = self._output_grad(dh)
 
         def run(i: int, group: Group) -> Iterator[None]:
             qkv = kept[i] if kept else heads.project(x, group)
             ready = heads.ready(qkv, group, in_place=False)
-            do = scaled_mm(narrow, w.o.weight[:, group.q], t.residual)
-            if w.o.adapter is not None and v is not None:
-                for tile in s.tiles(len(do)):
-                    w.o.adapter.add_input_grad_(do[tile], v[tile], tile, t.residual, group.q)
-            dk, dv = dkv[:, group.kv], dkv[:, Kd:][:, group.kv]
-            do, dq, dk, dv = (x.unflatten(1, (-1, s.head_dim)) for x in (do, o[:, group.q], dk, dv))
+            grads = output_grad(group), o[:, group.q], *dkv.rooms(i)
+            do, dq, dk, dv = (x.unflatten(1, (-1, s.head_dim)) for x in grads)
+            del grads
             pauses = s.attention.backward_in_turns(
                 *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
                 out=QKV(dq, dk, dv),
@@ -173,6 +172,7 @@ class SelfAttention:
             del qkv, ready, do
             yield from pauses
             heads.back_(dq, dk, unnormed, group)
+            dkv.put(i, dk.flatten(1), dv.flatten(1))
             for tile in s.tiles(len(dq)):
                 self._pass.retire(tile, _part(i))
 
@@ -181,13 +181,31 @@ class SelfAttention:
             norm.finish()
         return dkv
 
+    def _output_grad(self, dh: Tensor) -> Callable[[Group], Tensor]:
+        """Returns what gives do (T, h d) of a group: of those that are held, or made from dh."""
+        s, w, scale = self._schedule, self._weights, self._pass.traits.residual
+        held, self._do = self._do, None
+        if held is not None:
+            return lambda group: held[:, group.q]
+        narrow = dh.to(s.dtype)
+        v = w.o.inner_grad(narrow)
+
+        def made(group: Group) -> Tensor:
+            do = scaled_mm(narrow, w.o.weight[:, group.q], scale)
+            if w.o.adapter is not None and v is not None:
+                for tile in s.tiles(len(do)):
+                    w.o.adapter.add_input_grad_(do[tile], v[tile], tile, scale, group.q)
+            return do
+
+        return made
+
     @annotated("projections")
     def input_backward_(
         self,
         dh: Tensor,  # (T, D), overwritten by dx
         x: Tensor,  # (T, D)
         dq: Tensor,  # (T, H d)
-        dkv: Tensor,  # (T, 2 K d)
+        dkv: KeyGradients,
         dn: Tensor | None,  # (T, D)
         wants_dx: bool,
     ) -> None:
@@ -203,10 +221,10 @@ class SelfAttention:
         def run(tile: slice) -> None:
             n1 = heads.normed(x[tile])
             us = heads.inner(n1, tile)
+            dqkv = torch.cat([dq[tile], *dkv.of(tile)], dim=1)
             if heads.wide_norms is not None:
-                dk = dkv[tile, : len(w.k.weight)]
-                heads.wide_norms.backward_(dq[tile], dk, *heads.unnormed(n1, us, tile))
-            dqkv = torch.cat([dq[tile], dkv[tile]], dim=1)
+                d_q, d_k, _ = dqkv.split(rows, dim=1)
+                heads.wide_norms.backward_(d_q, d_k, *heads.unnormed(n1, us, tile))
             d_qkv.add(dqkv, n1)
             dn1 = None
             if wants_dx or norm.trained:
@@ -321,11 +339,14 @@ def _part(group: int) -> str:
 def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     """Buffers of attention. Forward has a head group's q, k, v. Backward has these, do, and their
     gradients, which flash-attention sums in fp32 and allocates itself before they are copied,
-    unless it writes them in place; q and k once more if they are normed; dk and dv of all groups;
-    and the MLP's rounded weight gradients."""
+    unless it writes them in place; q and k once more if they are normed; dk and dv of all groups,
+    and do where a norm follows (key_gradients.py); and the MLP's rounded weight gradients."""
     groups = s.cut(tokens).head_groups
     columns = s.wide + 2 * s.narrow
-    made = (s.wide + (0 if s.writes_gradients else columns)) * s.itemsize
+    held = s.post_norms * min(2, s.heads // s.kv_heads)  # of dk and dv, do holds so many
+    alone = not (s.post_norms and s.writes_gradients)  # torch's flash copies do's columns
+    made = s.wide * alone + held * s.narrow + (0 if s.writes_gradients else columns)
+    made *= s.itemsize
     made += 4 * columns if s.itemsize < 4 else 0
     made += (s.wide + s.narrow) * s.itemsize if s.qk_norms else 0
     weights = s.hidden * ((2 + s.gated) * s.intermediate + s.wide)
@@ -336,14 +357,14 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
         return Buffer(name=name, nbytes=nbytes, during="attention backward", spared_by=spared_by)
 
     group = columns // groups * s.itemsize
-    dz = tokens * s.hidden * s.itemsize * s.post_norms
+    do = tokens * s.wide * s.itemsize * s.post_norms
     dn1 = tokens * s.hidden * s.itemsize * s.parallel
     return (
         Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
         back("dy", s.unit(tokens)),
         back("the MLP's gradients", weights),
-        back("dk, dv", tokens * 2 * s.narrow * s.itemsize),
-        *(back("dz", dz), Buffer(name="attention's dz", nbytes=dz, during="mlp backward")),
+        back("dk, dv", tokens * (2 - held) * s.narrow * s.itemsize),
+        *(back("do", do), Buffer(name="attention's do", nbytes=do, during="mlp backward")),
         *(back("dn1", dn1), Buffer(name="its input's gradient", nbytes=dn1, during="mlp backward")),
         back("a head group", tokens * (made // groups + adapter_bytes(s))),
         back("a head group", tokens * group, spared_by="q k v"),
