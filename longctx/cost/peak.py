@@ -108,7 +108,11 @@ class Tables(Protocol):
 
 
 FORWARD: tuple[Moment, ...] = ("attention forward", "mlp forward")
-BACKWARD: tuple[Moment, ...] = ("mlp backward", "attention backward")
+BACKWARD: tuple[Moment, ...] = (
+    "mlp backward",
+    "attention backward",
+    "projections backward",
+)
 
 
 def working(layer: Table, moments: tuple[Moment, ...], kept: Names) -> Buffers:

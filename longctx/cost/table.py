@@ -14,7 +14,13 @@ from typing import Literal, NamedTuple
 
 Rate = Literal["matmul", "attention", "attention backward"]
 Moment = Literal[
-    "attention forward", "mlp forward", "loss", "mlp backward", "attention backward", "embedding"
+    "attention forward",
+    "mlp forward",
+    "loss",
+    "mlp backward",
+    "attention backward",
+    "projections backward",
+    "embedding",
 ]
 """The moments of a step. In each, one part of the model computes and its buffers exist."""
 ALIGN = 512

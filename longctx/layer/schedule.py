@@ -30,10 +30,10 @@ x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one and runs atten
 same kernels, so that the choice changes no bit; n1 and n2 always, the down projection never.
 
 Peak memory beside weights and gradients: three units (x, o|dq, dy|dh|dx), dk|dv (2 K/H of a unit),
-a group's q, k, v, do, dq, and one tile of the MLP; where a norm follows attention, do of all heads,
-in which dk and dv find room (parts/key_gradients.py). Weight gradients are summed over tiles in fp32
-and rounded once. Each tile and each group runs in a function of its own, so that its temporaries
-are freed before the next begins.
+a group's q, k, v, do, dq, and one tile of the MLP. Where a norm follows attention, do of all heads
+stands beside them, in which dk and dv find room (parts/key_gradients.py). Weight gradients are
+summed over tiles in fp32 and rounded once. Each tile and each group runs in a function of its own,
+so that its temporaries are freed before the next begins.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ WARM_UP_TOKENS = 8192
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
     *("checkpointing", "keep", "passes", "states", "place", "gpu_gib", "lora", "quantize"),
-    *("sequence_parallel", "host_memory_gib"),
+    *("sequence_parallel", "host_memory_gib", "preset"),
 )
-SINCE = ("lora", "quantize", "sequence_parallel", "host_memory_gib")
+SINCE = ("lora", "quantize", "sequence_parallel", "host_memory_gib", "preset")
 """Keys that rows have only where they say something."""
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -261,7 +261,7 @@ class Stopwatch:
 
 def row_keys(case: Case) -> dict[str, Any]:
     """What a row says of its case; older rows have none of SINCE."""
-    silent = {"preset", *(key for key in SINCE if case[key] == DEFAULTS[key])}
+    silent = {key for key in SINCE if case[key] == DEFAULTS[key]}
     return {key: value for key, value in case.items() if key not in silent}
 
 

@@ -340,7 +340,9 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     """Buffers of attention. Forward has a head group's q, k, v. Backward has these, do, and their
     gradients, which flash-attention sums in fp32 and allocates itself before they are copied,
     unless it writes them in place; q and k once more if they are normed; dk and dv of all groups,
-    and do where a norm follows (key_gradients.py); and the MLP's rounded weight gradients."""
+    and do where a norm follows (key_gradients.py); and the MLP's rounded weight gradients. The
+    projections' backward has a tile of dq, dk, dv, n1 and dn1, the weights of q, k and v in one,
+    and their gradients in fp32."""
     groups = s.cut(tokens).head_groups
     columns = s.wide + 2 * s.narrow
     held = s.post_norms * min(2, s.heads // s.kv_heads)  # of dk and dv, do holds so many
@@ -352,25 +354,41 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     weights = s.hidden * ((2 + s.gated) * s.intermediate + s.wide)
     weights *= s.itemsize * s.trains_weights
     shared = 8 * (s.wide + s.narrow) // groups * s.itemsize if s.ranks > 1 else 0
+    rows = min(tokens, s.cut(tokens).tile_tokens)
+    again = (s.wide + s.narrow) * s.wide_norms  # q and k as projected, for the norms' backward
+    tile = rows * (columns + s.hidden + max(s.hidden, again)) * s.itemsize
+    stacked = s.itemsize + 4 * s.trains_weights
+    do = tokens * s.wide * s.itemsize * s.post_norms
+    dn1 = tokens * s.hidden * s.itemsize * s.parallel
+    lasting = {
+        "dy": s.unit(tokens),
+        "the MLP's gradients": weights,
+        "dk, dv": tokens * (2 - held) * s.narrow * s.itemsize,
+        "do": do,
+        "dn1": dn1,
+    }
+    group = columns // groups * s.itemsize
 
     def back(name: str, nbytes: int, spared_by: str | None = None) -> Buffer:
         return Buffer(name=name, nbytes=nbytes, during="attention backward", spared_by=spared_by)
 
-    group = columns // groups * s.itemsize
-    do = tokens * s.wide * s.itemsize * s.post_norms
-    dn1 = tokens * s.hidden * s.itemsize * s.parallel
+    def last(name: str, nbytes: int) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="projections backward")
+
     return (
         Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
-        back("dy", s.unit(tokens)),
-        back("the MLP's gradients", weights),
-        back("dk, dv", tokens * (2 - held) * s.narrow * s.itemsize),
-        *(back("do", do), Buffer(name="attention's do", nbytes=do, during="mlp backward")),
-        *(back("dn1", dn1), Buffer(name="its input's gradient", nbytes=dn1, during="mlp backward")),
+        Buffer(name="attention's do", nbytes=do, during="mlp backward"),
+        Buffer(name="its input's gradient", nbytes=dn1, during="mlp backward"),
+        *(back(name, nbytes) for name, nbytes in lasting.items()),
         back("a head group", tokens * (made // groups + adapter_bytes(s))),
         back("a head group", tokens * group, spared_by="q k v"),
         # Exchanges of the previous and the next group are under way (attention/sharded.py).
         back("exchanges", tokens * shared),
         back("a layer's dense weights", s.dense_bytes),
+        *(last(name, nbytes) for name, nbytes in lasting.items()),
+        last("the projections' weights and gradients", s.hidden * columns * stacked),
+        last("a tile", tile),
+        last("a layer's dense weights", s.dense_bytes),
     )
 
 

@@ -209,6 +209,6 @@ def _mlp_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
         back("the MLP's gradients, fp32", gradients),
         back("a tile", wide + 2 * narrow + masked + rows * adapter_bytes(s)),
         back("a tile", (1 + s.gated) * wide + 2 * narrow, spared_by="gate up"),
-        back("a tile", 3 * narrow * s.post_norms),
+        back("a tile", narrow * s.post_norms),
         back("a layer's dense weights", s.dense_bytes),
     )
