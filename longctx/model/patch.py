@@ -29,7 +29,7 @@ from transformers.integrations import is_fsdp_enabled
 from longctx.errors import UserError, print_rank0
 from longctx.model import forwards
 from longctx.model.adapters import inside_peft
-from longctx.model.families import base_of, head_of, not_known
+from longctx.model.families import base_of, head_of, not_known, score_cap
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
 from longctx.options import PatchOptions
@@ -121,6 +121,8 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     assert base is not None
     runtime, backend = Runtime.make(args, base.config, device, base.dtype)
     base.longctx = runtime
+    if score_cap(base.config) is not None and base.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # of Hugging Face's layers: sdpa leaves the cap out
     said = f"patched: {len(base.layers)} scheduled decoder layers, {backend} attention, RMSNorm"
     if head_of(model) is not None:
         vars(model)["longctx"] = runtime

@@ -128,8 +128,10 @@ def load_model(
     engine = engine or Plain()
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
-    custom = args.class_type == "custom"
-    attention = None if custom else _hf_attention(args, device, config)
+    if args.class_type == "custom":
+        attention = _default_attention(config)
+    else:
+        attention = _hf_attention(args, device, config)
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device):
             model = auto_class(config).from_config(
@@ -178,16 +180,16 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
     """Hugging Face's name of the attention behind `--attn_backend`, for vanilla and liger; None for
     Hugging Face's own choice."""
     backend: str = args.attn_backend
-    if backend == "auto":  # sdpa, or eager for models of which it computes no other
+    if backend == "auto":
         # Not fa4: transformers 5.17 hands flash-attn-4 a tensor as max_seqlen for packed rows,
         # which it refuses.
-        return None
+        return _default_attention(config)
     if backend not in HF_ATTENTION:
         raise UserError(
             f"--attn_backend {backend} is for --class_type custom; {args.class_type} takes "
             f"{', '.join(HF_ATTENTION)} or auto"
         )
-    if backend == "sdpa" and config and not getattr(class_of(config), "_supports_sdpa", True):
+    if backend == "sdpa" and config and not _has_sdpa(config):
         raise UserError(
             f"--attn_backend sdpa: transformers computes models of type {config.model_type!r} by "
             "eager alone, or by fa2; use auto"
@@ -201,6 +203,16 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
         if reason := flash4.why_not(device, size):
             raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use sdpa")
     return HF_ATTENTION[backend]
+
+
+def _default_attention(config: PretrainedConfig | None) -> str | None:
+    """Hugging Face's own choice (None) of sdpa or eager, mended: before 5.23 it took sdpa for Gemma
+    2, which left the cap of scores out in silence."""
+    return None if config is None or _has_sdpa(config) else "eager"
+
+
+def _has_sdpa(config: PretrainedConfig) -> bool:
+    return getattr(class_of(config), "_supports_sdpa", True) and score_cap(config) is None
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_families import family_config
 from small_gguf import write_gguf
 from small_model import CPU, ROPE, packed_batch, tiny_config
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 import longctx
 from longctx.attention import flash4
@@ -146,6 +148,22 @@ def test_cudnn_is_refused_for_windows_before_loading_weights() -> None:
     with pytest.raises(UserError, match="cudnn has no sliding windows"):
         load_config(args, vocab_size=1)
     load_config(replace(args, class_type="vanilla", attn_backend="auto"), vocab_size=1)
+
+
+def test_sdpa_never_computes_scores_that_have_a_cap(monkeypatch) -> None:
+    """Before 5.23 transformers took it for Gemma 2, and left the cap out."""
+    config = family_config("gemma2")
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    assert AutoModelForCausalLM.from_config(config).config._attn_implementation == "sdpa"
+    args = ModelArguments(preset="tiny", class_type="vanilla", seq_len=16)
+    for class_type in ("vanilla", "custom"):
+        model = load_model(replace(args, class_type=class_type), config, device=CPU)
+        assert model.config._attn_implementation == "eager"
+    with pytest.raises(UserError, match="'gemma2' by eager alone, or by fa2; use auto"):
+        load_model(replace(args, attn_backend="sdpa"), config, device=CPU)
+    theirs = AutoModelForCausalLM.from_config(config)
+    longctx.patch(theirs)
+    assert theirs.config._attn_implementation == "eager"  # where Hugging Face's layers run
 
 
 def test_a_rope_that_a_family_does_not_know_is_refused() -> None:
