@@ -150,6 +150,19 @@ def capped_scores(backend: str, head_dim: int, way: str) -> float:
     return rate(50.0) / rate(None)
 
 
+def window_edges(way: str) -> float:
+    """Keys for each query that explain what fa4's windows take longer than by their area."""
+    keys = []
+    for head_dim in (128, 256):
+        case = dict(backend="fa4", tokens=131072, softcap=None, head_dim=head_dim)
+        rates = [
+            next(iter(where("h200_attention", **case, window=window)))[f"{way}_tflops"]
+            for window in (None, 1024)
+        ]
+        keys.append(1024 * (rates[0] / rates[1] - 1))
+    return statistics.mean(keys)
+
+
 def attention_share(way: str) -> float:
     """The smallest of the estimated machines'."""
     estimated = (machine for machine in MACHINES.values() if not machine.measured)
@@ -317,6 +330,16 @@ FITS: tuple[Fit, ...] = (
         for backend, sizes in fitted.CAPPED_SCORES.items()
         for head_dim, shares in sizes.items()
         for way, today in zip(("fwd", "bwd"), shares, strict=True)
+    ),
+    *(
+        Fit(
+            name=f"WINDOW_EDGES, {way}",
+            today=today,
+            again=partial(window_edges, way),
+            files="h200_attention",
+            tolerance=0.03,
+        )
+        for way, today in zip(("fwd", "bwd"), fitted.WINDOW_EDGES, strict=True)
     ),
     *(
         Fit(

@@ -150,7 +150,7 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
                 head_groups=row.get("head_groups") or default_head_groups(tokens, KV_HEADS),
             )
     model = ModelArguments(
-        preset=PRESET,
+        preset=row.get("preset", PRESET),
         class_type=row["class_type"],
         seq_len=row["tokens"],
         attn_backend=row["backend"],
@@ -328,6 +328,43 @@ def layer_cells() -> Iterator[Cell]:
             yield Cell(name=f"h200 layers: {what}", **plans, measured=measured)
 
 
+# --- other families --------------------------------------------------------------------------
+
+
+def family_cells() -> Iterator[Cell]:
+    """Forward and backward of a few layers alone, and a whole step of QLoRA."""
+    for row in rows_of("h200_families_layer"):
+        if row["class_type"] == "custom":
+            yield family_layers(row)
+    for row in rows_of("h200_families_step"):
+        run = run_of(row, exact=True)
+        plans = planned(row, Subject(load_config(run.model, vocab_size=1), run.model), run)
+        cell = f"{row['preset']} of {row['gpu_gib']} GiB: QLoRA, 1 x {row['tokens']}"
+        yield Cell(name=cell, **plans, measured=measured_of(row, plans["plan"]))
+
+
+def family_layers(row: dict[str, Any]) -> Cell:
+    machine, layers, tokens = MACHINES["h200"], row["layers"], row["tokens"]
+    args = model_arguments(row)
+    config = load_config(args, vocab_size=128)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = layers, 128, None
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    made, run = Subject(config), Run(model=args, exact=False)
+    sizes = replace(made.sizes(run), writes_gradients=True)
+    step = Step(
+        count=StepTable.of,
+        sizes=sizes,
+        batch=Batch(tokens, tokens),
+        rates=machine.rates("fa4", tokens, *sizes.scores),
+        offload="auto",
+    )
+    without = ("update", "loss", "embedding")
+    found = alone(made, run, machine, as_it_ran(row, step), machine.gpu_bytes, without)
+    measured = {"gpu_gib": row["peak_total_gib"], "step_s": row["layer_s"] * layers}
+    return Cell(name=f"{row['preset']}: {layers} layers, {tokens}", plan=found, measured=measured)
+
+
 # --- the front -------------------------------------------------------------------------------
 
 
@@ -371,8 +408,15 @@ def front_cell(row: dict[str, Any], tokens: int, document: int) -> Cell:
     return Cell(name=name if ran else f"{name}: refused", plan=found, measured=measured, own=own)
 
 
-def alone(made: Subject, run: Run, machine: Machine, step: Step, limit: int) -> Plan:
-    """Of forward and backward alone: without states and an update."""
+def alone(
+    made: Subject,
+    run: Run,
+    machine: Machine,
+    step: Step,
+    limit: int,
+    without: tuple[str, ...] = ("update",),
+) -> Plan:
+    """Of forward and backward alone: without states, and without the phases that it names."""
     specs = state_blocks(made.model, movable=False)
     blocks = [replace(spec.sizes(accumulates=False), states=0) for spec in specs]
     levels = Levels(blocks, "gpu", accumulates=False)
@@ -380,7 +424,7 @@ def alone(made: Subject, run: Run, machine: Machine, step: Step, limit: int) -> 
     decision = decided(specs, blocks, chosen, Budget(limit, 0), keeping(step, chosen), False)
     standing = PlacedStates(blocks, chosen.places, accumulates=False)
     found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
-    found = [phase for phase in found if phase.name != "update"]
+    found = [phase for phase in found if phase.name not in without]
     most = peak(found).nbytes
     return Plan(
         run=run,
@@ -466,6 +510,7 @@ def main() -> None:
         "whole steps and layers": [*step_cells(), *layer_cells()],
         "engines": [*engine_cells()],
         "adapters": [*adapter_cells()],
+        "other families": [*family_cells()],
         "the front": [*front_cells()],
     }
     for title, cells in groups.items():

@@ -50,6 +50,10 @@ tokens (h200_attention.json)."""
 CAPPED_SCORES = {"fa4": {64: (0.41, 0.37), 128: (0.52, 0.67), 256: (0.64, 0.93)}}
 """The shares of these that are left with a softcap of scores, by backend and size of heads
 (h200_attention.json)."""
+WINDOW_EDGES = 350, 490
+"""The keys beyond its window that flash-attn-4 computes for each query, forward and backward, in
+tiles that the window covers in part: heads of 128 and of 256, windows of 1024 tokens
+(h200_attention.json)."""
 ATTENTION_SHARES = 0.7, 0.6
 """Attention's rates, forward and backward, in rates of matmuls, on a GPU that nobody measured.
 About the smallest of the machines whose rates are estimates (machines.py)."""

@@ -10,6 +10,7 @@ from profiling.plan_cells import (
     Cell,
     adapter_cells,
     engine_cells,
+    family_cells,
     front_cells,
     layer_cells,
     step_cells,
@@ -44,6 +45,16 @@ def assert_not_refused(cells: list[Cell]) -> None:
 
 def test_what_ran_was_not_refused(cells) -> None:
     assert_not_refused(cells)
+
+
+# --- other families ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "mean", "worst"), [("gpu_gib", 0.01, 0.02), ("step_s", 0.03, 0.05)]
+)
+def test_errors_of_other_families(key, mean, worst) -> None:
+    assert_within([*family_cells()], key, mean, worst)
 
 
 # --- engines -----------------------------------------------------------------------------------

@@ -20,12 +20,14 @@ The letters are those of layer/__init__.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from longctx.annotate import annotated, each
 from longctx.attention.protocol import QKV, take_turns
+from longctx.cost.fitted import WINDOW_EDGES
 from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
@@ -279,6 +281,8 @@ class SelfAttention:
             nbytes=rotated + groups * 2 * unit,  # each head group reads x and writes n1
         )
         attended = Work(name="attention", flops=attention_flops(s, batch), rate="attention")
+        of_edges = [edge_flops(s, batch, keys) for keys in WINDOW_EDGES]
+        edges = Work(name="edges of windows", flops=of_edges[0], rate="attention")
         # Norms over all heads make q and k once more: before several groups, and in backward.
         again = 2 * tokens * s.hidden * (s.wide + s.narrow) * s.wide_norms
         measured = Work(
@@ -298,7 +302,7 @@ class SelfAttention:
             of_tiles=True,
         )
         return Table(
-            forward=(projected, measured, attended, output),
+            forward=(projected, measured, attended, edges, output),
             backward=(
                 Work(
                     name="attention",
@@ -306,6 +310,7 @@ class SelfAttention:
                     rate="attention backward",
                     nbytes=rotated + n * (4 * s.wide + 6 * s.narrow),
                 ),
+                replace(edges, flops=2.5 * of_edges[1], rate="attention backward"),
                 Work(name="q k v, o", flops=gradients, nbytes=6 * unit + 2 * normed + sums),
                 Work(name="q k, for their norms", flops=again, nbytes=2 * rotated * s.wide_norms),
             ),
@@ -315,7 +320,7 @@ class SelfAttention:
                     name="o",
                     nbytes=tokens * (s.wide * s.itemsize + 4 * s.heads + 8 * s.wide_norms),
                     tensors=2 + s.wide_norms,
-                    spares=(projected, measured, attended),
+                    spares=(projected, measured, attended, edges),
                     read_first=True,
                     buffered=True,
                 ),
@@ -401,3 +406,10 @@ def attention_flops(s: Sizes, batch: Batch) -> float:
     rest = sum(squared_length(tokens % document, window) for window in windows)
     pairs = (tokens // document * squared + rest) / len(windows)
     return 2.0 * s.wide * pairs / s.ranks
+
+
+def edge_flops(s: Sizes, batch: Batch, keys: int) -> float:
+    """FLOPs of so many more keys for each query in the layers whose windows are shorter than the
+    documents, as a mean over the layers: kernels compute whole tiles."""
+    cut = [window is not None and window < batch.document for window in s.windows]
+    return 4.0 * s.wide * batch.tokens * keys * sum(cut) / max(1, len(cut))
