@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.errors import UserError
+from longctx.errors import MOST_CHARACTERS, UserError
 from longctx.output import verify
 from longctx.output.definition import check_same_run, define
 from longctx.output.manifest import Damaged, _digest, check_files, read_manifest, write_manifest
@@ -48,7 +48,7 @@ def test_any_manifest_is_read_or_damaged(tmp_path: Path, files: Any, run: Any, c
         assert check_files(tmp_path) == 0
         check_same_run(tmp_path, RUN, [])
     except UserError as error:
-        assert str(error).isprintable() and len(str(error)) < 600
+        assert str(error).isprintable() and len(str(error)) <= MOST_CHARACTERS
     capsys.readouterr()
 
 
@@ -62,7 +62,7 @@ def test_any_definition_of_a_run_is_compared(tmp_path: Path, run: Any, capsys) -
     try:
         check_same_run(tmp_path, RUN | {"seq_len": 64, "base": "z"}, [])
     except UserError as error:
-        assert str(error).isprintable() and len(str(error)) < 600
+        assert str(error).isprintable() and len(str(error)) <= MOST_CHARACTERS
     capsys.readouterr()
 
 

@@ -167,6 +167,7 @@ def test_rope_of_a_run_is_merged(flags, tmp_path) -> None:
 
 
 def test_four_bits_are_in_the_language_model_alone(tmp_path) -> None:
+    pytest.importorskip("bitsandbytes")
     prepare(tmp_path)
     save("gemma3", tmp_path)
     args = ModelArguments(
