@@ -120,6 +120,9 @@ class ModelArguments:
     tile_tokens: int | None = _option(
         None, "custom: tokens the token-wise work takes at a time. Default: by what is free."
     )
+    share_prefixes: bool = _option(
+        False, "custom: compute a prompt with which several documents of a batch begin once."
+    )
     host_memory_gib: float | None = _option(
         None, "Host memory that states and activations may use. Default: what is available."
     )

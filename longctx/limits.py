@@ -142,7 +142,7 @@ _CHECKPOINT_KEYS = {
 }
 _SCHEDULES_ALONE = ("constant", "reduce_lr_on_plateau", "greedy")
 _NO_KWARGS = ("constant", "constant_with_warmup")
-_CUSTOM = "keep offload_activations head_groups tile_tokens host_memory_gib"
+_CUSTOM = "keep offload_activations head_groups tile_tokens host_memory_gib share_prefixes"
 _DDP = "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
 
 

@@ -35,6 +35,8 @@ class PatchOptions:
     """Tokens that token-wise work takes at a time; None: by what is free."""
     host_memory_gib: float | None = None
     """Of the host, for activations; None: what is available."""
+    share_prefixes: bool = False
+    """Whether a prompt with which several documents of a batch begin is computed once."""
     seq_len: int | None = None
     """The longest document's tokens, on which attention's time depends; None: the batch's."""
 

@@ -46,6 +46,7 @@ from longctx.model.families import (
     layer_weights,
     logits_cap,
     logits_scaling,
+    query_scale,
     rotary_embeddings,
 )
 from longctx.model.logits import lazy_logits
@@ -53,6 +54,8 @@ from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.parents import PARENTS, check_labels, check_positions
 from longctx.model.positions import Positions, positions_of
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
+from longctx.model.shared_prefixes import Sharing, spread
+from longctx.model.shared_prefixes import found as found_prefixes
 from longctx.model.strangers import (
     changing_hooks,
     is_heard,
@@ -490,8 +493,6 @@ def _scheduled_forward(
     own = shards.own(own) if shards else own
     rope, of_documents = ((own if p is None else p).expand(B, S) for p in positions)
     whole = shards.whole(of_documents) if shards else of_documents  # NCCL takes its memory first
-    if torch.is_grad_enabled():
-        runtime.reserve((runtime.whole and runtime.whole()) or base, B * S)
     documents, real = Documents.of_batch(whole, attention_mask, bounds, parents)
     if documents.parents and positions.rope is None:
         rope = documents.position_ids().view(whole.shape)
@@ -510,18 +511,72 @@ def _scheduled_forward(
             of_type = () if name == "all" else (name,)
             base.rotary_emb(x[:1, :1], longest, *of_type)
     x, rope = x.reshape(B * S, D), rope.flatten()
+    where = torch.arange(B * S, device=x.device) if real is None else real
+    sharing = _sharing(base, runtime, input_ids, where, rope, documents)
+    if sharing is not None:
+        documents, real = sharing.documents, where[sharing.kept]
     if real is not None:
         x, rope = x[real], rope[real]
+    if sharing is not None and sharing.shift is not None:
+        rope = rope + sharing.shift
+    if torch.is_grad_enabled():
+        tokens = B * S if sharing is None else len(x)
+        runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
         schedule = make_schedule(base, runtime, rope, documents, B)
         for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
             # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
             # that Hugging Face's layer class would put around the schedule.
             x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-        x = base.norm(x, spec=final_norm_spec(base), owned=caller.owns_gradient)
-    if real is not None:
+        owned = caller.owns_gradient or sharing is not None
+        x = base.norm(x, spec=final_norm_spec(base), owned=owned)
+    if sharing is not None:
+        x = spread(x, sharing, where, B * S)
+    elif real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
     return x.view(B, S, D)
+
+
+def _sharing(
+    base: Any,
+    runtime: Runtime,
+    input_ids: Tensor | None,  # (B, S)
+    where: Tensor,  # (T,): the tokens that are no padding
+    rope: Tensor,  # (B S,)
+    documents: Documents,
+) -> Sharing | None:
+    """Returns how prompts that documents share are computed once; None if they are not. Says once
+    what is saved, or why nothing is."""
+    if not runtime.args.share_prefixes or documents.parents:
+        return None
+    if reason := _why_not_shared(base, runtime, input_ids):
+        _say(runtime, f"prompts are not shared: {reason}")
+        return None
+    assert input_ids is not None
+    absolute = follows_positions(base) or query_scale(base, rope[:1]) is not None
+    found = found_prefixes(input_ids.flatten()[where], rope[where], documents, absolute=absolute)
+    if found is not None and _SHARED not in runtime.warned:
+        runtime.warned.add(_SHARED)
+        rows, tokens = sum(len(starts) for _, starts in found.prompts), len(found.source)
+        print_rank0(
+            f"custom: {_SHARED}: {tokens} tokens of the first such batch, in which {rows} "
+            f"documents share {len(found.prompts)}, are {len(found.kept)} ({found.saved:.0%} less)"
+        )
+    return found
+
+
+_SHARED = "a prompt that documents of a batch share is computed once"
+
+
+def _why_not_shared(base: Any, runtime: Runtime, input_ids: Tensor | None) -> str | None:
+    if input_ids is None:
+        return "the call has inputs_embeds, which are not compared"
+    if runtime.shards is not None:
+        return "ranks share rows"
+    adapters = (x for layer in base.layers for x in layer_adapters(layer).values())
+    if base.training and any(adapter.dropout for adapter in adapters):
+        return "dropout of adapters draws another mask for each row"
+    return None
 
 
 def _say_joined(runtime: Runtime, rope: Tensor) -> None:  # (B, S)

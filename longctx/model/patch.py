@@ -49,9 +49,9 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
     once; with `strict` it is a UserError.
 
     Options, with train.py's names, values and defaults: `keep`, `offload_activations`,
-    `attn_backend`, `head_groups`, `tile_tokens`, `host_memory_gib`. Device and dtype are the
-    model's. Under accelerate's FSDP all but the first process may have no weights yet, as
-    from_pretrained leaves them. Raises UserError for a model that is none of the supported
+    `attn_backend`, `head_groups`, `tile_tokens`, `host_memory_gib`, `share_prefixes`. Device and
+    dtype are the model's. Under accelerate's FSDP all but the first process may have no weights
+    yet, as from_pretrained leaves them. Raises UserError for a model that is none of the supported
     families, is patched already, has no weights or is quantised, and for an unknown option.
     """
     for name in options:
