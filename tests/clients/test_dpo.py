@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import datasets
@@ -12,6 +13,7 @@ from both import arguments, assert_same_run, make_model, sentence, trained
 from small_tokenizer import small_tokenizer
 
 import longctx
+from longctx.model import forwards, shared_prefixes
 from longctx.model.runtime import runtime_of
 
 trl = pytest.importorskip("trl")
@@ -73,6 +75,29 @@ def test_adapters(scheduled, capsys, tmp_path) -> None:
 
     # The reference is the same model with its adapters disabled.
     assert_same_run(trained(make), scheduled, capsys, passes=6)
+
+
+def test_a_prompt_is_computed_once(scheduled, capsys, tmp_path, monkeypatch) -> None:
+    """For both answers, of the model and of its reference."""
+    monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 2)
+    computed: dict[bool, int] = {}
+    found = forwards.found_prefixes
+
+    def count(*args: Any, **how: Any) -> Any:
+        sharing = found(*args, **how)
+        if sharing is not None:
+            computed[True] = computed.get(True, 0) + len(sharing.kept)
+            computed[False] = computed.get(False, 0) + len(sharing.source)
+        return sharing
+
+    monkeypatch.setattr(forwards, "found_prefixes", count)
+
+    def make(model: Any) -> Any:
+        return make_trainer(model, tmp_path, copy.deepcopy(model))
+
+    patch = functools.partial(longctx.patch, share_prefixes=True)
+    assert_same_run(trained(make), scheduled, capsys, passes=6, patch=patch)
+    assert 0 < computed[True] < 0.8 * computed[False]
 
 
 def test_unpatched_after_training(scheduled, capsys, tmp_path) -> None:

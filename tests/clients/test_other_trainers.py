@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import datasets
@@ -11,6 +12,9 @@ from both import arguments, assert_same_run, make_model, sentence, trained
 from small_tokenizer import small_tokenizer
 from test_hf_trainer import make_trainer
 from transformers import AutoModelForSequenceClassification
+
+import longctx
+from longctx.model import shared_prefixes
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -40,9 +44,12 @@ def test_reward(scheduled, capsys, tmp_path) -> None:
     assert_same_run(trained(make), scheduled, capsys, passes=3, model=classifier)
 
 
-def test_grpo(scheduled, capsys, tmp_path) -> None:
-    """It generates between steps, from logits of the last tokens."""
+@pytest.mark.parametrize("share_prefixes", [False, True], ids=["rows", "prompts once"])
+def test_grpo(scheduled, capsys, tmp_path, share_prefixes, monkeypatch) -> None:
+    """It generates between steps, from logits of the last tokens. All answers to a prompt begin
+    with it."""
     trl = pytest.importorskip("trl")
+    monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 2)
 
     def make(model: Any) -> Any:
         settings = dict(num_generations=2, max_completion_length=6, max_steps=2)
@@ -59,7 +66,8 @@ def test_grpo(scheduled, capsys, tmp_path) -> None:
         del numbers["step_time"]
         return numbers
 
-    assert_same_run(train, scheduled, capsys, passes=2, steps=2)
+    patch = functools.partial(longctx.patch, share_prefixes=share_prefixes)
+    assert_same_run(train, scheduled, capsys, passes=2, steps=2, patch=patch)
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,10 @@ def trio(family: str, dtype: torch.dtype, settings=None, **changes):
     ("dtype", "settings"),
     [
         (torch.float32, {}),
-        (torch.bfloat16, {}),
         (torch.bfloat16, dict(head_groups=2, tile_tokens=31, keep="x")),
         (torch.bfloat16, dict(keep="all")),
     ],
-    ids=["fp32", "bf16", "groups and tiles", "all kept"],
+    ids=["fp32", "bf16, groups and tiles", "bf16, all kept"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exactness_on_packed_rows(family, dtype, settings, capsys) -> None:
@@ -80,7 +79,7 @@ def test_one_document_and_batched_rows(family) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    "qwen3 granite phi3 olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron".split(),
+    "qwen3 olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron".split(),
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
     """In bf16, whose roundings show what is computed otherwise; tests/layer/test_schedule.py has
