@@ -121,6 +121,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]
+"""One variant of each family."""
+
+
 def family_config(name: str, **changes: Any) -> PretrainedConfig:
     kind, extra = FAMILIES[name]
     return AutoConfig.for_model(kind, **{**SIZES, **extra, **changes})
