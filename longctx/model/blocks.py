@@ -16,9 +16,12 @@ from longctx.memory.states import BlockSpec, Part
 from longctx.model.vision import at_rest
 
 
-def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
+def state_blocks(
+    model: Any, *, movable: bool, head_movable: bool = True
+) -> list[BlockSpec]:
     """Returns the blocks in the order in which forward uses them. With `movable` the weights of a
-    single model may wait on the host.
+    single model may wait on the host, lm_head's only with `head_movable`: a loss that is not ours
+    reads `lm_head.weight` without calling lm_head, and nothing would bring it.
 
     A tied lm_head is in the embedding's block and stays on the GPU: forward needs it at both ends.
     """
@@ -30,6 +33,7 @@ def state_blocks(model: Any, *, movable: bool) -> list[BlockSpec]:
         for block in _blocks(
             *(one, names, taken),
             movable=movable and len(models) == 1,
+            head_movable=head_movable,
             prefix=f"model {i}, " if len(models) > 1 else "",
         )
     ]
@@ -52,6 +56,7 @@ def _blocks(
     taken: set[nn.Parameter],
     *,
     movable: bool,
+    head_movable: bool,
     prefix: str,
 ) -> list[BlockSpec]:
     """Returns the blocks of one model, and adds their parameters to `taken`."""
@@ -89,7 +94,7 @@ def _blocks(
     for i, layer in enumerate(decoder_layers(model)):
         blocks.append(block(f"layer {i}", [layer], i, movable))
     if head is not None and not tied:
-        blocks.append(block("lm_head", last, None, movable, last))
+        blocks.append(block("lm_head", last, None, movable and head_movable, last))
     return blocks
 
 

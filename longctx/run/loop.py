@@ -61,7 +61,8 @@ def exact_adamw(
     `gpu_memory_gib` as train.py's. Matrices decay, norms and biases do not.
 
     `model` may be any module. The weights of one transformers model, patched by longctx, can wait
-    on the host; what several in one module need besides is estimated, and nothing of other modules.
+    on the host, except lm_head's, which losses read; what several in one module need besides is
+    estimated, and nothing of other modules.
     Parameters that are thawed later are trained from `optimizer.add_param_group` on.
 
     Raises UserError where GPU or host have too little memory, where nothing is trained, and where
@@ -81,7 +82,7 @@ def exact_adamw(
         device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
         world_size=dist.get_world_size() if dist.is_initialized() else 1,
     )
-    stream = place_states(model, request, tokens)
+    stream = place_states(model, request, tokens, head_movable=False)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.dim() > 1]},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},

@@ -67,14 +67,22 @@ class Placing(Protocol):
     def world_size(self) -> int: ...
 
 
-def place_states(model: Any, args: Placing, tokens: int, given: Given | None = None) -> StateStream:
+def place_states(
+    model: Any,
+    args: Placing,
+    tokens: int,
+    given: Given | None = None,
+    *,
+    head_movable: bool = True,
+) -> StateStream:
     """Moves the model's weights and new AdamW states to where the options put them, or a given
-    plan; the longest batch has `tokens`. Raises UserError where GPU or host have too little
-    memory."""
+    plan; the longest batch has `tokens`, `head_movable` is that of `state_blocks`. Raises UserError
+    where GPU or host have too little memory."""
     patched, several = patched_part(model), args.world_size > 1
     if len(language_models(model)) != 1:  # whose activations share no budget
         patched = None
-    specs = state_blocks(model, movable=patched is not None and not several)
+    movable = patched is not None and not several
+    specs = state_blocks(model, movable=movable, head_movable=head_movable)
     budget = Budget(_gpu_budget(specs, args), _host_budget(patched, args))
     decided = _decided(model, patched, specs, budget, args, tokens, given)
     problem = decided.gpu_problem() if args.place != "gpu" else None

@@ -5,11 +5,11 @@
 
 Tasks, all on `answers` answers of `answer` random tokens to a prompt of `prompt`:
 
-    sft_loss  one row of as many tokens (prompt + answers), cross-entropy: what `dpo_loss` should cost
-    dpo_loss  a pair: DPO's sigmoid loss over linear_log_probs, with given reference log-probabilities
+    sft_loss  one row of as many tokens (prompt + answers), cross-entropy, for scale
+    dpo_loss  a pair: DPO's sigmoid loss over linear_log_probs; the reference's are given
     dpo       steps of TRL's DPOTrainer: LoRA of rank `rank`, the reference is the model without it
-    grpo      updates of TRL's GRPOTrainer, every weight trained: generation and rewards are left out,
-              answers and advantages are given
+    grpo      updates of TRL's GRPOTrainer, every weight trained: answers and advantages are given,
+              nothing is generated
 
 The two losses are a forward and a backward pass on a patched model, gradients left on the GPU.
 class_type `custom` patches the model with share_prefixes; its GRPO has exact AdamW (fp32 states,

@@ -183,3 +183,9 @@ def test_an_adapter_in_fp32_stays_on_the_gpu() -> None:
     blocks = state_blocks(adapted, movable=True)
     assert_complete(adapted, blocks)
     assert len(of(blocks)[REST].trained) == 4
+
+
+def test_a_head_that_losses_read_stays() -> None:
+    model = LlamaForCausalLM(tiny_config())
+    named = of(state_blocks(model, movable=True, head_movable=False))
+    assert not named["lm_head"].movable and named["embedding"].movable

@@ -56,3 +56,24 @@ def test_as_torchs_adamw_in_fp32() -> None:
     found = trained(ours, longctx.exact_adamw(ours, lr=1e-2, tokens=96))
     for name, weight in truth.items():
         assert (found[name] - weight).norm() <= 1e-4 * weight.norm(), name
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_loss_that_reads_lm_heads_weight(device) -> None:
+    """Of a preference loss: another forward comes between forward and backward."""
+    batch = {name: x.to(device) for name, x in packed_batch().items()}
+    labels = batch.pop("labels")
+    found = []
+    for place in ("gpu", "host"):
+        ours = longctx.patch(model(torch.bfloat16).to(device))
+        optimizer = longctx.exact_adamw(ours, lr=1e-2, tokens=96, place=place)
+        for _ in range(STEPS):
+            hidden = ours.model(**batch).last_hidden_state
+            scores = longctx.linear_log_probs(hidden, ours.lm_head.weight, labels).log_probs
+            with torch.no_grad():
+                ours.model(**batch)
+            scores.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: weight.cpu().clone() for name, weight in ours.state_dict().items()})
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
