@@ -16,9 +16,7 @@ from longctx.memory.states import BlockSpec, Part
 from longctx.model.vision import at_rest
 
 
-def state_blocks(
-    model: Any, *, movable: bool, head_movable: bool = True
-) -> list[BlockSpec]:
+def state_blocks(model: Any, *, movable: bool, head_movable: bool = True) -> list[BlockSpec]:
     """Returns the blocks in the order in which forward uses them. With `movable` the weights of a
     single model may wait on the host, lm_head's only with `head_movable`: a loss that is not ours
     reads `lm_head.weight` without calling lm_head, and nothing would bring it.
