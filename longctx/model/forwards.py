@@ -520,6 +520,7 @@ def _scheduled_forward(
     if sharing is not None and sharing.shift is not None:
         rope = rope + sharing.shift
     if torch.is_grad_enabled():
+        runtime.begin()
         tokens = B * S if sharing is None else len(x)
         runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself

@@ -29,6 +29,7 @@ from transformers.integrations import is_fsdp_enabled
 from longctx.errors import UserError, print_rank0
 from longctx.model import forwards
 from longctx.model.adapters import inside_peft
+from longctx.model.beside import models_beside
 from longctx.model.families import base_of, head_of, not_known, score_cap
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
@@ -121,6 +122,7 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     assert base is not None
     runtime, backend = Runtime.make(args, base.config, device, base.dtype)
     base.longctx = runtime
+    runtime.first_pass = lambda: _patch_beside(args)
     if score_cap(base.config) is not None and base.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # of Hugging Face's layers: sdpa leaves the cap out
     said = f"patched: {len(base.layers)} scheduled decoder layers, {backend} attention, RMSNorm"
@@ -131,6 +133,21 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
         forwards.attach_around(model)
     forwards.attach(model)
     return said
+
+
+def _patch_beside(args: PatchOptions) -> None:
+    """Patches the reference or teacher of the trainer that calls, under whatever head and autocast
+    it has put around it. Says what was done."""
+    for name, model in models_beside():
+        base = base_of(model)
+        try:
+            if base is None:
+                raise UserError(not_known(type(model).__name__))
+            patch_custom(base, args, base.device)
+        except UserError as error:
+            print_rank0(f"custom: Hugging Face's layers run in the {name}: {error}")
+        else:
+            print_rank0(f"custom: the {name} is patched, too")
 
 
 def _refuse(model: PreTrainedModel) -> None:

@@ -14,9 +14,9 @@ Tasks, all on `answers` answers of `answer` random tokens to a prompt of `prompt
 The two losses are a forward and a backward pass on a patched model, gradients left on the GPU.
 class_type `custom` patches the model with share_prefixes; its GRPO has exact AdamW (fp32 states),
 as one batch of all answers. `gpu_gib` is what exact AdamW plans with; what TRL's head takes for the
-hidden states of all rows comes on top, so nothing enforces it here. `trl` is the trainer as it stands on
-flash-attn-4: it has its fused lm_head, checkpointing `layers` or `selective` (TRL's own, for which
-attention is an operator of torch), AdamW in bf16, and `rows` rows of a batch, which add up.
+hidden states of all rows comes on top, so nothing enforces it here. `trl` is the trainer as it is,
+on flash-attn-4: it has its fused lm_head, checkpointing `layers` or `selective` (TRL's own, for
+which attention is an operator of torch), AdamW in bf16, and `rows` rows of a batch, which add up.
 
 `step_s` is the mean of `--repeats` after one more, `peak_gib` and `reserved_gib` are their peaks,
 `loss` is the last one's.

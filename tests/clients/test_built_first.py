@@ -56,11 +56,14 @@ def plain(model: Any, folder: Any) -> Any:
     return make_trainer(model, folder, max_steps=2)
 
 
-@pytest.mark.parametrize(("build", "steps"), [(sft, 2), (dpo, 2), (grpo, 1), (plain, 2)])
+@pytest.mark.parametrize(
+    ("build", "steps", "models"), [(sft, 2, 1), (dpo, 2, 2), (grpo, 1, 1), (plain, 2, 1)]
+)
 def test_patched_after_the_trainer_was_built(
-    scheduled, capsys, tmp_path, build: Callable[..., Any], steps: int
+    scheduled, capsys, tmp_path, build: Callable[..., Any], steps: int, models: int
 ) -> None:
-    """The vanilla run is trained by a trainer of its own; ours is patched when it stands."""
+    """The vanilla run is trained by a trainer of its own; ours is patched when it stands, and the
+    reference in the first step."""
     patches = iter([False, True])
 
     def train(model: Any) -> Any:
@@ -72,7 +75,8 @@ def test_patched_after_the_trainer_was_built(
         numbers.pop("step_time", None)
         return numbers
 
-    assert_same_run(train, scheduled, capsys, passes=steps, steps=steps, patch=lambda model: model)
+    passes = steps * models
+    assert_same_run(train, scheduled, capsys, passes=passes, steps=steps, patch=lambda model: model)
 
 
 def test_a_model_that_the_trainer_loads(scheduled, tmp_path) -> None:
@@ -159,7 +163,8 @@ def distillation(model: Any, folder: Any) -> Any:
 
 
 def test_distillation(scheduled, capsys, tmp_path) -> None:
-    """It hands `logits_to_keep` to the base model, which ignores it."""
+    """It hands `logits_to_keep` to the base model, which ignores it. The teacher runs the schedule,
+    too."""
 
     def train(model: Any) -> Any:
         trainer = distillation(model, tmp_path)
@@ -168,7 +173,7 @@ def test_distillation(scheduled, capsys, tmp_path) -> None:
         numbers.pop("step_time", None)
         return numbers
 
-    assert_same_run(train, scheduled, capsys, passes=1, steps=1)
+    assert_same_run(train, scheduled, capsys, passes=2, steps=1)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -58,11 +58,18 @@ def test_reference_given(scheduled, capsys, tmp_path, settings) -> None:
 
 
 def test_reference_of_its_own(scheduled, capsys, tmp_path) -> None:
-    """DPOTrainer loads it from where the model came from, unpatched."""
+    """DPOTrainer loads it from where the model came from; the first step finds and patches it."""
     make_model().save_pretrained(tmp_path / "model")
     model = type(make_model()).from_pretrained(tmp_path / "model")
-    train = trained(lambda model: make_trainer(model, tmp_path))
-    assert_same_run(train, scheduled, capsys, passes=3, model=model)
+    trainers: list[Any] = []
+
+    def make(model: Any) -> Any:
+        trainers.append(make_trainer(model, tmp_path))
+        return trainers[-1]
+
+    assert_same_run(trained(make), scheduled, capsys, passes=6, model=model)
+    theirs, ours = (runtime_of(trainer.ref_model.model) for trainer in trainers)
+    assert theirs is None and ours is not None
 
 
 def test_adapters(scheduled, capsys, tmp_path) -> None:
