@@ -1,7 +1,7 @@
 """The frozen models that a trainer runs beside the one it trains: TRL's reference or teacher.
 
-DPOTrainer and others load them by themselves, so nobody patches them. They are found from the first
-call of training: the trainer that makes it stands on the call stack.
+DPOTrainer and others load them by themselves, so nobody patches them. They are found when the
+trained model is called: the trainer that does so stands on the call stack.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from longctx.model.runtime import patched_part
@@ -19,17 +20,17 @@ NAMES = ("ref_model", "teacher_model")
 """The attributes in which trainers of TRL keep them."""
 
 
-def models_beside() -> Iterator[tuple[str, PreTrainedModel]]:
-    """Returns the models without a patch of the trainer that makes the call under way, each with
-    words for it. What engines have wrapped is left out."""
-    trainer = _calling_trainer()
+def models_beside(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Returns the trainer's models that are not patched, each with words for it."""
     for name in NAMES:
         model = getattr(trainer, name, None)
-        if isinstance(model, PreTrainedModel) and patched_part(model) is None:
+        known = isinstance(model, PreTrainedModel) and patched_part(model) is not None
+        if isinstance(model, nn.Module) and not known:
             yield f"{name} of {type(trainer).__name__}", model
 
 
-def _calling_trainer() -> Any | None:
+def calling_trainer() -> Any | None:
+    """Returns transformers' Trainer that makes the call under way, if one does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -483,6 +483,7 @@ def _scheduled_forward(
 ) -> Tensor:  # (B, S, D)
     """Runs embedding, scheduled layers, final norm. Padding is left out, and its output is zero."""
     runtime = _runtime(base)
+    runtime.begin_pass()
     x = _embedded(base, runtime, input_ids) if inputs_embeds is None else inputs_embeds
     B, S, D = x.shape
     runtime.follow(x, _compute_dtype(x), base.config)
@@ -520,7 +521,6 @@ def _scheduled_forward(
     if sharing is not None and sharing.shift is not None:
         rope = rope + sharing.shift
     if torch.is_grad_enabled():
-        runtime.begin()
         tokens = B * S if sharing is None else len(x)
         runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself

@@ -29,7 +29,7 @@ from transformers.integrations import is_fsdp_enabled
 from longctx.errors import UserError, print_rank0
 from longctx.model import forwards
 from longctx.model.adapters import inside_peft
-from longctx.model.beside import models_beside
+from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, not_known, score_cap
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
@@ -122,7 +122,7 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     assert base is not None
     runtime, backend = Runtime.make(args, base.config, device, base.dtype)
     base.longctx = runtime
-    runtime.first_pass = lambda: _patch_beside(args)
+    runtime.on_pass = lambda: _patch_beside(args)
     if score_cap(base.config) is not None and base.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # of Hugging Face's layers: sdpa leaves the cap out
     said = f"patched: {len(base.layers)} scheduled decoder layers, {backend} attention, RMSNorm"
@@ -135,19 +135,22 @@ def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.devic
     return said
 
 
-def _patch_beside(args: PatchOptions) -> None:
+def _patch_beside(args: PatchOptions) -> bool:
     """Patches the reference or teacher of the trainer that calls, under whatever head and autocast
-    it has put around it. Says what was done."""
-    for name, model in models_beside():
-        base = base_of(model)
+    it has put around it, and says so. Returns whether there is a trainer."""
+    trainer = calling_trainer()
+    for name, model in models_beside(trainer):
+        base = base_of(model) if isinstance(model, PreTrainedModel) else None
         try:
-            if base is None:
+            if base is None:  # or an engine's wrapper
                 raise UserError(not_known(type(model).__name__))
             patch_custom(base, args, base.device)
+            base.config.use_cache = False  # it scores rows, and nobody reads the cache
         except UserError as error:
             print_rank0(f"custom: Hugging Face's layers run in the {name}: {error}")
         else:
             print_rank0(f"custom: the {name} is patched, too")
+    return trainer is not None
 
 
 def _refuse(model: PreTrainedModel) -> None:

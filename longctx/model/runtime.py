@@ -79,8 +79,8 @@ class Runtime:
     label_smoothing: float = 0.0
     strict: bool = False
     """A call of training that the schedule does not cover is an error."""
-    first_pass: Callable[[], None] | None = None
-    """Called once, in the first forward pass of training."""
+    on_pass: Callable[[], bool] | None = None
+    """Called in forward passes, until it returns True."""
     pending_bytes: Callable[[PreTrainedModel], Pending] = field(
         default_factory=lambda: _plain_pending
     )
@@ -121,11 +121,10 @@ class Runtime:
         store = ActivationStore(device, args.host_memory_gib)
         return cls(args=args, attention=attention, backend=name, store=store, dtype=dtype), name
 
-    def begin(self) -> None:
-        """Tells whoever waits for it that training begins."""
-        first, self.first_pass = self.first_pass, None
-        if first is not None:
-            first()
+    def begin_pass(self) -> None:
+        """Tells whoever waits for it that the model is called."""
+        if self.on_pass is not None and self.on_pass():
+            self.on_pass = None
 
     def follow(self, x: Tensor, dtype: torch.dtype, config: Any) -> None:
         """The model was moved or cast since it was patched, or runs in autocast: so do backend and
