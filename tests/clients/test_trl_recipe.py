@@ -1,38 +1,84 @@
-"""recipes/trl_sft.py, on a saved model and a file."""
+"""The scripts recipes/trl_*.py, on a saved model and a file."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from both import LAYERS, make_model, sentence
 from small_tokenizer import small_tokenizer
 from transformers import AutoModelForCausalLM
 
+from longctx.model import shared_prefixes
+
 pytest.importorskip("trl")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
-RECIPE = Path(__file__).parents[2] / "recipes" / "trl_sft.py"
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-@pytest.mark.parametrize("kind", ["text", "messages"])
-def test_it_trains_and_saves(scheduled, capsys, tmp_path, kind) -> None:
-    spec = importlib.util.spec_from_file_location("trl_sft", RECIPE)
+def run(name: str, folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[Any, Path]:
+    """Returns the model that the recipe started from, and where it saved."""
+    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
     model = make_model()
-    model.save_pretrained(tmp_path / "model")
-    small_tokenizer().save_pretrained(tmp_path / "model")
-    with (tmp_path / "data.jsonl").open("w") as file:
-        for number in range(30):
-            turns = [{"role": role, "content": sentence(number)} for role in ("user", "assistant")]
-            row = {"text": sentence(number)} if kind == "text" else {"messages": turns}
-            file.write(json.dumps(row) + "\n")
-    paths = [str(tmp_path / name) for name in ("model", "data.jsonl", "out")]
-    recipe.main([*paths, "--max_length", "64", "--max_steps", "2"])
+    model.save_pretrained(folder / "model")
+    small_tokenizer().save_pretrained(folder / "model")
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe.main([*(str(folder / part) for part in ("model", "data.jsonl", "out")), *flags])
+    return model, folder / "out"
+
+
+def assert_trained(start: Any, folder: Path) -> None:
+    trained = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    start = start.state_dict()
+    assert trained.keys() == start.keys()
+    assert all((value != start[name].to(value.dtype)).any() for name, value in trained.items())
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_sft(scheduled, capsys, tmp_path, kind) -> None:
+    rows: list[dict[str, Any]] = []
+    for number in range(30):
+        turns = [{"role": role, "content": sentence(number)} for role in ("user", "assistant")]
+        rows.append({"text": sentence(number)} if kind == "text" else {"messages": turns})
+    flags = ["--max_length", "64", "--max_steps", "2"]
+    assert_trained(*run("trl_sft", tmp_path, rows, *flags))
     assert len(scheduled) == 2 * LAYERS and "Hugging Face's layers" not in capsys.readouterr().out
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    start = model.state_dict()
-    assert trained.state_dict().keys() == start.keys()
-    assert all((value - start[name]).any() for name, value in trained.state_dict().items())
+
+
+SHARED = "a prompt that documents of a batch share is computed once"
+
+
+@pytest.mark.parametrize("rank", ["4", "0"])
+def test_dpo(scheduled, capsys, tmp_path, monkeypatch, rank) -> None:
+    """The reference is the model without adapters, or was computed before the first step."""
+    monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 2)
+    answers = {"chosen": 3, "rejected": 5}
+    rows = [
+        {"prompt": sentence(n)} | {name: " " + sentence(n + k) for name, k in answers.items()}
+        for n in range(4)
+    ]
+    flags = "--max_length 64 --max_steps 2 --learning_rate 1e-2 --lora_rank".split()
+    start, out = run("trl_dpo", tmp_path, rows, *flags, rank)
+    said = capsys.readouterr().out
+    assert SHARED in said and "Hugging Face's layers" not in said
+    references = 2 if int(rank) else len(rows)
+    assert len(scheduled) == (2 + references) * LAYERS
+    if int(rank):
+        assert (out / "adapter_model.safetensors").is_file()
+    else:
+        assert_trained(start, out)
+
+
+def test_grpo(scheduled, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 2)
+    rows = [{"prompt": sentence(n), "answer": "fox"} for n in range(4)]
+    flags = "--max_steps 2 --num_generations 2 --max_completion_length 6 --lora_rank 4".split()
+    _, out = run("trl_grpo", tmp_path, rows, *flags)
+    said = capsys.readouterr().out
+    assert SHARED in said and len(scheduled) == 2 * LAYERS
+    assert (out / "adapter_model.safetensors").is_file()
