@@ -165,12 +165,24 @@ def any_keep(draw: random.Random) -> Keep:
     return draw.choice(KEEPS)
 
 
-def assert_no_bit_depends_on_the_ladder(ours: LlamaForCausalLM, mixed: int) -> None:
-    """Nor on `mixed` ladders of three layers at random."""
+def in_turn(turn: int) -> list[tuple[Keep, ...]]:
+    """Ladders of three layers which have each Keep in one of them; three turns, in every one."""
+    third = -(-len(KEEPS) // 3)
+    columns = [(KEEPS * 2)[i * third : (i + 1) * third] for i in range(3)]
+    return list(zip(*columns[turn % 3 :], *columns[: turn % 3], strict=True))
+
+
+def assert_no_bit_depends_on_the_ladder(
+    ours: LlamaForCausalLM, mixed: int, turn: int | None = None
+) -> None:
+    """Nor on `mixed` ladders of three layers at random. Each Keep has all layers, or, in a `turn`,
+    one: it is still compared with all others."""
     inputs, draw = batch(PACKED), random.Random(0)
     ours(**inputs)  # sizes the slab
     found = []
-    for ladder in [*((keep,) for keep in KEEPS), *(draw.choices(KEEPS, k=3) for _ in range(mixed))]:
+    alone = [(keep,) for keep in KEEPS]
+    ladders = alone if turn is None else [alone[0], *in_turn(turn)]
+    for ladder in [*ladders, *(draw.choices(KEEPS, k=3) for _ in range(mixed))]:
         ours.longctx.store.ladder = tuple(ladder)
         loss, grads = gradients(ours, inputs)
         found.append((ladder, loss.detach(), {n: g.clone() for n, g in grads.items()}))

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from both import arguments, assert_same_run, logged, make_model, sentences, trained
+from both import (
+    LAYERS,
+    arguments,
+    assert_same_run,
+    logged,
+    make_model,
+    sentence,
+    sentences,
+    trained,
+)
 from small_tokenizer import small_tokenizer
 from transformers import DataCollatorForLanguageModeling, EvalPrediction, Trainer, TrainingArguments
 
-from longctx.model import logits
+import longctx
+from longctx.model import logits, shared_prefixes
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -66,6 +78,27 @@ def run(tmp_path, scheduled, capsys):
 )
 def test_training(run, settings) -> None:
     run(passes=3 * settings.get("gradient_accumulation_steps", 1), rows=24, **settings)
+
+
+def prompts(rows: int) -> datasets.Dataset:
+    """Two rows of three begin with the same words."""
+    texts = [sentence(3) * (n % 3 > 0) + sentence(n) for n in range(rows)]
+    rows_of = small_tokenizer()(texts)
+    return datasets.Dataset.from_dict({"input_ids": rows_of["input_ids"]})
+
+
+def test_prompts_in_accumulated_steps(scheduled, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "LEAST_TOKENS", 8)
+
+    def make(model: Any) -> Any:
+        trainer = make_trainer(model, tmp_path, gradient_accumulation_steps=2)
+        trainer.train_dataset = prompts(24)
+        return trainer
+
+    patch = functools.partial(longctx.patch, share_prefixes=True)
+    assert_same_run(trained(make), scheduled, capsys, passes=6, patch=patch)
+    real = sum(len(row["input_ids"]) for row in prompts(24))
+    assert 0 < sum(scheduled) < 0.9 * LAYERS * real
 
 
 @pytest.mark.parametrize("reduced", [False, True])

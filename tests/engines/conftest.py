@@ -1,4 +1,5 @@
-"""The run that every engine is compared with: a saved model, a few documents, vanilla alone."""
+"""The run that every engine is compared with: a saved model, a few documents, vanilla alone. All
+files of a worker have it once, and one warm process."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from small_job import STEPS, Warm, batch
 import train
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def job(tmp_path_factory) -> list[str]:
     """Flags of the same training run, whatever the engine: a saved model and a few documents."""
     folder = tmp_path_factory.mktemp("job")
@@ -43,7 +44,7 @@ def job(tmp_path_factory) -> list[str]:
     return [*flags, *model]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vanilla(job: list[str], tmp_path_factory) -> Path:
     """The reference: Hugging Face's model, one process, no engine."""
     folder = tmp_path_factory.mktemp("vanilla")
@@ -51,7 +52,7 @@ def vanilla(job: list[str], tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def warm(tmp_path_factory) -> Iterator[Warm]:
     warm = Warm(tmp_path_factory.mktemp("warm"))
     yield warm

@@ -207,6 +207,43 @@ def test_a_shared_prompt_needs_a_copy_of_its_answers_o(lengths, groups) -> None:
     assert flops[0] == flops[1] > 0
 
 
+def test_rows_with_one_prompt_cost_its_tokens_once() -> None:
+    """Rows P + A and P + B are P + A + B in every layer; beside it a few numbers of tokens."""
+    P, A, B = 300, 140, 72
+    assert P + A + B == T
+    ids = torch.randint(V, (T,))
+    found, rows = torch.cat([ids[: P + A], ids[:P], ids[P + A :]]), Documents.of([P + A, P + B])
+    given = Documents.of([P, A, B], [None, 0, 0])
+    labels = ids.masked_fill(torch.arange(T) < P, -100)
+    labels[[P, P + A]] = -100  # of another document than the token before it
+    batches = (
+        dict(
+            input_ids=found[None],
+            labels=found.masked_fill(rows.position_ids() <= P, -100)[None],
+            position_ids=rows.position_ids()[None],
+        ),
+        dict(input_ids=ids[None], labels=labels[None]) | given.arguments(),
+    )
+    kept, peaks, flops = [], [], []
+    for batch in batches:
+        step = make_step(keep="all", share_prefixes=batch is batches[0])
+        step.batch = batch
+        with FlopCounterMode(display=False) as counter:
+            loss = step.forward()
+            held = step.model.longctx.store.tensors_on_gpu()
+            kept.append(sum(x.untyped_storage().nbytes() for x in held))
+            del held
+            loss.backward()
+        flops.append(counter.get_total_flops())
+        tracker = MemTracker()
+        tracker.track_external(step.model)
+        with tracker:
+            step.forward().backward()
+        peaks.append(activations(tracker.get_tracker_snapshot("peak")[CPU]))
+    assert kept[0] == kept[1] and flops[0] == flops[1]
+    assert abs(peaks[0] - peaks[1]) <= 6 * 8 * len(found)
+
+
 @pytest.mark.parametrize(("keep", "head_groups"), [("x", K), ("o", 1), ("all", K)])
 @pytest.mark.parametrize(
     ("kind", "changes"),

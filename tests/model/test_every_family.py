@@ -72,20 +72,21 @@ def test_exactness_on_packed_rows(family, dtype, settings, capsys) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_document_and_batched_rows(family) -> None:
+    models = trio(family, torch.float32)
     for lengths in ([[144]], [[5, 43], [48], [16, 16, 16]]):
         # Two batches will do: it is bf16's errors that scatter from batch to batch.
-        assert_trains_exactly(trio(family, torch.float32), *batches(lengths)[:2])
+        assert_trains_exactly(models, *batches(lengths)[:2])
 
 
 @pytest.mark.parametrize(
-    "family",
-    "qwen3 olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron".split(),
+    ("turn", "family"),
+    enumerate("qwen3 olmo3 hunyuan_v1_dense ministral3 gemma3_text cohere2 nemotron".split()),
 )
-def test_no_bit_depends_on_what_is_kept_and_where(family) -> None:
+def test_no_bit_depends_on_what_is_kept_and_where(family, turn) -> None:
     """In bf16, whose roundings show what is computed otherwise; tests/layer/test_schedule.py has
-    fp32."""
+    fp32, and each Keep in all layers."""
     _, _, ours = trio(family, torch.bfloat16, LADDER | dict(head_groups=2))
-    assert_no_bit_depends_on_the_ladder(ours, mixed=10)
+    assert_no_bit_depends_on_the_ladder(ours, mixed=10, turn=turn)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

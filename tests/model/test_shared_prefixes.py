@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import random
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_families import family_config
 from small_model import CPU, tiny_config
+from small_run import on_ranks
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import longctx
@@ -197,7 +200,10 @@ def assert_alike(plain: Any, sharing: Any, batch: dict[str, Tensor], most: float
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     a, b = (output.logits[real] for output in outputs)
     assert (a - b).norm() <= most * a.norm()
-    ours, truths = gradients(sharing, batch), gradients(plain, batch)
+    assert_close(gradients(sharing, batch), gradients(plain, batch), most)
+
+
+def assert_close(ours: dict[str, Tensor], truths: dict[str, Tensor], most: float = 1e-5) -> None:
     assert ours.keys() == truths.keys()
     for name, truth in truths.items():
         assert (ours[name] - truth).norm() <= most * truth.norm(), name
@@ -217,6 +223,43 @@ def test_families(family) -> None:
     config = family_config(family, vocab_size=VOCAB)
     for batch in (BATCHES["right"], BATCHES["packed"]):
         assert_alike(*pair(config), batch, 3e-5)
+
+
+NOTHING_SHARED = padded(tokens_of([12, 30], 0, seed=2), "right")
+
+
+def labels_of(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_gradients_accumulate() -> None:
+    """Of batches with prompts and without, each with its part of all labels."""
+    plain, sharing = pair(tiny_config(vocab_size=VOCAB))
+    batches = [BATCHES["left"], NOTHING_SHARED, BATCHES["packed"]]
+    labels = sum(map(labels_of, batches))
+    for model in (plain, sharing):
+        for batch in batches:
+            model(**batch, num_items_in_batch=labels).loss.backward()
+    assert_close(*({n: p.grad for n, p in model.named_parameters()} for model in (sharing, plain)))
+
+
+@pytest.mark.usefixtures("short_prompts")
+def test_a_process_whose_batch_shares_nothing_beside_one_whose_does(tmp_path: Path) -> None:
+    """Under DDP, which averages the gradients of two backwards."""
+    plain, sharing = pair(tiny_config(vocab_size=VOCAB))
+    batches = [[BATCHES["right"], NOTHING_SHARED], [NOTHING_SHARED, BATCHES["packed"]]]
+    found = [[gradients(plain, batch) for batch in step] for step in batches]
+    truths = [{n: (g + other[n]) / 2 for n, g in first.items()} for first, other in found]
+
+    def check(rank: int, processes: int) -> None:
+        ours = DistributedDataParallel(sharing)
+        for step, truth in zip(batches, truths, strict=True):
+            ours.zero_grad()
+            ours(**step[rank]).loss.backward()
+            assert_close({n: p.grad for n, p in sharing.named_parameters()}, truth)
+
+    on_ranks(2, check, tmp_path)
 
 
 @pytest.mark.usefixtures("short_prompts")
