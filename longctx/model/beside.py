@@ -6,6 +6,7 @@ trained model is called: the trainer that does so stands on the call stack.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -30,12 +31,17 @@ def models_beside(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def calling_trainer() -> Any | None:
-    """Returns transformers' Trainer that makes the call under way, if one does."""
+    """Returns transformers' Trainer that makes the call under way, if one does.
+
+    The variables of a frame are asked for as the garbage collector sees them. Before Python 3.13
+    `frame.f_locals` leaves a copy in the frame, which holds what its function deletes later: models
+    and their memory.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self")
-        if any(f"{c.__module__}.{c.__name__}" == _TRAINER for c in type(owner).__mro__):
-            return owner
+        for owner in gc.get_referents(frame):
+            if any(f"{c.__module__}.{c.__name__}" == _TRAINER for c in type(owner).__mro__):
+                return owner
         frame = frame.f_back
     return None
 
