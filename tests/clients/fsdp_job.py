@@ -1,6 +1,7 @@
 """A user's script under accelerate's FSDP2: a model, longctx.patch, transformers' Trainer.
 It runs on CPUs, which tests/engines/fsdp_on_cpu.py makes pass for GPUs. The script trains Hugging
-Face's model, then a patched one, and prints what the first process saw of both.
+Face's model, a patched one, and one that computes prompts once. It prints what the first process
+saw of each. All rows begin with the same words.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import fsdp_on_cpu  # noqa: F401
 import torch
 from accelerate import init_empty_weights
-from both import arguments, sentences
+from both import arguments, sentence, sentences
 from small_tokenizer import small_tokenizer
 from transformers import (
     AutoConfig,
@@ -24,7 +25,7 @@ from transformers import (
 
 import longctx
 from longctx.engines.collectives import destroy_process_group
-from longctx.model import forwards
+from longctx.model import forwards, shared_prefixes
 
 source, folder = sys.argv[1:]
 settings = dict(fsdp=True, fsdp_config="fsdp_configs/fsdp2.json", per_device_train_batch_size=2)
@@ -33,7 +34,10 @@ assert args.device.type == "cpu"  # asking starts the process group
 ran: list[int] = []
 run = forwards.scheduled_layer
 forwards.scheduled_layer = lambda x, *more: ran.append(len(x)) or run(x, *more)
-rows = sentences(12).map(lambda row: dict(small_tokenizer()(row["text"])), remove_columns="text")
+shared_prefixes.LEAST_TOKENS = 2
+rows = sentences(12).map(
+    lambda row: dict(small_tokenizer()(f"{sentence(3)} {row['text']}")), remove_columns="text"
+)
 
 
 def trained(class_type: str) -> dict[str, list[float]]:
@@ -45,19 +49,20 @@ def trained(class_type: str) -> dict[str, list[float]]:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     without = sum(p.is_meta for p in model.parameters())
     ran.clear()
-    if class_type == "patched":
-        model = longctx.patch(model, strict=True)
+    if class_type != "vanilla":
+        model = longctx.patch(model, strict=True, share_prefixes=class_type == "shared")
     collator = DataCollatorForLanguageModeling(small_tokenizer(), mlm=False)
     trainer = Trainer(model, args=args, train_dataset=rows, data_collator=collator)
     trainer.train()
-    counts = [torch.zeros(2, dtype=torch.long) for _ in range(args.world_size)]
-    torch.distributed.all_gather(counts, torch.tensor([without, len(ran)]))
+    counts = [torch.zeros(3, dtype=torch.long) for _ in range(args.world_size)]
+    torch.distributed.all_gather(counts, torch.tensor([without, len(ran), sum(ran)]))
     lines = trainer.state.log_history
     found = {name: [line[name] for line in lines if name in line] for name in ("loss", "grad_norm")}
-    return found | {"meta": [int(c[0]) for c in counts], "ran": [int(c[1]) for c in counts]}
+    of_each = zip(*(count.tolist() for count in counts), strict=True)
+    return found | dict(zip(("meta", "ran", "tokens"), of_each, strict=True))
 
 
-found = {class_type: trained(class_type) for class_type in ("vanilla", "patched")}
+found = {class_type: trained(class_type) for class_type in ("vanilla", "patched", "shared")}
 if args.process_index == 0:
     print(json.dumps(found), flush=True)
 destroy_process_group()

@@ -35,14 +35,17 @@ def train(source: Path, folder: Path) -> dict[str, Any]:
 
 
 def test_a_script_that_patches_in_every_process(tmp_path: Path) -> None:
-    """Trains as vanilla, sharded alike, and runs the schedule in both."""
+    """Trains as vanilla, sharded alike, and runs the schedule in both; with prompts once, too."""
     make_model().save_pretrained(tmp_path / "model")
     found = train(tmp_path / "model", tmp_path / "run")
-    vanilla, ours = found["vanilla"], found["patched"]
-    assert ours["meta"][0] == 0 < ours["meta"][1] and vanilla["ran"] == [0, 0]
-    assert ours["ran"] == [2 * 3, 2 * 3]
-    for name in ("loss", "grad_norm"):
-        assert ours[name] == pytest.approx(vanilla[name], rel=2e-5) and len(ours[name]) == 3
+    vanilla, patched, shared = (found[name] for name in ("vanilla", "patched", "shared"))
+    assert patched["meta"][0] == 0 < patched["meta"][1] and vanilla["ran"] == [0, 0]
+    for ours in (patched, shared):
+        assert ours["ran"] == [2 * 3, 2 * 3]
+        for name in ("loss", "grad_norm"):
+            assert ours[name] == pytest.approx(vanilla[name], rel=2e-5) and len(ours[name]) == 3
+    for ours, others in zip(shared["tokens"], patched["tokens"], strict=True):
+        assert 0 < ours < 0.9 * others
 
 
 def test_elsewhere_a_model_without_weights_is_one_line() -> None:

@@ -59,6 +59,24 @@ def test_another_family(job: list[str], warm: Warm, tmp_path: Path) -> None:
 
 
 @needs_deepspeed
+def test_prompts_that_documents_share(job: list[str], warm: Warm, tmp_path: Path) -> None:
+    """Are computed once: each rank has prompts of its own."""
+    prompt = " ".join(f"{i % 7} bottles of {i % 5}" for i in range(40))
+    (tmp_path / "text").mkdir()
+    for i in range(16):
+        tail = " ".join(f"{i * j % 11} of {j % 3}" for j in range(5 + i))
+        (tmp_path / "text" / f"{i}.txt").write_text(f"{prompt} {tail}")
+    flags = [*job, "--train_file", f"{tmp_path}/text", "--seq_len", "768", "--save_strategy", "no"]
+    alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
+    train.main([*flags, *alone])
+    config = on_cpu(ROOT / "ds_configs" / "zero3.json", tmp_path)
+    flags += ["--deepspeed", config, "--output_dir", f"{tmp_path}/run", "--share_prefixes"]
+    said = warm.run(2, "train.py", *flags, *batch(2))
+    assert "is computed once" in said
+    assert_same_run(tmp_path / "run", tmp_path / "vanilla")
+
+
+@needs_deepspeed
 def test_zero3_offload_on_two_processes_killed_and_resumed(
     job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
 ) -> None:
