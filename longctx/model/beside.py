@@ -6,7 +6,6 @@ trained model is called: the trainer that does so stands on the call stack.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -31,19 +30,30 @@ def models_beside(trainer: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def calling_trainer() -> Any | None:
-    """Returns transformers' Trainer that makes the call under way, if one does.
-
-    The variables of a frame are asked for as the garbage collector sees them. Before Python 3.13
-    `frame.f_locals` leaves a copy in the frame, which holds what its function deletes later: models
-    and their memory.
-    """
+    """Returns transformers' Trainer that makes the call under way, if one does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        for owner in gc.get_referents(frame):
+        if frame.f_globals.get("__name__", "").startswith(_HOMES):
+            owner = _self_of(frame)
             if any(f"{c.__module__}.{c.__name__}" == _TRAINER for c in type(owner).__mro__):
                 return owner
         frame = frame.f_back
     return None
 
 
+_HOMES = ("transformers.trainer", "trl.")
+"""The modules whose methods call models."""
 _TRAINER = "transformers.trainer.Trainer"
+
+
+def _self_of(frame: FrameType) -> Any:
+    """Returns the object whose method runs in a frame.
+
+    Before Python 3.13 reading `f_locals` leaves a copy of the variables in the frame. It would hold
+    what the method deletes later, models and their memory, and is emptied.
+    """
+    variables = frame.f_locals
+    owner = variables.get("self")
+    if isinstance(variables, dict) and variables is not frame.f_globals:
+        variables.clear()
+    return owner

@@ -2,7 +2,8 @@
 and computed nothing, which saves a launcher and two interpreters 15 s of work a run. What launchers
 do is tested by test_ddp.py (torchrun) and by each published YAML (accelerate).
 
-    stdin    {"processes": 2, "words": ["train.py", ...], "log": FILE, "until": FOLDER} a line
+    stdin    {"processes": 2, "words": ["train.py", ...], "log": FILE, "until": FOLDER} a line,
+             and `end`
     stdout   the processes' exit statuses, a line a run
 
 All processes write into `log`. When `until` is there, they are killed at once.
@@ -94,5 +95,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     logits.LIMIT_BYTES = 0  # no engine may read them in training or evaluation
     gc.freeze()  # or every child's first collection copies the memory of all that was imported
-    for line in sys.stdin:
+    for line in iter(sys.stdin.readline, "end\n"):
+        if not line:  # whoever started this process is gone
+            break
         print(json.dumps(run(json.loads(line))), file=answers, flush=True)
