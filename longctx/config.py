@@ -188,8 +188,11 @@ class DataArguments:
     streaming: bool = _option(
         False, "Read --dataset_name while training, without a local copy (needs --max_steps)."
     )
-    long_documents: Literal["split", "truncate"] = _option(
-        "split", "A document longer than --seq_len: split into several rows, or keep its start."
+    long_documents: Literal["split", "truncate", "truncate_start"] = _option(
+        "split",
+        "A document longer than --seq_len: split into several rows, or cut at its end or its start "
+        "(truncate, truncate_start). A prompt with its answers is refused, or loses the answers' "
+        "ends or the prompt's start.",
     )
     allow_undecodable: bool = _option(
         False, "Train on files of which more than one byte in fifty is not text, and is replaced."

@@ -1,9 +1,10 @@
 """Documents into rows of `seq_len` tokens, without cutting a document that fits.
 
-A document longer than a row is cut into pieces that are documents of their own. A piece goes into
-the open row with the least room that still holds it (best fit, online). Full rows leave at once;
-the fullest leaves early when a piece fits nowhere and all open rows are taken. What stays
-free is padding, marked as one last document. seq_len 8, documents `abcde` and `xy`, padding `_`:
+A document longer than a row is cut into pieces that are documents of their own, or keeps its first
+or its last seq_len tokens (--long_documents). A piece goes into the open row with the least room
+that still holds it (best fit, online). Full rows leave at once; the fullest leaves early when a
+piece fits nowhere and all open rows are taken. What stays free is padding, marked as one last
+document. seq_len 8, documents `abcde` and `xy`, padding `_`:
 
     input_ids      a    b  c  d  e     x  y     _
     labels      -100    b  c  d  e  -100  y  -100
@@ -20,9 +21,9 @@ Memory while packing: at most OPEN_ROWS rows of 5 bytes a token.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from datasets import Features, List, Value
@@ -30,6 +31,7 @@ from datasets import Features, List, Value
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError
 
+LongDocuments = Literal["split", "truncate", "truncate_start"]
 TOKEN_COLUMNS = ("input_ids", "labels", "position_ids")
 ROW_FEATURES = Features({name: List(Value("int32")) for name in (*TOKEN_COLUMNS, "documents")})
 # Padding of the standard library's 4096-token rows: 1 open row 15%, 4 3.0%, 16 or more 1.0%.
@@ -89,14 +91,14 @@ def pack(
     documents: Iterable[Piece],
     seq_len: int,
     *,
-    long_documents: Literal["split", "truncate"],
+    long_documents: LongDocuments,
     pad_token_id: int,
     stats: PackingStats,
     open_rows: int = OPEN_ROWS,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yields rows {input_ids, labels, position_ids}, each (seq_len,) int32, and {documents}, one
     record number a piece; counts in `stats`."""
-    for pieces in _best_fit(_cut(documents, seq_len, long_documents, stats), seq_len, open_rows):
+    for pieces in best_fit(_cut(documents, seq_len, long_documents, stats), seq_len, open_rows):
         stats.rows += 1
         stats.padding_tokens += seq_len - sum(map(len, pieces))
         yield build_row(pieces, seq_len, pad_token_id)
@@ -126,7 +128,7 @@ def build_row(pieces: list[Piece], seq_len: int, pad_token_id: int) -> dict[str,
 
 
 def _cut(
-    documents: Iterable[Piece], seq_len: int, long_documents: str, stats: PackingStats
+    documents: Iterable[Piece], seq_len: int, long_documents: LongDocuments, stats: PackingStats
 ) -> Iterator[Piece]:
     """Pieces of at most seq_len tokens that train something."""
     for document in documents:
@@ -135,11 +137,10 @@ def _cut(
         stats.documents += 1
         stats.tokens += len(document)
         stats.largest_token_id = max(stats.largest_token_id, int(document.input_ids.max()))
-        end = len(document)
-        if long_documents == "truncate" and end > seq_len:
+        start, end = 0, len(document)
+        if long_documents != "split" and end > seq_len:
             stats.truncated_tokens += end - seq_len
-            end = seq_len
-        start = 0
+            start, end = (0, seq_len) if long_documents == "truncate" else (end - seq_len, end)
         while start < end:
             stop = min(start + seq_len, end)
             # A tail of one token would train nothing: it gets company from the piece before.
@@ -157,12 +158,17 @@ def _cut(
             start = stop
 
 
-def _best_fit(pieces: Iterable[Piece], seq_len: int, open_rows: int) -> Iterator[list[Piece]]:
-    rows: dict[int, list[Piece]] = {}
+Item = TypeVar("Item", bound=Sized)
+
+
+def best_fit(items: Iterable[Item], seq_len: int, open_rows: int) -> Iterator[list[Item]]:
+    """Yields the items of each row: of the open rows that have room for an item, the fullest gets
+    it. `len(item)` is the item's tokens, at most seq_len."""
+    rows: dict[int, list[Item]] = {}
     free: list[tuple[int, int]] = []  # (free tokens, row number), fullest and oldest first
     opened = 0
-    for piece in pieces:
-        found = bisect_left(free, (len(piece), -1))
+    for item in items:
+        found = bisect_left(free, (len(item), -1))
         if found < len(free):
             room, row = free.pop(found)
         else:
@@ -171,9 +177,9 @@ def _best_fit(pieces: Iterable[Piece], seq_len: int, open_rows: int) -> Iterator
             room, row = seq_len, opened
             rows[row] = []
             opened += 1
-        rows[row].append(piece)
-        if room > len(piece):
-            insort(free, (room - len(piece), row))
+        rows[row].append(item)
+        if room > len(item):
+            insort(free, (room - len(item), row))
         else:
             yield rows.pop(row)
     for _, row in free:

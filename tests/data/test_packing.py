@@ -67,7 +67,7 @@ def test_split_keeps_every_token_exactly_once(seq_len, open_rows):
     assert all(len(row[name]) == seq_len for row in rows for name in TOKEN_COLUMNS)
 
 
-@pytest.mark.parametrize("long_documents", ["split", "truncate"])
+@pytest.mark.parametrize("long_documents", ["split", "truncate", "truncate_start"])
 def test_labels_never_cross_documents_and_positions_restart(long_documents):
     documents = random_documents(seed=1)
     owner = {int(t): i for i, document in enumerate(documents) for t in document.input_ids}
@@ -99,6 +99,13 @@ def test_truncate_keeps_the_start_and_counts_the_rest():
     assert stats.truncated_tokens == 2
     assert stats.padding_tokens == 5
     assert "2 tokens dropped" in stats.summary(8) and "5 padding = 31.2%" in stats.summary(8)
+
+
+def test_truncate_start_keeps_the_end():
+    rows, stats = packed([document(10, 100), document(3, 200)], 8, "truncate_start")
+    kept = sorted(int(t) for row in rows for t in row["input_ids"] if t != 7)
+    assert kept == [*range(102, 110), *range(200, 203)]
+    assert stats.truncated_tokens == 2
 
 
 def test_a_tail_of_one_token_is_trained():

@@ -55,7 +55,7 @@ def segments(row: Row) -> Iterator[tuple[list[int], list[int], list[int]]]:
 any_packing = given(
     docs=documents(),
     seq_len=st.integers(1, 70),
-    long_documents=st.sampled_from(["split", "truncate"]),
+    long_documents=st.sampled_from(["split", "truncate", "truncate_start"]),
     open_rows=st.integers(1, 8),
 )
 
