@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from longctx.data.continuations import Continuations, Continued
 from longctx.data.masks import MARKERS, Conversation, Rendered, reason
 from longctx.data.records import CHATS, Document
 from longctx.data.training_templates import Family, Recognition, candidates
@@ -40,8 +41,20 @@ def rendered(
     a template that does not end.
     """
     ends = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
-    for group in _groups(_conversation(document, tokenizer, ends) for document in documents):
-        yield from _child().answers(group)
+    for batch in _batches(_conversation(document, tokenizer, ends) for document in documents):
+        yield from _child().answers(batch)
+
+
+def continued(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Continued]:
+    """Each prompt, and the prompt with each of its answers, as the chat template renders them
+    (documents of the kind chat_answers).
+
+    Raises UserError as `rendered` does, but for a mask: answers need none.
+    """
+    for batch in _batches(_continuations(document, tokenizer) for document in documents):
+        yield from _child().answers(batch)
 
 
 def family_of(tokenizer: PreTrainedTokenizerBase, template: str, where: str = "") -> Family | None:
@@ -63,6 +76,10 @@ def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list
     """What is said of conversations, for the kinds of documents that were read: how their answers
     are found, and how Alpaca's records became conversations."""
     lines = [_template_line(tokenizer)] if set(CHATS) & set(kinds) else []
+    if "chat_answers" in kinds:
+        lines.append(
+            "chat template: the tokenizer's own: an answer is all that it adds to a prompt"
+        )
     if "instruction" in kinds:
         lines.append(
             "records of instruction, input and output are exchanges of the chat template: "
@@ -94,10 +111,7 @@ def _conversation(
     document: Document, tokenizer: PreTrainedTokenizerBase, ends: tuple[str, ...]
 ) -> Conversation:
     content = document.content
-    try:
-        template = tokenizer.get_chat_template(tools=content.get("tools"))
-    except ValueError as error:  # several by name, and none of them the default
-        raise UserError(f"{document.where}: {reason(error)}") from error
+    template = _template(document, tokenizer)
     family = family_of(tokenizer, template, document.where)
     return Conversation(
         messages=content["messages"],
@@ -113,18 +127,52 @@ def _conversation(
     )
 
 
-def _groups(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    group: list[Conversation] = []
+def _continuations(document: Document, tokenizer: PreTrainedTokenizerBase) -> Continuations:
+    content, template = document.content, _template(document, tokenizer)
+    prompt = content["prompt"]
+    return Continuations(
+        conversations=tuple(
+            Conversation(
+                messages=[*prompt, *answer],
+                # Templates may drop the reasoning of the turns before the answer.
+                untrained=tuple(i for i, m in enumerate(prompt) if m["role"] == "assistant"),
+                tools=content.get("tools"),
+                documents=content.get("documents"),
+                kwargs=content.get("kwargs", {}),
+                template=template,
+                special_tokens=dict(tokenizer.special_tokens_map),
+                where=document.where,
+            )
+            for answer in content["answers"]
+        ),
+        prompt_turns=len(prompt),
+        where=document.where,
+    )
+
+
+def _template(document: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return tokenizer.get_chat_template(tools=document.content.get("tools"))
+    except ValueError as error:  # several by name, and none of them the default
+        raise UserError(f"{document.where}: {reason(error)}") from error
+
+
+AnyConversation = TypeVar("AnyConversation", Conversation, Continuations)
+
+
+def _batches(conversations: Iterable[AnyConversation]) -> Iterator[list[AnyConversation]]:
+    """Conversations that are handed over together."""
+    batch: list[AnyConversation] = []
     chars = 0
     for conversation in conversations:
         size = conversation.chars
-        if group and (len(group) == GROUP_CONVERSATIONS or chars + size > GROUP_CHARS):
-            yield group
-            group, chars = [], 0
-        group.append(conversation)
+        if batch and (len(batch) == GROUP_CONVERSATIONS or chars + size > GROUP_CHARS):
+            yield batch
+            batch, chars = [], 0
+        batch.append(conversation)
         chars += size
-    if group:
-        yield group
+    if batch:
+        yield batch
 
 
 class Job(Protocol):

@@ -53,9 +53,9 @@ def _encode(
     texts = {i: d.content for i, d in enumerate(documents) if d and d.kind == "text"}
     for group in _groups(list(texts), [len(text) for text in texts.values()]):
         for i, ids in zip(group, _ids(tokenizer, [texts[i] for i in group]), strict=True):
-            pieces[i] = _piece(_end(ids, tokenizer), trained_from=0)
+            pieces[i] = _piece(with_end(ids, tokenizer), trained_from=0)
     if sum(map(len, texts.values())) >= NO_TOKEN_CHARS:
-        ends = len(_end(_ids(tokenizer, [""])[0], tokenizer))
+        ends = len(with_end(_ids(tokenizer, [""])[0], tokenizer))
         if all(len(pieces[i]) <= ends for i in texts):
             first = next(d.where for d in documents if d and d.kind == "text")
             raise UserError(
@@ -103,20 +103,29 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> 
 
 def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
     prompt, completion = document.content
-    before = tokenise(tokenizer, prompt).ids
-    if len(before) and before[-1] == tokenizer.eos_token_id:  # a tokenizer that adds eos by itself
-        before = before[:-1]
+    before = prompt_ids(tokenizer, prompt)
     ids = np.concatenate([before, tokenise(tokenizer, completion, add_special_tokens=False).ids])
-    return _piece(_end(ids, tokenizer), trained_from=len(before))
+    return _piece(with_end(ids, tokenizer), trained_from=len(before))
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> np.ndarray:
+    """A prompt's tokens (n,) int32: bos where the tokenizer adds one, and no eos."""
+    ids = tokenise(tokenizer, prompt).ids
+    return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises UserError, which names the document, where the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{where}: the tokenizer has no chat template; give an instruct model's tokenizer with "
+            "--tokenizer_name"
+        )
 
 
 def _chats(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
     for document in documents[:1]:
-        if not tokenizer.chat_template:
-            raise UserError(
-                f"{document.where}: the tokenizer has no chat template; give an instruct model's "
-                "tokenizer with --tokenizer_name"
-            )
+        check_chat_template(tokenizer, document.where)
         if not tokenizer.is_fast:
             raise UserError(
                 f"{document.where}: chat data needs a fast tokenizer (tokenizer.json) to find the "
@@ -155,7 +164,8 @@ def _piece(ids: np.ndarray, trained_from: int) -> Piece:
     return Piece(ids, trained)
 
 
-def _end(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def with_end(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The tokens (n,) int32 with the tokenizer's eos at their end."""
     eos = tokenizer.eos_token_id
     return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 

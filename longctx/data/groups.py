@@ -88,7 +88,7 @@ def group_of(
     input_ids: np.ndarray,  # (P + A_1 + ...,) int32
     lengths: Sequence[int],
     sides: Sequence[int],
-    margin: float,
+    margin: float | None,
     dropped: int,
     record: int,
 ) -> Group:
@@ -99,6 +99,6 @@ def group_of(
         tuple(answers),
         tuple(map(int, sides)),
         record,
-        None if np.isnan(margin) else float(margin),
+        None if margin is None or np.isnan(margin) else float(margin),
         int(dropped),
     )

@@ -56,10 +56,13 @@ GROUP_ROW_FEATURES = Features(
 class GroupStats:
     """What became of the groups, in groups unless the name says otherwise."""
 
+    kind: Rows = "pairs"
     groups: int = 0
     """Groups that were packed. The three counts of tokens below are of these alone."""
     answers: int = 0
     """Answers in them, without mismatched ones."""
+    desirable: int = 0
+    """Those of them that were chosen or are desirable."""
     tokens: int = 0
     separate_tokens: int = 0
     """Tokens of the same groups with a copy of the prompt before each answer."""
@@ -76,9 +79,10 @@ class GroupStats:
     padding_tokens: int = 0
     largest_token_id: int = -1
 
-    def summary(self, seq_len: int, rows: Rows) -> str:
+    def summary(self, seq_len: int) -> str:
         """The line that a run prints."""
-        what = "pairs" if rows == "pairs" else f"prompts with {self.answers:,} answers"
+        rated = f"prompts with {self.answers:,} answers, {self.desirable:,} of them desirable"
+        what = "pairs" if self.kind == "pairs" else rated
         saved = 1 - self.tokens / max(1, self.separate_tokens)
         padding = self.padding_tokens / max(1, self.rows * seq_len)
         return (
@@ -249,6 +253,7 @@ def _fitting(
             group = cut
         stats.groups += 1
         stats.answers += sum(side != MISMATCHED for side in group.sides)
+        stats.desirable += group.sides.count(0)
         stats.tokens += len(group)
         stats.separate_tokens += group.separate_tokens
         stats.answer_tokens += len(group) - len(group.prompt)

@@ -1,30 +1,31 @@
 """Text into training rows: documents -> tokens -> rows of `seq_len` tokens, cached.
 
     sources.py, records.py   files, folders, globs, datasets -> checked documents
-    encoding.py              a document                      -> token ids, and which are trained
+    tokens.py                a document                      -> token ids, and which are trained
     packing.py               tokenised documents, shuffled   -> input_ids, labels, position_ids,
                                                                 documents
+    packing_groups.py        the same for prompts with their answers, which are packed whole
     cache.py                 three Arrow files under cache_dir: the documents, their tokens
                              (4 bytes and a bit a token), the rows (12 bytes a token, 4 a document)
 
 The files' names say all they depend on: the format (a number in cache.py) and a hash of the
-sources' identities, the tokenizer, seq_len and seed. With --streaming nothing is kept (stream.py).
+sources' identities, the tokenizer, seq_len and seed, and the kind of rows but for text. With
+--streaming nothing is kept (stream.py).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, IterableDataset
 from datasets.utils import tqdm
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -39,22 +40,16 @@ from longctx.data.cache import (
     open_arrow,
     read_json,
     remove_leftovers,
-    scratch_folder,
     tokenizer_identity,
     write_arrow,
     write_text,
 )
 from longctx.data.chat import lines_of
-from longctx.data.encoding import check_vocabulary, encode, pad_token_id
-from longctx.data.packing import (
-    ROW_FEATURES,
-    TOKEN_COLUMNS,
-    PackingStats,
-    Piece,
-    check_trainable,
-    pack,
-)
-from longctx.data.records import CHATS, Document, as_document
+from longctx.data.encoding import check_vocabulary, pad_token_id
+from longctx.data.groups import TASKS, Rows
+from longctx.data.packing import ROW_FEATURES, TOKEN_COLUMNS, PackingStats, check_trainable, pack
+from longctx.data.packing_groups import GROUP_ROW_FEATURES, GroupStats, check_groups, pack_groups
+from longctx.data.records import FORMATS, Document
 from longctx.data.sources import (
     check_dataset_name,
     find_files,
@@ -63,22 +58,9 @@ from longctx.data.sources import (
     stdlib_files,
 )
 from longctx.data.stream import stream_rows
+from longctx.data.tokens import DOCUMENT_FEATURES, groups_of, kinds_of, pieces_of, tokens_of
 from longctx.errors import UserError, print_rank0
-from longctx.processes import bound_children, explained_workers
 from longctx.system import expanded
-
-DOCUMENT_FEATURES = Features(
-    {
-        "kind": Value("string"),
-        "content": Value("large_string"),  # JSON
-        "where": Value("string"),
-        "replaced_bytes": Value("int64"),
-    }
-)
-TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "trained": List(Value("bool"))})
-BATCH_DOCUMENTS = 256
-# 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
-DOCUMENTS_PER_PROCESS = 5_000
 
 
 def build_dataset(
@@ -89,14 +71,19 @@ def build_dataset(
     seq_len: int,
     vocab_size: int | None,
     seed: int,
+    rows: Rows = "text",
+    mismatched: bool = False,
 ) -> Dataset | IterableDataset:
     """Packed rows from `files`, else from --dataset_name, else from the standard library.
 
     Each row is {input_ids, labels, position_ids}, lists of seq_len ints, and {documents}, one
-    number a document (`document_names` turns them into names). The same arguments give the same
-    rows in the same order. Prints one summary line. Raises UserError for bad sources, a record
-    that cannot be trained on, and a token id of `vocab_size` or more.
+    number a document (`document_names` turns them into names). Rows of "pairs" and "rated" hold
+    prompts with their answers and say which is which (packing_groups.py); `mismatched` gives each
+    answer another prompt's beside it. The same arguments give the same rows in the same order.
+    Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
+    and a token id of `vocab_size` or more.
     """
+    _check_rows(args, files, rows)
     paths: list[Path] = []
     records: Dataset | None = None
     if files is None and args.dataset_name:
@@ -105,10 +92,10 @@ def build_dataset(
             return stream_rows(
                 args, loaded, tokenizer, seq_len=seq_len, vocab_size=vocab_size, seed=seed
             )
-        records, identity = loaded, dataset_identity(loaded)
+        records, identity = loaded, [*dataset_identity(loaded), *_beside_text(rows)]
     else:
         paths = stdlib_files() if files is None else find_files(files)
-        identity = _identity(args, paths)
+        identity = _identity(args, paths, rows)
 
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     cache_dir = expanded(args.cache_dir)
@@ -116,61 +103,94 @@ def build_dataset(
     padding = pad_token_id(tokenizer, vocab_size)
     source_key = digest(identity)
     tokens_key = digest(source_key, tokenizer_identity(tokenizer))
-    rows_key = digest(tokens_key, seq_len, args.long_documents, padding, seed)
+    added = ["mismatched"] * mismatched
+    rows_key = digest(tokens_key, seq_len, args.long_documents, padding, seed, *added)
     rows_path = cache_path(cache_dir, "rows", rows_key)
     report_path = cache_path(cache_dir, "rows", rows_key, ".json")
 
-    report = _report(report_path)
-    rows = open_arrow(rows_path, report["stats"]["rows"]) if report else None
-    if report is None or rows is None:
+    report = _report(report_path, rows)
+    packed = open_arrow(rows_path, report["stats"]["rows"]) if report else None
+    stats: PackingStats | GroupStats
+    if report is None or packed is None:
         if records is None:
-            records = _documents(args, paths)
+            records = _documents(args, paths, rows=rows)
             replaced = _replaced_bytes(records)
         else:
             replaced = {}
         if not len(records):
             check_trainable(PackingStats(), name)
-        tokens = _tokens(
+        dataset_name = None if paths else args.dataset_name
+        tokens = tokens_of(
             cache_path(cache_dir, "tokens", tokens_key),
             records,
-            None if paths else args.dataset_name,
+            dataset_name,
             tokenizer,
             vocab_size,
+            rows,
         )
-        stats = PackingStats()
-        rows = write_arrow(
-            rows_path,
-            ROW_FEATURES,
-            pack(
-                _shuffled(tokens, seed),
+        shuffled = _shuffled(tokens, seed, rows)
+        if rows == "text":
+            stats = PackingStats()
+            packing = pack(
+                pieces_of(tokens, shuffled),
                 seq_len,
                 long_documents=args.long_documents,
                 pad_token_id=padding,
                 stats=stats,
-            ),
-        )
-        said = lines_of(_kinds(records), tokenizer)
+            )
+            packed = write_arrow(rows_path, ROW_FEATURES, packing)
+        else:
+            stats = GroupStats(kind=rows)
+            packing = pack_groups(
+                groups_of(tokens, shuffled),
+                seq_len,
+                long_documents=args.long_documents,
+                pad_token_id=padding,
+                stats=stats,
+                where=_namer(records, dataset_name),
+                mismatched=mismatched,
+            )
+            packed = write_arrow(rows_path, GROUP_ROW_FEATURES, packing)
+        said = lines_of(kinds_of(records, rows), tokenizer)
         report = {"stats": asdict(stats), "replaced_bytes": replaced, "said": said}
         write_text(report_path, json.dumps(report))
 
-    stats = PackingStats(**report["stats"])
+    stats = _stats(report["stats"], rows)
     for file, count in report["replaced_bytes"].items():
         print_rank0(f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
     for line in report["said"]:
         print_rank0(line)
     check_vocabulary(stats.largest_token_id, vocab_size)
-    check_trainable(stats, name)
+    if isinstance(stats, GroupStats):
+        check_groups(stats, name)
+        for line in stats.warnings():
+            print_rank0(line)
+    else:
+        check_trainable(stats, name)
     print_rank0(stats.summary(seq_len))
-    return rows
+    return packed
 
 
-def check_sources(args: DataArguments) -> None:
-    """Raises UserError for data that is missing, empty or unreadable; reads none of it."""
+def check_sources(args: DataArguments, rows: Rows = "text") -> None:
+    """Raises UserError for data that is missing, empty or unreadable, or that cannot be rows of
+    this kind; reads none of it."""
+    _check_rows(args, args.train_file, rows)
     for files in (args.train_file, args.eval_file):
         if files is not None:
             find_files(files)
     if args.dataset_name:
         check_dataset_name(args.dataset_name)
+
+
+def _check_rows(args: DataArguments, files: list[str] | None, rows: Rows) -> None:
+    if rows == "text":
+        return
+    if args.streaming:
+        raise UserError(f"--streaming is for text: leave it out with {TASKS[rows]}")
+    if files is None and not args.dataset_name:
+        raise UserError(
+            f"{TASKS[rows]} needs records with {FORMATS[rows]}: give --train_file or --dataset_name"
+        )
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -206,32 +226,33 @@ def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
 
 
 def document_names(
-    args: DataArguments, files: list[str] | None
+    args: DataArguments, files: list[str] | None, rows: Rows = "text"
 ) -> Callable[[Iterable[int]], list[str]]:
     """Says where the records of a row came from (`file`, `file:line`), given its `documents`.
 
-    `args` and `files` are those of `build_dataset`; files that change afterwards change no name.
+    `args`, `files` and `rows` are those of `build_dataset`; files that change afterwards change no
+    name.
     """
     if files is None and args.dataset_name:
         kind = "record of the shuffled stream" if args.streaming else "row"
         return lambda numbers: [f"{args.dataset_name} {kind} {n}" for n in numbers if n >= 0]
     paths = stdlib_files() if files is None else find_files(files)
-    path = _documents_path(args, paths)
+    path = _documents_path(args, paths, rows)
 
     def names(numbers: Iterable[int]) -> list[str]:
-        if not path.exists() and _documents_path(args, paths) != path:
+        if not path.exists() and _documents_path(args, paths, rows) != path:
             raise UserError("the data has changed since it was read")
-        documents = _documents(args, paths, path)
+        documents = _documents(args, paths, path, rows)
         return [documents[number]["where"] for number in numbers if number >= 0]
 
     return names
 
 
-def _report(path: Path) -> dict[str, Any] | None:
+def _report(path: Path, rows: Rows = "text") -> dict[str, Any] | None:
     """What was said of cached rows; None where it is missing or damaged."""
     report: Any = read_json(path)
     try:
-        PackingStats(**report["stats"]).summary(1)
+        _stats(report["stats"], rows).summary(1)
         report["replaced_bytes"].items()
         "".join(report["said"])
     except (LookupError, TypeError, ValueError, AttributeError):
@@ -239,19 +260,32 @@ def _report(path: Path) -> dict[str, Any] | None:
     return report
 
 
-def _identity(args: DataArguments, files: list[Path]) -> list[Any]:
+def _stats(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
+    return PackingStats(**counted) if rows == "text" else GroupStats(**counted)
+
+
+def _identity(args: DataArguments, files: list[Path], rows: Rows) -> list[Any]:
     """All that decides what is read from files."""
-    return [file_identity(path) for path in files] + ["undecodable"] * args.allow_undecodable
+    undecodable = ["undecodable"] * args.allow_undecodable
+    return [*map(file_identity, files), *undecodable, *_beside_text(rows)]
 
 
-def _documents_path(args: DataArguments, files: list[Path]) -> Path:
-    return cache_path(expanded(args.cache_dir), "documents", digest(_identity(args, files)))
+def _beside_text(rows: Rows) -> list[Rows]:
+    """What the names of cache files say of the kind of rows: they said nothing when all were
+    text."""
+    return [] if rows == "text" else [rows]
 
 
-def _documents(args: DataArguments, files: list[Path], path: Path | None = None) -> Dataset:
+def _documents_path(args: DataArguments, files: list[Path], rows: Rows) -> Path:
+    return cache_path(expanded(args.cache_dir), "documents", digest(_identity(args, files, rows)))
+
+
+def _documents(
+    args: DataArguments, files: list[Path], path: Path | None = None, rows: Rows = "text"
+) -> Dataset:
     """The documents of files, as columns; read once and kept (at `path`), so that they need not fit
     in RAM."""
-    path = path or _documents_path(args, files)
+    path = path or _documents_path(args, files, rows)
 
     def columns(document: Document) -> dict[str, Any]:
         content = json.dumps(document.content, ensure_ascii=False)
@@ -261,7 +295,7 @@ def _documents(args: DataArguments, files: list[Path], path: Path | None = None)
     if cached is not None:
         return cached
     documents = tqdm(
-        read_documents(files, allow_undecodable=args.allow_undecodable),
+        read_documents(files, allow_undecodable=args.allow_undecodable, rows=rows),
         desc="Reading",
         unit=" documents",
         leave=False,
@@ -280,94 +314,12 @@ def _replaced_bytes(documents: Dataset) -> dict[str, int]:
     return dict(counts)
 
 
-def _tokens(
-    path: Path,
-    records: Dataset,
-    name: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
-) -> Dataset:
-    """One row a record: the rows of the dataset `name`, or our documents where that is None."""
-    cached = open_arrow(path, len(records))
-    if cached is not None:
-        return cached
-
-    def tokenise(batch: dict[str, list[Any]], rows: list[int]) -> dict[str, list[np.ndarray]]:
-        records = [
-            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
-        ]
-        if name is None:
-            documents: list[Document | None] = [
-                Document(**{**record, "content": json.loads(record["content"])})
-                for record in records
-            ]
-        else:
-            documents = [
-                as_document(record, f"{name} row {row}")
-                for record, row in zip(records, rows, strict=True)
-            ]
-        pieces = encode(documents, tokenizer, vocab_size)
-        return {
-            "input_ids": [piece.input_ids for piece in pieces],
-            "trained": [piece.trained for piece in pieces],
-        }
-
-    # Map leaves a file a process. They become one: for a billion tokens 20 s after minutes of
-    # tokenising, on disk space that their rows will take anyway.
-    with scratch_folder(path) as folder, explained_workers(), bound_children():
-        mapped = records.map(
-            tokenise,
-            batched=True,
-            with_indices=True,
-            batch_size=BATCH_DOCUMENTS,
-            writer_batch_size=BATCH_DOCUMENTS,
-            remove_columns=records.column_names,
-            features=TOKEN_FEATURES,
-            num_proc=_processes(records, tokenizer),
-            cache_file_name=str(folder / "tokens.arrow"),
-            new_fingerprint=path.stem,
-            desc="Tokenising",
-        )
-        pieces = _pieces(mapped, range(len(mapped)))
-        columns = ({"input_ids": piece.input_ids, "trained": piece.trained} for piece in pieces)
-        return write_arrow(path, TOKEN_FEATURES, columns)
+def _namer(records: Dataset, name: str | None) -> Callable[[int], str]:
+    """Says where a record came from: a row of the dataset `name`, or our document's place."""
+    return lambda number: f"{name} row {number}" if name else records[number]["where"]
 
 
-def _kinds(records: Dataset) -> set[str]:
-    """Kinds of documents, of our own or of a dataset by its columns (Document.kind)."""
-    columns = set(records.column_names)
-    if set(DOCUMENT_FEATURES) <= columns:
-        return set(records.unique("kind"))
-    if {"messages", "conversations"} & columns:
-        return {"chat"}
-    if {"prompt", "completion"} <= columns:
-        turns = not isinstance(records.features["prompt"], Value)
-        return {"chat" if turns else "completion"}
-    return {"instruction"} if {"instruction", "output"} <= columns else {"text"}
-
-
-def _processes(records: Dataset, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Worker processes for tokenising; None where this one is fastest.
-
-    Fast tokenizers use every core by themselves, chat templates and slow tokenizers only one.
-    """
-    if tokenizer.is_fast and not _kinds(records) & set(CHATS):
-        return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(cores or 1, len(records) // DOCUMENTS_PER_PROCESS)
-    return count if count > 1 else None
-
-
-def _shuffled(tokens: Dataset, seed: int) -> Iterator[Piece]:
+def _shuffled(tokens: Dataset, seed: int, rows: Rows) -> Iterable[int]:
     order = np.random.default_rng(seed).permutation(len(tokens))
-    bar = tqdm(order, desc="Packing", unit=" documents", leave=False, disable=None)
-    return _pieces(tokens, bar)
-
-
-def _pieces(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
-    column = {name: tokens.data.column(name) for name in TOKEN_FEATURES}
-    for i in order:
-        ids, trained = (
-            column[name][int(i)].values.to_numpy(zero_copy_only=False) for name in TOKEN_FEATURES
-        )
-        yield Piece(ids, trained, int(i))
+    unit = " documents" if rows == "text" else " records"
+    return tqdm(order, desc="Packing", unit=unit, leave=False, disable=None)

@@ -24,7 +24,8 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
 from longctx.config import DataArguments
-from longctx.data.records import Document, as_document
+from longctx.data.groups import TASKS, Rows
+from longctx.data.records import FORMATS, Document, as_document
 from longctx.data.values import parse_json
 from longctx.errors import UserError, printable
 from longctx.system import expanded
@@ -99,15 +100,24 @@ def stdlib_files() -> list[Path]:
     return files
 
 
-def read_documents(files: Sequence[Path], *, allow_undecodable: bool = False) -> Iterator[Document]:
+def read_documents(
+    files: Sequence[Path], *, allow_undecodable: bool = False, rows: Rows = "text"
+) -> Iterator[Document]:
     """The documents of text and JSONL files, in order; blank ones are left out. They say where they
     are from in printable words: a name may be bytes that are no text, or hold terminal codes.
 
-    Raises UserError for a file of which more than UNDECODABLE_SHARE is not text.
+    Raises UserError for a file of which more than UNDECODABLE_SHARE is not text, and for plain text
+    where `rows` are made of records.
     """
     for path in files:
+        jsonl = _is_jsonl(path)
+        if rows != "text" and not jsonl:
+            raise UserError(
+                f"{path} is plain text, but {TASKS[rows]} reads .jsonl files of records with "
+                f"{FORMATS[rows]}"
+            )
         try:
-            replaced_bytes = yield from _read_jsonl(path) if _is_jsonl(path) else _read_text(path)
+            replaced_bytes = yield from _read_jsonl(path, rows) if jsonl else _read_text(path)
             share = replaced_bytes / max(1, path.stat().st_size)
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -136,7 +146,7 @@ def _read_text(path: Path) -> Reading:
     return replaced
 
 
-def _read_jsonl(path: Path) -> Reading:
+def _read_jsonl(path: Path, rows: Rows) -> Reading:
     total = 0
     for number, (text, replaced) in enumerate(_lines(path), 1):
         total += replaced
@@ -151,7 +161,7 @@ def _read_jsonl(path: Path) -> Reading:
             except UnicodeEncodeError:
                 clean = json.dumps(record, ensure_ascii=False).encode(errors="replace")
                 record, replaced = json.loads(clean), replaced + 1
-        document = as_document(record, where, replaced)
+        document = as_document(record, where, replaced, rows)
         if document is not None:
             yield document
     return total

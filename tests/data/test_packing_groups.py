@@ -141,7 +141,7 @@ def test_what_does_not_fit_when_it_is_cut_is_counted():
     rows, stats = packed(groups, 20)
     assert (stats.groups, stats.too_long, stats.truncated) == (2, 1, 1)
     assert stats.truncated_tokens == 75 - 5 - 2 * 7
-    assert "left out: 0 with equal answers, 1 too long" in stats.summary(20, "pairs")
+    assert "left out: 0 with equal answers, 1 too long" in stats.summary(20)
     rows, stats = packed(groups, 20, long_documents="truncate_start")
     assert (stats.groups, stats.too_long, stats.truncated_tokens) == (2, 1, 32 - 20)
 
@@ -194,8 +194,11 @@ def test_mismatched_answers_are_packed_and_counted_once():
     rows, stats = packed(make_groups([[3, 2], [4, 1]]), 12, mismatched=True)
     assert [row["lengths"].tolist() for row in rows] == [[4, 1, 2, 5], [3, 2, 1, 6]]
     assert (stats.groups, stats.answers, stats.answer_tokens) == (2, 2, 6)
-    summary = stats.summary(12, "rated")
-    assert summary.startswith("2 prompts with 2 answers, 13 tokens (20 without sharing prompts, 35")
+    stats.kind = "rated"
+    summary = (
+        "2 prompts with 2 answers, 2 of them desirable, 13 tokens (20 without sharing prompts, 35"
+    )
+    assert stats.summary(12).startswith(summary)
 
 
 def test_groups_are_kept_in_columns():

@@ -259,7 +259,10 @@ def test_what_asks_for_what_is_done_anyway_is_no_matter(beside):
         ({"messages": TURNS, "mask": "Assistant"}, '`mask` is "Assistant"'),
         ({"messages": TURNS, "train_detail": [1]}, "`train_detail`"),
         ({"messages": TURNS, "reasoning_content": "hm"}, "write it on the turn"),
-        ({"messages": [*TURNS, TURNS[0]], "chosen": "x"}, "`chosen` and `rejected` are not read"),
+        (
+            {"messages": [*TURNS, TURNS[0]], "chosen": "x"},
+            "`chosen` and `rejected` are pairs, which --task dpo reads",
+        ),
         ({"messages": TURNS, "system": 3}, "`system` must be a string, found a number"),
         (
             {"messages": [{"role": "system", "content": "a"}, *TURNS], "system": "b"},

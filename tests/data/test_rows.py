@@ -14,6 +14,7 @@ from small_tokenizer import small_tokenizer
 
 from longctx.config import DataArguments
 from longctx.data import rows as data
+from longctx.data import tokens as tokenising
 from longctx.data import training_templates
 from longctx.data.cache import dataset_identity
 from longctx.data.rows import build_dataset, check_sources, collate, document_names
@@ -100,14 +101,14 @@ def test_same_seed_same_rows_and_another_seed_another_order(build, tmp_path):
 
 def test_the_second_call_only_reads_the_cache(build, monkeypatch):
     rows = build()[:]
-    monkeypatch.setattr(data, "encode", None)
+    monkeypatch.setattr(tokenising, "encode", None)
     monkeypatch.setattr(data, "pack", None)
     assert build()[:] == rows
 
 
 def test_another_length_and_seed_tokenise_nothing_again(build, monkeypatch):
     build()
-    monkeypatch.setattr(data, "encode", None)
+    monkeypatch.setattr(tokenising, "encode", None)
     assert len(build(seq_len=128, seed=3)[0]["labels"]) == 128
 
 
@@ -208,7 +209,7 @@ def test_several_processes_leave_the_same_files(build, chats, tmp_path, monkeypa
     one_process = files()
     for path in (tmp_path / "cache").iterdir():
         path.unlink()
-    monkeypatch.setattr(data, "DOCUMENTS_PER_PROCESS", 20)
+    monkeypatch.setattr(tokenising, "DOCUMENTS_PER_PROCESS", 20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     assert build([chats])[:] == rows
     assert processes == [None, 2]
@@ -226,7 +227,7 @@ def test_several_processes_leave_the_same_files(build, chats, tmp_path, monkeypa
 def test_a_record_that_fails_leaves_no_temporary_file(
     build, chats, tmp_path, monkeypatch, processes
 ):
-    monkeypatch.setattr(data, "DOCUMENTS_PER_PROCESS", 40 // processes)
+    monkeypatch.setattr(tokenising, "DOCUMENTS_PER_PROCESS", 40 // processes)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     with pytest.raises(UserError, match=r"c\.jsonl:\d+: the tokenizer has no chat template"):
         build([chats], small_tokenizer(None))
@@ -326,7 +327,7 @@ def test_a_dataset_is_packed_like_files(build, saved, tmp_path, monkeypatch):
     rows = build(dataset_name=str(tmp_path / "clean"))
     path = write_jsonl(tmp_path / "same.jsonl", records)
     assert documents_in(rows) == documents_in(build([path]))
-    monkeypatch.setattr(data, "encode", None)
+    monkeypatch.setattr(tokenising, "encode", None)
     assert build(dataset_name=str(tmp_path / "clean"))[:] == rows[:]
 
 
@@ -440,8 +441,8 @@ def test_turns_that_are_not_trained(build, tmp_path, key):
 def test_other_training_templates_are_not_served_from_the_cache(build, tmp_path, monkeypatch):
     chats = write_jsonl(tmp_path / "c.jsonl", [EXCHANGES["chat"]] * 3)
     made = []
-    encode = data.encode
-    monkeypatch.setattr(data, "encode", lambda *args: made.append(1) or encode(*args))
+    encode = tokenising.encode
+    monkeypatch.setattr(tokenising, "encode", lambda *args: made.append(1) or encode(*args))
     build([chats])
     build([chats])
     before = len(made)

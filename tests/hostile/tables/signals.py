@@ -30,7 +30,7 @@ BEFORE_TRAINING = {
     "opening the output folder": file_event("mkdir", "*/run"),
     "reading the data": file_event("open", "*/documents-*"),
     "tokenising": file_event("open", "*/tokens-*"),
-    "tokenising a batch": before("longctx.data.rows.encode"),
+    "tokenising a batch": before("longctx.data.tokens.encode"),
     "packing": file_event("open", "*/rows-*.arrow*"),
     "packing a row": before("longctx.data.packing.build_row"),
     "writing a checksum": file_event("open", "*.xxh3-*"),
