@@ -13,6 +13,7 @@ The public names, each imported when it is first used (torch is not loaded befor
     rms_norm, layer_norm, rope, swiglu, geglu     the Triton kernels as differentiable functions
     RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, GeGLU     the kernels as modules
     LinearCrossEntropyLoss, LinearLogProbs, LinearJSDLoss, LinearKLLoss     and the heads
+    losses                        preference losses: DPO, ORPO, CPO, SimPO, KTO, reward models
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ _HOMES = {
         "longctx.model.nn",
     ),
 }
-__all__ = list(_HOMES)
+_PACKAGES = ("losses",)
+__all__ = [*_HOMES, *_PACKAGES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"longctx.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'longctx' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *__all__})

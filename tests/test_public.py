@@ -15,8 +15,15 @@ import longctx
 @pytest.mark.parametrize("name", longctx.__all__)
 def test_every_public_name_is_there_and_explained(name: str) -> None:
     thing = getattr(longctx, name)
-    assert thing.__name__ == name and thing.__doc__
+    assert thing.__name__.removeprefix("longctx.") == name and thing.__doc__
     assert name in dir(longctx)
+
+
+@pytest.mark.parametrize("name", longctx.losses.__all__)
+def test_every_loss_is_there_and_explained(name: str) -> None:
+    thing = getattr(longctx.losses, name)
+    assert thing.__name__ == name and thing.__doc__
+    assert name in (longctx.losses.__doc__ or "")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

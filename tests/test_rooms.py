@@ -17,6 +17,7 @@ ALLOWED = {
     },
     "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
     "lora": {"output", "model", "data"},
+    "losses": {"model"},
     "output": {"memory", "cost"},
     "engines": {"memory", "cost"},
     "model": {"layer", "attention", "memory", "cost", "kernels"},

@@ -1,0 +1,285 @@
+"""Preference losses from hidden states, lm_head's weight and labels, in one call and without
+logits (answers.py).
+
+    LinearDPOLoss      pairs against a reference, all loss types of `dpo_loss`
+    LinearORPOLoss     pairs, with the cross-entropy of the chosen rows
+    LinearCPOLoss      pairs, with the cross-entropy of the chosen answers
+    LinearSimPOLoss    pairs, by mean log-probabilities
+    LinearKTOLoss      single answers against a reference
+
+Pairs are 2 * pairs rows: all chosen ones, then the rejected ones in the same order. Labels are
+aligned with hidden states, as in `linear_log_probs`: the label of a position is the next token, and
+nothing is shifted here. A label is -100 on prompts and padding, which then cost nothing. Losses are
+means over pairs or answers.
+
+FLOPs per answer token, V entries of the vocabulary and D features: 2 V D forward and 6 V D backward
+if the head trains, else 4 V D forward; and 2 V E for reference states with E features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longctx.constants import IGNORE_INDEX
+from longctx.losses.answers import (
+    KTOOutput,
+    LinearAnswers,
+    PreferenceOutput,
+    count_tokens,
+    halves,
+)
+from longctx.losses.kto import KTOOptions, answer_losses
+from longctx.losses.pairs import make_pairs
+from longctx.losses.preference import DPOOptions, pair_losses
+from longctx.losses.without_reference import (
+    CPOOptions,
+    ORPOOptions,
+    orpo_loss,
+    per_token,
+    reward_losses,
+)
+
+
+class LinearDPOLoss(LinearAnswers):
+    """The mean of `dpo_loss` over pairs of answers, from hidden states. Options are those of
+    `dpo_loss`, and `temperature`, `softcap` and `logits_bytes` those of `linear_log_probs`.
+    `chosen_rewards` are beta (log pi - log pi_ref)."""
+
+    def __init__(
+        self,
+        *,
+        loss_type: str | Sequence[str] = "sigmoid",
+        loss_weights: Sequence[float] | None = None,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        f_divergence_type: str = "reverse_kl",
+        f_alpha_divergence_coef: float = 0.5,
+        discopop_tau: float = 0.05,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        options = DPOOptions(
+            loss_type=loss_type,
+            loss_weights=loss_weights,
+            beta=beta,
+            label_smoothing=label_smoothing,
+            f_divergence_type=f_divergence_type,
+            f_alpha_divergence_coef=f_alpha_divergence_coef,
+            discopop_tau=discopop_tau,
+        )
+        super().__init__(options, temperature, softcap, logits_bytes)
+
+    def forward(
+        self,
+        hidden: Tensor,  # (2 * pairs, S, D), chosen rows first
+        weight: Tensor,  # (V, D)
+        labels: Tensor,  # (2 * pairs, S), aligned with hidden
+        *,
+        bias: Tensor | None = None,  # (V,)
+        ref_log_probs: Tensor | None = None,  # (2 * pairs,) summed over the answers' tokens
+        ref_hidden: Tensor | None = None,  # (2 * pairs, S, E), the reference's, instead
+        ref_weight: Tensor | None = None,  # (V, E)
+        ref_bias: Tensor | None = None,  # (V,)
+    ) -> PreferenceOutput:
+        """The loss, differentiable in hidden, weight and bias. The reference is given as
+        `ref_log_probs`, or as `ref_hidden` and `ref_weight`, and gets no gradient."""
+        reference = self.reference(labels, ref_log_probs, ref_hidden, ref_weight, ref_bias)
+        log_probs = self.token_log_probs(hidden, weight, labels, bias).sum(-1)
+        policy, ref, tokens = halves(
+            labels=log_probs, reference=reference, tokens=count_tokens(labels)
+        )
+        pairs = make_pairs(*policy, *ref, *tokens, self.options)
+        return PreferenceOutput(
+            pair_losses(pairs, self.options).mean(),
+            self.options.beta * pairs.chosen_ratios.detach(),
+            self.options.beta * pairs.rejected_ratios.detach(),
+            pairs.chosen.detach(),
+            pairs.rejected.detach(),
+        )
+
+
+class LinearORPOLoss(LinearAnswers):
+    """The mean of `orpo_loss` over pairs of answers, from hidden states. `chosen_rewards` are beta
+    times the mean log-probabilities of tokens."""
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        super().__init__(ORPOOptions(beta=beta), temperature, softcap, logits_bytes)
+
+    def forward(
+        self,
+        hidden: Tensor,  # (2 * pairs, S, D), chosen rows first
+        weight: Tensor,  # (V, D)
+        labels: Tensor,  # (2 * pairs, S), aligned with hidden
+        *,
+        bias: Tensor | None = None,  # (V,)
+        nll_labels: Tensor | None = None,  # (pairs, S), aligned with hidden's chosen rows
+    ) -> PreferenceOutput:
+        """The loss, differentiable in hidden, weight and bias.
+
+        The cross-entropy is the mean over the tokens of `nll_labels`; without them, over those of
+        the chosen answers. TRL's is over all tokens of the chosen rows: give their next tokens with
+        -100 on the padding alone. Where both count, they must be the same as the labels.
+        """
+        ((mine, other),) = halves(labels=labels)
+        wanted = mine if nll_labels is None else nll_labels
+        if wanted.shape != mine.shape:
+            raise ValueError(
+                f"nll_labels must have shape {tuple(mine.shape)}, got {tuple(wanted.shape)}"
+            )
+        everything = torch.where(mine == IGNORE_INDEX, wanted, mine)
+        found = self.token_log_probs(hidden, weight, torch.cat([everything, other]), bias)
+        ((at_chosen, at_rejected),) = halves(labels=found)
+        counts = wanted != IGNORE_INDEX
+        nll = -at_chosen.masked_fill(~counts, 0).sum() / counts.sum().clamp(min=1)
+        chosen = at_chosen.masked_fill(mine == IGNORE_INDEX, 0).sum(-1)
+        rejected = at_rejected.sum(-1)
+        n_chosen, n_rejected = count_tokens(mine), count_tokens(other)
+        beta = self.options.beta
+        losses = orpo_loss(
+            chosen, rejected, nll, chosen_tokens=n_chosen, rejected_tokens=n_rejected, beta=beta
+        )
+        return PreferenceOutput(
+            losses.mean(),
+            beta * per_token(chosen.detach(), n_chosen),
+            beta * per_token(rejected.detach(), n_rejected),
+            chosen.detach(),
+            rejected.detach(),
+        )
+
+
+class LinearCPOLoss(LinearAnswers):
+    """The mean of `cpo_loss` over pairs of answers, from hidden states. Options are those of
+    `cpo_loss`. The cross-entropy is the mean over the chosen answers' tokens in the batch, as in
+    TRL. `chosen_rewards` are beta times log-probabilities, for ipo and simpo their means over
+    tokens, transformed by `alpha`."""
+
+    def __init__(
+        self,
+        *,
+        loss_type: str = "sigmoid",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        cpo_alpha: float = 1.0,
+        simpo_gamma: float = 0.5,
+        alpha: float = 0.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        options = CPOOptions(
+            loss_type=loss_type,
+            beta=beta,
+            label_smoothing=label_smoothing,
+            cpo_alpha=cpo_alpha,
+            simpo_gamma=simpo_gamma,
+            alpha=alpha,
+        )
+        super().__init__(options, temperature, softcap, logits_bytes)
+
+    def forward(
+        self,
+        hidden: Tensor,  # (2 * pairs, S, D), chosen rows first
+        weight: Tensor,  # (V, D)
+        labels: Tensor,  # (2 * pairs, S), aligned with hidden
+        *,
+        bias: Tensor | None = None,  # (V,)
+    ) -> PreferenceOutput:
+        """The loss, differentiable in hidden, weight and bias."""
+        log_probs = self.token_log_probs(hidden, weight, labels, bias).sum(-1)
+        (chosen, rejected), (n_chosen, n_rejected) = halves(
+            labels=log_probs, tokens=count_tokens(labels)
+        )
+        nll = -chosen.sum() / n_chosen.sum().clamp(min=1)
+        good = self.options.rewards(chosen, n_chosen)
+        bad = self.options.rewards(rejected, n_rejected)
+        return PreferenceOutput(
+            reward_losses(good, bad, nll, self.options).mean(),
+            self.options.beta * good.detach(),
+            self.options.beta * bad.detach(),
+            chosen.detach(),
+            rejected.detach(),
+        )
+
+
+class LinearSimPOLoss(LinearCPOLoss):
+    """The mean of `simpo_loss` over pairs of answers, from hidden states: `LinearCPOLoss` with
+    loss_type="simpo" and cpo_alpha=0. The other options are those of `simpo_loss`."""
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        simpo_gamma: float = 0.5,
+        label_smoothing: float = 0.0,
+        alpha: float = 0.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        super().__init__(
+            loss_type="simpo",
+            beta=beta,
+            label_smoothing=label_smoothing,
+            cpo_alpha=0.0,
+            simpo_gamma=simpo_gamma,
+            alpha=alpha,
+            temperature=temperature,
+            softcap=softcap,
+            logits_bytes=logits_bytes,
+        )
+
+
+class LinearKTOLoss(LinearAnswers):
+    """The mean of `kto_loss` over answers, from hidden states. Options are those of `kto_loss`."""
+
+    def __init__(
+        self,
+        *,
+        loss_type: str = "kto",
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        options = KTOOptions(
+            loss_type=loss_type,
+            beta=beta,
+            desirable_weight=desirable_weight,
+            undesirable_weight=undesirable_weight,
+        )
+        super().__init__(options, temperature, softcap, logits_bytes)
+
+    def forward(
+        self,
+        hidden: Tensor,  # (answers, S, D)
+        weight: Tensor,  # (V, D)
+        labels: Tensor,  # (answers, S), aligned with hidden
+        desirable: Tensor,  # (answers,) bool
+        *,
+        kl: Tensor | None = None,  # () as `kto_kl` estimates it; for the loss type kto
+        bias: Tensor | None = None,  # (V,)
+        ref_log_probs: Tensor | None = None,  # (answers,) summed over the answers' tokens
+        ref_hidden: Tensor | None = None,  # (answers, S, E), the reference's, instead
+        ref_weight: Tensor | None = None,  # (V, E)
+        ref_bias: Tensor | None = None,  # (V,)
+    ) -> KTOOutput:
+        """The loss, differentiable in hidden, weight and bias. The reference is given as
+        `ref_log_probs`, or as `ref_hidden` and `ref_weight`, and gets no gradient."""
+        reference = self.reference(labels, ref_log_probs, ref_hidden, ref_weight, ref_bias)
+        log_probs = self.token_log_probs(hidden, weight, labels, bias).sum(-1)
+        losses = answer_losses(log_probs, reference, desirable, kl, self.options)
+        rewards = self.options.beta * (log_probs.detach() - reference)
+        return KTOOutput(losses.mean(), rewards, log_probs.detach())
