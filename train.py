@@ -21,7 +21,6 @@ from longctx.data.rows import (
     as_arrays,
     build_dataset,
     check_sources,
-    collate,
     document_names,
     rows_identity,
 )
@@ -52,7 +51,10 @@ from longctx.run.loading import (
 from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
 from longctx.run.options import check_rows, check_towers, parse_args
+from longctx.run.reference import References
+from longctx.run.teacher import check_teacher, load_teacher
 from longctx.run.trainer import LongTrainer
+from longctx.tasks import make_task
 
 SPECIAL = ("bos", "eos", "pad")
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
@@ -61,6 +63,7 @@ QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 def main(argv: list[str] | None = None) -> None:
     # 1. Options: flags and recipe, checked together, and the engine they ask for.
     model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
+    task = make_task(args)
     check_sources(data_args)
     engine.start(args)
     resume = resolve_resume(args)
@@ -73,8 +76,16 @@ def main(argv: list[str] | None = None) -> None:
             read_config(model_args.source)  # before its tokenizer, which would get the blame
         tokenizer = load_tokenizer(model_args, data_args)
     special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
-    config = load_config(model_args, vocab_size=len(tokenizer), special_ids=special_ids)
+    config = load_config(
+        model_args,
+        vocab_size=len(tokenizer),
+        special_ids=special_ids,
+        rewards=args.task == "reward",
+    )
     check_towers(config, engine, args.world_size)
+    teacher = None
+    if args.task == "distill":
+        teacher = check_teacher(model_args, args, config, tokenizer)
     if not data_args.show_example:  # which writes nothing there
         output_dir = open_output_dir(args)
         lock = lock_folder(output_dir) if args.process_index == 0 else None
@@ -93,6 +104,8 @@ def main(argv: list[str] | None = None) -> None:
             seq_len=model_args.seq_len,
             vocab_size=config.get_text_config().vocab_size,
             seed=args.seed,
+            rows=task.rows,
+            mismatched=task.mismatched,
         )
 
     with args.main_process_first(desc="data"):
@@ -107,6 +120,9 @@ def main(argv: list[str] | None = None) -> None:
             show_example(row, names(row["documents"]), tokenizer)
         return
 
+    references = None
+    if task.has_reference:
+        references = References(task, model_args, data_args, args, config, names)
     run = define(
         [model_args, data_args, args, args.accelerator_config],
         dtype=compute_dtype(model_args, args.device),
@@ -114,12 +130,21 @@ def main(argv: list[str] | None = None) -> None:
         model=config.to_dict(),
         num_processes=args.world_size,
         base=weights_identity(model_args.source, config) if model_args.lora_r is not None else None,
+        reference=references.identity if references else None,
     )
     check_same_run(resume, run, args.allow_changed or [], engine.keeps_options)
     if foreseen:
         foreseen.show(train_rows)
 
-    # 4. Model: vanilla, liger or custom; random weights depend on the seed alone.
+    # 4. Other models that the task needs: a reference is loaded alone and gone before training, a
+    # teacher stays.
+    if references and args.reference:
+        found = references.of_another_model({"train": train_rows, "eval": eval_rows}, engine)
+        train_rows, eval_rows = found["train"], found["eval"]
+    if teacher is not None:
+        task.teacher = load_teacher(model_args, args, teacher)
+
+    # 5. Model: vanilla, liger or custom; random weights depend on the seed alone.
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):
         model = load_model(model_args, config, device=args.device, engine=engine)
@@ -131,16 +156,19 @@ def main(argv: list[str] | None = None) -> None:
                 seq_len=model_args.seq_len,
                 train_dataset=as_arrays(train_rows),
                 eval_dataset=eval_rows,
-                data_collator=collate,
+                task=task,
+                data_collator=task.collator(model_args.class_type),
                 processing_class=tokenizer,
                 document_names=names,
                 run=run,
             )
         trainer.place(resume)
+        if references and not args.reference:
+            references.of_the_start(trainer, resumed=resume is not None)
         if args.process_index == 0:
             clear_output_dir(output_dir, resume)
 
-    # 5. Train.
+    # 6. Train.
     with explained_oom(trainer, model_args):
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         if not trainer.state.global_step:
@@ -153,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         if eval_rows is not None:
             trainer.evaluate()
 
-    # 6. Save what `from_pretrained` loads, and say what happened.
+    # 7. Save what `from_pretrained` loads, and say what happened.
     trainer.save_final(output_dir / FINAL)
     if trainer.is_world_process_zero():
         summarise(trainer, args, output_dir)

@@ -38,6 +38,8 @@ from longctx.options import Backend, ClassType, Keeping, ModelSource, Offload, P
 from longctx.program import Parser
 from longctx.recipe import Written, read_recipe, read_text
 from longctx.system import CACHE
+from longctx.tasks.options import TaskOptions
+from longctx.tasks.options import option as _option
 
 _NO = ("false", "no", "none", "0", "off")
 _YES = ("true", "yes", "1", "on", "t", "y")
@@ -46,10 +48,6 @@ _YES = ("true", "yes", "1", "on", "t", "y")
 def means_no(value: Any) -> bool:
     """Whether an option's value switches it off, also as a word (`deepspeed: no` in a recipe)."""
     return not value or str(value).lower() in _NO
-
-
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 Preset = Literal[
@@ -211,8 +209,9 @@ class DataArguments:
 
 
 @dataclass(kw_only=True)
-class TrainArguments(TrainingArguments):
-    """All of `transformers.TrainingArguments`, with defaults for long rows on one GPU."""
+class TrainArguments(TaskOptions, TrainingArguments):
+    """All of `transformers.TrainingArguments`, with defaults for long rows on one GPU, and what is
+    trained for."""
 
     output_dir: str | None = _option("runs/longctx", "Checkpoints, metrics.jsonl and final model.")
     overwrite_output_dir: bool = _option(

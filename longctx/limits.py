@@ -63,7 +63,17 @@ RANGES: dict[str, Range] = {
         _COUNT,
     ),
     **dict.fromkeys(
-        ("warmup_steps", "max_grad_norm", "save_total_limit", "eval_delay", "host_memory_gib"),
+        (
+            "warmup_steps",
+            "max_grad_norm",
+            "save_total_limit",
+            "eval_delay",
+            "host_memory_gib",
+            "cpo_alpha",
+            "desirable_weight",
+            "undesirable_weight",
+            "center_rewards_coefficient",
+        ),
         _NOT_NEGATIVE,
     ),
     **dict.fromkeys(
@@ -74,6 +84,9 @@ RANGES: dict[str, Range] = {
             "eval_steps",
             "peak_tflops",
             "gpu_memory_gib",
+            "beta",
+            "discopop_tau",
+            "temperature",
         ),
         _POSITIVE,
     ),
@@ -81,6 +94,8 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("seed", "data_seed"), _SEED),
     "learning_rate": Range(1e-12, 1e6),  # below, no weight of any dtype changes
     "weight_decay": Range(0, 100),
+    "label_smoothing": Range(0, 0.5, open_high=True),  # at a half both answers are as good
+    **dict.fromkeys(("ld_alpha", "distill_beta"), Range(0, 1)),
     "adam_epsilon": Range(0, 1, open_low=True),
     "neftune_noise_alpha": Range(0, 1000),
     "dataloader_num_workers": Range(0, 1024),
@@ -155,6 +170,10 @@ def _asks_to_evaluate(t: Any) -> bool:
     return t.eval_strategy != "no" or t.eval_on_start or t.do_eval
 
 
+def _is_task(names: str) -> Rule:
+    return lambda m, d, t: t.task in names.split()
+
+
 IDLE: tuple[tuple[str, str, Rule], ...] = (
     (_CUSTOM, "--class_type custom", lambda m, d, t: m.class_type == "custom"),
     (
@@ -214,6 +233,24 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
     ("gpu_memory_gib", "a GPU", lambda m, d, t: t.device.type == "cuda"),
     (_DDP, "several processes: accelerate launch", lambda m, d, t: t.world_size > 1),
     ("fsdp_config", "--fsdp true", lambda m, d, t: t.fsdp),
+    *(
+        (names, f"--task {tasks.replace(' ', ' or ')}", _is_task(tasks))
+        for names, tasks in (
+            ("loss_type", "dpo kto cpo"),
+            (
+                "loss_weights f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha",
+                "dpo",
+            ),
+            ("beta", "dpo kto orpo cpo simpo"),
+            ("label_smoothing", "dpo cpo"),
+            ("cpo_alpha", "cpo simpo"),
+            ("simpo_gamma", "simpo"),
+            ("desirable_weight undesirable_weight", "kto"),
+            ("center_rewards_coefficient", "reward"),
+            ("reference", "dpo kto"),
+            ("teacher teacher_quantize distill_beta temperature", "distill"),
+        )
+    ),
 )
 """Options, what they do nothing without, and whether that is there."""
 
@@ -270,6 +307,18 @@ CONFLICTS: tuple[tuple[Rule, str], ...] = (
         lambda m, d, t: t.optim.endswith("layerwise") or "lomo" in t.optim,
         "--optim steps layer by layer inside backward, where gradients cannot be checked, clipped "
         "or added up: choose another one",
+    ),
+    (
+        lambda m, d, t: t.task not in ("sft", "distill") and d.streaming,
+        "--streaming reads text for --task sft and distill: give the data as files, or without it",
+    ),
+    (
+        lambda m, d, t: t.task != "sft" and t.label_smoothing_factor,
+        "--label_smoothing_factor is of the loss of --task sft: leave it out",
+    ),
+    (
+        lambda m, d, t: t.task != "sft" and t.sequence_parallel_size > 1,
+        "--sequence_parallel_size is for --task sft: processes cannot share the rows of others yet",
     ),
     (
         lambda m, d, t: "tpu_metrics_debug" in t.debug,

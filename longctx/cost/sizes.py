@@ -77,6 +77,8 @@ class Batch(NamedTuple):
     tokens: int
     document: int
     passes: int = 1
+    scored: int | None = None
+    """The tokens whose log-probabilities a task's loss is made of; None: cross-entropy of all."""
 
 
 @dataclass(frozen=True, kw_only=True)

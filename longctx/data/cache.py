@@ -4,6 +4,7 @@
     tokens-v2-<hash>.arrow       4 bytes and a bit a token     (.arrow.xxh3)
     rows-v2-<hash>.arrow         12 bytes a token
     rows-v2-<hash>.json          what was said when they were packed
+    reference-v2-<hash>.arrow    8 bytes an answer: a reference model's log-probabilities
     tokenizer-v2-<hash>.json     the default tokenizer
 
 A file is written beside its place, flushed to disk and renamed, so that neither a killed run nor a
@@ -44,7 +45,7 @@ from longctx.errors import UserError, print_rank0
 FORMAT = 2
 """Of the files, and of what tokenising and packing make of an input: a change that gives other
 rows raises it (tests/data/test_cache.py knows the rows of this one)."""
-KINDS = ("documents", "tokens", "rows", "tokenizer")
+KINDS = ("documents", "tokens", "rows", "reference", "tokenizer")
 CHECKSUM = ".xxh3"
 TEMPORARY = ".tmp"
 _STEM = rf"(?P<stem>(?P<kind>{'|'.join(KINDS)})-(?:v(?P<format>\d+)-)?[0-9a-f]{{20}})"
@@ -137,6 +138,13 @@ def write_arrow(path: Path, features: Features, rows: Iterable[dict[str, Any]]) 
                 writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
     write_text(_checksum_path(path), hashed.hash.hexdigest())
     return Dataset.from_file(str(path))
+
+
+def forget(path: Path) -> None:
+    """Deletes a file of `write_arrow` whose content lies in another one now."""
+    with suppress(OSError):  # it stays for `longctx cache --prune`
+        _checksum_path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def content_of(dataset: Dataset) -> str | None:

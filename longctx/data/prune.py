@@ -30,7 +30,13 @@ from longctx.system import expanded
 
 DAY_S = 24 * 3600
 KILLED, OTHER = "killed runs' leftovers", "other formats"
-GROUPS = {"documents": "documents", "tokens": "tokens", "rows": "rows", "tokenizer": "tokenizers"}
+GROUPS = {
+    "documents": "documents",
+    "tokens": "tokens",
+    "rows": "rows",
+    "reference": "references",
+    "tokenizer": "tokenizers",
+}
 """Kind of file -> its line of the table; KILLED and OTHER have lines of their own."""
 
 

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from longctx.config import TrainArguments, means_no, read_settings
@@ -100,6 +101,12 @@ class FSDP2(Engine):
         if self.fills_weights:
             return init_empty_weights(include_buffers=False)
         return super().random_weights(device)
+
+    def reshard(self, model: Any) -> None:
+        """FSDP2 leaves the weights of the root and of lm_head gathered for a backward pass."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
         """fp32 weights in shards, bf16 in compute, fp32 sums. accelerate's own policy would sum in

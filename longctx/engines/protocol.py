@@ -4,6 +4,7 @@ read, layout  the plan                                     what its file says, a
 prepare    before transformers opens the process group     the environment, defaults of options
 start      before the model is made                        checks, what must run by then
 random_weights, fills_weights, gather_whole                while the model is made
+reshard    after passes without gradients
 configure, clip_grad_norm, pending_bytes                   around a step
 saved, resume_problem, resumed, checkpoint_copies, save_model       checkpoints
 shutdown   the last line of a run that went well
@@ -123,6 +124,10 @@ class Engine(ABC):
     def random_weights(self, device: torch.device) -> AbstractContextManager[Any]:
         """Where a preset's weights are made."""
         return torch.device(device)
+
+    def reshard(self, model: nn.Module) -> None:
+        """Takes back what forward passes without a backward one have gathered and left."""
+        return None
 
     def gather_whole(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Makes each decoder layer the unit whose weights are gathered and released as one."""

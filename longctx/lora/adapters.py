@@ -25,9 +25,10 @@ from transformers import PretrainedConfig, TrainerCallback
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.adapters import inside_peft
+from longctx.model.classes import class_of
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
-from longctx.model.vision import class_of, towers
+from longctx.model.vision import towers
 from longctx.system import expanded, installed
 
 ALL_LINEAR = "all-linear"

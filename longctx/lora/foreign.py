@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from longctx.errors import UserError, one_line
 from longctx.files import read_json, refuse_odd, tensor_problem
-from longctx.model.vision import class_of
+from longctx.model.classes import class_of
 from longctx.output.manifest import Damaged, check_files, read_manifest
 from longctx.processes import Unbounded, in_child
 

@@ -18,6 +18,7 @@ from longctx.layer.linear import dense_cost
 from longctx.layer.lora import adapters_cost
 from longctx.layer.parts.attention import SelfAttention, attention_flops
 from longctx.layer.parts.mlp import MLP
+from longctx.model.log_probs import scoring_cost
 from longctx.model.loss import loss_cost
 
 # --- the embedding and the update -----------------------------------------------------------
@@ -113,6 +114,8 @@ class StepTable:
 
     @cached_property
     def loss(self) -> Table:
+        if self.batch.scored is not None:
+            return scoring_cost(self.sizes, self.batch)
         count = loss_cost if self.sizes.class_type == "custom" else peer_loss_cost
         return count(self.sizes, self.batch)
 

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
+from longctx.cost.sizes import Batch, Sizes
+from longctx.cost.table import Buffer, Table, Work
 from longctx.kernels import log_softmax as kernel
 from longctx.model.head import (
     Objective,
@@ -157,3 +159,30 @@ def check_outputs(outputs: Sequence[str]) -> None:
         raise ValueError(f"outputs must be a tuple of {', '.join(OUTPUTS)}, got {outputs!r}")
     if len(set(names)) < len(names):
         raise ValueError(f"outputs must be named once each, got {outputs!r}")
+
+
+# --- what it costs ---------------------------------------------------------------------------
+
+
+def scoring_cost(s: Sizes, batch: Batch) -> Table:
+    """The cost of a loss of `batch.scored` tokens' log-probabilities, whose hidden states are taken
+    out of the batch. If the head trains, backward computes logits again."""
+    scored, unit = batch.scored or 0, s.unit(batch.tokens)
+    head = s.hidden * s.vocab * s.trains_head
+    buffers = {
+        "last layer's output": unit,
+        "its gradient": unit,
+        "the same, normed": unit,
+        "logits": min(s.cut(batch.tokens).logits_bytes, 4 * scored * s.vocab),
+        "rows of the loss": 3 * scored * s.hidden * s.itemsize,  # kept, in fp32 pieces, gradient
+        "lm_head's gradient, fp32": 4 * head,
+    }
+    work = Work(
+        name="loss",
+        flops=(8 if s.trains_head else 4) * scored * s.vocab * s.hidden,
+        nbytes=18.0 * scored * s.vocab + 8 * head,
+    )
+    return Table(
+        forward=(work,),
+        buffers=tuple(Buffer(name=k, nbytes=n, during="loss") for k, n in buffers.items()),
+    )

@@ -26,7 +26,7 @@ from transformers.utils import find_adapter_config_file
 from longctx.checksum import checksums
 from longctx.errors import UserError, one_line, print_rank0, shortened
 from longctx.files import read_json, refuse_odd, tensor_problem
-from longctx.model.vision import auto_class
+from longctx.model.classes import auto_class, is_classifier
 from longctx.options import ModelSource
 from longctx.system import expanded, installed
 
@@ -119,6 +119,10 @@ def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
                 )
 
 
+REWARD_HEAD = "score.weight"
+"""Of transformers' classifiers."""
+
+
 def read_model(
     source: ModelSource, config: PretrainedConfig, *, dtype: Any, attention: str | None, **more: Any
 ) -> Any:
@@ -151,6 +155,9 @@ def read_model(
     except Exception as error:  # a file's values raise as many types as there are
         raise unreadable(source, error) from error
     model, found = loaded
+    if is_classifier(config) and REWARD_HEAD in found["missing_keys"]:
+        found["missing_keys"] -= {REWARD_HEAD}
+        print_rank0(f"{source.name} is no model of rewards yet: the head of one number is random")
     _refuse_missing(source, found)
     if "gguf_file" in where:
         forget_gguf(model)

@@ -24,12 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import cached_file
 
@@ -64,18 +58,6 @@ def forward_names() -> tuple[str, ...]:
     """Returns the names of the forwards of all whole models and joints."""
     ends = ("ForConditionalGeneration", "Model")
     return tuple(f"{_home(kind)}.{p}{end}" for kind, p in PREFIXES.items() for end in ends)
-
-
-def auto_class(config: Any) -> Any:
-    """Returns the class of transformers that loads models of this configuration."""
-    return AutoModelForImageTextToText if config.model_type in PREFIXES else AutoModelForCausalLM
-
-
-def class_of(config: Any) -> Any | None:
-    """Returns the class of a configuration's models; None if it is not transformers' own."""
-    seen = config.model_type in PREFIXES
-    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if seen else MODEL_FOR_CAUSAL_LM_MAPPING
-    return known.get(type(config), None)
 
 
 _OF_PROCESSORS = tuple(

@@ -16,6 +16,24 @@ from longctx.errors import UserError, print_rank0
 from longctx.output.manifest import read_manifest
 
 OPTIONS = (
+    # what is trained for; --reference and --teacher are recorded by their weights
+    "task",
+    "loss_type",
+    "loss_weights",
+    "beta",
+    "label_smoothing",
+    "f_divergence_type",
+    "f_alpha_divergence_coef",
+    "discopop_tau",
+    "ld_alpha",
+    "cpo_alpha",
+    "simpo_gamma",
+    "desirable_weight",
+    "undesirable_weight",
+    "center_rewards_coefficient",
+    "teacher_quantize",
+    "distill_beta",
+    "temperature",
     # which rows, and in which order
     "seq_len",
     "long_documents",
@@ -68,7 +86,8 @@ APPLIED = (
     "optimizer_states",
 )
 DATA, MODEL, BASE, PROCESSES = "data", "model", "base", "num_processes"
-NAMES = (*OPTIONS, DATA, MODEL, BASE, PROCESSES)
+REFERENCE = "reference"
+NAMES = (*OPTIONS, DATA, MODEL, BASE, REFERENCE, PROCESSES)
 """What `--allow_changed` takes."""
 
 _ROWS = {"seq_len", "long_documents", "seed"}
@@ -86,10 +105,12 @@ def define(
     model: Mapping[str, Any],
     num_processes: int,
     base: str | None = None,
+    reference: str | None = None,
 ) -> RunDefinition:
     """The definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs means
     here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`, `base`
-    what tells the frozen weights under adapters from others (checkpoints do not hold them)."""
+    what tells the frozen weights under adapters from others (checkpoints do not hold them), and
+    `reference` the same of the reference model."""
     run: RunDefinition = {}
     for name in (*OPTIONS, *APPLIED):
         owner = next((o for o in options if hasattr(o, name)), None)
@@ -97,7 +118,8 @@ def define(
             run[name] = _plain(getattr(owner, name))
     run |= {"dtype": str(dtype), DATA: data, PROCESSES: num_processes}
     run[MODEL] = {k: _plain(v) for k, v in model.items() if k not in _NO_MODEL}
-    return run if base is None else run | {BASE: base}
+    beside = {BASE: base, REFERENCE: reference}
+    return run | {name: value for name, value in beside.items() if value is not None}
 
 
 def check_same_run(

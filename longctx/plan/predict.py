@@ -33,12 +33,14 @@ from longctx.memory.machine import host_budget
 from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
+from longctx.model.classes import auto_class
 from longctx.model.costs import StepTable
 from longctx.model.families import FAMILIES, has_windows, head_dim, kv_heads, score_cap
 from longctx.model.runtime import check_shares, model_sizes
-from longctx.model.vision import auto_class, rest_
+from longctx.model.vision import rest_
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
+from longctx.tasks.options import TaskName
 
 DTYPE = torch.bfloat16
 SHORTEST = 512
@@ -59,6 +61,9 @@ class Run:
     """Whether AdamW has fp32 states and masters; else it is torch's, in the weights' dtype."""
     document_tokens: int | None = None
     """Tokens of a document; None: as many as a row's."""
+    task: TaskName = "sft"
+    answer_tokens: int | None = None
+    """Tokens of each of a prompt's two answers, which end a row; None: half of a row each."""
     gpus: int = 1
     """The number of GPUs, with one process each."""
     sequence_parallel_size: int = 1
@@ -70,6 +75,19 @@ class Run:
         """Tokens of a batch on one GPU."""
         rows = self.per_device_train_batch_size * self.model.seq_len
         return -(-rows // self.sequence_parallel_size)
+
+    @property
+    def scores(self) -> bool:
+        """Whether the loss is made of log-probabilities of answers."""
+        return self.task not in ("sft", "distill")
+
+    @property
+    def scored_tokens(self) -> int | None:
+        """Tokens of a batch of whose log-probabilities the loss is made; None: its labels' loss."""
+        if not self.scores:
+            return None
+        answers = self.model.seq_len if self.answer_tokens is None else 2 * self.answer_tokens
+        return self.per_device_train_batch_size * min(answers, self.model.seq_len)
 
     def value(self, option: str) -> Any:
         return getattr(self if option in _OF_RUN else self.model, option)
@@ -206,7 +224,9 @@ def plan(
     if engine is not None:
         decision = _decide_sharded(subject, step, run, machine, budget, engine)
     elif run.exact:
-        specs = state_blocks(subject.model, movable=_patched(run) and run.gpus == 1)
+        movable = _patched(run) and run.gpus == 1
+        head_movable = run.task == "sft"  # whose loss is done with lm_head in forward
+        specs = state_blocks(subject.model, movable=movable, head_movable=head_movable)
         decision = decide(
             specs,
             budget,
@@ -315,7 +335,7 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
     sizes = replace(sizes, writes_gradients=writes)
-    batch = Batch(run.tokens, document, run.gradient_accumulation_steps)
+    batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens)
     rates = machine.rates(backend, document, *sizes.scores)
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
     if not _patched(run):

@@ -18,6 +18,7 @@ import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         subject = Subject(config, model_args)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
+    run = with_answers(run, args.answer_tokens)
     host = host_share_bytes()
     if args.gpu and model_args.host_memory_gib is not None:
         host = int(model_args.host_memory_gib * GIB)
@@ -103,6 +105,11 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     )
     parser.add_argument(
         "--document_tokens", type=number, help="of a document; default: one document a row"
+    )
+    parser.add_argument(
+        "--answer_tokens",
+        type=number,
+        help="of each of a pair's two answers, behind their prompt in a row (--task dpo, ...)",
     )
     parser.add_argument(
         "--data_tokens", type=number, help="of all data, for the days it takes (2.5e9)"
@@ -185,10 +192,32 @@ def run_of(
         gradient_accumulation_steps=passes,
         exact=exact,
         document_tokens=document_tokens,
+        task=args.task,
         gpus=gpus,
         sequence_parallel_size=ranks,
         engine=engine.layout(gpus, passes),
     )
+
+
+def with_answers(run: Run, answer_tokens: int | None) -> Run:
+    """Returns the run of rows that are a prompt with two answers of so many tokens.
+
+    Attention of a row costs P^2 + 2 ((P + A)^2 - P^2) in units of which a document of L tokens
+    costs L^2, so that its tokens count as those of documents of (P^2 + 4 P A + 2 A^2) / (P + 2 A).
+    Raises UserError for answers that a row has no room for, and for tasks without any.
+    """
+    if answer_tokens is None:
+        return run
+    row = run.model.seq_len
+    prompt = row - 2 * answer_tokens
+    if not run.scores or prompt < 1:
+        raise UserError(
+            f"--answer_tokens {answer_tokens}: of --task sft and distill there are none"
+            if not run.scores
+            else f"--answer_tokens {answer_tokens}: two of them leave no prompt in --seq_len {row}"
+        )
+    squared = prompt**2 + 4 * prompt * answer_tokens + 2 * answer_tokens**2
+    return replace(run, answer_tokens=answer_tokens, document_tokens=squared // row)
 
 
 def sweep(subject: Subject, run: Run, machine: Machine, host: int) -> list[Plan]:

@@ -29,6 +29,40 @@ LARGEST_BYTES = 1 << 28
 
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "Loss": ("loss", {"loss": "training", "eval_loss": "evaluation"}),
+    "Rewards": (
+        "reward",
+        {
+            "rewards/chosen": "chosen or desirable answers",
+            "rewards/rejected": "rejected or undesirable answers",
+            "mean_reward": "all answers",
+        },
+    ),
+    "Reward margins": (
+        "margin",
+        {
+            "rewards/margins": "training",
+            "eval_rewards/margins": "evaluation",
+            "margin": "training",
+            "eval_margin": "evaluation",
+        },
+    ),
+    "Accuracy": (
+        "share of pairs whose chosen answer has the larger reward",
+        {
+            "rewards/accuracies": "training",
+            "eval_rewards/accuracies": "evaluation",
+            "accuracy": "training",
+            "eval_accuracy": "evaluation",
+        },
+    ),
+    "Log-probabilities of answers": (
+        "log-probability",
+        {
+            "logps/chosen": "chosen or desirable",
+            "logps/rejected": "rejected or undesirable",
+        },
+    ),
+    "KL from the reference": ("KL", {"kl": "estimate"}),
     "Throughput": ("tokens/s", {"tokens_per_s": "tokens/s"}),
     "Time of a step": ("s", {"step_s": "step"}),
     "MFU": ("share of the dense bf16 peak", {"mfu": "MFU"}),
@@ -44,6 +78,8 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
     "Learning rate": ("learning rate", {"learning_rate": "learning rate"}),
 }
 """Title -> (unit, {key of metrics.jsonl: what it is}), in the order of the page."""
+SIGNED = ("loss", "learning rate", "reward", "margin", "log-probability")
+"""Units whose axis does not begin at 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -138,7 +174,12 @@ def series(lines: list[Line], key: str) -> list[tuple[int, float]]:
 def summary(lines: list[Line]) -> list[dict[str, Any]]:
     """What a person asks first: how the loss moved, how fast, how much memory."""
     rows: list[dict[str, Any]] = [{"what": "last step", "value": lines[-1]["step"]}]
-    for key, name in (("loss", "loss"), ("eval_loss", "evaluation loss")):
+    for key, name in (
+        ("loss", "loss"),
+        ("eval_loss", "evaluation loss"),
+        ("eval_rewards/accuracies", "evaluation accuracy"),
+        ("eval_accuracy", "evaluation accuracy"),
+    ):
         values = [value for _, value in series(lines, key)]
         if values:
             rows.append({"what": name, "value": f"{values[0]:.4f} -> {values[-1]:.4f}"})
@@ -168,7 +209,7 @@ def draw(lines: list[Line], unit: str, keys: dict[str, str]) -> Any | None:
         axes.plot(steps, values, marker="." if len(points) < 60 else None, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
-    if unit not in ("loss", "learning rate"):
+    if unit not in SIGNED:
         axes.set_ylim(bottom=0)
     if len(curves) > 1:
         axes.legend()

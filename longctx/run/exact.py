@@ -69,6 +69,8 @@ class ExactTrainer(Trainer):
     """Trains with `ExactAdamW` where the options ask for it, else as Trainer does."""
 
     args: TrainArguments
+    head_movable = True
+    """Whether lm_head may wait on the host: not if the loss reads its weight in backward, too."""
 
     def __init__(
         self,
@@ -95,7 +97,9 @@ class ExactTrainer(Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None and self._wants_exact:
             given = read_given(self.args.plan) if self.args.plan else None
-            stream = place_states(self.model, self.args, self.row_tokens, given)
+            stream = place_states(
+                *(self.model, self.args, self.row_tokens, given), head_movable=self.head_movable
+            )
             last = self.accelerator.gradient_state
             self.optimizer_cls_and_kwargs = (
                 ExactAdamW,

@@ -19,11 +19,12 @@ from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, print_rank0
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
+from longctx.model.classes import as_language_model, as_reward_model, auto_class, class_of
 from longctx.model.families import FAMILIES, has_windows, head_dim, not_known, score_cap
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.pretrained import read_config, read_model, unreadable
-from longctx.model.vision import PREFIXES, auto_class, class_of, rest_, towers
+from longctx.model.vision import PREFIXES, rest_, towers
 from longctx.presets import PRESETS
 from longctx.system import installed
 
@@ -36,9 +37,14 @@ HF_ATTENTION = {
 
 
 def load_config(
-    args: ModelArguments, *, vocab_size: int, special_ids: Mapping[str, int | None] | None = None
+    args: ModelArguments,
+    *,
+    vocab_size: int,
+    special_ids: Mapping[str, int | None] | None = None,
+    rewards: bool = False,
 ) -> PretrainedConfig:
-    """The model's configuration, checked against the run before any weight is touched.
+    """The model's configuration, checked against the run before any weight is touched; that of a
+    model of `rewards` if asked for.
 
     `vocab_size` and `special_ids` (`bos_token_id`, ...) are the tokenizer's. A preset takes the
     latter and, if it has no vocabulary of its own (tiny), the former.
@@ -50,6 +56,7 @@ def load_config(
         config: PretrainedConfig = AutoConfig.for_model(**preset | dict(special_ids or {}))
     else:
         config = read_config(args.source)
+    (as_reward_model if rewards else as_language_model)(config)
     sees = config.model_type in PREFIXES
     text = config.get_text_config() if sees else config
     if args.class_type == "custom" and text.model_type not in FAMILIES:

@@ -36,7 +36,7 @@ def parameters_in_matmuls(model: PreTrainedModel) -> int:
     """As MFU counts them: all but the input embedding (a tied lm_head counts) and what sees images,
     whole over all processes."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = lm_head.weight is embedding.weight
+    tied = lm_head is not None and lm_head.weight is embedding.weight
     resting = {p for module in at_rest(model) for p in module.parameters()}
     counted = [p for p in model.parameters() if p not in resting]
     counted = [p for p in counted if tied or p is not embedding.weight]

@@ -30,11 +30,13 @@ from longctx.engines.collectives import any_rank, local_shard
 from longctx.errors import UserError, print_rank0
 from longctx.model.blocks import decoder_layers
 from longctx.model.runtime import patched_part
+from longctx.tasks.protocol import Task
 
 PATIENCE = 10
 SHOWN_DOCUMENTS = 8
 Names = Callable[[list[int]], list[str]]
 Batch = dict[str, Tensor]  # input_ids, labels, position_ids, documents: (B, S)
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 @dataclass(kw_only=True)
@@ -46,6 +48,8 @@ class NonFinite:
     """Record numbers, as rows carry them, to where the records came from."""
     steps_itself: bool = False
     """The engine's optimizer runs in backward (DeepSpeed): nothing can be skipped or run again."""
+    task: Task | None = None
+    """What is trained for; None: the model's own loss."""
     _in_a_row: int = 0
     _batches: list[Batch] = field(default_factory=list)
     _losses: list[Tensor] = field(default_factory=list)
@@ -78,7 +82,12 @@ class NonFinite:
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        cause = explain(model, batches, self.names, again=not self.steps_itself, broken=broken)
+        cause = explain(
+            *(model, batches, self.names),
+            again=not self.steps_itself,
+            broken=broken,
+            task=self.task,
+        )
         line = f"step {step} is not finite: {cause}"
         if self.action == "stop":
             skip = "" if self.steps_itself else ", or skip it with --on_nonfinite skip"
@@ -109,31 +118,42 @@ def explain(
     *,
     again: bool = True,
     broken: Callable[[], str | None] | None = None,
+    task: Task | None = None,
 ) -> str:
     """Where the numbers went wrong, in one line. Every process must call it; gradients are lost.
     `again`: backward may be run once more. `broken` names the first broken gradient instead.
 
     Processes do the same work and share each finding: a sharded model runs in all or in none.
     """
-    rows = [
-        {key: tensor[i : i + 1] for key, tensor in batch.items()}
-        for batch in batches
-        for i in range(len(batch["input_ids"]))
-    ]
+    if task is not None and task.scores:  # a batch's rows are scored together
 
-    def known_gradient(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
+        def loss(model: nn.Module, row: Batch) -> Tensor:
+            return task.values(model, row).losses.sum()
+
+        rows = [*batches]
+    else:
+        loss = _loss
+        rows = [
+            {key: tensor[i : i + 1] for key, tensor in batch.items()}
+            for batch in batches
+            for i in range(len(batch["input_ids"]))
+        ]
+
+    def known_gradient(
+        model: nn.Module, rows: Sequence[Batch], names: Names, loss: Loss
+    ) -> str | None:
         name = broken() if broken else None
         return name and f"first in the gradient of {name}, {_documents(rows, None, names)}"
 
     gradient = known_gradient if broken else _broken_gradient
     for look in (_broken_weight, _broken_output, *([gradient] if again else [])):
-        causes = [cause for cause in gather_object([look(model, rows, names)]) if cause]
+        causes = [cause for cause in gather_object([look(model, rows, names, loss)]) if cause]
         if causes:
             return causes[0]
     return f"it did not happen again {_documents(rows, None, names)}"
 
 
-def _broken_weight(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
+def _broken_weight(model: nn.Module, *_: Any) -> str | None:
     name = broken_weight(model)
     return name and f"the weight {name} was broken before it"
 
@@ -149,19 +169,21 @@ def broken_weight(model: nn.Module) -> str | None:
     return next((_plain(name) for name, norm in norms.items() if not norm.isfinite()), None)
 
 
-def _broken_output(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
-    outputs = [(row, found) for row in rows if (found := first_nonfinite(model, row))]
+def _broken_output(model: nn.Module, rows: Sequence[Batch], names: Names, loss: Loss) -> str | None:
+    outputs = [(row, found) for row in rows if (found := first_nonfinite(model, row, loss))]
     if not outputs:
         return None
     row, (where, token) = outputs[0]
     return f"first in the output of {where}, {_documents([row], token, names)}"
 
 
-def _broken_gradient(model: nn.Module, rows: Sequence[Batch], names: Names) -> str | None:
+def _broken_gradient(
+    model: nn.Module, rows: Sequence[Batch], names: Names, loss: Loss
+) -> str | None:
     cause = None
     for row in rows:
         model.zero_grad()
-        _loss(model, row).backward()
+        loss(model, row).backward()
         # Backward runs from the last layer to the first, so the last broken one broke the others.
         grads = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
         broken = next((name for name, grad in reversed(grads) if not _finite(grad)), None)
@@ -172,7 +194,9 @@ def _broken_gradient(model: nn.Module, rows: Sequence[Batch], names: Names) -> s
     return cause
 
 
-def first_nonfinite(model: nn.Module, row: Batch) -> tuple[str, int | None] | None:
+def first_nonfinite(
+    model: nn.Module, row: Batch, loss_of: Loss | None = None
+) -> tuple[str, int | None] | None:
     """The first module whose output is not finite for a row (1, S), and at which token.
 
     `the loss` where only that is not finite; None where all is.
@@ -195,7 +219,7 @@ def first_nonfinite(model: nn.Module, row: Batch) -> tuple[str, int | None] | No
     hooks = [module.register_forward_hook(look(i, name)) for i, (name, module) in modules]
     try:
         with torch.no_grad():
-            loss = _loss(model, row)
+            loss = (loss_of or _loss)(model, row)
     finally:
         for handle in hooks:
             handle.remove()

@@ -59,7 +59,7 @@ from longctx.run.callbacks import (
     flush_before_others,
     spare_reporters,
 )
-from longctx.run.exact import ExactTrainer, overrides
+from longctx.run.exact import overrides
 from longctx.run.interrupts import Interrupts
 from longctx.run.metrics import (
     Throughput,
@@ -68,9 +68,11 @@ from longctx.run.metrics import (
     peak_memory,
 )
 from longctx.run.nonfinite import Names, NonFinite
+from longctx.run.task_trainer import TaskTrainer
+from longctx.tasks.protocol import Task
 
 
-class LongTrainer(ExactTrainer):
+class LongTrainer(TaskTrainer):
     """Trainer whose logged lines carry tokens/s, MFU and peak memory (`metrics.py`)."""
 
     args: TrainArguments
@@ -84,11 +86,13 @@ class LongTrainer(ExactTrainer):
         engine: Engine | None = None,
         document_names: Names | None = None,
         run: RunDefinition | None = None,
+        task: Task | None = None,
         **kwargs: Any,
     ) -> None:
-        """`seq_len` is the longest row; `document_names` names the records that rows carry as
-        `documents`, for errors; `run` is what checkpoints record of what defines the run. `args`
-        may be transformers' own: longctx's options have their defaults then."""
+        """`seq_len` is the longest row; `task` is what is trained for (default: the model's own
+        loss); `document_names` names the records that rows carry as `documents`, for errors; `run`
+        is what checkpoints record of what defines the run. `args` may be transformers' own:
+        longctx's options have their defaults then."""
         if kwargs.get("compute_metrics"):
             raise UserError(
                 "LongTrainer evaluates the loss alone, so compute_metrics would never be called: "
@@ -100,6 +104,7 @@ class LongTrainer(ExactTrainer):
         self.engine.share_rows(args, theirs)
         super().__init__(
             model=model,
+            task=task or Task(args),
             args=args,
             exact=self.engine.exact_states,
             row_tokens=args.per_device_train_batch_size * seq_len,
@@ -115,7 +120,10 @@ class LongTrainer(ExactTrainer):
         # Hugging Face says no, and its loss takes them: a token counts as much in every batch.
         self.model_accepts_loss_kwargs |= is_whole(inside_peft(model))
         self.nonfinite = NonFinite(
-            action=args.on_nonfinite, names=names, steps_itself=self.engine.steps_itself
+            action=args.on_nonfinite,
+            names=names,
+            steps_itself=self.engine.steps_itself,
+            task=self.task,
         )
         self.interrupts = Interrupts()
         self._checkpoint_bytes = 0
@@ -262,6 +270,8 @@ class LongTrainer(ExactTrainer):
         prefix = kwargs.get("metric_key_prefix", "eval")
         assert output.metrics is not None
         output.metrics[f"{prefix}_loss"] = loss_sum / max(tokens, 1)
+        found = self.eval_tally.read(self.accelerator)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         return output
 
     @overrides
@@ -270,13 +280,15 @@ class LongTrainer(ExactTrainer):
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None, None]:
         inputs = self._prepare_inputs(inputs)
+        rows = self._own_rows(len(inputs["input_ids"]))
+        if self.task.scores:
+            found = self.evaluated_values(model, inputs, rows)
+            self.evaluated += found
+            return found[0] / found[1].clamp(min=1), None, None
         labels = inputs["labels"]  # (B, S)
-        state = self.accelerator.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:  # rows repeated to fill up processes
-            ranks_a_row = self.shards.ranks if self.shards else 1
-            first = self.args.process_index // ranks_a_row * len(labels)
+        if rows < len(labels):
             labels = inputs["labels"] = labels.clone()
-            labels[max(0, state.remainder - first) :] = IGNORE_INDEX
+            labels[rows:] = IGNORE_INDEX
         targets = labels[:, 1:]
         if self.shards:
             inputs["shift_labels"] = torch.nn.functional.pad(targets, (0, 1), value=IGNORE_INDEX)
@@ -287,9 +299,19 @@ class LongTrainer(ExactTrainer):
         self.evaluated += torch.stack([loss_sum.double(), tokens.double()])
         return loss_sum / tokens.clamp(min=1), None, None
 
+    def _own_rows(self, rows: int) -> int:
+        """How many of a batch's rows were not repeated to fill up the processes."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        ranks_a_row = self.shards.ranks if self.shards else 1
+        first = self.args.process_index // ranks_a_row * rows
+        return max(0, min(rows, state.remainder - first))
+
     @overrides
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
+            logs |= self.tally.read(self.accelerator)
             logs |= self.throughput.read() | peak_memory(self.args.device)
             self._log_skipped(logs)
         super().log(logs, start_time)

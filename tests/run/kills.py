@@ -63,6 +63,8 @@ KINDS = {"step": AHEAD, "change": 30, "saving": 30, "resuming": 20, "tokenising"
 """Kind of moment -> about how many there are in a run before it is killed at the latest."""
 STREAMING = {"streaming": 120}
 """With states on the host: pieces that move, of weights and of updates, and `flush`es."""
+REFERENCE = {"reference": 6}
+"""Of a task with a reference: parts of its pass, two rows each."""
 
 
 # --- a process of the run --------------------------------------------------------------------
@@ -122,6 +124,20 @@ def announce_streaming(announce: Announce) -> None:
         setattr(StateStream, name, announced(name))
 
 
+def announce_reference(announce: Announce) -> None:
+    """Before each part of the reference pass."""
+    from longctx.tasks import reference
+
+    reference.PART_ROWS = 2
+    score = reference.ReferencePass._scored
+
+    def call(*args: Any) -> Any:
+        announce.announce("reference: part")
+        return score(*args)
+
+    reference.ReferencePass._scored = call  # type: ignore[method-assign]
+
+
 def run_and_exit(
     flags: list[str], where: Run, rank: int, port: int, parent: Connection
 ) -> NoReturn:
@@ -140,6 +156,8 @@ def run_and_exit(
         add_callback(announce)
         if where.engine.streams:
             announce_streaming(announce)
+        if where.engine.refers:
+            announce_reference(announce)
         where.engine.main()(flags)
         status = 0
     except BaseException:
@@ -160,10 +178,13 @@ class Engine:
     """Imports the program; called once before anything is forked."""
     streams: bool = False
     """States wait on the host and move while steps run."""
+    refers: bool = False
+    """A reference model's log-probabilities are computed before training."""
 
     @property
     def kinds(self) -> dict[str, int]:
-        return KINDS | STREAMING if self.streams else KINDS
+        streaming = STREAMING if self.streams else {}
+        return KINDS | streaming | (REFERENCE if self.refers else {})
 
 
 def _train() -> Any:
@@ -195,6 +216,13 @@ def _fsdp(folder: Path) -> list[str]:
     return ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs" / "fsdp2_offload.json")]
 
 
+def _dpo(folder: Path) -> list[str]:
+    from small_task import pairs, write_jsonl
+
+    data = write_jsonl(folder / "pairs.jsonl", pairs(24))
+    return ["--task", "dpo", "--train_file", str(data), "--seq_len", "400"]
+
+
 EXACT = ["--dtype", "bfloat16", "--place", "host"]
 TWO_BATCHES = ["--gradient_accumulation_steps", "2"]
 LORA = ["--lora_r", "4", "--lora_dropout", "0.1"]
@@ -203,6 +231,7 @@ ENGINES = {
     "exact": Engine(1, lambda folder: EXACT, _train, streams=True),
     "accumulates": Engine(1, lambda folder: [*EXACT, *TWO_BATCHES], _train, streams=True),
     "lora": Engine(1, lambda folder: LORA, _train),
+    "dpo": Engine(1, _dpo, _train, refers=True),
     "ddp": Engine(2, lambda folder: [], _train),
     "zero3": Engine(2, _zero3, _train_with_deepspeed),
     "fsdp2": Engine(2, _fsdp, _train_with_fsdp_on_cpu),
@@ -344,7 +373,7 @@ def torture(engine: Engine, kills: int, seed: int, folder: Path) -> dict[str, An
     largest_bytes = max(path.stat().st_size for path in last.rglob("*") if path.is_file())
     rows, problems = [], []
     for moment in draw(seed, kills, engine.kinds, largest_bytes):
-        if moment.kind == "tokenising":
+        if moment.kind in ("tokenising", "reference"):
             shutil.rmtree(folder / "cache-run", ignore_errors=True)
         begun = time.perf_counter()
         ended = start("run", moment)

@@ -15,7 +15,7 @@ from paths import PYTHONPATH
 PROGRAM = Path(__file__).with_name("kills.py")
 
 
-@pytest.mark.parametrize(("engine", "kills"), [("plain", 6), ("exact", 7), ("ddp", 6)])
+@pytest.mark.parametrize(("engine", "kills"), [("plain", 6), ("exact", 7), ("ddp", 6), ("dpo", 7)])
 def test_kills_change_nothing(engine: str, kills: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "--engine", engine, "--kills", str(kills)],

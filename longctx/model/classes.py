@@ -1,0 +1,66 @@
+"""Which class of transformers a run's model is: a language model, one that also sees images, or a
+classifier whose one number is a reward. The configuration says so (`architectures`), in memory and
+in what a run saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
+
+from longctx.errors import UserError
+from longctx.model.vision import PREFIXES
+
+CLASSIFIER = "ForSequenceClassification"
+
+
+def auto_class(config: Any) -> Any:
+    """Returns the class of transformers that loads models of this configuration."""
+    if config.model_type in PREFIXES:
+        return AutoModelForImageTextToText
+    return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+
+
+def class_of(config: Any) -> Any | None:
+    """Returns the class of a configuration's models; None if it is not transformers' own."""
+    if config.model_type in PREFIXES:
+        known: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    elif is_classifier(config):
+        known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    else:
+        known = MODEL_FOR_CAUSAL_LM_MAPPING
+    return known.get(type(config), None)
+
+
+def is_classifier(config: Any) -> bool:
+    """Whether a configuration is that of a model with a head of classes, or of one reward."""
+    return any(name.endswith(CLASSIFIER) for name in config.architectures or ())
+
+
+def as_reward_model(config: Any) -> None:
+    """Makes the configuration of a language model that of a model of rewards, with a head of one
+    number. Raises UserError for a classifier of several classes, and for a model type of which
+    transformers has none."""
+    if is_classifier(config) and config.num_labels != 1:
+        raise UserError(
+            f"a model of rewards has a head of one number, and this one of {config.num_labels} "
+            "classes: start from the base model"
+        )
+    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    kind = known.get(type(config), None)
+    if kind is None:
+        raise UserError(f"transformers has no classifier of type {config.model_type!r}")
+    config.architectures, config.num_labels = [kind.__name__], 1
+
+
+def as_language_model(config: Any) -> None:
+    """Makes the configuration of a model of rewards that of a language model again."""
+    if is_classifier(config):
+        config.architectures = None

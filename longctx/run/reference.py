@@ -1,0 +1,147 @@
+"""Gives a run's rows the log-probabilities of its reference model (longctx/tasks/reference.py)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from longctx.config import DataArguments, ModelArguments, TrainArguments
+from longctx.data.cache import digest
+from longctx.engines import Engine
+from longctx.engines.peers import end_with_peers
+from longctx.errors import UserError
+from longctx.model.pretrained import weights_identity
+from longctx.options import ModelSource
+from longctx.run.loading import compute_dtype, load_config, load_model
+from longctx.run.trainer import LongTrainer
+from longctx.system import expanded
+from longctx.tasks.protocol import Batch, Task
+from longctx.tasks.reference import ReferencePass
+
+Rows = dict[str, Any]
+"""The rows of a run by what they are for; None for those that it has not."""
+
+
+def reference_identity(
+    model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig
+) -> str:
+    """Returns what tells the reference's log-probabilities of a row from those of another one.
+    `config` is the trained model's."""
+    source = model_args.source
+    if args.reference:
+        source = ModelSource(name=args.reference, trust_remote_code=model_args.trust_remote_code)
+        config = load_config(_of_reference(model_args, args), vocab_size=config.vocab_size)
+    weights = weights_identity(source, config) or [
+        *(model_args.preset, args.seed, args.device.type, source.name)
+    ]
+    computed = {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPUTED}
+    dtype = str(compute_dtype(model_args, args.device))
+    return digest(weights, computed, dtype, model_args.quantize, args.ld_alpha)
+
+
+_NOT_COMPUTED = {"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"}
+
+
+def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArguments:
+    return replace(
+        *(model_args,),
+        model_name_or_path=args.reference,
+        preset=None,
+        lora_r=None,
+        lora_targets=None,
+        lora_modules_to_save=None,
+    )
+
+
+class References:
+    """The reference of a run: its rows get a column of log-probabilities."""
+
+    def __init__(
+        self,
+        task: Task,
+        model_args: ModelArguments,
+        data_args: DataArguments,
+        args: TrainArguments,
+        config: PretrainedConfig,
+        names: Callable[[list[int]], list[str]],
+    ) -> None:
+        self.task, self.model_args, self.args, self.config = task, model_args, args, config
+        self.identity = reference_identity(model_args, args, config)
+        self._passes = ReferencePass(
+            score=lambda batch: Tensor(),
+            collate=task.collator(model_args.class_type),
+            identity=self.identity,
+            cache_dir=expanded(data_args.cache_dir),
+            device=args.device,
+            rank=args.process_index,
+            ranks=args.world_size,
+            names=names,
+        )
+
+    def of_another_model(self, rows: Rows, engine: Engine) -> Rows:
+        """Loads `--reference` alone, and frees it again. Raises UserError for a model with another
+        vocabulary."""
+        if all(self._passes.is_cached(x) for x in rows.values() if x is not None):
+            return self._added(rows, None)
+        args = _of_reference(self.model_args, self.args)
+        config = load_config(args, vocab_size=self.config.vocab_size)
+        if config.get_text_config().vocab_size != self.config.get_text_config().vocab_size:
+            raise UserError(
+                f"--reference {args.model_name_or_path}: its vocabulary has "
+                f"{config.get_text_config().vocab_size} entries, the trained model's "
+                f"{self.config.get_text_config().vocab_size}"
+            )
+        model: Any = load_model(args, config, device=self.args.device, engine=engine)
+        model.to(self.args.device)
+        self.task.attach(model)
+        found = self._added(rows, model)
+        del model
+        gc.collect()
+        if self.args.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    def of_the_start(self, trainer: LongTrainer, resumed: bool) -> None:
+        """Runs the trainer's model, which no update and no checkpoint has changed yet; with an
+        engine that shards weights, when it has wrapped the model. Raises UserError where a
+        checkpoint would change it before."""
+        rows = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+        given = [x for x in rows.values() if x is not None]
+        late = trainer.engine.shards_states and not all(map(self._passes.is_cached, given))
+
+        def add(model: Any) -> None:
+            found = self._added(rows, model)
+            trainer.train_dataset, trainer.eval_dataset = found["train"], found["eval"]
+            if late:
+                trainer.engine.reshard(model)
+
+        if late and resumed:
+            raise UserError(
+                "the reference's log-probabilities are no longer in --cache_dir, and the engine "
+                "has the checkpoint's weights before it could compute them: give the model that "
+                "the run began with as --reference"
+            )
+        if late:
+            trainer.add_reference = add
+        else:
+            add(trainer.model)
+
+    def _added(self, rows: Rows, model: Any) -> Rows:
+        def score(batch: Batch) -> Tensor:
+            return self.task.log_probs(model, batch)
+
+        passes = replace(self._passes, score=score)
+        was_training = model is not None and model.training
+        if model is not None:
+            model.eval()
+        with end_with_peers():
+            found = {what: x and passes.run(x, what) for what, x in rows.items()}
+        if was_training:
+            model.train()
+        return found

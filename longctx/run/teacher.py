@@ -1,0 +1,100 @@
+"""Loads the teacher of `--task distill`: frozen, patched, its layers in host memory.
+
+Layers come to the GPU one after the other while the ones before them compute (memory/stream.py), as
+a frozen base under adapters does, so that a teacher takes two of its layers and its lm_head of the
+GPU. Several processes, or a CPU, hold it whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from longctx.config import ModelArguments, TrainArguments
+from longctx.constants import GIB
+from longctx.data.tokenizer import read_tokenizer
+from longctx.errors import UserError, print_rank0
+from longctx.memory.ladder import Budget
+from longctx.memory.machine import host_budget, host_share_bytes
+from longctx.memory.store import free_gpu_bytes
+from longctx.memory.stream import StateStream
+from longctx.model.blocks import state_blocks
+from longctx.plan.decide import decide, gpu_budget
+from longctx.run.exact import move_buffers
+from longctx.run.loading import load_config, load_model
+from longctx.tasks.distill import Teacher
+
+
+def teacher_arguments(model_args: ModelArguments, args: TrainArguments) -> ModelArguments:
+    """Returns the options of a run's model for its teacher, which computes as the student does."""
+    return replace(
+        model_args,
+        model_name_or_path=args.teacher,
+        preset=None,
+        class_type="custom",
+        quantize=args.teacher_quantize,
+        lora_r=None,
+        lora_targets=None,
+        lora_modules_to_save=None,
+        rope_scaling="none",
+        extend_context=True,  # what RoPE does beyond its positions is said
+    )
+
+
+def check_teacher(
+    model_args: ModelArguments,
+    args: TrainArguments,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> PretrainedConfig:
+    """Returns the teacher's configuration. Raises UserError for one that cannot be read, and for a
+    vocabulary that is not the student's: divergences compare entry by entry."""
+    theirs = load_config(teacher_arguments(model_args, args), vocab_size=len(tokenizer))
+    sizes = [c.get_text_config().vocab_size for c in (theirs, config)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"--teacher {args.teacher}: its vocabulary has {sizes[0]} entries, the student's "
+            f"{sizes[1]}: distillation needs two models of one vocabulary"
+        )
+    try:
+        words = read_tokenizer(str(args.teacher), trust_remote_code=False).get_vocab()
+    except UserError:  # a folder of weights alone: their sizes are all that can be compared
+        return theirs
+    ours = tokenizer.get_vocab()
+    if differing := sorted(word for word in ours if words.get(word) != ours[word]):
+        shown = ", ".join(map(repr, differing[:3]))
+        raise UserError(
+            f"--teacher {args.teacher}: its tokenizer gives other numbers than the student's to "
+            f"{len(differing)} tokens ({shown}): distillation needs two models of one vocabulary"
+        )
+    return theirs
+
+
+def load_teacher(
+    model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig
+) -> Teacher:
+    """Loads the teacher and puts it where it waits. Raises UserError where there is no room."""
+    asked, device = teacher_arguments(model_args, args), args.device
+    on_host = device.type == "cuda" and args.world_size == 1
+    quantised = args.teacher_quantize != "none"
+    start = torch.device("cpu") if on_host and not quantised else device
+    model: Any = load_model(asked, config, device=device).eval().requires_grad_(False)
+    if not on_host:
+        return Teacher(model.to(device), lambda: None)
+    if start.type == "cpu":
+        move_buffers(model, device)
+    specs = state_blocks(model, movable=True, head_movable=False)
+    free = gpu_budget(free_gpu_bytes(device), args.gpu_memory_gib)
+    budget = Budget(free, host_budget(host_share_bytes(), model_args.host_memory_gib))
+    decided = decide(specs, budget, placement="host", accumulates=False, several=False, needs=0)
+    if problem := decided.gpu_problem() or decided.host_problem():
+        raise UserError(f"--teacher {args.teacher}: {problem}")
+    decided.host.settle(device, None, ())
+    stream = StateStream(decided.host.blocks, device)
+    print_rank0(
+        f"teacher: {decided.host.nbytes / GIB:.2f} GiB of its weights wait on the host, frozen"
+    )
+    return Teacher(model, stream.flush, stream)

@@ -1,0 +1,126 @@
+"""Log-probabilities of all answers under the reference model, computed once, before training.
+
+The reference is the model as it is before the first update, or another one that is loaded alone
+and is gone before training begins; no second model exists. A row's log-probabilities do not change
+while a run trains, so they are kept in cache_dir (data/cache.py):
+
+    reference-v2-<key>.arrow             a row of numbers for each packed row, one per answer
+    reference-v2-<key of a part>.arrow   the same of PART_ROWS rows, deleted when all are there
+
+The key says all that they depend on: the rows' content, the reference's weights and how they are
+computed (dtype, 4 bits), and how tokens are weighted. A run that is killed in the pass loses a part
+at most, and a resumed run computes nothing again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets.utils import tqdm
+from torch import Tensor
+
+from longctx.data.cache import cache_path, content_of, digest, forget, open_arrow, write_arrow
+from longctx.errors import UserError
+from longctx.tasks.protocol import Batch
+
+REFERENCE = "reference"
+FEATURES = Features({REFERENCE: List(Value("float64"))})
+PART_ROWS = 32
+"""At 131072 tokens a row of Llama-3.1-8B takes 11 s on an H200: six minutes a part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePass:
+    """How the log-probabilities of rows are computed, and where they are kept."""
+
+    score: Callable[[Batch], Tensor]
+    """A batch to the log-probability of each of its answers, (A,); runs without gradients."""
+    collate: Callable[[Sequence[dict[str, Any]]], Batch]
+    identity: Any
+    """Whatever the numbers depend on beside the rows, as JSON."""
+    cache_dir: Path
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+    names: Callable[[list[int]], list[str]] = lambda numbers: [f"record {n}" for n in numbers]
+
+    def path(self, rows: Dataset, part: int | None = None) -> Path:
+        whole = digest(content_of(rows), self.identity)
+        return cache_path(self.cache_dir, REFERENCE, whole if part is None else digest(whole, part))
+
+    def is_cached(self, rows: Dataset) -> bool:
+        """Whether nothing has to be computed."""
+        return open_arrow(self.path(rows), len(rows)) is not None
+
+    def run(self, rows: Dataset, what: str) -> Dataset:
+        """Returns the rows with a column REFERENCE. Every process must call it.
+
+        Raises UserError for a log-probability that is not finite.
+        """
+        found = open_arrow(self.path(rows), len(rows))
+        if not self._agree(found is not None):
+            found = self._compute(rows, what)
+        assert found is not None
+        return concatenate_datasets([rows, found], axis=1)
+
+    def _compute(self, rows: Dataset, what: str) -> Dataset:
+        arrays, parts = rows.with_format("numpy"), list[Any]()
+        bar = tqdm(
+            total=len(rows), desc=f"Reference, {what}", unit=" rows", leave=False, disable=None
+        )
+        for number, first in enumerate(range(0, len(rows), PART_ROWS)):
+            chosen = range(first, min(first + PART_ROWS, len(rows)))
+            path = self.path(rows, number)
+            part = open_arrow(path, len(chosen))
+            if not self._agree(part is not None):
+                part = self._write(path, self._scored(arrays, chosen))
+            parts.append(part)
+            bar.update(len(chosen))
+        bar.close()
+        whole = self._write(self.path(rows), (row[REFERENCE] for part in parts for row in part))
+        if self.rank == 0:
+            for number in range(len(parts)):
+                forget(self.path(rows, number))
+        return whole
+
+    def _scored(self, rows: Dataset, chosen: range) -> list[list[float]]:
+        """The log-probabilities of some rows, which the processes share among them. All run as
+        often: engines gather weights together."""
+        mine = [*chosen][self.rank :: self.ranks]
+        times = -(-len(chosen) // self.ranks)
+        found = []
+        for i in range(times):
+            number = mine[i] if i < len(mine) else chosen[-1]
+            row = rows[number]
+            batch = {name: x.to(self.device) for name, x in self.collate([row]).items()}
+            with torch.no_grad():
+                found.append((number, self.score(batch).double().tolist()))
+        everyone = dict(gather_object(found)) if self.ranks > 1 else dict(found)
+        for number in chosen:
+            if not all(map(math.isfinite, everyone[number])):
+                records = [int(n) for n in rows[number]["documents"] if n >= 0]
+                raise UserError(
+                    "the reference model's log-probabilities are not finite in the row of "
+                    f"{', '.join(self.names(records))}: look at its weights, or leave these out"
+                )
+        return [everyone[number] for number in chosen]
+
+    def _write(self, path: Path, found: Any) -> Dataset:
+        """The first process writes, the others wait and read."""
+        columns = ({REFERENCE: log_probs} for log_probs in found)
+        if self.rank == 0:
+            written = write_arrow(path, FEATURES, columns)
+        if self.ranks > 1:
+            torch.distributed.barrier()
+        return written if self.rank == 0 else Dataset.from_file(str(path))
+
+    def _agree(self, there: bool) -> bool:
+        """Whether all processes found it."""
+        return all(gather_object([there])) if self.ranks > 1 else there
