@@ -38,8 +38,8 @@ from longctx.options import Backend, ClassType, Keeping, ModelSource, Offload, P
 from longctx.program import Parser
 from longctx.recipe import Written, read_recipe, read_text
 from longctx.system import CACHE
-from longctx.tasks.options import TaskOptions
-from longctx.tasks.options import option as _option
+from longctx.task_options import TaskOptions
+from longctx.task_options import option as _option
 
 _NO = ("false", "no", "none", "0", "off")
 _YES = ("true", "yes", "1", "on", "t", "y")

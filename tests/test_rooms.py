@@ -13,10 +13,11 @@ ALLOWED = {
     "report": {"plan", "run", "engines", "output", "data", "attention", "memory", "cost"},
     "run": {
         *("plan", "lora", "output", "engines", "model", "layer", "attention", "memory", "cost"),
-        "kernels",
+        *("tasks", "data", "kernels"),
     },
     "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
     "lora": {"output", "model", "data"},
+    "tasks": {"losses", "model", "data"},
     "losses": {"model"},
     "output": {"memory", "cost"},
     "engines": {"memory", "cost"},

@@ -40,7 +40,7 @@ from longctx.model.runtime import check_shares, model_sizes
 from longctx.model.vision import rest_
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
-from longctx.tasks.options import TaskName
+from longctx.task_options import TaskName
 
 DTYPE = torch.bfloat16
 SHORTEST = 512

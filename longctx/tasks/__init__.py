@@ -6,11 +6,9 @@ A task is a class in a file of its own (protocol.py says what it is asked) and a
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # config.py, which data and tasks import, takes the options from this room
-    from longctx.tasks.options import TaskOptions
-    from longctx.tasks.protocol import Task
+from longctx.task_options import TaskOptions
+from longctx.tasks.protocol import Task
 
 TASKS = {
     "sft": "longctx.tasks.protocol:Task",

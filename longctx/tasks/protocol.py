@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longctx.data.rows import collate
 from longctx.errors import UserError
-from longctx.tasks.options import TaskOptions
+from longctx.task_options import TaskOptions
 
 Batch = dict[str, Tensor]
 
