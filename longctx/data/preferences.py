@@ -176,7 +176,16 @@ def _cut_turns(chosen: Turns, rejected: Turns, given: Mapping[str, Any], where: 
             f"{where}: `chosen` and `rejected` share no first turn before their answers, so there "
             "is no prompt: write it as `prompt`"
         )
-    return _answers(chosen[:shared], [chosen[shared:], rejected[shared:]], PAIR, given, where)
+    answers = [chosen[shared:], rejected[shared:]]
+    for key, answer in zip(PAIR, answers, strict=True):
+        if not answer:
+            raise UserError(f"{where}: `{key}` has no answer after the prompt: remove the record")
+        if answer[0]["role"] != "assistant":
+            raise UserError(
+                f"{where}: `chosen` and `rejected` differ from turn {shared + 1} on, where "
+                f"`{key}` has a {answer[0]['role']} turn: only answers to one prompt are compared"
+            )
+    return _answers(chosen[:shared], answers, PAIR, given, where)
 
 
 _OTHER_PROMPT = (
