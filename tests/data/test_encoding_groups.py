@@ -10,6 +10,7 @@ import pytest
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 from tokenizers import processors
 
+from longctx.data import chat
 from longctx.data.encoding_groups import cut_at_shared, encode_groups
 from longctx.data.groups import Group
 from longctx.data.records import as_document
@@ -247,6 +248,14 @@ def test_mixed_records_keep_their_order():
     assert all(
         word in text for word, text in zip(["p1", "value", "p2", "why"], prompts, strict=True)
     )
+
+
+def test_one_process_renders_batch_after_batch():
+    record = {"prompt": [U], "chosen": [A], "rejected": [B]}
+    groups_of([record] * 3)
+    process = chat._child().pid
+    groups_of([record] * 40)
+    assert chat._child().pid == process
 
 
 def test_the_shared_beginning():

@@ -91,6 +91,11 @@ def test_rated_answers(record):
     assert read({**record, "label": False}, "rated")[1]["sides"] == [1]
 
 
+def test_a_pair_beside_its_conversation_is_a_pair():
+    record = {**PAIRS["UltraFeedback"], "messages": [U, A, U2, B], "label": 3}
+    assert read(record, "rated") == ("chat_answers", TURNS)
+
+
 def test_strings_stay_strings():
     record = {"prompt": "p ", "chosen": "a", "rejected": "b", "extra": 1}
     expected = {"prompt": "p ", "answers": ["a", "b"], "sides": [0, 1]}
@@ -137,6 +142,15 @@ def test_whole_conversations_are_cut_as_trl_does(chosen, rejected, turns):
 def test_an_explicit_prompt_says_where_answers_begin():
     record = {"prompt": [U], "chosen": [U, EARLIER, U2, A], "rejected": [U, EARLIER, U2, B]}
     assert read(record)[1]["answers"] == [[EARLIER, U2, A], [EARLIER, U2, B]]
+
+
+def test_turns_of_the_prompt_are_never_trained_anyway():
+    read_only = {**EARLIER, "train": False}
+    for record in (
+        {"chosen": [U, read_only, U2, A], "rejected": [U, read_only, U2, B]},
+        {"prompt": [U, read_only, U2], "chosen": [A], "rejected": [B]},
+    ):
+        assert read(record)[1]["prompt"] == [U, EARLIER, U2]
 
 
 def test_what_the_template_takes_is_kept():
@@ -212,6 +226,10 @@ REFUSED_PAIRS = {
         {**T, "chosen": [{**A, "train": False}]},
         "turn 1 of `chosen` is not to be trained, but all of an answer counts",
     ),
+    "a turn of a whole is not trained": (
+        {"chosen": [U, {**A, "train": False}], "rejected": [U, B]},
+        "turn 2 of `chosen` is not to be trained, but all of an answer counts",
+    ),
     "weight 0": ({**T, "rejected": [{**B, "weight": 0}]}, "turn 1 of `rejected` is not to be"),
     "half a weight": ({**T, "rejected": [{**B, "weight": 0.5}]}, "`weight` must be 0 or 1"),
     "a mask": ({**T, "mask_history": True}, "`mask_history` is true, which is not read"),
@@ -263,6 +281,10 @@ REFUSED_RATED = {
     "no turns": ({**R, "completion": []}, "`completion` must be a list of turns, found an empty"),
     "the user completes": ({**R, "completion": [U]}, "begins with a user turn"),
     "a turn is not trained": ({**R, "completion": {**A, "train": 0}}, "is not to be trained"),
+    "the answer is not trained": (
+        {"messages": [U, {**A, "train": False}], "label": True},
+        "turn 2 of `messages` is not to be trained",
+    ),
     "two answers": ({"messages": CHATS, "label": True}, "rates one answer, so the last turn"),
     "an answer before": ({"messages": [U, A, U], "label": True}, "rates one answer"),
     "an answer alone": ({"messages": [A], "label": True}, "rates one answer"),
