@@ -19,7 +19,7 @@ from small_tokenizer import small_tokenizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from longctx.config import DataArguments
-from longctx.data import rows
+from longctx.data import tokens
 from longctx.data.cache import remove_leftovers
 from longctx.data.rows import build_dataset
 from longctx.errors import UserError
@@ -60,8 +60,8 @@ def test_a_killed_map_worker_is_one_line(tmp_path, monkeypatch):
         if os.getpid() != test:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(rows, "encode", encode)
-    monkeypatch.setattr(rows, "_processes", lambda *args: 2)
+    monkeypatch.setattr(tokens, "encode", encode)
+    monkeypatch.setattr(tokens, "_processes", lambda *args: 2)
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n' * 9)
     with pytest.raises(UserError, match="^a process that tokenises was killed, .* more memory$"):
         build_dataset(
@@ -142,15 +142,15 @@ def prepare_data(folder: Path, place: str, processes: int, begun: int) -> None:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    setattr(rows, place, wait)
-    rows._processes = lambda *args: processes or None
+    setattr(tokens, place, wait)
+    tokens._processes = lambda *args: processes or None
     args = DataArguments(cache_dir=str(folder / "cache"))
     files = [str(folder / "c.jsonl")]
     build_dataset(args, small_tokenizer(), files=files, seq_len=8, vocab_size=None, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("place", "processes"), [("encode", 0), ("encode", 2), ("_pieces", 0)], ids=str
+    ("place", "processes"), [("encode", 0), ("encode", 2), ("pieces_of", 0)], ids=str
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 def test_no_signal_leaves_files_or_processes(tmp_path, place, processes, number):

@@ -46,7 +46,8 @@ def encode_groups(
     `vocab_size` or more.
     """
     with explained_panics():
-        chats = _chats([d for d in documents if d.kind == "chat_answers"], tokenizer)
+        # To its end, or the process that renders would be taken for one that nobody hears.
+        chats = iter([*_chats([d for d in documents if d.kind == "chat_answers"], tokenizer)])
         groups = [
             next(chats) if document.kind == "chat_answers" else _strings(document, tokenizer)
             for document in documents

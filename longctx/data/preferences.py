@@ -65,7 +65,7 @@ def read_group(given: Mapping[str, Any], rows: Rows, where: str) -> Read | None:
     Raises UserError starting with `where` for anything that is not understood.
     """
     check_choices(given, IN_CONVERSATIONS, where)
-    if rows == "rated" and is_rated(given):
+    if rows == "rated" and is_rated(given) and ("completion" in given or not is_pair(given)):
         found = _rated(given, where)
         label = given["label"]
         if not is_flag(label):
@@ -96,9 +96,13 @@ def _pair(given: Mapping[str, Any], where: str) -> Read:
         if before is None:
             return _cut_strings(texts, given, where)
         return _answers(before, [*texts], PAIR, given, where)
-    chosen, rejected = (_turns(given, key, where) for key in PAIR)
-    if [turns[0]["role"] == "assistant" for turns in (chosen, rejected)] == [False, False]:
-        return _cut_turns(chosen, rejected, given, where)
+    (chosen, _), (rejected, _) = both = [_turns(given, key, where) for key in PAIR]
+    whole = chosen[0]["role"] != "assistant" != rejected[0]["role"]
+    shared = _shared_turns(chosen, rejected, given, where) if whole else 0
+    for key, (_, untrained) in zip(PAIR, both, strict=True):
+        _check_all_count(untrained, shared, key, where)
+    if whole:
+        return _cut_turns(chosen, rejected, shared, given, where)
     before = _prompt(given, where)
     if before is None:
         raise UserError(
@@ -112,20 +116,23 @@ def _rated(given: Mapping[str, Any], where: str) -> Read:
     key = next((key for key in ("completion", "output") if key in given), None)
     if key is None:
         key = next(key for key in ("messages", "conversations") if key in given)
-        turns, _ = read_turns(given[key], key, where)
+        turns, untrained = _turns(given, key, where)
         roles = [turn["role"] for turn in turns]
         if roles.count("assistant") != 1 or roles[-1] != "assistant" or len(roles) == 1:
             raise UserError(
                 f"{where}: `label` beside `{key}` rates one answer, so the last turn must be the "
                 f"only one of an assistant, after a prompt: write {RATED}"
             )
+        _check_all_count(untrained, len(turns) - 1, key, where)
         return _answers(turns[:-1], [turns[-1:]], [key], given, where)
     before = _prompt(given, where)
     if before is None:
         raise UserError(f"{where}: `{key}` without a `prompt`: write {RATED}")
     if _form(given, key, where) == "a string":
         return _answers(before, [_words(given, key, where)], [key], given, where)
-    return _answers(before, [_turns(given, key, where)], [key], given, where)
+    answer, untrained = _turns(given, key, where)
+    _check_all_count(untrained, 0, key, where)
+    return _answers(before, [answer], [key], given, where)
 
 
 def _answers(
@@ -158,12 +165,12 @@ def _answers(
     return "chat_answers", {"prompt": prompt, "answers": turns, **template_keys(given, where)}
 
 
-def _cut_turns(chosen: Turns, rejected: Turns, given: Mapping[str, Any], where: str) -> Read:
-    """Whole conversations, as a prompt and two answers."""
+def _shared_turns(chosen: Turns, rejected: Turns, given: Mapping[str, Any], where: str) -> int:
+    """How many turns of two whole conversations are their prompt."""
     shared = _shared(chosen, rejected)
     before = given.get("prompt")
     if isinstance(before, list | Mapping):
-        explicit = _turns(given, "prompt", where)
+        explicit, _ = _turns(given, "prompt", where)
         if not chosen[: len(explicit)] == explicit == rejected[: len(explicit)]:
             raise UserError(f"{where}: {_OTHER_PROMPT}")
         shared = len(explicit)
@@ -176,7 +183,23 @@ def _cut_turns(chosen: Turns, rejected: Turns, given: Mapping[str, Any], where: 
             f"{where}: `chosen` and `rejected` share no first turn before their answers, so there "
             "is no prompt: write it as `prompt`"
         )
-    return _answers(chosen[:shared], [chosen[shared:], rejected[shared:]], PAIR, given, where)
+    return shared
+
+
+def _cut_turns(
+    chosen: Turns, rejected: Turns, shared: int, given: Mapping[str, Any], where: str
+) -> Read:
+    """Whole conversations, as a prompt of so many turns and two answers."""
+    answers = [chosen[shared:], rejected[shared:]]
+    for key, answer in zip(PAIR, answers, strict=True):
+        if not answer:
+            raise UserError(f"{where}: `{key}` has no answer after the prompt: remove the record")
+        if answer[0]["role"] != "assistant":
+            raise UserError(
+                f"{where}: `chosen` and `rejected` differ from turn {shared + 1} on, where "
+                f"`{key}` has a {answer[0]['role']} turn: only answers to one prompt are compared"
+            )
+    return _answers(chosen[:shared], answers, PAIR, given, where)
 
 
 _OTHER_PROMPT = (
@@ -219,7 +242,7 @@ def _prompt(given: Mapping[str, Any], where: str) -> str | Turns | None:
         if key in given:
             if key == "prompt" and isinstance(given[key], str):
                 return given[key]
-            return _turns(given, key, where)
+            return _turns(given, key, where)[0]
     return alpaca_question(given, where) if "instruction" in given else None
 
 
@@ -238,17 +261,22 @@ def _words(given: Mapping[str, Any], key: str, where: str) -> str:
     return text
 
 
-def _turns(given: Mapping[str, Any], key: str, where: str) -> Turns:
-    """The messages of a list of turns or of a single one. Raises UserError for an answer's turn
-    that is not to be trained."""
+def _turns(given: Mapping[str, Any], key: str, where: str) -> tuple[Turns, list[int]]:
+    """The messages of a list of turns or of a single one, and the numbers of the assistant turns
+    that are not to be trained."""
     value = given[key]
-    turns, untrained = read_turns([value] if isinstance(value, Mapping) else value, key, where)
-    if untrained and key in (*PAIR, "completion"):
-        raise UserError(
-            f"{where}: turn {untrained[0] + 1} of `{key}` is not to be trained, but all of an "
-            "answer counts: leave `train` and `weight` out"
-        )
-    return turns
+    return read_turns([value] if isinstance(value, Mapping) else value, key, where)
+
+
+def _check_all_count(untrained: Sequence[int], first: int, key: str, where: str) -> None:
+    """Raises UserError for a turn of an answer, from turn number `first` on, that is not to be
+    trained; those of a prompt never are."""
+    for number in untrained:
+        if number >= first:
+            raise UserError(
+                f"{where}: turn {number + 1} of `{key}` is not to be trained, but all of an answer "
+                "counts: leave `train` and `weight` out"
+            )
 
 
 def _check_answer(turns: Turns, key: str, where: str) -> None:

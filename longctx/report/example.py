@@ -3,13 +3,19 @@
     ── 1 of 2: chats.jsonl:7, 812 tokens, 300 trained
     <|im_start|>user Why is the sky blue? <|im_end|> ... «Because of Rayleigh scattering.<|im_end|>»
 
+A row of prompts with their answers shows each prompt once and says whose answers follow:
+
+    ── 1 of 2: pairs.jsonl:7, prompt, 800 tokens
+    ── 1 of 2: pairs.jsonl:7, chosen, 12 tokens
+    ── 1 of 2: pairs.jsonl:7, rejected, 9 tokens
+
 Trained tokens are green (and between « and » where there is no colour), the others dim. A stretch
 of more than STRETCH characters is shortened in its middle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +24,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from longctx.constants import IGNORE_INDEX
+from longctx.data.groups import SIDE_NAMES, Rows
 from longctx.errors import printable
 
 STRETCH = 600
@@ -29,25 +36,46 @@ def show_example(
     names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     console: Console | None = None,
+    rows: Rows = "text",
 ) -> None:
-    """Prints a row of `build_dataset`; `names` are those of its documents (`document_names`)."""
+    """Prints a row of `build_dataset` of this kind of rows; `names` are those of its documents
+    (`document_names`)."""
     console = console or Console()
-    ids, labels, positions = (
-        np.asarray(row[name]) for name in ("input_ids", "labels", "position_ids")
-    )
+    ids, labels = (np.asarray(row[name]) for name in ("input_ids", "labels"))
     trained = labels != IGNORE_INDEX
-    edges = [*np.flatnonzero(positions == 0).tolist(), len(ids)]
-    pieces = list(zip(edges, edges[1:], strict=False))
     console.print(f"one row of {len(ids):,} tokens, {trained.sum():,} of them trained")
-    for number, (start, end) in enumerate(pieces):
+    pieces = _documents(row) if rows == "text" else _answers(row, SIDE_NAMES[rows])
+    for number, side, start, end in pieces:
         if number >= len(names):
             console.print(f"── padding, {end - start:,} tokens", style=EDGE)
             continue
         what = f"{number + 1} of {len(names)}: {printable(names[number])}"
-        counts = f"{end - start:,} tokens, {trained[start:end].sum():,} trained"
+        tokens = f"{end - start:,} tokens"
+        counts = f"{side}, {tokens}" if side else f"{tokens}, {trained[start:end].sum():,} trained"
         console.print(Text(f"── {what}, {counts}", EDGE), soft_wrap=True)
         text = _coloured(ids[start:end], trained[start:end], tokenizer, console.is_terminal)
         console.print(text, soft_wrap=True)
+
+
+Part = tuple[int, str, int, int]
+"""The number of a document in its row, the side of an answer, and [start, end) tokens; padding has
+the number after the last."""
+
+
+def _documents(row: dict[str, Any]) -> Iterator[Part]:
+    positions = np.asarray(row["position_ids"])
+    edges = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
+    for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+        yield number, "", start, end
+
+
+def _answers(row: dict[str, Any], sides: Sequence[str]) -> Iterator[Part]:
+    """Prompts and answers; the number is that of the group."""
+    group, start = -1, 0
+    for length, side in zip(row["lengths"], row["sides"], strict=True):
+        group += side < 0
+        yield group, sides[side] if side >= 0 else "prompt", start, start + length
+        start += length
 
 
 def _coloured(

@@ -13,7 +13,9 @@ from small_run import prepare
 from small_tokenizer import small_tokenizer
 
 import train
+from longctx.data.groups import Group
 from longctx.data.packing import Piece, build_row
+from longctx.data.packing_groups import build_group_row
 from longctx.report import example
 from longctx.report.example import show_example
 
@@ -63,6 +65,33 @@ def test_names_are_printable() -> None:
 def test_long_stretches_are_shortened(monkeypatch) -> None:
     monkeypatch.setattr(example, "STRETCH", 6)
     assert "<|b [... 5 characters ...] hy?" in shown()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sides"),
+    [("pairs", ("chosen", "rejected")), ("rated", ("undesirable", "mismatched"))],
+)
+def test_a_prompt_is_shown_once_before_its_answers(rows, sides) -> None:
+    tokenizer = small_tokenizer()
+    texts = ["why?", "so.<|im_end|>", "no.<|im_end|>"]
+    ids = [np.array(tokenizer(t, add_special_tokens=False)["input_ids"], np.int32) for t in texts]
+    group = Group(ids[0], tuple(ids[1:]), (0, 1) if rows == "pairs" else (1, 2))
+    packed = build_group_row([group, group], 3 * len(group), tokenizer.pad_token_id)
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    show_example(packed, ["a:1", "a:2"], tokenizer, console, rows)
+    lines = out.getvalue().splitlines()
+    lengths = [len(part) for part in ids]
+    assert lines[1:7] == [
+        f"── 1 of 2: a:1, prompt, {lengths[0]} tokens",
+        "why?",
+        f"── 1 of 2: a:1, {sides[0]}, {lengths[1]} tokens",
+        "«so.<|im_end|>»",
+        f"── 1 of 2: a:1, {sides[1]}, {lengths[2]} tokens",
+        "«no.<|im_end|>»",
+    ]
+    assert lines[7].startswith("── 2 of 2: a:2, prompt")
+    assert lines[-1] == f"── padding, {len(group)} tokens"
 
 
 @pytest.mark.usefixtures("reference_kernels")

@@ -218,8 +218,21 @@ TURNS = {
     ),
     "preferences": (
         chat(USER, ANSWER, USER, chosen="a", rejected="b"),
-        fails("`chosen` and"),
+        fails("`chosen` and `rejected` are pairs, which --task dpo reads"),
     ),
+    "a pair": (
+        record(prompt="p", chosen="a", rejected="b"),
+        fails("found `prompt`, `chosen`, `rejected`: --task dpo reads pairs"),
+    ),
+    "a pair of conversations": (
+        record(chosen=[USER, ANSWER], rejected=[USER, ANSWER]),
+        fails(": --task dpo reads pairs"),
+    ),
+    "a rated answer": (
+        record(prompt="p", completion="c", label=False),
+        fails("`label` rates the completion, as --task kto reads it: leave `label` out"),
+    ),
+    "a label of a class": (record(text="a text of class 3", label=3), works("2 documents")),
     "Alpaca": (record(instruction="i", input="x", output="o"), works("instruction, input and out")),
     "Alpaca without output": (record(instruction="i", output=""), fails("`output` is empty")),
     "Alpaca of numbers": (record(instruction=1, output="o"), fails("`instruction` must be a str")),

@@ -101,6 +101,7 @@ FLAGS = {
     "--streaming": fails("--streaming reads a --dataset_name"),
     "--long_documents cut": fails("--long_documents.*: invalid choice: 'cut'"),
     "--long_documents truncate": works("tokens dropped by truncation"),
+    "--long_documents truncate_start": works("tokens dropped by truncation"),
     "--cache_dir ''": fails("--cache_dir"),
     "--cache_dir /dev/null": fails_later("/dev/null.*--cache_dir"),
     "--cache_dir /proc/nope": fails_later("/proc/nope.*--cache_dir"),
