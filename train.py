@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     # 1. Options: flags and recipe, checked together, and the engine they ask for.
     model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
     task = make_task(args)
-    check_sources(data_args)
+    check_sources(data_args, task.rows)
     engine.start(args)
     resume = resolve_resume(args)
     check_resume(engine, args, resume)
@@ -113,11 +113,11 @@ def main(argv: list[str] | None = None) -> None:
         eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
 
     check_rows(args, train_rows, eval_rows)
-    names = document_names(data_args, data_args.train_file)
+    names = document_names(data_args, data_args.train_file, task.rows)
     if data_args.show_example:
         if args.process_index == 0:
             row = next(iter(train_rows))
-            show_example(row, names(row["documents"]), tokenizer)
+            show_example(row, names(row["documents"]), tokenizer, rows=task.rows)
         return
 
     references = None
