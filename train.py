@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     check_towers(config, engine, args.world_size)
     teacher = None
     if args.task == "distill":
-        teacher = check_teacher(model_args, args, config, tokenizer)
+        teacher = check_teacher(model_args, args, config, tokenizer, engine)
     if not data_args.show_example:  # which writes nothing there
         output_dir = open_output_dir(args)
         lock = lock_folder(output_dir) if args.process_index == 0 else None

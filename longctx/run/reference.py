@@ -79,8 +79,10 @@ class References:
             identity=self.identity,
             cache_dir=expanded(data_args.cache_dir),
             device=args.device,
-            rank=args.process_index,
-            ranks=args.world_size,
+            rank=args.process_index // args.sequence_parallel_size,
+            ranks=args.world_size // args.sequence_parallel_size,
+            processes=args.world_size,
+            writes=args.process_index == 0,
             names=names,
         )
 
@@ -89,6 +91,12 @@ class References:
         vocabulary."""
         if all(self._passes.is_cached(x) for x in rows.values() if x is not None):
             return self._added(rows, None)
+        if engine.shards_states:
+            raise UserError(
+                f"--reference {self.args.reference}: another model is not run under an engine: "
+                "start this run once without --deepspeed and --fsdp, and its log-probabilities "
+                "are in --cache_dir"
+            )
         args = _of_reference(self.model_args, self.args)
         config = load_config(args, vocab_size=self.config.vocab_size)
         if config.get_text_config().vocab_size != self.config.get_text_config().vocab_size:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from longctx.attention.shards import Shards
 from longctx.data.rows import collate
 from longctx.errors import UserError
 from longctx.task_options import TaskOptions
@@ -50,9 +51,9 @@ class Task:
     has_reference: ClassVar[bool] = False
     loss_types: ClassVar[Sequence[str]] = ()
     """What --loss_type may be; the first is the default."""
-    shares_rows: ClassVar[bool] = False
-    """Whether several processes may share each row."""
 
+    shards: Shards | None = None
+    """The ranks that share rows with this one, if there are any."""
     teacher: Any = None
     """The model that is followed, if the task has one."""
 
