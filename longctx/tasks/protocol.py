@@ -41,6 +41,11 @@ class Measured:
     values: Tensor  # (n,)
     rows: Tensor  # (n,) int64
 
+    def first(self, rows: int) -> Measured:
+        """Returns the values of a batch's first rows."""
+        kept = self.rows < rows
+        return Measured(self.values[kept], self.rows[kept])
+
 
 class Task:
     """Supervised fine-tuning: the model's own loss of labels."""
