@@ -45,9 +45,8 @@ def test_the_loss_costs_its_answers_and_lm_head_stays(subject: Subject) -> None:
     rate = machine.rates("fa4", 131072, 128).flops
     found = plain.seconds.products - pairs.seconds.products
     assert found == pytest.approx(spared / rate, rel=0.02)
-    runs = [run(8192, place="host", task=task) for task in ("dpo", "sft")]
-    for planned, stays in zip((plan(subject, r, machine, HOST) for r in runs), (True, False)):
-        found = planned.decision
+    for task, stays in (("dpo", True), ("sft", False)):
+        found = plan(subject, run(8192, place="host", task=task), machine, HOST).decision
         names = [spec.name for spec in found.specs]
         here = dict(zip(names, (place.weight for place in found.places), strict=True))
         assert here["lm_head"] == stays and not here["layer 31"]
