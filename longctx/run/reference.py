@@ -16,7 +16,7 @@ from longctx.data.cache import digest
 from longctx.engines import Engine
 from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError
-from longctx.model.pretrained import weights_identity
+from longctx.model.pretrained import computed_by, weights_identity
 from longctx.options import ModelSource
 from longctx.run.loading import compute_dtype, load_config, load_model
 from longctx.run.trainer import LongTrainer
@@ -36,16 +36,12 @@ def reference_identity(
     source = model_args.source
     if args.reference:
         source = ModelSource(name=args.reference, trust_remote_code=model_args.trust_remote_code)
-        config = load_config(_of_reference(model_args, args), vocab_size=config.vocab_size)
+        config = _config_of_reference(model_args, args, config)
     weights = weights_identity(source, config) or [
         *(model_args.preset, args.seed, args.device.type, source.name)
     ]
-    computed = {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPUTED}
     dtype = str(compute_dtype(model_args, args.device))
-    return digest(weights, computed, dtype, model_args.quantize, args.ld_alpha)
-
-
-_NOT_COMPUTED = {"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"}
+    return digest(weights, computed_by(config), dtype, model_args.quantize, args.ld_alpha)
 
 
 def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArguments:
@@ -57,6 +53,13 @@ def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArgu
         lora_targets=None,
         lora_modules_to_save=None,
     )
+
+
+def _config_of_reference(
+    model_args: ModelArguments, args: TrainArguments, trained: PretrainedConfig
+) -> PretrainedConfig:
+    asked, size = _of_reference(model_args, args), trained.get_text_config().vocab_size
+    return load_config(asked, vocab_size=size, flag="--reference")
 
 
 class References:
@@ -82,6 +85,7 @@ class References:
             rank=args.process_index,
             ranks=args.world_size,
             names=names,
+            **({"of": f"--reference {args.reference}"} if args.reference else {}),
         )
 
     def of_another_model(self, rows: Rows, engine: Engine) -> Rows:
@@ -90,7 +94,7 @@ class References:
         if all(self._passes.is_cached(x) for x in rows.values() if x is not None):
             return self._added(rows, None)
         args = _of_reference(self.model_args, self.args)
-        config = load_config(args, vocab_size=self.config.vocab_size)
+        config = _config_of_reference(self.model_args, self.args, self.config)
         if config.get_text_config().vocab_size != self.config.get_text_config().vocab_size:
             raise UserError(
                 f"--reference {args.model_name_or_path}: its vocabulary has "
