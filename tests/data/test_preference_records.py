@@ -173,7 +173,7 @@ def test_margins(margin, kept):
 P = {"prompt": "p", "chosen": "a", "rejected": "b"}
 T = {"prompt": [U], "chosen": [A], "rejected": [B]}
 R = {"prompt": "p", "completion": "c", "label": True}
-NEEDS = "expected `chosen` and `rejected` beside a `prompt`, or as whole conversations for --task"
+NEEDS = "expected `chosen` and `rejected` beside a `prompt`, or as whole conversations for a task"
 REFUSED_PAIRS = {
     "nothing": ({}, NEEDS + " dpo, found nothing"),
     "a list": ([P], "expected an object with `chosen` and `rejected`.* found a list"),
