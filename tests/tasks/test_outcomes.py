@@ -19,6 +19,7 @@ from longctx.lora.merge import merge
 from longctx.run.options import parse_args
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
+ONE = ("--max_steps", "1")
 TEXT = "the quick brown fox"
 
 
@@ -29,7 +30,7 @@ def reward_of(model: Any, folder: Path) -> float:
 
 
 def test_a_model_of_rewards_is_a_classifier_of_one_number(tmp_path: Path) -> None:
-    run(flags(tmp_path, written(), "--task", "reward"), tmp_path / "run")
+    run(flags(tmp_path, written(), "--task", "reward", *ONE), tmp_path / "run")
     final = tmp_path / "run" / "final"
     model = AutoModelForSequenceClassification.from_pretrained(final)
     assert model.config.num_labels == 1
@@ -42,7 +43,7 @@ def test_a_model_of_rewards_is_a_classifier_of_one_number(tmp_path: Path) -> Non
 def test_adapters_of_rewards_hold_their_head(tmp_path: Path, class_type: str) -> None:
     """PEFT trains and saves `score`, and merging keeps it."""
     peft = pytest.importorskip("peft")
-    more = ["--task", "reward", "--lora_r", "4", "--class_type", class_type]
+    more = ["--task", "reward", "--lora_r", "4", "--class_type", class_type, *ONE]
     run(flags(tmp_path, written(), *more), tmp_path / "run")
     final = tmp_path / "run" / "final"
     heads = [x for n, x in load_file(final / "adapter_model.safetensors").items() if "score" in n]
@@ -80,7 +81,7 @@ def test_what_adapters_of_rewards_refuse(tmp_path: Path, words: str, message: st
 def test_ratings_log_margins(tmp_path: Path) -> None:
     """TRL's KTOTrainer logs them too: the difference of the means."""
     data = write_jsonl(tmp_path / "eval.jsonl", rated())
-    more = ["--task", "kto", "--eval_file", str(data)]
+    more = ["--task", "kto", "--eval_file", str(data), *ONE]
     for line in run(flags(tmp_path, rated(), *more), tmp_path / "run"):
         margin = line["rewards/chosen"] - line["rewards/rejected"]
         assert line["rewards/margins"] == pytest.approx(margin)
@@ -90,7 +91,7 @@ def test_ratings_log_margins(tmp_path: Path) -> None:
 def test_what_a_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The reference is computed once; columns that no model takes stay."""
     data = write_jsonl(tmp_path / "eval.jsonl", pairs(2))
-    more = ["--task", "dpo", "--eval_file", str(data), "--remove_unused_columns", "true"]
+    more = ["--task", "dpo", "--eval_file", str(data), "--remove_unused_columns", "true", *ONE]
     words = flags(tmp_path, pairs(), *more)
     run(words, tmp_path / "run")
     said = capsys.readouterr().out
