@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
-from longctx.config import TrainArguments, explained_options
+from longctx.config import DataArguments, ModelArguments, TrainArguments, explained_options
 from longctx.data.rows import (
     as_arrays,
     build_dataset,
@@ -52,11 +53,16 @@ from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
 from longctx.run.options import check_rows, check_towers, parse_args
 from longctx.run.reference import References
-from longctx.run.teacher import check_teacher, load_teacher
+from longctx.run.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.run.trainer import LongTrainer
 from longctx.tasks import make_task
 
 SPECIAL = ("bos", "eos", "pad")
+EVALUATED = {
+    "eval_loss": "evaluation loss",
+    "eval_rewards/accuracies": "evaluation accuracy",
+    "eval_accuracy": "evaluation accuracy",
+}
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
 
@@ -131,6 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         num_processes=args.world_size,
         base=weights_identity(model_args.source, config) if model_args.lora_r is not None else None,
         reference=references.identity if references else None,
+        teacher=teacher_identity(model_args, args, teacher) if teacher is not None else None,
     )
     check_same_run(resume, run, args.allow_changed or [], engine.keeps_options)
     if foreseen:
@@ -184,13 +191,19 @@ def main(argv: list[str] | None = None) -> None:
     # 7. Save what `from_pretrained` loads, and say what happened.
     trainer.save_final(output_dir / FINAL)
     if trainer.is_world_process_zero():
-        summarise(trainer, args, output_dir)
+        summarise(trainer, model_args, data_args, args, output_dir)
     if lock:
         lock.close()
     engine.shutdown(args)
 
 
-def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> None:
+def summarise(
+    trainer: LongTrainer,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: TrainArguments,
+    output_dir: Path,
+) -> None:
     """First and last loss, throughput, peak memory, the checkpoint and what to try next."""
     logged = [line for line in trainer.state.log_history if "loss" in line]
     table = Table(title="Done", show_header=False)
@@ -200,11 +213,18 @@ def summarise(trainer: LongTrainer, args: TrainArguments, output_dir: Path) -> N
         table.add_row("loss", f"{first['loss']:.4f} -> {last['loss']:.4f}")
         if speeds:
             table.add_row("tokens/s", f"{speeds[len(speeds) // 2]:,.0f} (median of logged steps)")
+    evaluated = {name: x for line in trainer.state.log_history for name, x in line.items()}
+    for name, what in EVALUATED.items():
+        if name in evaluated:
+            table.add_row(what, f"{evaluated[name]:.4f}")
     for name, gib in peak_memory(args.device).items():
         table.add_row(name.removesuffix("_gib").replace("_", " "), f"{gib:.2f} GiB")
     for what, name in (("checkpoint", FINAL), ("metrics", METRICS)):
         table.add_row(what, escape(printable(str(output_dir / name))))
-    table.add_row("next", "python train.py --model_name_or_path YOUR_MODEL --train_file YOUR_FILES")
+    own = model_args.model_name_or_path and (data_args.train_file or data_args.dataset_name)
+    yours = "python train.py --model_name_or_path YOUR_MODEL --train_file YOUR_FILES"
+    report = f"longctx report {shlex.quote(str(output_dir))}"
+    table.add_row("next", escape(printable(report)) if own else yours)
     Console().print(table)
 
 

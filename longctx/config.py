@@ -175,7 +175,8 @@ class DataArguments:
     train_file: list[str] | None = _option(
         None,
         "Files, folders or globs: text, Markdown, source code, or JSONL with `text`, `messages`, "
-        "`conversations` or `prompt`/`completion`. Default: Python's own standard library.",
+        "`conversations` or `prompt`/`completion`; for other tasks `prompt`/`chosen`/`rejected` or "
+        "`prompt`/`completion`/`label` (docs/data.md). Default: Python's own standard library.",
     )
     eval_file: list[str] | None = _option(None, "The same for evaluation data.")
     dataset_name: str | None = _option(

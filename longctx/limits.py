@@ -10,7 +10,7 @@ IDLE         options that do nothing without another one; that is said, not refu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -174,6 +174,15 @@ def _is_task(names: str) -> Rule:
     return lambda m, d, t: t.task in names.split()
 
 
+_SMOOTHED = {"dpo": ("exo_pair", "robust", "aot", "aot_unpaired"), "cpo": ("sigmoid",)}
+"""The losses of a task that read --label_smoothing, as in TRL."""
+
+
+def _reads(t: Any, losses: Sequence[str] | None) -> bool:
+    """Whether one of a run's losses is among these; None: whatever its task."""
+    return losses is None or any(name in losses for name in t.loss_type or ["sigmoid"])
+
+
 IDLE: tuple[tuple[str, str, Rule], ...] = (
     (_CUSTOM, "--class_type custom", lambda m, d, t: m.class_type == "custom"),
     (
@@ -251,6 +260,21 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
             ("teacher teacher_quantize distill_beta temperature", "distill"),
         )
     ),
+    (
+        "label_smoothing",
+        f"--loss_type {', '.join(_SMOOTHED['dpo'])}, or {_SMOOTHED['cpo'][0]} of cpo",
+        lambda m, d, t: _reads(t, _SMOOTHED.get(t.task)),
+    ),
+    (
+        "f_alpha_divergence_coef",
+        "--f_divergence_type alpha_divergence",
+        lambda m, d, t: t.task != "dpo" or t.f_divergence_type == "alpha_divergence",
+    ),
+    (
+        "discopop_tau",
+        "--loss_type discopop",
+        lambda m, d, t: t.task != "dpo" or _reads(t, ("discopop",)),
+    ),
 )
 """Options, what they do nothing without, and whether that is there."""
 
@@ -317,6 +341,14 @@ CONFLICTS: tuple[tuple[Rule, str], ...] = (
         "--label_smoothing_factor is of the loss of --task sft: leave it out",
     ),
     (
+        lambda m, d, t: t.task == "dpo" and t.loss_weights and not any(t.loss_weights),
+        "--loss_weights of 0 alone train nothing: give one that is not",
+    ),
+    (
+        lambda m, d, t: t.task == "kto" and not t.desirable_weight and not t.undesirable_weight,
+        "--desirable_weight 0 and --undesirable_weight 0 train nothing: give one that is not",
+    ),
+    (
         lambda m, d, t: (
             t.task != "sft" and t.sequence_parallel_size > 1 and m.class_type != "custom"
         ),
@@ -375,9 +407,10 @@ def check_values(options: Any) -> None:
         if not field.init:
             continue
         value = getattr(options, field.name)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if problem := RANGES.get(field.name, Range()).problem(value):
-                raise UserError(f"--{field.name} must be {problem}, got {value}")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                if problem := RANGES.get(field.name, Range()).problem(number):
+                    raise UserError(f"--{field.name} must be {problem}, got {number}")
         for word in _words(value):
             if not word.strip() and value != field.default:
                 raise UserError(f"--{field.name} is empty: give it a value, or leave it out")

@@ -52,3 +52,5 @@ class ModelSource:
     """A local folder, a .gguf file or a hub id; None: a preset, with random weights."""
     trust_remote_code: bool = False
     """Whether code that a model repository ships may run."""
+    flag: str = "--model_name_or_path"
+    """The option that named it, for messages."""

@@ -31,7 +31,9 @@ TASKS: dict[str, str] = {
     "pairs": "--task dpo",
     "rated": "--task kto",
 }
-"""The task that a message names for rows of a kind; others read the same records."""
+"""The task that a message proposes for rows of a kind; others read the same records."""
+READERS = {"pairs": "a task of pairs", "rated": "--task kto"}
+"""Who reads rows of a kind, whichever task a run has."""
 
 
 @dataclass(frozen=True)

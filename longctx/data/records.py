@@ -30,7 +30,7 @@ from longctx.data.fields import (
     system_turn,
     template_keys,
 )
-from longctx.data.groups import TASKS, Rows
+from longctx.data.groups import READERS, TASKS, Rows
 from longctx.data.preferences import PAIRS, RATED, is_pair, is_rated, read_group
 from longctx.data.turns import check_some_trained, read_turns
 from longctx.data.values import check_depth, kind
@@ -94,7 +94,7 @@ Read = tuple[Kind, Any]
 
 
 def _needed_by(rows: Rows) -> str:
-    return "" if rows == "text" else f" for {TASKS[rows]}"
+    return "" if rows == "text" else f" for {READERS[rows]}"
 
 
 def _read_by(given: Mapping[str, Any], rows: Rows) -> str:

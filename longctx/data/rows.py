@@ -46,7 +46,7 @@ from longctx.data.cache import (
 )
 from longctx.data.chat import lines_of
 from longctx.data.encoding import check_vocabulary, pad_token_id
-from longctx.data.groups import TASKS, Rows
+from longctx.data.groups import READERS, Rows
 from longctx.data.packing import ROW_FEATURES, TOKEN_COLUMNS, PackingStats, check_trainable, pack
 from longctx.data.packing_groups import GROUP_ROW_FEATURES, GroupStats, check_groups, pack_groups
 from longctx.data.records import FORMATS, Document
@@ -186,10 +186,11 @@ def _check_rows(args: DataArguments, files: list[str] | None, rows: Rows) -> Non
     if rows == "text":
         return
     if args.streaming:
-        raise UserError(f"--streaming is for text: leave it out with {TASKS[rows]}")
+        raise UserError(f"--streaming is for text: leave it out with {READERS[rows]}")
     if files is None and not args.dataset_name:
         raise UserError(
-            f"{TASKS[rows]} needs records with {FORMATS[rows]}: give --train_file or --dataset_name"
+            f"{READERS[rows]} needs records with {FORMATS[rows]}: give --train_file or "
+            "--dataset_name"
         )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 
 from longctx.config import DataArguments
-from longctx.data.groups import TASKS, Rows
+from longctx.data.groups import READERS, Rows
 from longctx.data.records import FORMATS, Document, as_document
 from longctx.data.values import parse_json
 from longctx.errors import UserError, printable
@@ -113,7 +113,7 @@ def read_documents(
         jsonl = _is_jsonl(path)
         if rows != "text" and not jsonl:
             raise UserError(
-                f"{path} is plain text, but {TASKS[rows]} reads .jsonl files of records with "
+                f"{path} is plain text, but {READERS[rows]} reads .jsonl files of records with "
                 f"{FORMATS[rows]}"
             )
         try:

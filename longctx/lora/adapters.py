@@ -14,6 +14,7 @@ import copy
 import difflib
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from transformers import PretrainedConfig, TrainerCallback
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.adapters import inside_peft
-from longctx.model.classes import class_of
+from longctx.model.classes import class_of, is_classifier
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
@@ -33,7 +34,9 @@ from longctx.system import expanded, installed
 
 ALL_LINEAR = "all-linear"
 _ENDS = ("embed_tokens", "lm_head")
-"""What `--lora_modules_to_save` may name."""
+"""What `--lora_modules_to_save` may name of a language model."""
+_SCORE = "score"
+"""The head of a model of rewards, which PEFT always trains as a whole beside adapters."""
 
 
 def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
@@ -42,10 +45,12 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
         return
     if not installed("peft"):
         raise UserError("--lora_r needs PEFT: pip install 'longctx[lora]'")
-    saved = args.lora_modules_to_save or []
+    saved, ends = args.lora_modules_to_save or [], _ends(config)
     for name in saved:
-        if name not in _ENDS:
-            raise UserError(f"--lora_modules_to_save {name}: {_nearest(name, _ENDS)}")
+        if name == _SCORE in ends:
+            raise UserError(f"--lora_modules_to_save {_SCORE}: it always is: leave it out")
+        if name not in ends:
+            raise UserError(f"--lora_modules_to_save {name}: {_nearest(name, ends)}")
     if saved and getattr(config, "tie_word_embeddings", False):
         raise UserError(
             "--lora_modules_to_save: this model's lm_head is its embedding, and copies of them "
@@ -58,18 +63,28 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
             _check_target(target, linears, args)
 
 
+def _ends(config: PretrainedConfig) -> tuple[str, ...]:
+    """Returns the parts around the decoder layers that are trained as a whole or not at all."""
+    return ("embed_tokens", _SCORE) if is_classifier(config) else _ENDS
+
+
 def _check_target(target: str, linears: dict[str, nn.Linear], args: ModelArguments) -> None:
     if target == ALL_LINEAR:
         if len(args.lora_targets or ()) > 1:
             raise UserError(f"--lora_targets {ALL_LINEAR} names all there are: leave out the rest")
         return
+    if target == _SCORE in linears:
+        raise UserError(
+            f"--lora_targets {_SCORE}: the head of rewards is trained as a whole beside the "
+            "adapters: leave it out"
+        )
     if target in _ENDS:
         raise UserError(
             f"--lora_targets {target}: it is trained as a whole, with --lora_modules_to_save "
             f"{target}; an adapter on it would need all logits at once"
         )
     if not any(_names(target, path) for path in linears):
-        endings = {path.rpartition(".")[2] for path in linears if path not in _ENDS}
+        endings = {path.rpartition(".")[2] for path in linears if path not in (*_ENDS, _SCORE)}
         raise UserError(f"--lora_targets {target}: {_nearest(target, endings)}")
 
 
@@ -92,11 +107,14 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
     total = 0
     for path, linear in _linears(skeleton).items():
         targets = args.lora_targets or [ALL_LINEAR]
-        if path not in _ENDS and any(t == ALL_LINEAR or _names(t, path) for t in targets):
+        if path not in (*_ENDS, _SCORE) and any(
+            t == ALL_LINEAR or _names(t, path) for t in targets
+        ):
             total += args.lora_r * (linear.in_features + linear.out_features)
     saved = len(args.lora_modules_to_save or ())
     text = config.get_text_config()
-    return 4 * (total + saved * text.vocab_size * text.hidden_size)
+    total += saved * text.vocab_size * text.hidden_size
+    return 4 * (total + is_classifier(config) * text.hidden_size)
 
 
 def _skeleton(config: PretrainedConfig) -> nn.Module | None:
@@ -122,16 +140,18 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
     assert args.lora_r is not None
     targets = args.lora_targets or [ALL_LINEAR]
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if is_classifier(model.config) else "CAUSAL_LM",
         r=args.lora_r,
         lora_alpha=args.lora_alpha or 2 * args.lora_r,
         lora_dropout=args.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         modules_to_save=args.lora_modules_to_save,
         exclude_modules=_seeing(model),
-        base_model_name_or_path=_base_name(args),
     )
-    adapted = peft.get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # PEFT asks transformers for the name that it has given up.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = _base_name(args)  # where to find it from any folder
     return adapted
 
@@ -156,6 +176,7 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     count = sum("lora_A" in name for name, _ in adapted.named_parameters())
     said = f"LoRA of rank {args.lora_r} on {count} maps, {trained / 1e6:.2f}M parameters trained"
+    said += " with the head of rewards" * is_classifier(inside_peft(adapted).config)
     return adapted, said
 
 

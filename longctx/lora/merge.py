@@ -28,6 +28,7 @@ from longctx.data.tokenizer import read_tokenizer
 from longctx.errors import UserError, one_line, say
 from longctx.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.lora.quantise import round_to_nf4_
+from longctx.model.classes import as_reward_model
 from longctx.model.pretrained import read_config, read_model, weights_identity
 from longctx.model.vision import copy_processor
 from longctx.options import ModelSource
@@ -88,6 +89,8 @@ def merge(
         tokenizer = _tokenizer(adapter)
         base = ModelArguments(model_name_or_path=name, class_type="vanilla").source
         config = _config(adapter, base)
+        if found.get("task_type") == "SEQ_CLS":
+            as_reward_model(config)
         check_fits(adapter, config)
         if BASE not in allow_changed:
             _check_base(adapter, base, config)

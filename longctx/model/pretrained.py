@@ -21,7 +21,7 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
 )
-from transformers.utils import find_adapter_config_file
+from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.checksum import checksums
 from longctx.errors import UserError, one_line, print_rank0, shortened
@@ -61,10 +61,7 @@ def read_config(source: ModelSource) -> PretrainedConfig:
     except Exception as error:  # a file's values raise as many types as there are checks
         raise unreadable(source, error, "its config.json: ") from error
     if adapter:  # transformers would put it into the model, whoever's that is
-        raise UserError(
-            f"{source.name} holds an adapter ({Path(adapter).name}) and a run trains "
-            "whole models, or new adapters: merge it into its model first (longctx merge)"
-        )
+        raise _is_adapter(source, Path(adapter).name)
     _check_sizes(source, config)
     if "gguf_file" not in where:
         _refuse_quantised(source, config)
@@ -72,6 +69,13 @@ def read_config(source: ModelSource) -> PretrainedConfig:
     config._attn_implementation = config._experts_implementation = None
     vars(config).pop("distributed_config", None)
     return config
+
+
+def _is_adapter(source: ModelSource, file: str) -> UserError:
+    return UserError(
+        f"{source.flag} {source.name} holds an adapter ({file}) and a run takes whole models, or "
+        "trains new adapters: merge it into its model first (longctx merge)"
+    )
 
 
 def _check_raw_sizes(source: ModelSource, found: Mapping[str, Any]) -> None:
@@ -229,13 +233,13 @@ def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
     folder = expanded(name)
     if os.path.isdir(folder):
         if not os.path.isfile(folder / "config.json"):
-            raise UserError(f"--model_name_or_path {name} has no config.json: it holds no model")
+            if os.path.isfile(folder / ADAPTER_CONFIG_NAME):
+                raise _is_adapter(source, ADAPTER_CONFIG_NAME)
+            raise UserError(f"{source.flag} {name} has no config.json: it holds no model")
         refuse_odd(folder)
         return str(folder), where
     if os.path.exists(folder) or name.startswith((".", "/", "~")):
-        raise UserError(
-            f"--model_name_or_path {name} is no folder: give a model's folder or hub id"
-        )
+        raise UserError(f"{source.flag} {name} is no folder: give a model's folder or hub id")
     return name, where
 
 
@@ -270,6 +274,14 @@ def weights_identity(source: ModelSource, config: PretrainedConfig) -> str | Non
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise unreadable(source, error) from error
     return f"xxh3 {xxhash.xxh3_64(' '.join(found).encode()).hexdigest()}"
+
+
+def computed_by(config: PretrainedConfig) -> dict[str, Any]:
+    """Returns what a configuration says of the numbers that its model computes."""
+    return {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPUTED}
+
+
+_NOT_COMPUTED = {"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"}
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from longctx.errors import UserError
-from longctx.model.adapters import inside_peft
+from longctx.model.adapters import inside_peft, unwrapped
 from longctx.model.families import base_of, head_of, logits_cap, logits_scaling, not_known
 from longctx.model.forwards import Forward, causal_forward, head_forward
 from longctx.model.log_probs import linear_log_probs
@@ -108,7 +108,7 @@ _IMPOSSIBLE = "log-probabilities without logits are impossible with"
 def _head(model: Any) -> Any:
     """Returns the lm_head of a causal model, or the head of one number of a classifier."""
     found = getattr(model, "score", None)
-    return head_of(model) if found is None else found
+    return head_of(model) if found is None else unwrapped(found)
 
 
 def _as_causal(function: Callable[..., Any]) -> Callable[..., Any]:

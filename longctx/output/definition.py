@@ -86,10 +86,16 @@ APPLIED = (
     "optimizer_states",
 )
 DATA, MODEL, BASE, PROCESSES = "data", "model", "base", "num_processes"
-REFERENCE = "reference"
-NAMES = (*OPTIONS, DATA, MODEL, BASE, REFERENCE, PROCESSES)
+REFERENCE, TEACHER = "reference", "teacher"
+NAMES = (*OPTIONS, DATA, MODEL, BASE, REFERENCE, TEACHER, PROCESSES)
 """What `--allow_changed` takes."""
 
+_WEIGHTS = {
+    BASE: "the frozen weights",
+    REFERENCE: "the reference model",
+    TEACHER: "the teacher model",
+}
+"""Models that no checkpoint holds."""
 _ROWS = {"seq_len", "long_documents", "seed"}
 """Other values give other rows from the same data."""
 _NO_MODEL = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
@@ -106,11 +112,12 @@ def define(
     num_processes: int,
     base: str | None = None,
     reference: str | None = None,
+    teacher: str | None = None,
 ) -> RunDefinition:
     """The definition, as JSON. `options` are the run's dataclasses, `dtype` is what theirs means
     here, `data` whatever differs where the rows do, `model` a configuration's `to_dict()`, `base`
     what tells the frozen weights under adapters from others (checkpoints do not hold them), and
-    `reference` the same of the reference model."""
+    `reference` and `teacher` the same of those models."""
     run: RunDefinition = {}
     for name in (*OPTIONS, *APPLIED):
         owner = next((o for o in options if hasattr(o, name)), None)
@@ -118,7 +125,7 @@ def define(
             run[name] = _plain(getattr(owner, name))
     run |= {"dtype": str(dtype), DATA: data, PROCESSES: num_processes}
     run[MODEL] = {k: _plain(v) for k, v in model.items() if k not in _NO_MODEL}
-    beside = {BASE: base, REFERENCE: reference}
+    beside = {BASE: base, REFERENCE: reference, TEACHER: teacher}
     return run | {name: value for name, value in beside.items() if value is not None}
 
 
@@ -185,8 +192,9 @@ def differences(before: RunDefinition, now: RunDefinition) -> dict[str, str]:
     }
     if before.get(DATA) != now[DATA] and not _ROWS & found.keys():
         found[DATA] = "data (the rows are not the same)"
-    if before.get(BASE, now.get(BASE)) != now.get(BASE, before.get(BASE)):
-        found[BASE] = f"base (the frozen weights, {_shown(before[BASE])} -> {now[BASE]})"
+    for name, what in _WEIGHTS.items():
+        if before.get(name, now.get(name)) != now.get(name, before.get(name)):
+            found[name] = f"{name} ({what}, {_shown(before[name])} -> {now[name]})"
     model = before.get(MODEL)
     model = model if isinstance(model, dict) else {}
     keys = [key for key in model if key in now[MODEL] and model[key] != now[MODEL][key]]

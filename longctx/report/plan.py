@@ -16,7 +16,7 @@ import io
 import json
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         subject = Subject(config, model_args)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
+    for line in unplanned(train_args, args.answer_tokens):
+        print(line, file=sys.stderr)
     run = with_answers(run, args.answer_tokens)
     host = host_share_bytes()
     if args.gpu and model_args.host_memory_gib is not None:
@@ -197,6 +199,17 @@ def run_of(
         sequence_parallel_size=ranks,
         engine=engine.layout(gpus, passes),
     )
+
+
+def unplanned(args: Any, answer_tokens: int | None) -> Iterator[str]:
+    """Yields a line for whatever of a task the plan leaves out or has to guess."""
+    if args.task == "distill":
+        yield "the plan is of the student: a teacher's memory and time are not in it"
+    elif args.task != "sft" and answer_tokens is None:
+        yield (
+            "each row is planned as one document, all of whose tokens are answers': say how long "
+            "an answer is with --answer_tokens"
+        )
 
 
 def with_answers(run: Run, answer_tokens: int | None) -> Run:

@@ -6,6 +6,7 @@ A model comes from a folder, a GGUF file or the hub, or is one of presets.py wit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +20,19 @@ from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, print_rank0
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
-from longctx.model.classes import as_language_model, as_reward_model, auto_class, class_of
+from longctx.model.classes import (
+    as_language_model,
+    as_reward_model,
+    auto_class,
+    class_of,
+    is_classifier,
+)
 from longctx.model.families import FAMILIES, has_windows, head_dim, not_known, score_cap
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.pretrained import read_config, read_model, unreadable
 from longctx.model.vision import PREFIXES, rest_, towers
+from longctx.options import ModelSource
 from longctx.presets import PRESETS
 from longctx.system import installed
 
@@ -42,12 +50,13 @@ def load_config(
     vocab_size: int,
     special_ids: Mapping[str, int | None] | None = None,
     rewards: bool = False,
+    flag: str = ModelSource.flag,
 ) -> PretrainedConfig:
     """The model's configuration, checked against the run before any weight is touched; that of a
     model of `rewards` if asked for.
 
     `vocab_size` and `special_ids` (`bos_token_id`, ...) are the tokenizer's. A preset takes the
-    latter and, if it has no vocabulary of its own (tiny), the former.
+    latter and, if it has no vocabulary of its own (tiny), the former. `flag` named the model.
     Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
     """
     if args.model_name_or_path is None:
@@ -55,7 +64,12 @@ def load_config(
         preset |= PRESETS[args.preset or "tiny"]
         config: PretrainedConfig = AutoConfig.for_model(**preset | dict(special_ids or {}))
     else:
-        config = read_config(args.source)
+        config = read_config(replace(args.source, flag=flag))
+        if is_classifier(config) and not rewards:
+            print_rank0(
+                f"{args.model_name_or_path} is a classifier or a model of rewards: it is read as a "
+                "language model, without its head"
+            )
     (as_reward_model if rewards else as_language_model)(config)
     sees = config.model_type in PREFIXES
     text = config.get_text_config() if sees else config
@@ -69,7 +83,7 @@ def load_config(
         raise UserError(
             f"--head_groups {args.head_groups} must divide the model's {kv_heads} key/value heads"
         )
-    _check_context(text, args)
+    _check_context(text, args, flag)
     check_lora(args, config)
     return config
 
@@ -228,7 +242,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
+def _check_context(config: PretrainedConfig, args: ModelArguments, flag: str) -> None:
     """Refuses rows longer than the model's positions, or says what RoPE does with them."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or args.seq_len <= limit:  # vanilla also runs models without positions
@@ -239,8 +253,9 @@ def _check_context(config: PretrainedConfig, args: ModelArguments) -> None:
         _scale_rope(config, args)
         return
     if not args.extend_context:
+        whose = "the model's" if flag == ModelSource.flag else f"{flag}'s"
         raise UserError(
-            f"--seq_len {args.seq_len} is above the model's max_position_embeddings {limit}: "
+            f"--seq_len {args.seq_len} is above {whose} max_position_embeddings {limit}: "
             "shorten it, scale its RoPE (--rope_scaling yarn), or add --extend_context to train "
             "beyond with RoPE as it is"
         )

@@ -43,12 +43,20 @@ def parse_args(
     model_args, data_args, args = make_arguments(flags)
     for line in idle_options(model_args, data_args, args):
         print_rank0(line)
+    if args.task in _COMPARES and "learning_rate" not in given(args):
+        print_rank0(
+            f"--learning_rate {args.learning_rate:g} is transformers' default; that of TRL's "
+            f"trainer for {args.task} is 1e-06"
+        )
     rehearse(args, args.max_steps)
     model_args = _with_dtype(model_args, args, engine)
     _check_adapters(model_args, engine)
     if engine.exact_states:
         uses_exact_states(args, compute_dtype(model_args, args.device))
     return model_args, data_args, args, engine
+
+
+_COMPARES = ("dpo", "kto", "orpo", "cpo", "simpo")
 
 
 def parse_planned(argv: Sequence[str]) -> tuple[ModelArguments, TrainArguments, Engine]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from longctx.data.cache import digest
 from longctx.engines import Engine
 from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError
-from longctx.model.pretrained import weights_identity
+from longctx.model.pretrained import computed_by, weights_identity
 from longctx.options import ModelSource
 from longctx.run.loading import compute_dtype, load_config, load_model
 from longctx.run.trainer import LongTrainer
@@ -36,16 +37,12 @@ def reference_identity(
     source = model_args.source
     if args.reference:
         source = ModelSource(name=args.reference, trust_remote_code=model_args.trust_remote_code)
-        config = load_config(_of_reference(model_args, args), vocab_size=config.vocab_size)
+        config = _config_of_reference(model_args, args, config)
     weights = weights_identity(source, config) or [
         *(model_args.preset, args.seed, args.device.type, source.name)
     ]
-    computed = {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPUTED}
-    dtype = str(compute_dtype(model_args, args.device))
-    return digest(weights, computed, dtype, model_args.quantize, args.ld_alpha)
-
-
-_NOT_COMPUTED = {"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"}
+    dtype = [str(compute_dtype(model_args, args.device)), bool(args.bf16), bool(args.fp16)]
+    return digest(weights, computed_by(config), *dtype, model_args.quantize, args.ld_alpha)
 
 
 def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArguments:
@@ -57,6 +54,13 @@ def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArgu
         lora_targets=None,
         lora_modules_to_save=None,
     )
+
+
+def _config_of_reference(
+    model_args: ModelArguments, args: TrainArguments, trained: PretrainedConfig
+) -> PretrainedConfig:
+    asked, size = _of_reference(model_args, args), trained.get_text_config().vocab_size
+    return load_config(asked, vocab_size=size, flag="--reference")
 
 
 class References:
@@ -84,13 +88,14 @@ class References:
             processes=args.world_size,
             writes=args.process_index == 0,
             names=names,
+            **({"of": f"--reference {args.reference}"} if args.reference else {}),
         )
 
     def of_another_model(self, rows: Rows, engine: Engine) -> Rows:
         """Loads `--reference` alone, and frees it again. Raises UserError for a model with another
         vocabulary."""
         if all(self._passes.is_cached(x) for x in rows.values() if x is not None):
-            return self._added(rows, None)
+            return self._added(rows, None, engine)
         if engine.shards_states:
             raise UserError(
                 f"--reference {self.args.reference}: another model is not run under an engine: "
@@ -98,7 +103,7 @@ class References:
                 "are in --cache_dir"
             )
         args = _of_reference(self.model_args, self.args)
-        config = load_config(args, vocab_size=self.config.vocab_size)
+        config = _config_of_reference(self.model_args, self.args, self.config)
         if config.get_text_config().vocab_size != self.config.get_text_config().vocab_size:
             raise UserError(
                 f"--reference {args.model_name_or_path}: its vocabulary has "
@@ -108,7 +113,7 @@ class References:
         model: Any = load_model(args, config, device=self.args.device, engine=engine)
         model.to(self.args.device)
         self.task.attach(model)
-        found = self._added(rows, model)
+        found = self._added(rows, model, engine)
         del model
         gc.collect()
         if self.args.device.type == "cuda":
@@ -124,7 +129,7 @@ class References:
         late = trainer.engine.shards_states and not all(map(self._passes.is_cached, given))
 
         def add(model: Any) -> None:
-            found = self._added(rows, model)
+            found = self._added(rows, model, trainer.engine)
             trainer.train_dataset, trainer.eval_dataset = found["train"], found["eval"]
             if late:
                 trainer.engine.reshard(model)
@@ -140,9 +145,16 @@ class References:
         else:
             add(trainer.model)
 
-    def _added(self, rows: Rows, model: Any) -> Rows:
+    def _autocast(self, engine: Engine) -> AbstractContextManager[Any]:
+        """Of --bf16 and --fp16 without an engine, as Trainer wraps the model for training."""
+        mixed = not engine.shards_states and (self.args.bf16 or self.args.fp16)
+        dtype = torch.float16 if self.args.fp16 else torch.bfloat16
+        return torch.autocast(self.args.device.type, dtype) if mixed else nullcontext()
+
+    def _added(self, rows: Rows, model: Any, engine: Engine) -> Rows:
         def score(batch: Batch) -> Tensor:
-            return self.task.log_probs(model, batch)
+            with self._autocast(engine):
+                return self.task.log_probs(model, batch)
 
         passes = replace(self._passes, score=score)
         was_training = model is not None and model.training

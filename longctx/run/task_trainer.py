@@ -16,6 +16,8 @@ from torch import Tensor
 from longctx.run.exact import ExactTrainer, overrides
 from longctx.tasks.protocol import Measured, Task
 
+REWARDS = {"rewards/chosen", "rewards/rejected"}
+
 
 class Tally:
     """Means of metrics between two logged lines, over all processes; nothing waits for the GPU
@@ -36,7 +38,11 @@ class Tally:
         if not found:
             return {}
         sums = accelerator.reduce(torch.stack([*found.values()]), "sum").tolist()
-        return {name: x / n for name, (x, n) in zip(found, sums, strict=True) if n}
+        means = {name: x / n for name, (x, n) in zip(found, sums, strict=True) if n}
+        if REWARDS <= means.keys():  # of pairs that is the mean of their margins
+            margin = means["rewards/chosen"] - means["rewards/rejected"]
+            means.setdefault("rewards/margins", margin)
+        return means
 
 
 class TaskTrainer(ExactTrainer):
@@ -61,6 +67,13 @@ class TaskTrainer(ExactTrainer):
             self.add_reference(model)
             dataloader = self.get_train_dataloader()
         return model, dataloader
+
+    @overrides
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """A task reads columns that no model takes."""
+        if self.task.scores:
+            return dataset
+        return super()._remove_unused_columns(dataset, description)
 
     @overrides
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:

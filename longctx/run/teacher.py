@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.config import ModelArguments, TrainArguments
 from longctx.constants import GIB
+from longctx.data.cache import digest
 from longctx.data.tokenizer import read_tokenizer
 from longctx.engines import Engine
 from longctx.errors import UserError, print_rank0
@@ -23,9 +24,11 @@ from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import state_blocks
+from longctx.model.pretrained import computed_by, weights_identity
 from longctx.plan.decide import decide, gpu_budget
 from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config, load_model
+from longctx.run.nonfinite import broken_weight
 from longctx.tasks.distill import Teacher
 
 
@@ -60,7 +63,9 @@ def check_teacher(
             "--task distill runs without an engine, where a teacher's layers wait on the host: "
             "leave out --deepspeed and --fsdp"
         )
-    theirs = load_config(teacher_arguments(model_args, args), vocab_size=len(tokenizer))
+    theirs = load_config(
+        teacher_arguments(model_args, args), vocab_size=len(tokenizer), flag="--teacher"
+    )
     sizes = [c.get_text_config().vocab_size for c in (theirs, config)]
     if sizes[0] != sizes[1]:
         raise UserError(
@@ -81,6 +86,14 @@ def check_teacher(
     return theirs
 
 
+def teacher_identity(
+    model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig
+) -> str:
+    """Returns what tells the teacher's weights and configuration from those of another one."""
+    source = teacher_arguments(model_args, args).source
+    return digest(weights_identity(source, config) or source.name, computed_by(config))
+
+
 def load_teacher(
     model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig
 ) -> Teacher:
@@ -90,6 +103,8 @@ def load_teacher(
     quantised = args.teacher_quantize != "none"
     start = torch.device("cpu") if on_host and not quantised else device
     model: Any = load_model(asked, config, device=device).eval().requires_grad_(False)
+    if name := broken_weight(model):
+        raise UserError(f"--teacher {args.teacher}: its weight {name} is not finite: get it again")
     if not on_host:
         return Teacher(model.to(device), lambda: None)
     if start.type == "cpu":

@@ -27,7 +27,7 @@ from datasets.utils import tqdm
 from torch import Tensor
 
 from longctx.data.cache import cache_path, content_of, digest, forget, open_arrow, write_arrow
-from longctx.errors import UserError
+from longctx.errors import UserError, print_rank0
 from longctx.tasks.protocol import Batch
 
 REFERENCE = "reference"
@@ -54,6 +54,8 @@ class ReferencePass:
     writes: bool = True
     """Whether this is the process that writes."""
     names: Callable[[list[int]], list[str]] = lambda numbers: [f"record {n}" for n in numbers]
+    of: str = "the model before its first step"
+    """The reference, in words."""
 
     def path(self, rows: Dataset, part: int | None = None) -> Path:
         whole = digest(content_of(rows), self.identity)
@@ -69,7 +71,13 @@ class ReferencePass:
         Raises UserError for a log-probability that is not finite.
         """
         found = open_arrow(self.path(rows), len(rows))
-        if not self._agree(found is not None):
+        there = self._agree(found is not None)
+        print_rank0(
+            f"reference, {what} rows: log-probabilities under {self.of} "
+            + (f"are in {self.cache_dir}" if there else "are computed once")
+            + ("" if there else f", {len(rows):,} rows, and kept in {self.cache_dir}")
+        )
+        if not there:
             found = self._compute(rows, what)
         assert found is not None
         return concatenate_datasets([rows, found], axis=1)
@@ -111,8 +119,9 @@ class ReferencePass:
             if not all(map(math.isfinite, everyone[number])):
                 records = [int(n) for n in rows[number]["documents"] if n >= 0]
                 raise UserError(
-                    "the reference model's log-probabilities are not finite in the row of "
-                    f"{', '.join(self.names(records))}: look at its weights, or leave these out"
+                    f"the reference model's log-probabilities ({self.of}) are not finite in the "
+                    f"row of {', '.join(self.names(records))}: look at its weights, or leave these "
+                    "out"
                 )
         return [everyone[number] for number in chosen]
 

@@ -248,7 +248,7 @@ def test_one_record_is_too_few_for_kto(build, tmp_path):
 def test_plain_text_streams_and_no_data_are_refused(build, tmp_path):
     (tmp_path / "book.txt").write_text("a book")
     message = (
-        r"book\.txt is plain text, but --task dpo reads \.jsonl files of records with `chosen`"
+        r"book\.txt is plain text, but a task of pairs reads \.jsonl files of records with `chosen`"
     )
     with pytest.raises(UserError, match=message):
         build([tmp_path / "book.txt"])
@@ -257,7 +257,9 @@ def test_plain_text_streams_and_no_data_are_refused(build, tmp_path):
     for refuse in (lambda: check_sources(none, "rated"), lambda: build(rows="rated")):
         with pytest.raises(UserError, match=message):
             refuse()
-    with pytest.raises(UserError, match="--streaming is for text: leave it out with --task dpo"):
+    with pytest.raises(
+        UserError, match="--streaming is for text: leave it out with a task of pairs"
+    ):
         check_sources(streamed, "pairs")
     check_sources(streamed)
     check_sources(none)

@@ -173,11 +173,11 @@ def test_margins(margin, kept):
 P = {"prompt": "p", "chosen": "a", "rejected": "b"}
 T = {"prompt": [U], "chosen": [A], "rejected": [B]}
 R = {"prompt": "p", "completion": "c", "label": True}
-NEEDS = "expected `chosen` and `rejected` beside a `prompt`, or as whole conversations for --task"
+NEEDS = "expected `chosen` and `rejected` beside a `prompt`, or as whole conversations for a task"
 REFUSED_PAIRS = {
-    "nothing": ({}, NEEDS + " dpo, found nothing"),
+    "nothing": ({}, NEEDS + " of pairs, found nothing"),
     "a list": ([P], "expected an object with `chosen` and `rejected`.* found a list"),
-    "text": ({"text": "t"}, NEEDS + " dpo, found `text`: --task sft reads such records"),
+    "text": ({"text": "t"}, NEEDS + " of pairs, found `text`: --task sft reads such records"),
     "a conversation": ({"messages": [U, A]}, "found `messages`: --task sft reads"),
     "a completion": ({"prompt": "p", "completion": "c"}, ": --task sft reads"),
     "a rated answer": (R, "found .*`label`: --task kto reads rated answers"),

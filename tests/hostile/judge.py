@@ -174,7 +174,8 @@ def _model_problem(path: Path) -> str | None:
     try:
         if check_files(path) is None:
             return "it has no manifest"
-        json.loads((path / "config.json").read_bytes())
+        adapter = path / "adapter_config.json"
+        json.loads((adapter if adapter.exists() else path / "config.json").read_bytes())
         json.loads((path / "tokenizer.json").read_bytes())
         for weights in path.glob("*.safetensors"):
             read_weights(weights)

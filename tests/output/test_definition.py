@@ -11,6 +11,7 @@ from small_run import logged, run
 
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
+from longctx.output.definition import define, differences
 
 RESUME = ("--resume_from_checkpoint", "last", "--max_steps", "5")
 
@@ -133,3 +134,17 @@ def test_what_an_engine_keeps_from_the_checkpoint_cannot_be_changed(flags, copy,
     with pytest.raises(UserError, match=r"weight_decay 0 -> 0.5 .* cannot be changed: this engine"):
         run(flags, copy, *changed)
     run(flags, copy, *RESUME, "--learning_rate", "0.001")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("base", "frozen weights"), ("reference", "reference"), ("teacher", "teacher")],
+)
+def test_models_that_no_checkpoint_holds_are_compared(name: str, what: str) -> None:
+    """Only where both say which one it was: what an earlier version saved did not."""
+    same = {"dtype": "x", "data": "y", "model": {}, "num_processes": 1}
+    before, now = (define([], **same, **{name: word}) for word in ("one", "two"))
+    changed = differences(before, now)
+    assert list(changed) == [name]
+    assert f"{name} (the {what}" in changed[name] and "one -> two" in changed[name]
+    assert not differences(define([], **same), now)
