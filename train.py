@@ -52,7 +52,7 @@ from longctx.run.loading import (
 from longctx.run.metrics import peak_memory
 from longctx.run.oom import explained_oom, explained_oom_of_weights
 from longctx.run.options import check_rows, check_towers, parse_args
-from longctx.run.reference import References
+from longctx.run.reference import References, check_reference
 from longctx.run.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.run.trainer import LongTrainer
 from longctx.tasks import make_task
@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     teacher = None
     if args.task == "distill":
         teacher = check_teacher(model_args, args, config, tokenizer, engine)
+    if task.has_reference and args.reference:
+        check_reference(model_args, args, config)
     if not data_args.show_example:  # which writes nothing there
         output_dir = open_output_dir(args)
         lock = lock_folder(output_dir) if args.process_index == 0 else None

@@ -17,7 +17,7 @@ ALLOWED = {
     },
     "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
     "lora": {"output", "model", "data"},
-    "tasks": {"losses", "model", "data"},
+    "tasks": {"losses", "model", "data", "attention"},
     "losses": {"model"},
     "output": {"memory", "cost"},
     "engines": {"memory", "cost"},

@@ -208,8 +208,17 @@ _OTHER_PROMPT = (
 )
 
 
+_PROMPTS = ("question", "query", "input")
+"""What datasets call a prompt whose answers may by chance begin alike."""
+
+
 def _cut_strings(texts: Sequence[str], given: Mapping[str, Any], where: str) -> Read:
     """Whole strings, as a prompt and two answers."""
+    if named := next((key for key in _PROMPTS if isinstance(given.get(key), str)), None):
+        raise UserError(
+            f"{where}: `{named}` beside `chosen` and `rejected` is not read: call it `prompt`, or "
+            "leave it out if both begin with the prompt"
+        )
     no_template_keys(given, where)
     shared = _shared(*texts)
     answers = [text[shared:] for text in texts]

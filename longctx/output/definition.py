@@ -16,24 +16,6 @@ from longctx.errors import UserError, print_rank0
 from longctx.output.manifest import read_manifest
 
 OPTIONS = (
-    # what is trained for; --reference and --teacher are recorded by their weights
-    "task",
-    "loss_type",
-    "loss_weights",
-    "beta",
-    "label_smoothing",
-    "f_divergence_type",
-    "f_alpha_divergence_coef",
-    "discopop_tau",
-    "ld_alpha",
-    "cpo_alpha",
-    "simpo_gamma",
-    "desirable_weight",
-    "undesirable_weight",
-    "center_rewards_coefficient",
-    "teacher_quantize",
-    "distill_beta",
-    "temperature",
     # which rows, and in which order
     "seq_len",
     "long_documents",
@@ -72,6 +54,24 @@ OPTIONS = (
     "label_smoothing_factor",
     "neftune_noise_alpha",
     "average_tokens_across_devices",
+    # what is trained for; --reference and --teacher are recorded by their weights
+    "task",
+    "loss_type",
+    "loss_weights",
+    "beta",
+    "label_smoothing",
+    "f_divergence_type",
+    "f_alpha_divergence_coef",
+    "discopop_tau",
+    "ld_alpha",
+    "cpo_alpha",
+    "simpo_gamma",
+    "desirable_weight",
+    "undesirable_weight",
+    "center_rewards_coefficient",
+    "teacher_quantize",
+    "distill_beta",
+    "temperature",
 )
 APPLIED = (
     "learning_rate",

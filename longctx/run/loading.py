@@ -138,9 +138,10 @@ def load_model(
     *,
     device: torch.device,
     engine: Engine | None = None,
+    role: str = "",
 ) -> PreTrainedModel:
     """The model in `args.dtype`, patched as `args.class_type` says, in a PeftModel if it gets
-    adapters; prints what was patched.
+    adapters; prints what was patched, and the model's `role` if it is not the one that trains.
 
     Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
     parts); a preset's are random (seed them with `transformers.set_seed`).
@@ -173,7 +174,7 @@ def load_model(
     keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
     line = (
-        f"{args.class_type}: {type(model).__name__}, "
+        f"{role and role + ', '}{args.class_type}: {type(model).__name__}, "
         f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
     )
     if any(towers(model)):

@@ -37,7 +37,7 @@ def reference_identity(
     source = model_args.source
     if args.reference:
         source = ModelSource(name=args.reference, trust_remote_code=model_args.trust_remote_code)
-        config = _config_of_reference(model_args, args, config)
+        config = check_reference(model_args, args, config)
     weights = weights_identity(source, config) or [
         *(model_args.preset, args.seed, args.device.type, source.name)
     ]
@@ -56,11 +56,19 @@ def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArgu
     )
 
 
-def _config_of_reference(
+def check_reference(
     model_args: ModelArguments, args: TrainArguments, trained: PretrainedConfig
 ) -> PretrainedConfig:
-    asked, size = _of_reference(model_args, args), trained.get_text_config().vocab_size
-    return load_config(asked, vocab_size=size, flag="--reference")
+    """Returns the configuration of `--reference`. Raises UserError for one that cannot be read, and
+    for another vocabulary than the trained model's."""
+    size = trained.get_text_config().vocab_size
+    config = load_config(_of_reference(model_args, args), vocab_size=size, flag="--reference")
+    if (theirs := config.get_text_config().vocab_size) != size:
+        raise UserError(
+            f"--reference {args.reference}: its vocabulary has {theirs} entries, the trained "
+            f"model's {size}"
+        )
+    return config
 
 
 class References:
@@ -92,8 +100,7 @@ class References:
         )
 
     def of_another_model(self, rows: Rows, engine: Engine) -> Rows:
-        """Loads `--reference` alone, and frees it again. Raises UserError for a model with another
-        vocabulary."""
+        """Loads `--reference` alone, and frees it again."""
         if all(self._passes.is_cached(x) for x in rows.values() if x is not None):
             return self._added(rows, None, engine)
         if engine.shards_states:
@@ -102,15 +109,9 @@ class References:
                 "start this run once without --deepspeed and --fsdp, and its log-probabilities "
                 "are in --cache_dir"
             )
-        args = _of_reference(self.model_args, self.args)
-        config = _config_of_reference(self.model_args, self.args, self.config)
-        if config.get_text_config().vocab_size != self.config.get_text_config().vocab_size:
-            raise UserError(
-                f"--reference {args.model_name_or_path}: its vocabulary has "
-                f"{config.get_text_config().vocab_size} entries, the trained model's "
-                f"{self.config.get_text_config().vocab_size}"
-            )
-        model: Any = load_model(args, config, device=self.args.device, engine=engine)
+        args, device = _of_reference(self.model_args, self.args), self.args.device
+        config = check_reference(self.model_args, self.args, self.config)
+        model: Any = load_model(args, config, device=device, engine=engine, role="reference")
         model.to(self.args.device)
         self.task.attach(model)
         found = self._added(rows, model, engine)

@@ -102,7 +102,8 @@ def load_teacher(
     on_host = device.type == "cuda" and args.world_size == 1
     quantised = args.teacher_quantize != "none"
     start = torch.device("cpu") if on_host and not quantised else device
-    model: Any = load_model(asked, config, device=device).eval().requires_grad_(False)
+    model: Any = load_model(asked, config, device=device, role="teacher")
+    model = model.eval().requires_grad_(False)
     if name := broken_weight(model):
         raise UserError(f"--teacher {args.teacher}: its weight {name} is not finite: get it again")
     if not on_host:

@@ -177,6 +177,10 @@ NEEDS = "expected `chosen` and `rejected` beside a `prompt`, or as whole convers
 REFUSED_PAIRS = {
     "nothing": ({}, NEEDS + " of pairs, found nothing"),
     "a list": ([P], "expected an object with `chosen` and `rejected`.* found a list"),
+    "a question": (
+        {"system": "s", "question": "q", "chosen": "The sun", "rejected": "The moon"},
+        "`question` beside `chosen` and `rejected` is not read: call it `prompt`",
+    ),
     "text": ({"text": "t"}, NEEDS + " of pairs, found `text`: --task sft reads such records"),
     "a conversation": ({"messages": [U, A]}, "found `messages`: --task sft reads"),
     "a completion": ({"prompt": "p", "completion": "c"}, ": --task sft reads"),

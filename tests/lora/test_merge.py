@@ -368,7 +368,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "its own folder for a model": (
         lambda f: say(base_model_name_or_path=str(f))(f),
-        "has no config.json",
+        "holds an adapter",
     ),
 }
 

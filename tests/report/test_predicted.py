@@ -39,6 +39,7 @@ OPTIONS = dict(
     gpu_memory_gib=None,
     per_device_train_batch_size=1,
     gradient_accumulation_steps=1,
+    task="sft",
     gradient_checkpointing=True,
     optimizer_states=None,
     save_fp32=False,
