@@ -336,6 +336,8 @@ class ExactAdamW(torch.optim.Optimizer):
         """Ends outstanding updates, so that the weights of a model whose optimizer is gone are
         updated."""
         stream = vars(self).get("stream")
+        if sys is None:  # modules are taken apart: the interpreter ends
+            return
         if stream is not None and not sys.is_finalizing():
             if any(block.update is not None for block in stream.blocks):
                 stream.flush()
