@@ -2,8 +2,8 @@
 links.
 
 An index shows README.md away from the repository, where relative links and images lead nowhere.
-They become links into the repository; until it has a public address, links become their text and
-images their description.
+They become links into the repository, whose address is `repository-code` in CITATION.cff; until it
+has one there, links become their text and images their description.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from pathlib import Path
 
 from setuptools import setup
 
-REPOSITORY = ""
-"""The public address, for example https://github.com/OWNER/longctx: the one place to set it."""
-
 ROOT = Path(__file__).parent
+
+
+def repository() -> str:
+    """The repository's public address, or nothing."""
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    found = re.search(r"^repository-code: *(\S+)$", text, flags=re.M)
+    return found[1].strip("\"'").rstrip("/") if found else ""
 
 
 def version() -> str:
@@ -31,18 +35,18 @@ def version() -> str:
     return str(ast.literal_eval(values["__version__"]))
 
 
-def long_description(readme: str, repository: str, ref: str) -> str:
+def long_description(readme: str, address: str, ref: str) -> str:
     """README.md with its relative links and images as addresses at `ref`, a tag or a branch."""
 
     def absolute(match: re.Match[str]) -> str:
         mark, text, target = match.groups()
         if re.match(r"[a-z]+:", target):
             return match[0]
-        if not repository:
+        if not address:
             return text
         if target.startswith("#"):
-            return f"[{text}]({repository}/blob/{ref}/README.md{target})"
-        return f"{mark}[{text}]({repository}/{'raw' if mark else 'blob'}/{ref}/{target})"
+            return f"[{text}]({address}/blob/{ref}/README.md{target})"
+        return f"{mark}[{text}]({address}/{'raw' if mark else 'blob'}/{ref}/{target})"
 
     link = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)")
     # Blocks of code stay as they are.
@@ -50,14 +54,14 @@ def long_description(readme: str, repository: str, ref: str) -> str:
     return "".join(p if p.startswith("```") else link.sub(absolute, p) for p in parts)
 
 
-def project_urls(repository: str, ref: str) -> dict[str, str]:
-    if not repository:
+def project_urls(address: str, ref: str) -> dict[str, str]:
+    if not address:
         return {}
     return {
-        "Repository": repository,
-        "Documentation": f"{repository}/blob/{ref}/docs/README.md",
-        "Changelog": f"{repository}/blob/{ref}/CHANGELOG.md",
-        "Issues": f"{repository}/issues",
+        "Repository": address,
+        "Documentation": f"{address}/blob/{ref}/docs/README.md",
+        "Changelog": f"{address}/blob/{ref}/CHANGELOG.md",
+        "Issues": f"{address}/issues",
     }
 
 
@@ -69,8 +73,8 @@ def ref_of(release: str) -> str:
 REF = ref_of(version())
 setup(
     long_description=long_description(
-        (ROOT / "README.md").read_text(encoding="utf-8"), REPOSITORY, REF
+        (ROOT / "README.md").read_text(encoding="utf-8"), repository(), REF
     ),
     long_description_content_type="text/markdown",
-    project_urls=project_urls(REPOSITORY, REF),
+    project_urls=project_urls(repository(), REF),
 )

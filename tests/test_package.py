@@ -185,5 +185,5 @@ def test_the_metadata_says_what_an_index_shows(wheel: Path, setup: ModuleType) -
         assert f"\n{field}: " in text, field
     assert text.count("\nClassifier: ") > 5
     urls = re.findall(r"^Project-URL: (\w+), (.*)$", text, flags=re.M)
-    assert dict(urls) == setup.project_urls(setup.REPOSITORY, setup.ref_of(longctx.__version__))
+    assert dict(urls) == setup.project_urls(setup.repository(), setup.ref_of(longctx.__version__))
     assert setup.ref_of("0.2.0.dev0") == "main" and setup.ref_of("0.2.0") == "v0.2.0"
