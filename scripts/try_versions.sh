@@ -4,7 +4,7 @@
 #   scripts/try_versions.sh lowest          # of its own requirements the lower bounds
 #   scripts/try_versions.sh highest         # the newest within the bounds
 #
-# It makes a virtual environment in build/, builds a wheel, installs it with uv, imports every module
+# It makes a virtual environment in a temporary folder, builds a wheel, installs it with uv, imports every module
 # and trains a patched model outside the repository (tests/installed.py), then runs the tests of
 # plan, lora, memory and model, or those that are named after the first argument.
 #
@@ -21,13 +21,14 @@ case $resolution in
   *) echo "error: $resolution: lowest or highest" >&2 && exit 1 ;;
 esac
 command -v uv >/dev/null || { echo "error: this needs uv: pip install uv" >&2 && exit 1; }
-venv="$root/build/versions-$resolution"
-rm -rf "$venv" "$root/build/wheel"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+venv="$work/venv"
 uv venv -q "$venv"
 echo "torch==${TORCH:-2.13.0}" >"$venv/constraints.txt"
 links=(${FIND_LINKS:+--find-links "$FIND_LINKS"})
-uv build -q --wheel -o "$root/build/wheel" "$root"
-wheel=$(echo "$root"/build/wheel/*.whl)
+uv build -q --wheel -o "$work/wheel" "$root"
+wheel=$(echo "$work"/wheel/*.whl)
 uv pip install -q --python "$venv/bin/python" --resolution "$resolution" "${links[@]}" \
   -c "$venv/constraints.txt" "longctx[lora,test] @ file://$wheel"
 uv pip freeze --python "$venv/bin/python"

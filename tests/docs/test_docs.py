@@ -71,7 +71,9 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 def missing_files(text: str) -> list[str]:
     """Python and Markdown files, and paths from the root, that are named and are not there."""
-    known = {path.name for path in ROOT.rglob("*.py")} | {path.name for path in ROOT.rglob("*.md")}
+    own_folders = [f for f in ROOT.iterdir() if f.name not in (".git", ".venv", "build")]
+    paths = [*own_folders, *(path for folder in own_folders for path in folder.rglob("*"))]
+    known = {path.name for path in paths if path.suffix in (".py", ".md")}
     named = re.findall(r"(?<![\w/.*$~-])[\w./-]+\.(?:py|md)\b", text)
     roots = "profiling|recipes|notebooks|longctx|kernels|tests|docs|scripts|ds_configs|fsdp_configs"
     paths = re.findall(rf"(?<![\w/.*$~-])(?:{roots})/[\w./-]*\w", text)
