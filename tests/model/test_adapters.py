@@ -36,7 +36,7 @@ from longctx.errors import UserError
 from longctx.layer.lora import Lora
 from longctx.layer.weights import PROJECTIONS
 from longctx.model.families import FAMILIES as FAMILY_OF
-from longctx.model.families import layer_adapters, score_cap
+from longctx.model.families import layer_adapters
 from longctx.model.strangers import why_not_scheduled
 from longctx.run.loading import load_config
 
@@ -71,8 +71,6 @@ def adapted(
 def trio(family: str, dtype: torch.dtype, config: Any = None, settings: Any = None, **how: Any):
     """(truth, naive, ours) with the same weights and adapters."""
     naive = adapted(family, dtype, config, **how)
-    if score_cap(naive.config) is not None:  # transformers 5.17 has sdpa leave the cap out
-        naive.set_attn_implementation("eager")
     truth = cast(copy.deepcopy(naive), torch.float64)
     ours = longctx.patch(copy.deepcopy(naive), strict=True, **(settings or {}))
     return truth, naive, ours
