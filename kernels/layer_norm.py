@@ -352,6 +352,12 @@ def layer_norm(
     Saves x and weight; x is copied first if it is not contiguous. A frozen weight or bias costs
     nothing in backward. Raises ValueError for a wrong shape, dtype or device.
 
+    Example:
+        >>> import longctx, torch
+        >>> x = torch.tensor([[1.0, 3.0]])
+        >>> longctx.layer_norm(x, torch.ones(2), eps=0.0, bias=torch.tensor([0.0, 10.0]))
+        tensor([[-1., 11.]])
+
     Source: Ba, Kiros and Hinton, Layer Normalization (arXiv 1607.06450).
     """
     check_norm(x, weight, bias)

@@ -201,10 +201,15 @@ def check_norm(
 ) -> None:
     """The others have x's dtype; the one that `y` names may have the weight's instead."""
     check_float("x", x)
+    if x.dim() == 0:
+        raise ValueError("x must have shape (..., D), got ()")
     D = x.shape[-1]
     if not 0 < D <= MAX_HIDDEN:
         raise ValueError(f"x must have 1 to {MAX_HIDDEN} elements a row, got {D}")
-    check_shape("weight", weight, (D,))
+    if tuple(weight.shape) != (D,):
+        raise ValueError(
+            f"weight must have shape ({D},), got {tuple(weight.shape)} for x of {tuple(x.shape)}"
+        )
     check_float("weight", weight, None if weight.dtype == torch.float32 else x.dtype)
     if bias is not None:
         check_shape("bias", bias, (D,))
@@ -372,12 +377,19 @@ def rms_norm(
     """x / rms(x) * (weight + offset) over the last dimension, differentiable in x and weight.
 
     Shapes: x and the result are (..., D) with 1 <= D <= 32768, weight is (D,); bf16, fp16 or fp32,
-    all of one dtype, or x alone in 16 bits. rms(x) = sqrt(mean(x^2) + eps). With `llama_rounding`
-    the normalised x is rounded to x's dtype before the multiplication, as Hugging Face's
-    LlamaRMSNorm does; without it only the result is rounded.
+    all of one dtype, or x alone in 16 bits, where the result is fp32. rms(x) = sqrt(mean(x^2) +
+    eps). With `llama_rounding` the normalised x is rounded to x's dtype before the multiplication,
+    as Hugging Face's LlamaRMSNorm does; without it only the result is rounded. Gemma's norms have
+    `offset=1.0` and no `llama_rounding`.
 
     Saves x and weight; x is copied first if it is not contiguous. A frozen weight costs nothing in
     backward. Raises ValueError for a wrong shape, dtype or device.
+
+    Example:
+        >>> import longctx, torch
+        >>> x = torch.tensor([[3.0, 4.0]])
+        >>> longctx.rms_norm(x, torch.ones(2), eps=0.0)  # rms(x) = sqrt(12.5)
+        tensor([[0.8485, 1.1314]])
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467).
     """

@@ -332,6 +332,15 @@ def rope(
     gradient. In backward, autograd raises RuntimeError if another operation saved the old values of
     q or k.
 
+    Example:
+        >>> import longctx, torch
+        >>> q, k = torch.ones(5, 8, 4), torch.ones(5, 2, 4)  # 5 tokens, 8 query and 2 key heads
+        >>> inv_freq = 10000.0 ** -(torch.arange(0, 4, 2) / 4)
+        >>> position_ids = torch.tensor([0, 1, 2, 0, 1])  # two packed documents
+        >>> q, k = longctx.rope(q, k, position_ids, inv_freq)
+        >>> bool((q[0] == 1).all() and (q[1] == q[4]).all())  # position 0 rotates nothing
+        True
+
     Source: Su et al., RoFormer (arXiv 2104.09864); halves paired as in Hugging Face's Llama.
     """
     for name, x in (("q", q), ("k", k)):

@@ -296,6 +296,14 @@ def swiglu(
     gradient. In backward, autograd raises RuntimeError if another operation saved gate or up, or if
     backward runs twice.
 
+    Example:
+        >>> import longctx, torch
+        >>> x = torch.ones(2, 5, 8)
+        >>> projection = torch.nn.Linear(8, 2 * 16)  # gate and up in one matmul
+        >>> gate, up = projection(x).chunk(2, dim=-1)
+        >>> longctx.swiglu(gate, up).shape
+        torch.Size([2, 5, 16])
+
     Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
     """
     return _gated(gate, up, "silu")
@@ -305,7 +313,17 @@ def geglu(
     gate: Tensor,  # (..., F)
     up: Tensor,  # (..., F)
 ) -> Tensor:  # (..., F)
-    """gelu(gate) * up, by tanh, differentiable in both. All else is as in `swiglu`."""
+    """gelu(gate) * up with gelu approximated by tanh, differentiable in both. Backward overwrites
+    gate and up.
+
+    Shapes, dtypes, what is saved and the errors raised are those of `longctx.swiglu`: gate, up and
+    the result are (..., F), and neither gate nor up may be a leaf that requires a gradient.
+
+    Example:
+        >>> import longctx, torch
+        >>> longctx.geglu(torch.tensor([1.0]), torch.tensor([2.0]))  # 2 gelu(1)
+        tensor([1.6824])
+    """
     return _gated(gate, up, "gelu_tanh")
 
 

@@ -1,4 +1,4 @@
-"""longctx: full fine-tuning of Llama-family models at very long context on one GPU.
+"""longctx: training language models of Hugging Face at very long context, on one GPU or a few.
 
 The public names, each imported when it is first used (torch is not loaded before):
 
@@ -19,9 +19,36 @@ The public names, each imported when it is first used (torch is not loaded befor
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
+
+if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what runs
+    from longctx import losses as losses
+    from longctx.attention.documents import Documents as Documents
+    from longctx.kernels.layer_norm import layer_norm as layer_norm
+    from longctx.kernels.rms_norm import rms_norm as rms_norm
+    from longctx.kernels.rope import rope as rope
+    from longctx.kernels.swiglu import geglu as geglu
+    from longctx.kernels.swiglu import swiglu as swiglu
+    from longctx.model.distillation import linear_jsd as linear_jsd
+    from longctx.model.distillation import linear_kl as linear_kl
+    from longctx.model.log_probs import linear_log_probs as linear_log_probs
+    from longctx.model.loss import linear_cross_entropy as linear_cross_entropy
+    from longctx.model.nn import GeGLU as GeGLU
+    from longctx.model.nn import LayerNorm as LayerNorm
+    from longctx.model.nn import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+    from longctx.model.nn import LinearJSDLoss as LinearJSDLoss
+    from longctx.model.nn import LinearKLLoss as LinearKLLoss
+    from longctx.model.nn import LinearLogProbs as LinearLogProbs
+    from longctx.model.nn import RMSNorm as RMSNorm
+    from longctx.model.nn import RotaryEmbedding as RotaryEmbedding
+    from longctx.model.nn import SwiGLU as SwiGLU
+    from longctx.model.patch import AutoLongctxModelForCausalLM as AutoLongctxModelForCausalLM
+    from longctx.model.patch import patch as patch
+    from longctx.model.patch import unpatch as unpatch
+    from longctx.run.loop import exact_adamw as exact_adamw
+    from longctx.run.trainer import LongTrainer as LongTrainer
 
 _HOMES = {
     "patch": "longctx.model.patch",
@@ -50,13 +77,14 @@ _HOMES = {
 _PACKAGES = ("losses",)
 __all__ = [*_HOMES, *_PACKAGES]
 
+if not TYPE_CHECKING:  # a type checker that saw it would take any name
 
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"longctx.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'longctx' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    def __getattr__(name: str) -> object:
+        if name in _PACKAGES:
+            return importlib.import_module(f"longctx.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'longctx' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,8 @@
 A *floor* is a file's height over the files that import nothing of ours. A *room* is a folder of
 longctx/; files beside the rooms (config.py, errors.py, ...) are one, called `longctx`. Every import
 statement counts, those inside functions too; what the public doors (longctx/__init__.py, cli.py)
-import by name when it is asked for does not. tests/test_rooms.py holds the tree to this count.
+import by name when it is asked for, or for type checkers alone, does not. tests/test_rooms.py holds
+the tree to this count.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def read_imports(root: Path) -> Imports:
 
 def _imported(path: Path, names: set[str]) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path.parent.name == "longctx" and path.name == "__init__.py":  # TYPE_CHECKING: its names
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {_file(alias.name, names) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -30,6 +30,16 @@ class Documents:
     attend to all of the parent's tokens before their own. A prompt of 4 tokens and two answers:
 
         lengths (4, 2, 3), parents (None, 0, 0)              ->  positions 0 1 2 3  4 5  4 5 6
+
+    Make them with `Documents.of`, and hand a patched model what `arguments` returns.
+
+    Example:
+        >>> from longctx import Documents
+        >>> documents = Documents.of([4, 2, 3], parents=[None, 0, 0])
+        >>> documents.cu_seqlens
+        tensor([0, 4, 6, 9], dtype=torch.int32)
+        >>> {name: x.tolist() for name, x in documents.arguments().items() if name != "parents"}
+        {'position_ids': [[0, 1, 2, 3, 4, 5, 4, 5, 6]], 'cu_seq_lens_q': [0, 4, 6, 9]}
     """
 
     lengths: tuple[int, ...]
@@ -51,10 +61,15 @@ class Documents:
         one document. Without a mask `cu_seqlens` decides, or else positions: a document starts
         where they do not increase by 1. The boundaries are read back from the GPU: one
         synchronisation, two with a mask. `parents` goes with `cu_seqlens` and is described at `of`.
-        Raises ValueError for bounds that do not fit the batch, UserError for parents that cannot
-        be, or that come with a mask or without bounds.
+        Raises ValueError for bounds or a mask that do not fit the batch, UserError for parents that
+        cannot be, or that come with a mask or without bounds.
         """
         device = position_ids.device
+        if attention_mask is not None and attention_mask.shape != position_ids.shape:
+            raise ValueError(
+                f"attention_mask must have shape {tuple(position_ids.shape)} as position_ids has, "
+                f"got {tuple(attention_mask.shape)}"
+            )
         if parents is not None and (cu_seqlens is None or attention_mask is not None):
             raise UserError(
                 "parents number the documents of cu_seq_lens_q: give both, and no attention_mask"
@@ -73,7 +88,12 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> Documents:  # (B, S)
-        """A document starts at each row's start and wherever positions do not increase by 1."""
+        """A document starts at each row's start and wherever positions do not increase by 1. Raises
+        ValueError for positions that are not (B, S)."""
+        if position_ids.dim() != 2:
+            raise ValueError(
+                f"position_ids must have shape (B, S), got {tuple(position_ids.shape)}"
+            )
         if not position_ids.numel():
             return cls.of([], device=position_ids.device)
         steps = position_ids.flatten().diff() != 1
@@ -109,9 +129,11 @@ class Documents:
 
         `parents` has an entry per document: the number of the document that it continues, or None
         (or -1). A document must follow its parent or another document of that parent. Raises
-        UserError for a number that is no earlier document, for another order, and for a parent that
-        has a parent itself.
+        UserError for lengths that are no sequence of integers from 0 on, for a number that is no
+        earlier document, for another order, and for a parent that has a parent itself.
         """
+        if not isinstance(lengths, Iterable):
+            raise UserError(f"lengths is a sequence with an entry per document, got {lengths!r}")
         lengths = [_whole(n) for n in lengths]
         if min(lengths, default=0) < 0:
             raise UserError(f"documents have no negative length, got {reprlib.repr(lengths)}")

@@ -20,6 +20,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -53,8 +54,8 @@ class ExactAdamW(torch.optim.Optimizer):
         """`stream` has the blocks that hold the parameters; `is_last` says whether the batch whose
         backward runs is the step's last one (several processes average gradients then).
 
-        Raises ValueError for a parameter that is frozen, and for one in no block whose weights are
-        not on the GPU.
+        Raises ValueError for a parameter that is frozen, for one in no block whose weights are not
+        on the GPU, and for an option that is no number or out of its range.
         """
         self.stream = stream
         self.gradients = WatchedGradients(stream, is_last=is_last)
@@ -68,6 +69,7 @@ class ExactAdamW(torch.optim.Optimizer):
         }
         self._strangers: list[nn.Parameter] = []
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        _check_numbers(defaults)
         super().__init__(params, defaults)
         mine = {p for group in self.param_groups for p in group["params"]}
         blocks = (p for block in stream.blocks for p in block.parameters)
@@ -334,6 +336,8 @@ class ExactAdamW(torch.optim.Optimizer):
         """Ends outstanding updates, so that the weights of a model whose optimizer is gone are
         updated."""
         stream = vars(self).get("stream")
+        if sys is None:  # modules are taken apart: the interpreter ends
+            return
         if stream is not None and not sys.is_finalizing():
             if any(block.update is not None for block in stream.blocks):
                 stream.flush()
@@ -397,3 +401,15 @@ def _check_options(group: Mapping[str, Any]) -> None:
             "the options are Adam's, whose weight decay goes through the moments; AdamW's does "
             "not: set weight_decay to 0, or use torch.optim.Adam"
         )
+    _check_numbers(group)
+
+
+def _check_numbers(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for numbers that torch's AdamW refuses; an option may be left out."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = options.get(name, 0.0)
+        if not isinstance(value, Real | Tensor) or not float(value) >= 0:
+            raise ValueError(f"{name} must be a number and not negative, got {value!r}")
+    betas = options.get("betas", (0.0, 0.0))
+    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")

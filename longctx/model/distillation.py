@@ -22,7 +22,7 @@ and heads where logits are computed again. No logits are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from longctx.kernels import divergence as kernel
 from longctx.kernels.divergence import How
 from longctx.model.head import (
     Objective,
+    check_count,
     check_device,
     check_labels,
     check_number,
@@ -130,6 +131,10 @@ def linear_jsd(
 ) -> Tensor:  # () fp32, or (T,) or (B, S) for reduction="none"
     """Generalised Jensen-Shannon divergence of a student's distribution p from a teacher's q.
 
+    Shapes: hidden is (T, D) or (B, S, D), teacher_hidden (T, E) or (B, S, E), weight (V, D),
+    teacher_weight (V, E), the biases (V,) and labels (T,) or (B, S), int64. The loss is fp32, of
+    shape (), or of the labels' shape for `reduction="none"`.
+
     It is beta KL(q | m) + (1 - beta) KL(p | m) with m = beta q + (1 - beta) p; at beta=0 it is
     KL(q | p), forward KL, and at beta=1 KL(p | q), reverse KL. `labels` say only which tokens
     count: those of -100 do not, and cost nothing. The sum over the others is divided by `num_items`
@@ -142,6 +147,17 @@ def linear_jsd(
     Differentiable in hidden, weight and bias; the teacher gets no gradient. D and E may differ, and
     so may the 16- or 32-bit dtypes of student and teacher. With a sum or mean backward may run
     once. Raises ValueError for a wrong shape, dtype or value, and for vocabularies that differ.
+
+    Example:
+        >>> import longctx, torch
+        >>> hidden, weight = torch.randn(3, 8), torch.randn(16, 8)
+        >>> taught, teacher_weight = torch.randn(3, 32), torch.randn(16, 32)
+        >>> loss = longctx.linear_jsd(hidden, weight, taught, teacher_weight, beta=0.5)
+        >>> 0 < loss.item() < 0.6932  # log(2) is the most it can be for beta=0.5
+        True
+        >>> agreed = longctx.linear_jsd(hidden, weight, hidden, weight)  # its own teacher
+        >>> abs(agreed.item()) < 1e-6
+        True
 
     Source: GKD (arXiv 2306.13649); the values are those of TRL's
     `GKDTrainer.generalized_jsd_loss`.
@@ -178,6 +194,7 @@ def linear_jsd(
         raise ValueError(f"beta must be in [0, 1], got {beta}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    check_count(num_items)
     if reduction == "none" and num_items is not None:
         raise ValueError("num_items divides a sum: it is impossible with reduction='none'")
     check_positive(temperature=temperature, softcap=softcap, teacher_softcap=teacher_softcap)
@@ -198,16 +215,36 @@ def linear_kl(
     labels: Tensor | None = None,  # (T,) or (B, S), aligned with hidden; None: all tokens count
     *,
     reverse: bool = False,
-    **options: Any,
+    bias: Tensor | None = None,  # (V,)
+    teacher_bias: Tensor | None = None,  # (V,)
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    reduction: Reduction = "mean",
+    num_items: int | Tensor | None = None,
+    logits_bytes: int | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:  # () fp32, or (T,) or (B, S) for reduction="none"
     """Kullback-Leibler divergence of a student's distribution p from a teacher's q: KL(q | p), or
     with `reverse` KL(p | q).
 
-    The options are those of `linear_jsd` (bias, teacher_bias, temperature, softcap,
-    teacher_softcap, reduction, num_items, logits_bytes), and so is all else.
+    Shapes, options, precision and errors are those of `longctx.linear_jsd`, whose `beta=0` and
+    `beta=1` these two are: hidden is (T, D) or (B, S, D), teacher_hidden (T, E) or (B, S, E),
+    weight (V, D) and teacher_weight (V, E). Raises TypeError for an unknown option.
+
+    Example:
+        >>> import longctx, torch
+        >>> head = torch.eye(2)  # hidden states are logits
+        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 0.0]])
+        >>> longctx.linear_kl(student, head, teacher, head)  # KL(q | p), p = (1/2, 1/2)
+        tensor(0.1109)
+        >>> longctx.linear_kl(student, head, teacher, head, reverse=True)  # KL(p | q)
+        tensor(0.1201)
     """
-    if "beta" in options:
+    if "beta" in unknown:
         raise TypeError("linear_kl has no beta: reverse=True is linear_jsd's beta=1")
+    if unknown:
+        raise TypeError(f"linear_kl has no option {next(iter(unknown))!r}")
     return linear_jsd(
         hidden,
         weight,
@@ -215,5 +252,12 @@ def linear_kl(
         teacher_weight,
         labels,
         beta=1.0 if reverse else 0.0,
-        **options,
+        bias=bias,
+        teacher_bias=teacher_bias,
+        temperature=temperature,
+        softcap=softcap,
+        teacher_softcap=teacher_softcap,
+        reduction=reduction,
+        num_items=num_items,
+        logits_bytes=logits_bytes,
     )

@@ -336,6 +336,14 @@ def check_number(**values: Any) -> None:
             raise ValueError(f"{name} must be a number, got {type(value).__name__}")
 
 
+def check_count(num_items: int | Tensor | None) -> None:
+    """Raises ValueError for what is neither a number nor a tensor of one number; None passes."""
+    if not isinstance(num_items, Tensor):
+        check_number(num_items=num_items)
+    elif num_items.numel() != 1:
+        raise ValueError(f"num_items must be one number, got shape {tuple(num_items.shape)}")
+
+
 def check_positive(**values: float | None) -> None:
     """Raises ValueError for a number that is not above 0; None passes."""
     check_number(**values)

@@ -126,7 +126,12 @@ def linear_log_probs(
     """Log-probabilities of labels under softmax((hidden @ weight.T + bias) / temperature), with the
     distribution's entropy, the mean logit and whether the label is the most likely token.
 
-    `outputs` says which of them are computed. All are fp32 (fp64 for operands in fp64);
+    Shapes: hidden is (T, D) with labels (T,), or (B, S, D) with labels (B, S); weight is (V, D) and
+    bias (V,). hidden and weight have one dtype; labels are int64, in [0, V) or -100. Each output
+    has the labels' shape.
+
+    `outputs` says which of `log_probs`, `entropy`, `mean_logits` and `is_top1` are computed; the
+    others are None. All but `is_top1`, which is bool, are fp32 (fp64 for operands in fp64);
     `log_probs` and `entropy` are differentiable in hidden, weight and bias, `mean_logits` and
     `is_top1` are not. Labels of -100 are ignored: they cost nothing, and their values are 0 and
     False. `softcap` bounds the logits by softcap * tanh(logits / softcap) before the temperature
@@ -136,6 +141,14 @@ def linear_log_probs(
 
     A frozen head costs a third less without `entropy` among the outputs. Without gradients nothing
     is saved. Raises ValueError for a wrong shape, dtype or value.
+
+    Example:
+        >>> import longctx, torch
+        >>> hidden, weight = torch.zeros(3, 8), torch.zeros(16, 8)
+        >>> labels = torch.tensor([5, 9, -100])
+        >>> found = longctx.linear_log_probs(hidden, weight, labels, outputs=("log_probs",))
+        >>> found.log_probs  # -log(16), and 0 where the label is ignored
+        tensor([-2.7726, -2.7726,  0.0000])
 
     The values are those of TRL's `add_fused_lm_head`.
     """

@@ -29,7 +29,9 @@ from longctx.cost.table import Buffer, Table, Work
 from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
 from longctx.model.head import (
     Objective,
+    check_count,
     check_labels,
+    check_number,
     check_positive,
     checked_head,
     logits_budget,
@@ -99,22 +101,37 @@ def linear_cross_entropy(
 ) -> Tensor:  # () fp32
     """Cross-entropy of hidden @ weight.T + bias, differentiable in hidden, weight and bias.
 
+    Shapes: hidden is (T, D) with labels (T,), or (B, S, D) with labels (B, S); weight is (V, D) and
+    bias (V,). hidden and weight have one dtype, bf16, fp16 or fp32; labels are int64, in [0, V) or
+    -100. The loss is fp32, of shape ().
+
     Labels of -100 are ignored. The sum over the others is divided by `num_items` if given (the
     count over a whole gradient accumulation, HF's `num_items_in_batch`), else by their number
-    (`reduction="mean"`), else by nothing. Without any label that counts the loss is 0. `softcap`
-    bounds the logits by softcap * tanh(logits / softcap), `logits_scaling` divides them before
-    that, `logits_bytes` bounds the logits held at a time (default: `default_logits_bytes`).
+    (`reduction="mean"`), else by nothing (`"sum"`). Without any label that counts the loss is 0.
+    `label_smoothing`, in [0, 1], is torch.nn.functional.cross_entropy's. `softcap` bounds the
+    logits by softcap * tanh(logits / softcap), `logits_scaling` divides them before that,
+    `logits_bytes` bounds the logits held at a time (default: `default_logits_bytes`).
     `counted` is of these labels, from whoever had them earlier: the host does not wait for the GPU
     then.
 
     Without gradients (torch.no_grad, or nothing that requires them) none are computed. Backward may
-    run once. Raises ValueError for a wrong shape, dtype or value.
+    run once: a second one is a RuntimeError. Raises ValueError for a wrong shape, dtype or value.
+
+    Example:
+        >>> import longctx, torch
+        >>> hidden = torch.zeros(1, 3, 8, requires_grad=True)
+        >>> weight = torch.zeros(16, 8)  # of an lm_head with 16 tokens, all as likely
+        >>> labels = torch.tensor([[5, 9, -100]])
+        >>> longctx.linear_cross_entropy(hidden, weight, labels).item()  # log(16)
+        2.77258...
     """
     trained = weight.requires_grad
     head = checked_head(hidden, weight, bias)
     check_labels(labels, hidden)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    check_count(num_items)
+    check_number(label_smoothing=label_smoothing)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     check_positive(softcap=softcap, logits_scaling=logits_scaling)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
+from longctx.kernels.launch import check_shape
 from longctx.kernels.layer_norm import layer_norm
 from longctx.kernels.rms_norm import rms_norm
 from longctx.kernels.rope import rope
@@ -33,7 +34,18 @@ from longctx.model.loss import linear_cross_entropy
 
 
 class RMSNorm(nn.Module):
-    """Divides x (..., D) by its root mean square and multiplies it by a weight (D,)."""
+    """Divides x (..., D) by its root mean square and multiplies it by a weight (D,), D =
+    `normalized_shape`. Takes the place of torch.nn.RMSNorm and of transformers' LlamaRMSNorm.
+
+    forward(x) raises ValueError for an x of another last dimension or a dtype that differs from the
+    weight's, unless the weight is fp32 and x has 16 bits.
+
+    Example:
+        >>> import longctx, torch
+        >>> norm = longctx.RMSNorm(64)
+        >>> norm(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
 
     def __init__(
         self, normalized_shape: int, eps: float = 1e-6, device: Any = None, dtype: Any = None
@@ -43,6 +55,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(normalized_shape, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_features("x", x, self.weight.shape[-1])
         return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -53,7 +66,15 @@ class LayerNorm(nn.Module):
     """Subtracts the mean of x (..., D), divides by the standard deviation, multiplies by
     weight (D,) + `offset` and adds a bias (D,).
 
-    Cohere's has no bias, Nemotron's has `offset=1.0`.
+    Cohere's has no bias, Nemotron's has `offset=1.0`. D is `normalized_shape`. forward(x) raises
+    ValueError for an x of another last dimension or a dtype that differs from the weight's, unless
+    the weight is fp32 and x has 16 bits.
+
+    Example:
+        >>> import longctx, torch
+        >>> norm = longctx.LayerNorm(64, bias=False)
+        >>> norm(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
     """
 
     def __init__(
@@ -73,6 +94,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros_like(ones)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_features("x", x, self.weight.shape[-1])
         return layer_norm(x, self.weight, self.eps, bias=self.bias, offset=self.offset)
 
     def extra_repr(self) -> str:
@@ -80,7 +102,20 @@ class LayerNorm(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates q (T, H, d) and k (T, K, d), d = `dim`, by position_ids * base^(-2 i / dim)."""
+    """Rotates q (T, H, d) and k (T, K, d), d = `dim`, by position_ids * base^(-2 i / dim).
+
+    forward(q, k, position_ids) takes position_ids (T,), int64 or int32, overwrites q and k and
+    returns them; `attention_scaling` multiplies both. Raises ValueError for an odd `dim`, for a
+    tensor of another shape, and for a q or k that is a leaf and requires a gradient.
+
+    Example:
+        >>> import longctx, torch
+        >>> rope = longctx.RotaryEmbedding(16, base=500000.0)
+        >>> q, k = torch.randn(5, 4, 16), torch.randn(5, 2, 16)  # 5 tokens, 4 and 2 heads
+        >>> q, k = rope(q, k, torch.tensor([0, 1, 2, 0, 1]))  # of two packed documents
+        >>> q.shape, k.shape
+        (torch.Size([5, 4, 16]), torch.Size([5, 2, 16]))
+    """
 
     inv_freq: Tensor  # (dim / 2,) fp32
 
@@ -88,16 +123,31 @@ class RotaryEmbedding(nn.Module):
         self, dim: int, base: float = 10000.0, attention_scaling: float = 1.0, device: Any = None
     ) -> None:
         super().__init__()
+        if dim <= 0 or dim % 2:
+            raise ValueError(f"dim must be even and positive, got {dim}")
         self.attention_scaling = attention_scaling
         exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
         self.register_buffer("inv_freq", (base**-exponents).float(), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        for name, x in (("q", q), ("k", k)):
+            _check_features(name, x, 2 * len(self.inv_freq))
         return rope(q, k, position_ids, self.inv_freq, self.attention_scaling)
 
 
 class SwiGLU(nn.Module):
-    """Llama's MLP: x (..., in_features) -> (..., out_features), by default in_features."""
+    """Llama's MLP: x (..., in_features) -> (..., out_features), by default in_features.
+
+    Its weights are those of gate_proj, up_proj and down_proj, as in transformers' LlamaMLP.
+    Backward overwrites the outputs of gate_proj and up_proj. forward(x) raises ValueError for an x
+    of another last dimension.
+
+    Example:
+        >>> import longctx, torch
+        >>> mlp = longctx.SwiGLU(64, 256)
+        >>> mlp(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
 
     def __init__(
         self,
@@ -115,13 +165,23 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_features, out_features or in_features, **how)
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_features("x", x, self.gate_proj.in_features)
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class GeGLU(SwiGLU):
-    """Gemma's MLP: `SwiGLU` with gelu by tanh in the place of silu."""
+    """Gemma's MLP: `SwiGLU` with gelu by tanh in the place of silu, x (..., in_features) ->
+    (..., out_features). Weights and errors are those of `longctx.SwiGLU`.
+
+    Example:
+        >>> import longctx, torch
+        >>> mlp = longctx.GeGLU(64, 256)
+        >>> mlp(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_features("x", x, self.gate_proj.in_features)
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
 
 
@@ -141,7 +201,13 @@ class _LinearHead(nn.Module):
         self.ignore_index = ignore_index
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
-    def _target(self, target: Tensor) -> Tensor:
+    def _rows(self, input: Tensor) -> Tensor:  # (..., in_features) -> (T, in_features)
+        _check_features("input", input, self.linear.in_features)
+        return input.reshape(-1, self.linear.in_features)
+
+    def _target(self, target: Tensor, input: Tensor) -> Tensor:  # (...) -> (T,)
+        check_shape("target", target, input.shape[:-1])
+        target = target.reshape(-1)
         if self.ignore_index == IGNORE_INDEX:
             return target
         return target.masked_fill(target == self.ignore_index, IGNORE_INDEX)
@@ -150,8 +216,19 @@ class _LinearHead(nn.Module):
 class LinearCrossEntropyLoss(_LinearHead):
     """Cross-entropy of a linear layer's outputs, which are never held as a whole.
 
-    forward(input, target) takes input (..., in_features) and target (...), which holds class
-    indices or `ignore_index`.
+    forward(input, target) takes input (..., in_features) and target (...), int64, which holds class
+    indices or `ignore_index`, and returns the fp32 loss, (): the mean over the targets that are not
+    ignored, or for `reduction="sum"` the sum over them. Raises ValueError for a wrong shape, dtype
+    or value.
+
+    Example:
+        >>> import longctx, torch
+        >>> head = longctx.LinearCrossEntropyLoss(64, 1000)  # its lm_head is head.linear
+        >>> input, target = torch.randn(2, 5, 64), torch.randint(1000, (2, 5))
+        >>> loss = head(input, target)
+        >>> loss.backward()
+        >>> loss.shape, head.linear.weight.grad.shape
+        (torch.Size([]), torch.Size([1000, 64]))
     """
 
     def __init__(
@@ -171,9 +248,9 @@ class LinearCrossEntropyLoss(_LinearHead):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # () fp32
         return linear_cross_entropy(
-            input.flatten(0, -2),
+            self._rows(input),
             self.linear.weight,
-            self._target(target).flatten(),
+            self._target(target, input),
             bias=self.linear.bias,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
@@ -184,8 +261,18 @@ class LinearLogProbs(_LinearHead):
     """Log-probabilities of targets under the softmax of a linear layer's outputs, as
     `longctx.linear_log_probs` computes them.
 
-    forward(input, target) takes input (..., in_features) and target (...), which holds class
-    indices or `ignore_index`, and returns `outputs` in target's shape.
+    forward(input, target) takes input (..., in_features) and target (...), int64, which holds class
+    indices or `ignore_index`, and returns a named tuple: those of `log_probs`, `entropy`,
+    `mean_logits` and `is_top1` that `outputs` names, in target's shape, and None for the others.
+    `softcap` bounds the outputs of the layer, `temperature` divides them then. Raises ValueError
+    for a wrong shape, dtype or value.
+
+    Example:
+        >>> import longctx, torch
+        >>> head = longctx.LinearLogProbs(64, 1000, outputs=("log_probs", "entropy"))
+        >>> found = head(torch.randn(2, 5, 64), torch.randint(1000, (2, 5)))
+        >>> found.log_probs.shape, found.entropy.shape, found.is_top1
+        (torch.Size([2, 5]), torch.Size([2, 5]), None)
     """
 
     def __init__(
@@ -206,9 +293,9 @@ class LinearLogProbs(_LinearHead):
 
     def forward(self, input: Tensor, target: Tensor) -> TokenLogProbs:
         found = linear_log_probs(
-            input.flatten(0, -2),
+            self._rows(input),
             self.linear.weight,
-            self._target(target).flatten(),
+            self._target(target, input),
             bias=self.linear.bias,
             temperature=self.temperature,
             softcap=self.softcap,
@@ -222,8 +309,19 @@ class LinearJSDLoss(_LinearHead):
     `longctx.linear_jsd` computes it.
 
     forward(input, teacher_input, teacher_linear, target) takes input (..., in_features), the
-    teacher's features and its torch.nn.Linear, and target (...): where it is `ignore_index`, and
-    nowhere without a target, the divergence is left out.
+    teacher's features (..., E) and its torch.nn.Linear from E to num_classes, and target (...):
+    where target is `ignore_index`, the divergence is left out; without a target all of it counts.
+    Returns the fp32 loss, (), or for `reduction="none"` each token's, (...). `beta` in [0, 1] goes
+    from forward KL to reverse KL. Raises ValueError for a wrong shape, dtype or value.
+
+    Example:
+        >>> import longctx, torch
+        >>> head, teacher_linear = longctx.LinearJSDLoss(64, 1000), torch.nn.Linear(96, 1000)
+        >>> input, teacher_input = torch.randn(2, 5, 64), torch.randn(2, 5, 96)
+        >>> loss = head(input, teacher_input, teacher_linear)
+        >>> loss.backward()  # the student alone gets gradients
+        >>> head.linear.weight.grad is None, teacher_linear.weight.grad is None
+        (False, True)
     """
 
     def __init__(
@@ -249,12 +347,14 @@ class LinearJSDLoss(_LinearHead):
         teacher_linear: nn.Linear,
         target: Tensor | None = None,
     ) -> Tensor:  # () fp32, or (...) for reduction="none"
+        rows, width = self._rows(input), teacher_linear.in_features
+        check_shape("teacher_input", teacher_input, (*input.shape[:-1], width))
         loss = linear_jsd(
-            input.flatten(0, -2),
+            rows,
             self.linear.weight,
-            teacher_input.flatten(0, -2),
+            teacher_input.reshape(-1, width),
             teacher_linear.weight,
-            None if target is None else self._target(target).flatten(),
+            None if target is None else self._target(target, input),
             beta=self.beta,
             bias=self.linear.bias,
             teacher_bias=teacher_linear.bias,
@@ -266,9 +366,49 @@ class LinearJSDLoss(_LinearHead):
 
 class LinearKLLoss(LinearJSDLoss):
     """Kullback-Leibler divergence of a linear layer's softmax p from a teacher's q, KL(q | p), or
-    with `reverse` KL(p | q); otherwise `LinearJSDLoss`."""
+    with `reverse` KL(p | q).
+
+    forward, its shapes and its errors are those of `longctx.LinearJSDLoss`: input
+    (..., in_features), teacher_input (..., E), a torch.nn.Linear from E to num_classes, and target
+    (...) or None.
+
+    Example:
+        >>> import longctx, torch
+        >>> head, teacher_linear = longctx.LinearKLLoss(64, 1000), torch.nn.Linear(64, 1000)
+        >>> _ = head.linear.load_state_dict({"weight": teacher_linear.weight})
+        >>> _ = torch.nn.init.zeros_(teacher_linear.bias)
+        >>> input = torch.randn(2, 5, 64)
+        >>> abs(head(input, input, teacher_linear).item()) < 1e-6  # student and teacher agree
+        True
+    """
 
     def __init__(
-        self, in_features: int, num_classes: int, *, reverse: bool = False, **options: Any
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        reverse: bool = False,
+        bias: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        reduction: Reduction = "mean",
+        ignore_index: int = IGNORE_INDEX,
+        temperature: float = 1.0,
     ) -> None:
-        super().__init__(in_features, num_classes, **options, beta=float(reverse))
+        super().__init__(
+            in_features,
+            num_classes,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+            beta=float(reverse),
+            reduction=reduction,
+            ignore_index=ignore_index,
+            temperature=temperature,
+        )
+
+
+def _check_features(name: str, x: Tensor, features: int) -> None:
+    """Raises ValueError unless x is (..., features)."""
+    if x.dim() == 0 or x.shape[-1] != features:
+        raise ValueError(f"{name} must have shape (..., {features}), got {tuple(x.shape)}")

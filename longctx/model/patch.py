@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, not_known, score_cap
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
-from longctx.options import PatchOptions
+from longctx.options import Backend, Keeping, Offload, PatchOptions
 
 _NOT_ASKED = ("class_type", "seq_len")
 OPTIONS = tuple(option.name for option in fields(PatchOptions) if option.name not in _NOT_ASKED)
@@ -41,25 +41,68 @@ OPTIONS = tuple(option.name for option in fields(PatchOptions) if option.name no
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
+def patch(
+    model: Model,
+    *,
+    strict: bool = False,
+    keep: Keeping = "auto",
+    offload_activations: Offload = "auto",
+    attn_backend: Backend = "auto",
+    head_groups: int | None = None,
+    tile_tokens: int | None = None,
+    host_memory_gib: float | None = None,
+    share_prefixes: bool = False,
+    **unknown: NoReturn,
+) -> Model:
     """Patches `model`, or the model in a PeftModel, in place, prints a line that says what runs,
     and returns it. Patch before you build a trainer around the model; of TRL's trainers the order
     does not matter.
 
-    Where the schedule does not cover a call of training, Hugging Face's layers run and that is said
-    once; with `strict` it is a UserError.
+    `model` is a causal language model of transformers, or its base model. Its class, parameters and
+    files stay Hugging Face's, and so do the shapes of what it takes and returns: input_ids (B, S),
+    labels (B, S), a loss of shape (). Device and dtype are the model's.
 
-    Options, with train.py's names, values and defaults: `keep`, `offload_activations`,
-    `attn_backend`, `head_groups`, `tile_tokens`, `host_memory_gib`, `share_prefixes`. Device and
-    dtype are the model's. Under accelerate's FSDP all but the first process may have no weights
-    yet, as from_pretrained leaves them. Raises UserError for a model that is none of the supported
-    families, is patched already, has no weights or is quantised, and for an unknown option.
+    Options, with train.py's names, values and defaults:
+
+        strict               a call that the schedule does not cover is a UserError; without it
+                             Hugging Face's layers run, and one line reports it once
+        keep                 what each layer keeps for backward: "x" (its input alone), "o", "h",
+                             "qkv", "all", or "auto", the fastest that fits
+        offload_activations  where that waits: "none" (on the GPU), "all" (in host memory), "auto"
+        attn_backend         "auto", "fa4", "cudnn", "flash" or "math"
+        head_groups          the parts in which attention runs; None: by what is free
+        tile_tokens          the tokens that token-wise work takes at a time; None: by what is free
+        host_memory_gib      of the host, for activations; None: what is available
+        share_prefixes       whether a prompt with which several rows begin is computed once
+
+    Under accelerate's FSDP all but the first process may have no weights yet, as from_pretrained
+    leaves them. Raises UserError for a model that is none of the supported families, is patched
+    already, has no weights or is quantised, and for an unknown option or value.
+
+    Example:
+        >>> import longctx, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64)
+        >>> heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        >>> model = longctx.patch(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), keep="x")
+        longctx patched: 2 scheduled decoder layers, flash attention, RMSNorm, lm_head + ...
+        >>> ids = torch.randint(64, (1, 16))
+        >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    for name in options:
-        if name not in OPTIONS:
-            close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)[0]
-            raise UserError(f"patch has no option {name!r}; did you mean {close}?")
-        _check_choice(name, options[name])
+    for name in unknown:
+        close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)[0]
+        raise UserError(f"patch has no option {name!r}; did you mean {close}?")
+    options: dict[str, Any] = dict(
+        keep=keep,
+        offload_activations=offload_activations,
+        attn_backend=attn_backend,
+        head_groups=head_groups,
+        tile_tokens=tile_tokens,
+        host_memory_gib=host_memory_gib,
+        share_prefixes=share_prefixes,
+    )
+    for name, value in options.items():
+        _check_choice(name, value)
     inner = inside_peft(model)
     _refuse(inner)
     if any(p.is_meta for p in model.parameters()) and not is_fsdp_enabled():
@@ -76,7 +119,21 @@ def patch(model: Model, *, strict: bool = False, **options: Any) -> Model:
 
 class AutoLongctxModelForCausalLM:
     """AutoModelForCausalLM.from_pretrained whose model is patched: it takes what that takes, and
-    the options of `longctx.patch` by name, `strict` too."""
+    the options of `longctx.patch` by name, `strict` too. Raises what the two raise.
+
+    Example:
+        >>> import tempfile
+        >>> from longctx import AutoLongctxModelForCausalLM
+        >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+        >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, head_dim=8)
+        >>> heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        >>> folder = tempfile.mkdtemp()
+        >>> Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(folder)
+        >>> model = AutoLongctxModelForCausalLM.from_pretrained(folder, keep="auto", strict=True)
+        longctx patched: 2 scheduled decoder layers, flash attention, RMSNorm, lm_head + ...
+        >>> type(model).__name__
+        'Qwen3ForCausalLM'
+    """
 
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
@@ -92,7 +149,20 @@ def _check_choice(name: str, value: Any) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Takes away what `patch` put on `model`, and returns it."""
+    """Takes away what `longctx.patch` put on `model`, a causal language model, its base model or a
+    PeftModel around one, and returns it. Weights and their gradients stay. Raises UserError for a
+    model that is not patched.
+
+    Example:
+        >>> import longctx
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64)
+        >>> heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+        >>> longctx.unpatch(longctx.patch(model)) is model
+        longctx patched: 2 scheduled decoder layers, flash attention, RMSNorm, lm_head + ...
+        True
+    """
     base = base_of(inside_peft(model))
     if base is None or runtime_of(base) is None:
         raise UserError(f"this {type(model).__name__} is not patched")

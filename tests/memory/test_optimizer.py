@@ -441,6 +441,13 @@ def test_the_layer_where_backward_broke_is_named(where) -> None:
 # --- as a torch optimizer --------------------------------------------------------------------
 
 
+def test_a_script_that_ends_with_an_optimizer_ends_quietly(monkeypatch) -> None:
+    """Python sets a module's names to None while it ends, before the optimizer goes."""
+    optimizer = trained()[1]
+    monkeypatch.setattr("longctx.memory.optimizer.sys", None)
+    optimizer.__del__()
+
+
 def test_a_frozen_parameter_is_refused() -> None:
     module = Small()
     module.layers[1].weight.requires_grad_(False)
