@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     check_towers(config, engine, args.world_size)
     teacher = None
     if args.task == "distill":
-        teacher = check_teacher(model_args, args, config, tokenizer)
+        teacher = check_teacher(model_args, args, config, tokenizer, engine)
     if task.has_reference and args.reference:
         check_reference(model_args, args, config)
     if not data_args.show_example:  # which writes nothing there

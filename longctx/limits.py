@@ -349,8 +349,18 @@ CONFLICTS: tuple[tuple[Rule, str], ...] = (
         "--desirable_weight 0 and --undesirable_weight 0 train nothing: give one that is not",
     ),
     (
-        lambda m, d, t: t.task != "sft" and t.sequence_parallel_size > 1,
-        "--sequence_parallel_size is for --task sft: processes cannot share the rows of others yet",
+        lambda m, d, t: (
+            t.task != "sft" and t.sequence_parallel_size > 1 and m.class_type != "custom"
+        ),
+        "--sequence_parallel_size with another --task than sft needs --class_type custom",
+    ),
+    (
+        lambda m, d, t: t.task == "distill" and t.sequence_parallel_size > 1,
+        "--task distill runs without --sequence_parallel_size: a teacher shares no rows",
+    ),
+    (
+        lambda m, d, t: t.task != "sft" and m.seq_len % t.sequence_parallel_size,
+        "--seq_len must be a multiple of --sequence_parallel_size with another --task than sft",
     ),
     (
         lambda m, d, t: "tpu_metrics_debug" in t.debug,

@@ -12,19 +12,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, set_seed
 
 from longctx.annotate import annotate
 from longctx.config import DataArguments, ModelArguments
-from longctx.data.rows import as_arrays, build_dataset, check_sources, collate
+from longctx.data.groups import Group
+from longctx.data.packing_groups import build_group_row
+from longctx.data.rows import as_arrays, build_dataset, check_sources
 from longctx.data.tokenizer import load_tokenizer
 from longctx.model.patch import patch_as
 from longctx.run.loading import _hf_attention, check_request, load_config, load_model
 from longctx.run.oom import explained_oom_of_weights
 from longctx.run.options import parse_args
 from longctx.run.trainer import LongTrainer
+from longctx.tasks import make_task
+from longctx.tasks.reference import REFERENCE
 from profiling.bench.peers import prepare_peer
 
 VOCABULARY = 8192
@@ -51,6 +56,24 @@ class RandomRows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(length)}
 
 
+class RandomPairs(Dataset[dict[str, Any]]):
+    """A prompt with two answers of random tokens for each length, the same ones in every run. The
+    reference's log-probabilities are 0."""
+
+    def __init__(self, lengths: Sequence[int], vocabulary: int, answer_tokens: int) -> None:
+        self.lengths, self.vocabulary, self.answer = lengths, vocabulary, answer_tokens
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length, answer = self.lengths[index], self.answer
+        ids = np.random.default_rng(index).integers(self.vocabulary, size=length, dtype=np.int32)
+        prompt, *answers = np.split(ids, [length - 2 * answer, length - answer])
+        row = build_group_row([Group(prompt, (*answers,), (0, 1), index)], length, 0)
+        return {**row, REFERENCE: np.zeros(2)}
+
+
 def build_trainer(
     flags: list[str],
     *,
@@ -58,18 +81,21 @@ def build_trainer(
     output_dir: Path,
     layers: int | None = None,
     lengths: Sequence[int] | None = None,
+    answer_tokens: int | None = None,
     rows: Dataset[dict[str, torch.Tensor]] | None = None,
 ) -> tuple[LongTrainer, ModelArguments]:
     """A trainer of `steps` steps that saves nothing, from train.py's flags.
 
     `layers` replaces the model's number of layers (presets only); `lengths` are the tokens in a row
-    of each step (default: --seq_len); `rows` are others to train on. Raises UserError.
+    of each step (default: --seq_len), of which the last `answer_tokens` twice are the answers of a
+    task over pairs; `rows` are others to train on. Raises UserError.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     flags = [*flags, *_QUIET, "--max_steps", str(steps), "--output_dir", str(output_dir)]
     model_args, data_args, args, engine = parse_args(flags)
     engine.start(args)
     check_request(model_args, args.device)
+    task = make_task(args)
     own_data = bool(data_args.train_file or data_args.dataset_name)
     tokenizer = load_tokenizer(model_args, data_args) if own_data else None
     config = load_config(model_args, vocab_size=len(tokenizer) if tokenizer else VOCABULARY)
@@ -84,7 +110,14 @@ def build_trainer(
         rows_a_step *= args.per_device_train_batch_size
         rows_a_step //= args.sequence_parallel_size
         by_step = lengths or [model_args.seq_len] * steps
-        rows = RandomRows([n for n in by_step for _ in range(rows_a_step)], config.vocab_size)
+        by_row = [n for n in by_step for _ in range(rows_a_step)]
+        rows = RandomRows(by_row, config.vocab_size)
+        if task.rows == "pairs":
+            assert answer_tokens is not None
+            rows = RandomPairs(by_row, config.vocab_size, answer_tokens)
+    collator = default_collate
+    if own_data or task.scores:
+        collator = task.collator(model_args.class_type)
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):
         model = load_model(model_args, config, device=args.device, engine=engine)
@@ -94,7 +127,8 @@ def build_trainer(
             engine=engine,
             seq_len=model_args.seq_len,
             train_dataset=rows,
-            data_collator=collate if own_data else default_collate,
+            task=task,
+            data_collator=collator,
         )
     return trainer, model_args
 

@@ -46,6 +46,7 @@ from longctx.model.costs import StepTable
 from longctx.plan.decide import decided, keeping
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report.page import pyplot, with_ending
+from longctx.report.plan import with_answers
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
 from profiling.bench.step_bench import engine_options
@@ -159,8 +160,9 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
         quantize=row.get("quantize", "none"),
         **settings,
     )
-    return Run(
+    run = Run(
         model=model,
+        task=row.get("task", "sft"),
         place=row.get("place", "auto"),
         gpu_memory_gib=row.get("gpu_gib") or None,
         per_device_train_batch_size=row.get("rows", 1),
@@ -169,6 +171,7 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
         sequence_parallel_size=row.get("sequence_parallel", 1),
         engine=layout_of(row),
     )
+    return with_answers(run, row.get("answer"))
 
 
 def layout_of(row: dict[str, Any]) -> Layout | None:

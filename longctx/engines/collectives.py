@@ -77,5 +77,11 @@ def whole_numel(parameter: Any) -> int:
 def gathered_bytes(model: PreTrainedModel) -> int:
     """What an engine that shards weights gathers of a model (layout.py)."""
     layers: Any = model.get_decoder().layers
-    output = whole_numel(model.get_output_embeddings().weight)
-    return layout.gathered_bytes(sum(map(whole_numel, layers[:2].parameters())), output)
+    two_layers = sum(map(whole_numel, layers[:2].parameters()))
+    return layout.gathered_bytes(two_layers, head_numel(model))
+
+
+def head_numel(model: PreTrainedModel) -> int:
+    """Elements of lm_head; 0 for a model of rewards, which has none."""
+    head = model.get_output_embeddings()
+    return 0 if head is None else whole_numel(head.weight)

@@ -25,8 +25,8 @@ from longctx.config import TrainArguments, means_no, read_settings
 from longctx.engines.collectives import (
     become_one_process,
     gathered_bytes,
+    head_numel,
     local_shard,
-    whole_numel,
 )
 from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending, is_true
 from longctx.engines.protocol import Engine
@@ -152,7 +152,7 @@ class FSDP2(Engine):
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
-        head = whole_numel(model.get_output_embeddings().weight)
+        head = head_numel(model)
         return gathering_pending(pending_bytes(shards), gathered_bytes(model), head)
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:

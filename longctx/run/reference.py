@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +41,8 @@ def reference_identity(
     weights = weights_identity(source, config) or [
         *(model_args.preset, args.seed, args.device.type, source.name)
     ]
-    dtype = str(compute_dtype(model_args, args.device))
-    return digest(weights, computed_by(config), dtype, model_args.quantize, args.ld_alpha)
+    dtype = [str(compute_dtype(model_args, args.device)), bool(args.bf16), bool(args.fp16)]
+    return digest(weights, computed_by(config), *dtype, model_args.quantize, args.ld_alpha)
 
 
 def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArguments:
@@ -90,8 +91,10 @@ class References:
             identity=self.identity,
             cache_dir=expanded(data_args.cache_dir),
             device=args.device,
-            rank=args.process_index,
-            ranks=args.world_size,
+            rank=args.process_index // args.sequence_parallel_size,
+            ranks=args.world_size // args.sequence_parallel_size,
+            processes=args.world_size,
+            writes=args.process_index == 0,
             names=names,
             **({"of": f"--reference {args.reference}"} if args.reference else {}),
         )
@@ -99,13 +102,19 @@ class References:
     def of_another_model(self, rows: Rows, engine: Engine) -> Rows:
         """Loads `--reference` alone, and frees it again."""
         if all(self._passes.is_cached(x) for x in rows.values() if x is not None):
-            return self._added(rows, None)
+            return self._added(rows, None, engine)
+        if engine.shards_states:
+            raise UserError(
+                f"--reference {self.args.reference}: another model is not run under an engine: "
+                "start this run once without --deepspeed and --fsdp, and its log-probabilities "
+                "are in --cache_dir"
+            )
         args, device = _of_reference(self.model_args, self.args), self.args.device
         config = check_reference(self.model_args, self.args, self.config)
         model: Any = load_model(args, config, device=device, engine=engine, role="reference")
         model.to(self.args.device)
         self.task.attach(model)
-        found = self._added(rows, model)
+        found = self._added(rows, model, engine)
         del model
         gc.collect()
         if self.args.device.type == "cuda":
@@ -121,7 +130,7 @@ class References:
         late = trainer.engine.shards_states and not all(map(self._passes.is_cached, given))
 
         def add(model: Any) -> None:
-            found = self._added(rows, model)
+            found = self._added(rows, model, trainer.engine)
             trainer.train_dataset, trainer.eval_dataset = found["train"], found["eval"]
             if late:
                 trainer.engine.reshard(model)
@@ -137,9 +146,16 @@ class References:
         else:
             add(trainer.model)
 
-    def _added(self, rows: Rows, model: Any) -> Rows:
+    def _autocast(self, engine: Engine) -> AbstractContextManager[Any]:
+        """Of --bf16 and --fp16 without an engine, as Trainer wraps the model for training."""
+        mixed = not engine.shards_states and (self.args.bf16 or self.args.fp16)
+        dtype = torch.float16 if self.args.fp16 else torch.bfloat16
+        return torch.autocast(self.args.device.type, dtype) if mixed else nullcontext()
+
+    def _added(self, rows: Rows, model: Any, engine: Engine) -> Rows:
         def score(batch: Batch) -> Tensor:
-            return self.task.log_probs(model, batch)
+            with self._autocast(engine):
+                return self.task.log_probs(model, batch)
 
         passes = replace(self._passes, score=score)
         was_training = model is not None and model.training

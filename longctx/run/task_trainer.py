@@ -104,9 +104,6 @@ class TaskTrainer(ExactTrainer):
     def evaluated_values(self, model: Any, inputs: dict[str, Any], rows: int) -> Tensor:  # (2,)
         """The sum of the losses of the batch's first rows, and the number of their items."""
         values = self.task.values(model, inputs)
-        kept = {
-            name: Measured(m.values[m.rows < rows], m.rows) for name, m in values.metrics.items()
-        }
-        self.eval_tally.add(kept)
+        self.eval_tally.add({name: m.first(rows) for name, m in values.metrics.items()})
         losses = values.losses[values.rows < rows].double()
         return torch.stack([losses.sum(), losses.new_tensor(len(losses))])

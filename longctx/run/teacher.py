@@ -17,6 +17,7 @@ from longctx.config import ModelArguments, TrainArguments
 from longctx.constants import GIB
 from longctx.data.cache import digest
 from longctx.data.tokenizer import read_tokenizer
+from longctx.engines import Engine
 from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import Budget
 from longctx.memory.machine import host_budget, host_share_bytes
@@ -52,9 +53,16 @@ def check_teacher(
     args: TrainArguments,
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
 ) -> PretrainedConfig:
-    """Returns the teacher's configuration. Raises UserError for one that cannot be read, and for a
-    vocabulary that is not the student's: divergences compare entry by entry."""
+    """Returns the teacher's configuration. Raises UserError for one that cannot be read, for an
+    engine, which would shard it with the student, and for a vocabulary that is not the student's:
+    divergences compare entry by entry."""
+    if engine.shards_states:
+        raise UserError(
+            "--task distill runs without an engine, where a teacher's layers wait on the host: "
+            "leave out --deepspeed and --fsdp"
+        )
     theirs = load_config(
         teacher_arguments(model_args, args), vocab_size=len(tokenizer), flag="--teacher"
     )

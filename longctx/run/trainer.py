@@ -129,7 +129,7 @@ class LongTrainer(TaskTrainer):
         self._checkpoint_bytes = 0
         self._skipped_steps = 0
         group = self.engine.row_group(self.accelerator)
-        self.shards = None if group is None else Shards(group)
+        self.shards = self.task.shards = None if group is None else Shards(group)
         ranks_a_row, peak_tflops = args.sequence_parallel_size, self.args.peak_tflops
         self.throughput = Throughput(
             model.config.get_text_config(),
@@ -222,8 +222,9 @@ class LongTrainer(TaskTrainer):
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """This process' part of the rows, which come whole."""
-        if self.shards is None:
+        """This process' part of the rows, which come whole. A task cuts them itself: its answers
+        are those of whole rows."""
+        if self.shards is None or self.task.scores:
             return nullcontext, inputs
         return nullcontext, self.shards.cut(inputs)
 

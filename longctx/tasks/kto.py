@@ -46,7 +46,7 @@ class KTO(Task):
         return (batch["sides"] != MISMATCHED).sum()
 
     def log_probs(self, model: Any, batch: Batch) -> Tensor:
-        return answer_log_probs(model, batch)
+        return answer_log_probs(model, batch, shards=self.shards)
 
     def values(self, model: Any, batch: Batch) -> Values:
         o, sides = self.options, batch["sides"]

@@ -17,8 +17,8 @@ from longctx.errors import UserError
 from longctx.losses.loss_types import LOSS_TYPES
 from longctx.losses.preference import DPOOptions, dpo_loss
 from longctx.losses.without_reference import CPOOptions, cpo_loss, orpo_loss
-from longctx.model.scoring import LogProbs, attach_scoring
-from longctx.tasks.answers import answer_log_probs, answer_sums, scored
+from longctx.model.scoring import attach_scoring
+from longctx.tasks.answers import Tokens, answer_log_probs, summed_log_probs
 from longctx.tasks.collate import answers_collator
 from longctx.tasks.protocol import Batch, Measured, Task, Values
 
@@ -75,7 +75,7 @@ class DPO(Pairs):
         checked(DPOOptions, self.loss)
 
     def log_probs(self, model: Any, batch: Batch) -> Tensor:
-        return answer_log_probs(model, batch, self.options.ld_alpha)
+        return answer_log_probs(model, batch, self.options.ld_alpha, self.shards)
 
     def values(self, model: Any, batch: Batch) -> Values:
         log_probs, reference = self.log_probs(model, batch), batch["reference"].double()
@@ -97,14 +97,16 @@ class ORPO(Pairs):
         return answers_collator(class_type, prompts=True)
 
     def values(self, model: Any, batch: Batch) -> Values:
-        predictors = torch.cat([batch["predictors"], batch["prompt_predictors"]])
-        targets = torch.cat([batch["targets"], batch["prompt_targets"]])
-        found = scored(model, batch, LogProbs(predictors, targets))["log_probs"]
-        of_answers, of_prompts = found.split([len(batch["targets"]), len(batch["prompt_targets"])])
-        tokens = batch["tokens"]
-        log_probs = answer_sums(of_answers, tokens)
-        count = tokens[0::2].sum() + len(of_prompts)
-        nll = -(log_probs[0::2].sum() + of_prompts.double().sum()) / count
+        tokens, prompts = batch["tokens"], len(batch["prompt_targets"])
+        every = Tokens(  # the prompts' are one part more
+            torch.cat([batch["predictors"], batch["prompt_predictors"]]),
+            torch.cat([batch["targets"], batch["prompt_targets"]]),
+            torch.cat([batch["answers"], batch["answers"].new_full((prompts,), len(tokens))]),
+            torch.cat([tokens, tokens.new_tensor([prompts])]),
+        )
+        sums = summed_log_probs(model, batch, every, self.shards)
+        log_probs, of_prompts = sums[:-1], sums[-1]
+        nll = -(log_probs[0::2].sum() + of_prompts) / (tokens[0::2].sum() + prompts)
         losses = orpo_loss(
             *(log_probs[0::2], log_probs[1::2], nll),
             chosen_tokens=tokens[0::2],
@@ -138,7 +140,8 @@ class CPO(Pairs):
         self.checked_loss = checked(CPOOptions, self.loss)
 
     def values(self, model: Any, batch: Batch) -> Values:
-        log_probs, tokens = answer_log_probs(model, batch), batch["tokens"]
+        tokens = batch["tokens"]
+        log_probs = answer_log_probs(model, batch, shards=self.shards)
         nll = -log_probs[0::2].sum() / tokens[0::2].sum()
         losses = cpo_loss(
             *(log_probs[0::2], log_probs[1::2], nll),

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from longctx.attention.shards import Shards
 from longctx.data.rows import collate
 from longctx.errors import UserError
 from longctx.task_options import TaskOptions
@@ -40,6 +41,11 @@ class Measured:
     values: Tensor  # (n,)
     rows: Tensor  # (n,) int64
 
+    def first(self, rows: int) -> Measured:
+        """Returns the values of a batch's first rows."""
+        kept = self.rows < rows
+        return Measured(self.values[kept], self.rows[kept])
+
 
 class Task:
     """Supervised fine-tuning: the model's own loss of labels."""
@@ -50,9 +56,9 @@ class Task:
     has_reference: ClassVar[bool] = False
     loss_types: ClassVar[Sequence[str]] = ()
     """What --loss_type may be; the first is the default."""
-    shares_rows: ClassVar[bool] = False
-    """Whether several processes may share each row."""
 
+    shards: Shards | None = None
+    """The ranks that share rows with this one, if there are any."""
     teacher: Any = None
     """The model that is followed, if the task has one."""
 

@@ -49,6 +49,10 @@ class ReferencePass:
     device: torch.device
     rank: int = 0
     ranks: int = 1
+    """Processes that compute rows of their own: those that share rows count as one."""
+    processes: int = 1
+    writes: bool = True
+    """Whether this is the process that writes."""
     names: Callable[[list[int]], list[str]] = lambda numbers: [f"record {n}" for n in numbers]
     of: str = "the model before its first step"
     """The reference, in words."""
@@ -93,7 +97,7 @@ class ReferencePass:
             bar.update(len(chosen))
         bar.close()
         whole = self._write(self.path(rows), (row[REFERENCE] for part in parts for row in part))
-        if self.rank == 0:
+        if self.writes:
             for number in range(len(parts)):
                 forget(self.path(rows, number))
         return whole
@@ -110,7 +114,7 @@ class ReferencePass:
             batch = {name: x.to(self.device) for name, x in self.collate([row]).items()}
             with torch.no_grad():
                 found.append((number, self.score(batch).double().tolist()))
-        everyone = dict(gather_object(found)) if self.ranks > 1 else dict(found)
+        everyone = dict(gather_object(found)) if self.processes > 1 else dict(found)
         for number in chosen:
             if not all(map(math.isfinite, everyone[number])):
                 records = [int(n) for n in rows[number]["documents"] if n >= 0]
@@ -124,12 +128,12 @@ class ReferencePass:
     def _write(self, path: Path, found: Any) -> Dataset:
         """The first process writes, the others wait and read."""
         columns = ({REFERENCE: log_probs} for log_probs in found)
-        if self.rank == 0:
+        if self.writes:
             written = write_arrow(path, FEATURES, columns)
-        if self.ranks > 1:
+        if self.processes > 1:
             torch.distributed.barrier()
-        return written if self.rank == 0 else Dataset.from_file(str(path))
+        return written if self.writes else Dataset.from_file(str(path))
 
     def _agree(self, there: bool) -> bool:
         """Whether all processes found it."""
-        return all(gather_object([there])) if self.ranks > 1 else there
+        return all(gather_object([there])) if self.processes > 1 else there

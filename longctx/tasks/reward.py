@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from longctx.losses.reward import reward_loss
 from longctx.model.scoring import Rewards
-from longctx.tasks.answers import scored
+from longctx.tasks.answers import own_predictors, scored, sum_of_ranks
 from longctx.tasks.pairs import Pairs
 from longctx.tasks.protocol import Batch, Measured, Values
 
@@ -16,7 +18,7 @@ class Reward(Pairs):
     token."""
 
     def values(self, model: Any, batch: Batch) -> Values:
-        rewards = scored(model, batch, Rewards(batch["lasts"]))["rewards"]
+        rewards = self._rewards(model, batch)
         chosen, rejected, rows = rewards[0::2], rewards[1::2], batch["rows"][0::2]
         margins = batch["margins"].nan_to_num(0.0)
         losses = reward_loss(
@@ -30,3 +32,11 @@ class Reward(Pairs):
         }
         metrics = {name: Measured(x.detach(), rows) for name, x in found.items()}
         return Values(losses=losses, rows=rows, metrics=metrics)
+
+    def _rewards(self, model: Any, batch: Batch) -> Tensor:  # (A,)
+        lasts = batch["lasts"]
+        if self.shards is None:
+            return scored(model, batch, Rewards(lasts))["rewards"]
+        here, predictors = own_predictors(lasts, batch, self.shards)
+        own = scored(model, batch, Rewards(predictors), self.shards)["rewards"]
+        return sum_of_ranks(own.new_zeros(len(lasts)).index_copy(0, here, own), self.shards)

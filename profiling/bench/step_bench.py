@@ -6,6 +6,7 @@ peaks.
     python profiling/bench/step_bench.py --cases h200_x2 --output profiling/results/h200_step.json
     python profiling/bench/step_bench.py --cases states --output h100_states_step.json
     python profiling/bench/step_bench.py --cases lora --output profiling/results/h200_lora_step.json
+    python profiling/bench/step_bench.py --cases dpo --output profiling/results/h200_dpo_step.json
     python profiling/bench/step_bench.py --cases longest \
         --output profiling/results/h200_longest_step.json
 
@@ -33,6 +34,9 @@ them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and 
 process' own (`peak_host_gib`). `tokens` counts one row, which `sequence_parallel` GPUs share,
 `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share rows by accelerate's Ulysses:
 with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
+
+`task=dpo` trains rows that are a prompt with two answers of `answer` tokens each; `reference_s` is
+what a reference's pass over such a row takes, once.
 What comes after `--` goes to train.py.
 """
 
@@ -58,9 +62,9 @@ WARM_UP_TOKENS = 8192
 KEY = (
     *("class_type", "engine", "gpus", "rows", "tokens", "layers", "backend", "offload"),
     *("checkpointing", "keep", "passes", "states", "place", "gpu_gib", "lora", "quantize"),
-    *("sequence_parallel", "host_memory_gib", "preset"),
+    *("sequence_parallel", "host_memory_gib", "preset", "task", "answer"),
 )
-SINCE = ("lora", "quantize", "sequence_parallel", "host_memory_gib", "preset")
+SINCE = ("lora", "quantize", "sequence_parallel", "host_memory_gib", "preset", "task", "answer")
 """Keys that rows have only where they say something."""
 DEFAULTS: Case = {
     "class_type": "custom",
@@ -82,6 +86,8 @@ DEFAULTS: Case = {
     "quantize": "none",
     "sequence_parallel": 1,
     "preset": "llama-3.1-8b",
+    "task": "sft",
+    "answer": 0,
 }
 
 
@@ -123,6 +129,11 @@ PUBLISHED: dict[str, list[Case]] = {
         dict(**PEER, **NF4, offload="all"),
         dict(**PEER, **NF4, offload="none"),
     ],
+    "dpo": [  # beside one row of as many tokens
+        dict(**EXACT, tokens=132096),
+        dict(**EXACT, tokens=132096, task="dpo", answer=1024),
+        dict(**EXACT, **NF4, tokens=132096, task="dpo", answer=1024, gpu_gib=16),
+    ],
     "longest": [  # of docs/plan.md and docs/lora.md, with some of a card's memory in use
         dict(**EXACT, tokens=138240, gpu_gib=11.5, host_memory_gib=124),
         dict(**EXACT, tokens=180224, gpu_gib=23.5, host_memory_gib=124),
@@ -154,6 +165,7 @@ def train_flags(case: Case, longest: int) -> list[str]:
         per_device_train_batch_size=case["rows"],
         gradient_accumulation_steps=case["passes"],
         sequence_parallel_size=case["sequence_parallel"],
+        task=case["task"],
     )
     if case["class_type"] == "custom":
         flags |= dict(offload_activations=case["offload"], keep=case["keep"])
@@ -195,11 +207,13 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
                 output_dir=Path(folder),
                 layers=case["layers"],
                 lengths=schedule,
+                answer_tokens=case["answer"] or None,
             )
             prepare_peer(trainer.model, case)
             watch = Stopwatch(trainer.args.device, steps_done)
             trainer.add_callback(PhaseMarks(trainer, watch.mark))
             trainer.train()
+            free |= reference_seconds(trainer)
     measured = list(zip(schedule, steps_done, strict=False))[1:]
     by_length = {n: [step for length, step in measured if length == n] for n in lengths}
     rows = [
@@ -210,6 +224,22 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
         rows.append({**row_keys(case), "tokens": length, "status": "oom"})
     return rows
+
+
+def reference_seconds(trainer: Any) -> dict[str, float]:
+    """Seconds in which a row of the last length gets a reference's log-probabilities, which a run
+    computes once; nothing where the task has no reference."""
+    import torch
+
+    if not trainer.task.has_reference:
+        return {}
+    batch = trainer.data_collator([trainer.train_dataset[len(trainer.train_dataset) - 1]])
+    batch = {name: x.to(trainer.args.device) for name, x in batch.items()}
+    with torch.no_grad():
+        for _ in range(2):
+            begin = time.perf_counter()
+            trainer.task.log_probs(trainer.model.eval(), batch).tolist()
+    return {"reference_s": time.perf_counter() - begin}
 
 
 class Stopwatch:

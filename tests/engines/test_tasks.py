@@ -45,7 +45,7 @@ def assert_same(
     folder: Path, alone: Path, warm: Warm, script: str, words: list[str], *more: str
 ) -> None:
     """Two processes, whose reference is computed anew."""
-    words = [*words, *rows(2), *more, "--cache_dir", f"{folder}/cache"]
+    words = [*words, *more, "--cache_dir", f"{folder}/cache"]
     warm.run(2, script, *words, "--output_dir", f"{folder}/run")
     assert_same_run(folder / "run", alone)
     ours, theirs = lines_of(folder / "run"), lines_of(alone)
@@ -55,15 +55,35 @@ def assert_same(
 
 
 def test_ddp_with_exact_states(words, alone: Path, warm: Warm, tmp_path: Path) -> None:
-    assert_same(tmp_path, alone, warm, "train.py", words, "--place", "host")
+    assert_same(tmp_path, alone, warm, "train.py", words, *rows(2), "--place", "host")
 
 
 @needs_deepspeed
 def test_zero3(words, alone: Path, warm: Warm, tmp_path: Path) -> None:
     config = on_cpu(ROOT / "ds_configs" / "zero3.json", tmp_path)
-    assert_same(tmp_path, alone, warm, "train.py", words, "--deepspeed", config)
+    assert_same(tmp_path, alone, warm, "train.py", words, *rows(2), "--deepspeed", config)
+
+
+FSDP2 = ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs" / "fsdp2.json")]
+SCRIPT = "tests/engines/fsdp_on_cpu.py"
 
 
 def test_fsdp2(words, alone: Path, warm: Warm, tmp_path: Path) -> None:
-    fsdp = ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs" / "fsdp2.json")]
-    assert_same(tmp_path, alone, warm, "tests/engines/fsdp_on_cpu.py", words, *fsdp)
+    assert_same(tmp_path, alone, warm, SCRIPT, words, *rows(2), *FSDP2)
+
+
+def test_two_processes_share_rows(words, alone: Path, warm: Warm, tmp_path: Path) -> None:
+    shared = [*FSDP2, "--sequence_parallel_size", "2", *rows(1)]
+    assert_same(tmp_path, alone, warm, SCRIPT, words, *shared)
+
+
+@pytest.mark.parametrize("task", ["orpo", "reward"])
+def test_other_tasks_on_rows_that_are_shared(words, warm: Warm, tmp_path: Path, task: str) -> None:
+    """ORPO also reads prompts, and a reward is one token of its answer."""
+    words = [*words, *rows(1), "--task", task, "--max_steps", "1"]
+    train.main([*words, "--class_type", "vanilla", "--output_dir", f"{tmp_path}/alone"])
+    shared = [*FSDP2, "--sequence_parallel_size", "2", "--output_dir", f"{tmp_path}/run"]
+    warm.run(2, SCRIPT, *words, *shared)
+    ours, theirs = (lines_of(tmp_path / name)[0] for name in ("run", "alone"))
+    for name in ("loss", "grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=5e-4), name

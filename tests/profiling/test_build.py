@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from longctx.model.runtime import runtime_of
-from profiling.build import VOCABULARY, build_model
+from profiling.build import VOCABULARY, build_model, build_trainer
 
 
 @pytest.mark.parametrize("vocabulary", [None, 128])
@@ -22,3 +24,16 @@ def test_a_model_is_patched_or_has_its_peers_settings(vocabulary) -> None:
         assert (runtime_of(model) is not None) == (class_type == "custom")
         checkpointed = all(layer.gradient_checkpointing for layer in model.model.layers)
         assert checkpointed == (class_type == "vanilla")
+
+
+@pytest.mark.parametrize("task", ["dpo", "orpo"])
+def test_rows_of_pairs_train_a_task(task: str, tmp_path: Path) -> None:
+    flags = ["--preset", "tiny", "--use_cpu", "--seq_len", "64", "--task", task]
+    trainer, _ = build_trainer(
+        flags, steps=2, output_dir=tmp_path, layers=1, lengths=[64, 48], answer_tokens=8
+    )
+    batch = trainer.data_collator([trainer.train_dataset[1]])
+    assert batch["input_ids"].shape == (1, 48) and batch["tokens"].tolist() == [8, 8]
+    assert batch["parents"].tolist() == [-1, 0, 0]
+    trainer.train()
+    assert trainer.state.global_step == 2
