@@ -8,6 +8,7 @@ but speed, memory or rounding are not recorded.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,10 @@ def check_same_run(
     the checkpoint (`kept`), and for an unknown name.
     """
     if unknown := [name for name in allowed if name not in (*NAMES, *APPLIED)]:
+        close = difflib.get_close_matches(unknown[0], NAMES, n=1)
         raise UserError(
-            f"--allow_changed {unknown[0]}: no such part of a run; known: {', '.join(NAMES)}"
+            f"--allow_changed {unknown[0]}: no such part of a run"
+            + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(NAMES)}")
         )
     if checkpoint is None:
         return

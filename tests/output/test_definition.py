@@ -60,7 +60,9 @@ def test_all_differences_are_named_and_what_is_allowed_goes_on(flags, copy) -> N
 
 
 def test_an_unknown_name_is_refused(flags, copy) -> None:
-    with pytest.raises(UserError, match="--allow_changed seeds: no such part of a run; known: seq"):
+    with pytest.raises(
+        UserError, match="--allow_changed seeds: no such part of a run; did you mean seed"
+    ):
         run(flags, copy, *RESUME, "--allow_changed", "seeds")
 
 
