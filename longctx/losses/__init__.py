@@ -11,6 +11,14 @@ hidden states and lm_head's weight and make no logits.
     PreferenceOutput, KTOOutput     what they return
     LinearJSDLoss         divergence from a teacher (longctx.model.nn)
 
+Example:
+    >>> import torch
+    >>> from longctx import losses
+    >>> chosen, rejected = torch.tensor([-10.0, -12.0]), torch.tensor([-11.0, -11.0])
+    >>> reference = torch.tensor([-10.5, -11.5])
+    >>> losses.dpo_loss(chosen, rejected, reference, reference, beta=0.1)
+    tensor([0.6444, 0.7444])
+
 Functions return one value a pair or answer, in fp32 maths whatever the dtype of their arguments;
 the mean of the values is TRL 1.16's loss. The room, from the formulas up:
 
