@@ -1,4 +1,4 @@
-"""Tasks on a GPU in bfloat16: the losses of Hugging Face's model, and of a teacher that is whole."""
+"""Tasks on a GPU in bfloat16: losses of Hugging Face's model, and of a teacher that is whole."""
 
 from __future__ import annotations
 
