@@ -70,7 +70,7 @@ def flags(folder: Path, records: list[dict[str, Any]], *more: str, model: Any = 
     data = write_jsonl(folder / "data.jsonl", records)
     found = ["--model_name_or_path", str(folder / "model"), "--train_file", str(data)]
     found += ["--cache_dir", str(folder / "cache"), "--use_cpu", "--disable_tqdm", "true"]
-    found += ["--seq_len", "4096", "--max_steps", str(STEPS), "--save_strategy", "no"]
+    found += ["--seq_len", "2048", "--max_steps", str(STEPS), "--save_strategy", "no"]
     found += ["--learning_rate", str(RATE), "--adam_epsilon", "1e-5", "--weight_decay", "0"]
     return [*found, "--lr_scheduler_type", "constant", *more]
 

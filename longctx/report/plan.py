@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
     for line in unplanned(train_args, args.answer_tokens):
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     run = with_answers(run, args.answer_tokens)
     host = host_share_bytes()
     if args.gpu and model_args.host_memory_gib is not None:
