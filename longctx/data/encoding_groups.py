@@ -115,7 +115,8 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _start(tokenizer: PreTrainedTokenizerBase, where: str) -> np.ndarray:
-    """What stands for an empty prompt."""
+    """Returns the one token, bos or eos, that takes the place of an empty prompt. Raises UserError
+    if the tokenizer has neither."""
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return np.array([token_id], np.int32)

@@ -75,8 +75,8 @@ def system_turn(
 
 
 def template_keys(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a record gives the chat template beside the turns: tools, documents and kwargs, where
-    they are not empty."""
+    """Returns what a record hands the chat template beside its turns: `tools`, `documents` and
+    `kwargs`, each only if it is not empty."""
     content: dict[str, Any] = {}
     if "tools" in given and given.get("functions"):
         raise UserError(f"{where}: `tools` and `functions`: leave one out")

@@ -19,7 +19,8 @@ import numpy as np
 from datasets import Features, List, Value
 
 Rows = Literal["text", "pairs", "rated"]
-"""What the rows of a task hold: documents of their own, or groups of one of two kinds."""
+"""The kinds of packed rows: independent documents (text), or prompts with a pair of answers or with
+rated answers."""
 MISMATCHED = 2
 """The side of an answer that belongs to another prompt."""
 SIDE_NAMES: dict[str, tuple[str, ...]] = {

@@ -54,7 +54,8 @@ GROUP_ROW_FEATURES = Features(
 
 @dataclass(kw_only=True)
 class GroupStats:
-    """What became of the groups, in groups unless the name says otherwise."""
+    """Counts of packing: groups that were packed, cut or left out, unless a name says `tokens`,
+    `answers` or `rows`."""
 
     kind: Rows = "pairs"
     groups: int = 0
@@ -94,7 +95,7 @@ class GroupStats:
         )
 
     def warnings(self) -> list[str]:
-        """What the user may want to change."""
+        """Returns lines about groups whose data or chat template the user may want to change."""
         if not self.diverged:
             return []
         return [

@@ -209,7 +209,8 @@ _OTHER_PROMPT = (
 
 
 _PROMPTS = ("question", "query", "input")
-"""What datasets call a prompt whose answers may by chance begin alike."""
+"""Names under which datasets keep a prompt that is not read. Such a record is refused: a beginning
+that its answers share by chance would be taken for the prompt."""
 
 
 def _cut_strings(texts: Sequence[str], given: Mapping[str, Any], where: str) -> Read:

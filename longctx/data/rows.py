@@ -272,8 +272,8 @@ def _identity(args: DataArguments, files: list[Path], rows: Rows) -> list[Any]:
 
 
 def _beside_text(rows: Rows) -> list[Rows]:
-    """What the names of cache files say of the kind of rows: they said nothing when all were
-    text."""
+    """Returns the part of a cache file's key that names the kind of rows. Files of text have none:
+    they keep the names that they had before there were other kinds."""
     return [] if rows == "text" else [rows]
 
 

@@ -34,7 +34,7 @@ from longctx.system import expanded, installed
 
 ALL_LINEAR = "all-linear"
 _ENDS = ("embed_tokens", "lm_head")
-"""What `--lora_modules_to_save` may name of a language model."""
+"""The modules of a language model that `--lora_modules_to_save` may name."""
 _SCORE = "score"
 """The head of a model of rewards, which PEFT always trains as a whole beside adapters."""
 

@@ -27,7 +27,8 @@ from longctx.model.log_probs import linear_log_probs
 
 
 class PreferenceOutput(NamedTuple):
-    """What a module found for a batch of pairs. All but the loss are without gradients."""
+    """The loss of a batch of pairs, with the rewards and log-probabilities behind it. Only the loss
+    has a gradient."""
 
     loss: Tensor  # ()
     """Mean loss of the pairs, fp32; differentiable."""
@@ -42,7 +43,8 @@ class PreferenceOutput(NamedTuple):
 
 
 class KTOOutput(NamedTuple):
-    """What `LinearKTOLoss` found for a batch of answers. All but the loss are without gradients."""
+    """The loss of a batch of rated answers, with the rewards and log-probabilities behind it. Only
+    the loss has a gradient."""
 
     loss: Tensor  # ()
     """Mean loss of the answers, fp32; differentiable."""
@@ -53,7 +55,8 @@ class KTOOutput(NamedTuple):
 
 
 class LinearAnswers(nn.Module):
-    """What the modules share: options of the head, and the sums over its answers.
+    """The base class of the loss modules: it holds the options of the head and sums
+    log-probabilities over each answer.
 
     The module has no parameters: lm_head's weight is an argument of forward.
     """

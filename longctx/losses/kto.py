@@ -26,7 +26,7 @@ KTO_TYPES = ("kto", "apo_zero_unpaired")
 
 @dataclass(frozen=True, kw_only=True)
 class KTOOptions:
-    """What the loss reads, with TRL's names; checked when it is made."""
+    """The options of KTO's loss, with TRL's names. Raises ValueError for a value that cannot be."""
 
     loss_type: str = "kto"
     """A name of `KTO_TYPES`."""

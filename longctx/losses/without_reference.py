@@ -34,7 +34,7 @@ from longctx.losses.pairs import MOST_EXPONENT
 
 @dataclass(frozen=True, kw_only=True)
 class ORPOOptions:
-    """What the loss reads, with TRL's name; checked when it is made."""
+    """The option of ORPO's loss, with TRL's name. Raises ValueError for a value that cannot be."""
 
     beta: float = 0.1
     """Factor of the odds ratio's loss; the paper's lambda."""
@@ -84,7 +84,8 @@ def log_odds(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CPOOptions:
-    """What the losses read, with TRL's names; checked when it is made."""
+    """The options of CPO's and SimPO's losses, with TRL's names. Raises ValueError for a value that
+    cannot be."""
 
     loss_type: str = "sigmoid"
     """A name of `CPO_TYPES`; or alphapo, which is simpo with a cpo_alpha of 0."""

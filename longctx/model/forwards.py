@@ -285,13 +285,13 @@ def causal_forward(
     )
 
 
-def _as_causal(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_causal(function: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a function the signature of `causal_forward`, and leaves it the name by which it is
     pickled."""
     return functools.update_wrapper(function, causal_forward, assigned=(), updated=())
 
 
-@_as_causal
+@as_causal
 def fused_forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
     """Runs TRL's own head over our base model if TRL asks for it; else `causal_forward`."""
     if fused_lm_head:
@@ -333,7 +333,7 @@ def _any_on_padding(shift_labels: Tensor, mask: Any) -> bool:
 # --- around the language model of one that sees images ----------------------------------------
 
 
-@_as_causal
+@as_causal
 def whole_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs `causal_forward`, whose arguments Hugging Face's model takes in another order."""
     return causal_forward(self, **named(self, args), **kwargs)

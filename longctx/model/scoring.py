@@ -13,8 +13,6 @@ adds up one gradient an answer.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from longctx.errors import UserError
 from longctx.model.adapters import inside_peft, unwrapped
 from longctx.model.families import base_of, head_of, logits_cap, logits_scaling, not_known
-from longctx.model.forwards import Forward, causal_forward, head_forward
+from longctx.model.forwards import Forward, as_causal, head_forward
 from longctx.model.log_probs import linear_log_probs
 from longctx.model.runtime import runtime_of
 from longctx.model.strangers import is_ours, why_not_chunked
@@ -111,12 +109,7 @@ def _head(model: Any) -> Any:
     return head_of(model) if found is None else unwrapped(found)
 
 
-def _as_causal(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a function the signature of `causal_forward`, which trainers look at."""
-    return functools.update_wrapper(function, causal_forward, assigned=(), updated=())
-
-
-@_as_causal
+@as_causal
 def scored_forward(self: Any, *args: Any, scoring: Scoring | None = None, **kwargs: Any) -> Any:
     """Runs the forward that scoring went around, or, with `scoring`, the decoder and the head."""
     if scoring is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.config import ModelArguments, TrainArguments
@@ -100,16 +99,13 @@ def load_teacher(
     """Loads the teacher and puts it where it waits. Raises UserError where there is no room."""
     asked, device = teacher_arguments(model_args, args), args.device
     on_host = device.type == "cuda" and args.world_size == 1
-    quantised = args.teacher_quantize != "none"
-    start = torch.device("cpu") if on_host and not quantised else device
     model: Any = load_model(asked, config, device=device, role="teacher")
     model = model.eval().requires_grad_(False)
     if name := broken_weight(model):
         raise UserError(f"--teacher {args.teacher}: its weight {name} is not finite: get it again")
     if not on_host:
         return Teacher(model.to(device), lambda: None)
-    if start.type == "cpu":
-        move_buffers(model, device)
+    move_buffers(model, device)
     specs = state_blocks(model, movable=True, head_movable=False)
     free = gpu_budget(free_gpu_bytes(device), args.gpu_memory_gib)
     budget = Budget(free, host_budget(host_share_bytes(), model_args.host_memory_gib))

@@ -17,10 +17,6 @@ from longctx.attention.shards import Shards
 from longctx.model.scoring import LogProbs, Scoring
 
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "parents")
-CHOSEN, REJECTED = 0, 1
-"""The sides of a pair's answers."""
-DESIRABLE, UNDESIRABLE, MISMATCHED = 0, 1, 2
-"""The sides of rated answers."""
 
 
 def scored(

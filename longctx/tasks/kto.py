@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx.data.groups import MISMATCHED, SIDE_NAMES
 from longctx.errors import UserError
 from longctx.losses.kto import kto_loss
 from longctx.model.scoring import attach_scoring
-from longctx.tasks.answers import DESIRABLE, MISMATCHED, answer_log_probs
+from longctx.tasks.answers import answer_log_probs
 from longctx.tasks.collate import answers_collator
 from longctx.tasks.protocol import Batch, Measured, Task, Values
+
+DESIRABLE = SIDE_NAMES["rated"].index("desirable")
 
 
 class KTO(Task):
