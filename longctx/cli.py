@@ -1,11 +1,12 @@
-"""`longctx COMMAND ...`: what people run beside train.py.
+"""`longctx COMMAND ...`: what people run; train.py in a clone is `longctx train`.
 
 A command is a module with `main(argv)`; its docstring's first line is its help. Modules are
 imported when they are called, so `longctx report` does not wait for torch.
 
-A command is one process, also in a job or a shell that a launcher made for several: what torchrun,
-`accelerate launch`, MPI and Slurm say in the environment is not for it. With it, transformers would
-wait for a process group whose other members nobody started.
+`longctx train` may be one of several processes. Any other command is one process, also in a job or
+a shell that a launcher made for several: what torchrun, `accelerate launch`, MPI and Slurm say in
+the environment is not for it. With it, transformers would wait for a process group whose other
+members nobody started.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from longctx.errors import UserError
@@ -31,9 +32,12 @@ COMMANDS = {
     "merge": "longctx.lora.merge",
     "plan": "longctx.report.plan",
     "report": "longctx.report.report",
+    "train": "longctx.commands.train",
     "verify": "longctx.output.verify",
 }
 """Command -> module."""
+LAUNCHED = {"train"}
+"""Commands that launchers start, as one of several processes."""
 LAUNCHERS = re.compile(
     r"((LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|ROLE_NAME|NPROC|NNODES"
     r"|MPI_LOCAL.*|(TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG|OMPI|PMI|PMIX|MV2|SLURM)_.*)"
@@ -55,7 +59,7 @@ def run(argv: list[str]) -> None:
     if argv[0] not in COMMANDS:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
         raise UserError(f"unknown command {argv[0]!r}; did you mean longctx {close}?")
-    with started_alone():
+    with nullcontext() if argv[0] in LAUNCHED else started_alone():
         with importing():
             command = importlib.import_module(COMMANDS[argv[0]])
         command.main(argv[1:])

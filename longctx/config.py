@@ -35,7 +35,7 @@ from transformers.integrations import get_available_reporting_integrations
 from longctx.errors import UserError, one_line
 from longctx.limits import check_together, check_values, refuse_not_ours
 from longctx.options import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
-from longctx.program import Parser
+from longctx.program import Parser, started_as
 from longctx.recipe import Written, read_recipe, read_text
 from longctx.system import CACHE
 from longctx.task_options import TaskOptions
@@ -441,7 +441,7 @@ def parse_flags(
 
     parser = _Parser(
         _DATACLASSES,  # type: ignore[arg-type]
-        prog="train.py",
+        prog=started_as().removeprefix("python "),
         allow_abbrev=False,
         epilog="--config recipe.yaml reads the same options from a file; flags win.",
     )

@@ -1,4 +1,4 @@
-"""How train.py and `longctx COMMAND` end: one line for bad input, a signal's status for a signal.
+"""How `longctx COMMAND` ends: one line for bad input, a signal's status for a signal.
 
     UserError, a wrong option    `error: ...` on stderr, status 1
     Ctrl-C                       `interrupted`, status 130; during training it saves (interrupts.py)
@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -57,6 +58,15 @@ def importing() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def started_as(launcher: str = "") -> str:
+    """How training is started here, for lines that name the command: `python train.py` for whoever
+    runs that file of a clone, else `longctx train`; after a launcher in the form that it takes."""
+    clone = Path(sys.argv[0]).name == "train.py"
+    if launcher:
+        return f"{launcher} {'train.py' if clone else '-m longctx train'}"
+    return "python train.py" if clone else "longctx train"
 
 
 _LAYOUT = re.compile(r"(\x1b\[[0-9;]*m|[\n\t])")

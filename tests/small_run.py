@@ -17,7 +17,7 @@ import torch.distributed as dist
 from small_tokenizer import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-import train
+from longctx.commands import train
 from longctx.output import METRICS
 from longctx.run.trainer import LongTrainer
 

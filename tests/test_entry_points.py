@@ -27,7 +27,7 @@ import contextlib, importlib.util, io, json, runpy, sys, traceback
 root, scripts = sys.argv[1], sys.argv[2:]
 sys.meta_path = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
 packages = [path for path in sys.path if path != root]
-ours = ("longctx", "kernels", "profiling", "scripts", "train")
+ours = ("longctx", "kernels", "profiling", "scripts")
 
 def is_ours(name, module):
     return name.partition(".")[0] in ours

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable
 
 import pytest
 
 from longctx import cli
 from longctx.errors import UserError
-from longctx.program import Parser, importing, program
+from longctx.program import Parser, importing, program, started_as
 
 pytestmark = pytest.mark.usefixtures("heard_signals")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -82,6 +83,19 @@ def test_wrong_words_are_one_line(words: str, message: str) -> None:
 def test_a_command_is_such_a_program(name: str) -> None:
     with pytest.raises(SystemExit, match="error: .*(--nonsense|required)"):
         cli.main([name, "--nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("path", "alone", "launched"),
+    [
+        ("/clone/train.py", "python train.py", "torchrun train.py"),
+        ("/env/bin/longctx", "longctx train", "torchrun -m longctx train"),
+        ("/env/longctx/__main__.py", "longctx train", "torchrun -m longctx train"),
+    ],
+)
+def test_lines_name_the_command_that_was_started(monkeypatch, path, alone, launched) -> None:
+    monkeypatch.setattr(sys, "argv", [path])
+    assert (started_as(), started_as("torchrun")) == (alone, launched)
 
 
 def test_what_libraries_log_moves_no_cursor(caplog) -> None:

@@ -10,6 +10,7 @@ from paths import ROOT
 from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
+    "commands": {"report", "run", "engines", "output", "tasks", "model", "data"},
     "report": {"plan", "run", "engines", "output", "data", "attention", "memory", "cost"},
     "run": {
         *("plan", "lora", "output", "engines", "model", "layer", "attention", "memory", "cost"),

@@ -1,7 +1,7 @@
 """The tokenizer of a run: the one named, else the model's own, else one trained on the spot.
 
 The default is a byte-level BPE with 8192 tokens, trained on the standard library's source files
-(sources.py), so that `python train.py` needs no download:
+(sources.py), so that `longctx train` needs no download:
 
     text        <|bos|> tokens of the text           (encoding.py ends a document with <|im_end|>)
     chat        <|bos|><|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n

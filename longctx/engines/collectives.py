@@ -39,7 +39,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def become_one_process() -> None:
-    """Lets `python train.py --deepspeed FILE` run as one process without a launcher."""
+    """Lets `longctx train --deepspeed FILE` run as one process without a launcher."""
     if "RANK" in os.environ:
         return
     with socket.socket() as probe:

@@ -11,6 +11,7 @@ import torch
 from longctx.config import TrainArguments
 from longctx.engines.protocol import Engine
 from longctx.errors import print_rank0
+from longctx.program import started_as
 
 
 class Plain(Engine):
@@ -34,7 +35,7 @@ class Plain(Engine):
         if args.n_gpu > 1:  # Trainer would split the batch by nn.DataParallel
             print_rank0(
                 f"{args.n_gpu} GPUs are visible and one is used: for all of them "
-                f"`accelerate launch --num_processes {args.n_gpu} train.py ...`"
+                f"`{started_as(f'accelerate launch --num_processes {args.n_gpu}')} ...`"
             )
             args._n_gpu = 1
 

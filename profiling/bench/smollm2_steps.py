@@ -32,7 +32,8 @@ RECIPE = ["--config", str(ROOT / "recipes/smollm2_32k.yaml")]
 FP32 = "--dtype float32 --bf16 false --tf32 false".split()
 ONE_BATCH = "--per_device_train_batch_size 2 --gradient_accumulation_steps 1".split()
 FP32_LOGITS = """
-import sys, torch, train
+import sys, torch
+from longctx.commands import train
 load_model = train.load_model
 def load_with_fp32_logits(*args, **kwargs):
     model = load_model(*args, **kwargs)

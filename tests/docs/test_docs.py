@@ -155,7 +155,8 @@ def parse(words: list[str]) -> None:
     """Raises where a flag is not one of the program's."""
     program, flags = words[0], words[1:]
     if program in OTHERS:
-        script = next((i for i, word in enumerate(flags) if word.endswith(".py")), len(flags))
+        starts = [i for i, word in enumerate(flags) if word.endswith(".py") or word == "-m"]
+        script = starts[0] if starts and program != "pytest" else len(flags)
         found = {word.split("=")[0] for word in flags[:script] if word.startswith("-")}
         assert found <= OTHERS[program], words
         program, flags = "python", flags[script:]
@@ -178,6 +179,9 @@ def parse(words: list[str]) -> None:
 
 def parse_command(name: str, flags: list[str]) -> None:
     if not flags or flags == ["FLAGS", "--gpu", "NAME"]:
+        return
+    if name == "train":
+        parse_flags(flags)
         return
     if name == "plan":
         words = [flag for flag in flags if flag != "FLAGS"]

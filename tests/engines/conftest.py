@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_job import STEPS, Warm, batch
 
-import train
+from longctx.commands import train
 
 
 @pytest.fixture(scope="session")

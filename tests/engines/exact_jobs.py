@@ -28,7 +28,7 @@ from small_run import add_callback, fork_ranks
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-import train
+from longctx.commands import train
 from longctx.memory.optimizer import ExactAdamW
 from longctx.run.trainer import LongTrainer
 

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-import train
+from longctx.commands import train
 from longctx.engines import fsdp
 from longctx.engines.scatter import ScatterFromCompute
 from longctx.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 from paths import ROOT
 from small_job import Warm, assert_same_run, batch, of_family, on_cpu, run
 
-import train
+from longctx.commands import train
 from longctx.system import installed
 
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))

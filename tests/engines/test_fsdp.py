@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from small_job import Launched, Warm, assert_same_run, batch, of_family, run
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import train
+from longctx.commands import train
 from longctx.config import ModelArguments
 from longctx.engines.fsdp import FSDP2, keep_shapes_only
 from longctx.presets import PRESETS

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from small_run import fork_ranks, prepare
 from transformers import TrainerCallback
 
-import train
+from longctx.commands import train
 from longctx.engines import peers
 from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError

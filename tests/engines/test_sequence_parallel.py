@@ -11,8 +11,8 @@ import torch
 from paths import ROOT
 from small_job import Warm, assert_same_run, batch, lines_of, on_cpu
 
-import train
 from longctx.attention.shards import Shards
+from longctx.commands import train
 from longctx.errors import UserError
 from longctx.run.trainer import _joined
 from longctx.system import installed

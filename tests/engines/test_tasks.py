@@ -9,7 +9,7 @@ from paths import ROOT
 from small_job import Warm, assert_same_run, lines_of, on_cpu
 from small_task import flags, pairs, write_jsonl
 
-import train
+from longctx.commands import train
 from longctx.system import installed
 
 METRICS = ("rewards/margins", "logps/chosen", "eval_rewards/margins")

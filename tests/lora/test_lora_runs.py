@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from small_run import logged, prepare, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import train
 from longctx import cli
+from longctx.commands import train
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.lora.adapters import Reached, adapter_bytes, check_lora

@@ -14,8 +14,8 @@ from small_model import packed_batch, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import train
 from longctx.attention.documents import Documents
+from longctx.commands import train
 from profiling.bench import layer_bench, peers, step_bench, train_bench
 from profiling.bench.runner import case_text, parse_case
 

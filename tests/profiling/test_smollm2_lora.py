@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from small_run import prepare
 
-import train
 from longctx import cli
+from longctx.commands import train
 
 pytest.importorskip("peft")
 SEQ_LEN = 1024

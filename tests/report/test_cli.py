@@ -36,6 +36,7 @@ def test_the_module_is_the_command(module: str) -> None:
         "merge",
         "plan",
         "report",
+        "train",
         "verify",
     ]
     wrong = longctx(module, "repot", "x")

@@ -12,7 +12,7 @@ from rich.console import Console
 from small_run import prepare
 from small_tokenizer import small_tokenizer
 
-import train
+from longctx.commands import train
 from longctx.data.groups import Group
 from longctx.data.packing import Piece, build_row
 from longctx.data.packing_groups import build_group_row

@@ -188,7 +188,7 @@ class Engine:
 
 
 def _train() -> Any:
-    import train
+    from longctx.commands import train
 
     return train.main
 

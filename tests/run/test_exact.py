@@ -23,7 +23,7 @@ from small_run import SendAt, add_callback, prepare, run
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-import train
+from longctx.commands import train
 from longctx.errors import UserError
 from longctx.kernels.adamw import split_master, weight_checksums
 from longctx.output import METRICS

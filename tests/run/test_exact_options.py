@@ -52,7 +52,7 @@ def test_impossible_options(flags, tmp_path, monkeypatch, words, says) -> None:
     def too_late(*args, **kwargs):
         raise AssertionError("data is read")
 
-    monkeypatch.setattr("train.build_dataset", too_late)
+    monkeypatch.setattr("longctx.commands.train.build_dataset", too_late)
     monkeypatch.setattr(options, "rehearse", lambda args, steps: None)  # CPUs have no fp16, ...
     with pytest.raises((UserError, SystemExit)) as error:
         run(flags, tmp_path / "run", *words.split())

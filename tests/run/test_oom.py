@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
+from longctx.commands import train
 from longctx.errors import UserError
 from longctx.layer import passes
 from longctx.layer.parts import mlp

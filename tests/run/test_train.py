@@ -15,7 +15,7 @@ from paths import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import train
+from longctx.commands import train
 from longctx.errors import UserError
 from longctx.output import METRICS
 from longctx.run.trainer import LongTrainer

@@ -191,7 +191,7 @@ def after(name: str, words: str = "", change: Change = lambda folder: None, then
     the words `then`."""
 
     def make(folder: Path) -> list[str]:
-        import train
+        from longctx.commands import train
 
         task(name)(folder)
         at = str(base(folder))
