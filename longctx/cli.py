@@ -31,6 +31,7 @@ COMMANDS = {
     "eval": "longctx.report.evaluate",
     "merge": "longctx.lora.merge",
     "plan": "longctx.report.plan",
+    "recipes": "longctx.commands.recipes",
     "report": "longctx.report.report",
     "train": "longctx.commands.train",
     "verify": "longctx.output.verify",

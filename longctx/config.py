@@ -37,6 +37,7 @@ from longctx.limits import check_together, check_values, refuse_not_ours
 from longctx.options import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
 from longctx.program import Parser, started_as
 from longctx.recipe import Written, read_recipe, read_text
+from longctx.shipped import find
 from longctx.system import CACHE
 from longctx.task_options import TaskOptions
 from longctx.task_options import option as _option
@@ -336,7 +337,7 @@ def read_settings(name: str, settings: Any) -> dict[str, Any]:
     Raises UserError for anything else."""
     if not isinstance(settings, str) or (name in _FILES and means_no(settings)):
         return settings if isinstance(settings, dict) else {}
-    is_file = name in _FILES and not settings.lstrip().startswith(("{", "["))
+    is_file = _is_file(name, settings)
     text = read_text(name, Path(settings)) if is_file else settings
     try:
         found = json.loads(text)
@@ -347,6 +348,13 @@ def read_settings(name: str, settings: Any) -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         shown = settings if is_file else settings[:80]
         raise UserError(f"--{name} {shown}: not JSON: {reason}") from error
+
+
+def _is_file(name: str, settings: Any) -> bool:
+    """Whether what an option of settings holds is the name of a file."""
+    if not isinstance(settings, str) or name not in _FILES or means_no(settings):
+        return False
+    return not settings.lstrip().startswith(("{", "["))
 
 
 def _check_accelerator(given: Any) -> None:
@@ -436,7 +444,7 @@ def parse_flags(
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     config_parser = _Parser(add_help=False, allow_abbrev=False)
-    config_parser.add_argument("--config", type=Path)
+    config_parser.add_argument("--config")
     known, flags = config_parser.parse_known_args(argv)
 
     parser = _Parser(
@@ -446,13 +454,17 @@ def parse_flags(
         epilog="--config recipe.yaml reads the same options from a file; flags win.",
     )
     actions = {action.dest: action for action in reversed(parser._actions)}  # before --no_*
-    recipe = known.config
+    recipe = None if known.config is None else find("config", known.config)
     if recipe is None and not _names_a_job(flags):
         recipe = default_recipe
     if recipe:
         parser.set_defaults(**_recipe_values(recipe, parser, actions))
     _refuse_unknown(parser, flags, {*actions, "config"})
-    return parser.parse_args(flags)
+    options = parser.parse_args(flags)
+    for name in ("deepspeed", "fsdp_config"):
+        if _is_file(name, getattr(options, name)):
+            setattr(options, name, str(find(name, getattr(options, name))))
+    return options
 
 
 def make_arguments(flags: Namespace) -> Arguments:

@@ -1,8 +1,9 @@
-"""Tries longctx where it is installed, away from its repository: `python installed.py`.
+"""Tries longctx where it is installed, away from its repository: `python installed.py` in an empty
+folder.
 
-Imports every module, shows commands and a plan, and trains a patched model for two steps. Ends with
-status 0 and a line of JSON, or with an error. tests/test_package.py and scripts/try_versions.sh
-run it.
+Imports every module, shows commands and a plan, trains a patched model for two steps, and goes from
+the quick start to a merged adapter. Ends with status 0 and a line of JSON, or with an error.
+tests/test_package.py and scripts/try_versions.sh run it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import importlib
 import importlib.util
 import io
 import json
+import runpy
+import sys
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 EXTRAS = {"longctx.lora": "peft"}
 """Rooms that need an extra, and its package."""
@@ -27,6 +31,7 @@ def modules() -> list[str]:
     files = [file.relative_to(folder.parent).with_suffix("") for file in folder.rglob("*.py")]
     names = {".".join(file.parts).removesuffix(".__init__") for file in files}
     names -= {"longctx", "longctx.__main__"}
+    names = {name for name in names if not name.startswith("longctx.share.")}  # scripts
     for room, package in EXTRAS.items():
         if not importlib.util.find_spec(package):
             names = {name for name in names if not name.startswith(room)}
@@ -73,6 +78,30 @@ def losses() -> list[float]:
     return found
 
 
+def trains() -> dict[str, str]:
+    """What commands print from the quick start to a merged adapter and a run of TRL, where their
+    packages are installed. They write into the current folder."""
+    small = "--seq_len 512 --max_steps 2 --cache_dir cache --disable_tqdm true".split()
+    base = "runs/quickstart/final"
+    Path("text.jsonl").write_text(json.dumps({"text": "A brown fox jumps over it. " * 200}) + "\n")
+    said = {"quickstart": printed("train", *small)}
+    if importlib.util.find_spec("peft"):
+        data = "--train_file text.jsonl --output_dir runs/lora --lora_r 2".split()
+        said["lora"] = printed("train", "--model_name_or_path", base, *data, *small)
+        said["merge"] = printed("merge", "runs/lora/final", "--output", "merged")
+        base = "merged"
+    said["eval"] = printed(
+        "eval", base, "--eval_file", "text.jsonl", *"--seq_len 512 --repeats 1".split()
+    )
+    if importlib.util.find_spec("trl"):
+        script = Path("sft.py")
+        script.write_text(printed("recipes", "trl_sft.py"))
+        words = [str(script), base, "text.jsonl", "trl", "--max_length", "256", "--max_steps", "1"]
+        with contextlib.redirect_stdout(io.StringIO()), mock.patch.object(sys, "argv", words):
+            runpy.run_path(str(script), run_name="__main__")
+    return said
+
+
 def main() -> None:
     found = modules()
     import longctx
@@ -90,6 +119,7 @@ def main() -> None:
             *("--host_memory_gib", "128", "--json"),
         ),
         "losses": losses(),
+        "trains": trains(),
         "kernels": spec and spec.origin,
     }
     print(json.dumps(report))

@@ -23,6 +23,8 @@ from test_kernels_name import write_kernels
 import longctx
 from longctx.cli import COMMANDS
 
+LINKED = ("kernels", "recipes", "ds_configs", "fsdp_configs")
+"""Folders of the repository to which longctx/ has links."""
 BUILD = """
 import os, sys
 from setuptools import build_meta
@@ -42,7 +44,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that nothing is written beside the sources."""
     folder = tmp_path_factory.mktemp("sdist")
     for path in ROOT.iterdir():
-        if path.name in ("longctx", "kernels"):
+        if path.name in ("longctx", *LINKED):
             unwanted = shutil.ignore_patterns("__pycache__")
             shutil.copytree(path, folder / path.name, symlinks=True, ignore=unwanted)
         elif path.is_file() and not path.name.startswith("."):
@@ -59,6 +61,9 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built("wheel", next(folder.iterdir()), folder)
 
 
+WRITTEN = {"cache", "runs", "text.jsonl", "merged", "sft.py", "trl"}
+
+
 def metadata(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/METADATA"))
@@ -69,15 +74,15 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> 
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     folder = ROOT / "longctx"
-    sources = {
+    sources = {  # rglob follows no links
         path.relative_to(ROOT).as_posix()
-        for top in (folder, folder / "kernels")  # a link, which rglob does not follow
+        for top in (folder, folder / "kernels", *(folder / "share").iterdir())
         for path in top.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert packed == sources
     assert {"longctx/py.typed", "longctx/data/templates/llama.jinja"} < packed
-    assert "longctx/kernels/rms_norm.py" in packed
+    assert {"longctx/kernels/rms_norm.py", "longctx/share/ds_configs/zero3.json"} < packed
 
 
 def test_the_sdist_holds_what_it_is_built_from_and_no_tests(sdist: Path) -> None:
@@ -134,7 +139,13 @@ def test_a_patched_model_of_the_wheel_trains_as_hugging_faces(report: dict[str, 
     first, second, vanilla_first, vanilla_second = report["losses"]
     assert first == pytest.approx(vanilla_first, rel=1e-6) and second < first
     assert second == pytest.approx(vanilla_second, rel=1e-4)
-    assert report["left"] == []  # nothing is written into the folder
+
+
+def test_the_wheel_trains_merges_evaluates_and_serves_trl(report: dict[str, Any]) -> None:
+    said = report["trains"]
+    assert said.keys() == {"quickstart", "lora", "merge", "eval"}
+    assert "runs/quickstart/final" in said["quickstart"]
+    assert {*report["left"]} == WRITTEN
 
 
 # --- the README as an index shows it ---------------------------------------------------------
@@ -167,6 +178,12 @@ def test_no_link_of_the_long_description_is_relative(wheel: Path, setup: ModuleT
     assert len(targets(with_address)) == len(targets(readme)) > 20
     assert "raw/v1/docs/front.png)" in with_address and "blob/v1/docs/results.md#" in with_address
     assert description.count("```") == readme.count("```")
+
+
+def test_an_index_takes_both(sdist: Path, wheel: Path) -> None:
+    """`twine check --strict`."""
+    check = pytest.importorskip("twine.commands.check").check
+    assert check([str(sdist), str(wheel)], strict=True) is False  # nothing failed
 
 
 def test_links_in_code_and_elsewhere_stay(setup: ModuleType) -> None:

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from transformers import set_seed
 
 from longctx.config import explained_options
@@ -51,10 +49,11 @@ from longctx.run.options import check_rows, check_towers, parse_args
 from longctx.run.reference import References, check_reference
 from longctx.run.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.run.trainer import LongTrainer
+from longctx.shipped import SHARE
 from longctx.tasks import make_task
 
 SPECIAL = ("bos", "eos", "pad")
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = SHARE / "recipes/quickstart.yaml"
 
 
 def main(argv: list[str] | None = None) -> None:

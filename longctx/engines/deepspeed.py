@@ -30,10 +30,13 @@ from longctx.engines.layout import Layout, moments_bytes, zero_layout
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 from longctx.memory.pending import Pending, trained_bytes_on_gpu
+from longctx.shipped import find
 from longctx.system import installed
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer
+
+_LAUNCHED = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
 
 class DeepSpeed(Engine):
@@ -55,8 +58,9 @@ class DeepSpeed(Engine):
         return any(checkpoint.glob("global_step*"))
 
     def read(self, options: Any) -> None:
-        named = options.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-        self.settings = read_settings("deepspeed", named)
+        if launched := os.environ.get(_LAUNCHED):  # by the name that the YAMLs in ds_configs/ have
+            os.environ[_LAUNCHED] = str(find("deepspeed", launched))
+        self.settings = read_settings("deepspeed", options.deepspeed or os.environ.get(_LAUNCHED))
 
     def layout(self, processes: int, passes: int) -> Layout:
         return zero_layout(self.settings, processes, passes)
@@ -68,7 +72,7 @@ class DeepSpeed(Engine):
     def start(self, args: TrainArguments) -> None:
         super().start(args)
         if args.deepspeed == {}:
-            raise UserError("--deepspeed holds no settings: see ds_configs/")
+            raise UserError("--deepspeed holds no settings: see `longctx recipes zero3.json`")
         if not installed("deepspeed"):
             raise UserError("this run asks for DeepSpeed: pip install 'longctx[deepspeed]'")
         if args.on_nonfinite == "skip":

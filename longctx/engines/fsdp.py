@@ -179,8 +179,8 @@ class FSDP2(Engine):
 def _check_version(version: Any) -> None:
     if str(version) != "2":
         raise UserError(
-            f"FSDP{shortened(str(version), 40)} is not supported: set fsdp_version to 2, see "
-            "fsdp_configs/"
+            f"FSDP{shortened(str(version), 40)} is not supported: set fsdp_version to 2, as "
+            "`longctx recipes fsdp2.yaml` does"
         )
 
 

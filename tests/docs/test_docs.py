@@ -124,7 +124,13 @@ OTHERS = {
         "--main_process_ip",
         "--main_process_port",
     },
-    "torchrun": {"--nproc_per_node"},
+    "torchrun": {
+        "--nproc_per_node",
+        "--nnodes",
+        "--node_rank",
+        "--master_addr",
+        "--master_port",
+    },
     "sbatch": {"--signal"},
     "scontrol": set(),
 }

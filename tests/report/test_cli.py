@@ -35,6 +35,7 @@ def test_the_module_is_the_command(module: str) -> None:
         "eval",
         "merge",
         "plan",
+        "recipes",
         "report",
         "train",
         "verify",

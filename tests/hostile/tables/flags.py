@@ -332,7 +332,7 @@ FLAGS = {
     "--deepspeed BASE/data": fails("--deepspeed"),
     "--deepspeed no": works(),
     "--fsdp true": fails_later("fsdp|FSDP"),
-    "--fsdp_config gone.json": fails("--fsdp_config: cannot read gone.json: No such file"),
+    "--fsdp_config gone.json": fails("--fsdp_config: cannot read gone.json: no such file"),
     "--fsdp full_shard": fails_later("fsdp|FSDP"),
     "--ddp_backend carrier_pigeon": fails("ddp_backend"),
     "--ddp_timeout -1": fails("--ddp_timeout"),
