@@ -1,1 +1,1 @@
-"""Commands that use every room: `longctx train`. The others are modules of the room they show."""
+"""Commands that use all rooms, or none. Any other command is a module of the room that it shows."""

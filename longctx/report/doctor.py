@@ -143,13 +143,23 @@ def _can_be_named(path: Path) -> bool:
     return True
 
 
+EXTRAS = ("", "deepspeed", "fa4", "gguf", "liger", "lora", "profile")
+"""None, and those of runs. What tests and documentation need is nobody else's concern."""
+
+
 def unfit_packages() -> list[Unfit]:
-    """Optional ones where they are there."""
+    """Packages that runs use, optional ones where they are installed, in a version that longctx
+    does not take."""
     try:
         needed = map(Requirement, metadata.requires("longctx") or [])
     except metadata.PackageNotFoundError:  # a folder with the sources, not installed
         return []
-    found = ((version_of(line.name), line) for line in needed)
+    used = (
+        line
+        for line in needed
+        if line.marker is None or any(line.marker.evaluate({"extra": name}) for name in EXTRAS)
+    )
+    found = ((version_of(line.name), line) for line in used)
     unfit = [
         Unfit(line.name, version, str(line.specifier))
         for version, line in found

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--rope_scaling",
         default="none",
         choices=["none", "yarn", "linear"],
-        help="as in train.py, for a model that was not trained to --seq_len; none extrapolates",
+        help="as in a run, for a model that was not trained to --seq_len; none extrapolates",
     )
     parser.add_argument("--windows", type=int, default=16, help="windows for the loss, at most")
     parser.add_argument("--repeats", type=int, default=4, help="needles for every length and depth")

@@ -186,15 +186,15 @@ def parse(words: list[str]) -> None:
 def parse_command(name: str, flags: list[str]) -> None:
     if not flags or flags == ["FLAGS", "--gpu", "NAME"]:
         return
-    if name == "train":
-        parse_flags(flags)
-        return
     if name == "plan":
         words = [flag for flag in flags if flag != "FLAGS"]
         values = [] if len(words) > 1 or words[0] not in ("--html", "--gpu") else ["NAME"]
         parse_flags(plan_command._parse([*words, *values])[1])
         return
     with pytest.raises((Parsed, UserError, argparse.ArgumentError)) as ended:
+        if name == "train":
+            parse_flags(flags)
+            raise Parsed
         importlib.import_module(COMMANDS[name]).main(flags)
     incomplete = "arguments are required|expected (at least )?one argument"  # a flag in a sentence
     assert ended.errisinstance(Parsed) or re.search(incomplete, str(ended.value)), ended.value

@@ -110,11 +110,14 @@ def test_rates_beside_the_profile() -> None:
 
 
 def test_versions_that_longctx_does_not_take(monkeypatch) -> None:
+    """A new environment has an old setuptools, which only our tests need newer."""
     needed = ["torch<2.14,>=2.11", "nowhere>=9", 'peft>=0.18; extra == "lora"', "torch>=2.11,<2.14"]
+    needed += ['gguf>=0.17; extra == "gguf"', 'setuptools>=77; extra == "test"']
     monkeypatch.setattr(metadata, "requires", lambda name: needed)
-    versions = {"torch": "2.9.0+cu128", "peft": "0.18.1"}
+    versions = {"torch": "2.9.0+cu128", "peft": "0.18.1", "gguf": "0.1", "setuptools": "65.5.0"}
     monkeypatch.setattr(doctor, "version_of", versions.get)
-    assert doctor.unfit_packages() == [Unfit("torch", "2.9.0+cu128", "<2.14,>=2.11")]
+    torch, gguf = Unfit("torch", "2.9.0+cu128", "<2.14,>=2.11"), Unfit("gguf", "0.1", ">=0.17")
+    assert doctor.unfit_packages() == [torch, gguf]
 
 
 @pytest.mark.parametrize("facts", [WELL, replace(WELL, gpu=None, measured=None)])
