@@ -39,12 +39,12 @@ def assert_trained(start: Any, folder: Path) -> None:
     assert all((value != start[name].to(value.dtype)).any() for name, value in trained.items())
 
 
-@pytest.mark.parametrize("kind", ["text", "messages"])
-def test_sft(scheduled, capsys, tmp_path, kind) -> None:
+def test_sft(scheduled, capsys, tmp_path) -> None:
+    """On conversations; tests/test_package.py has a run on text."""
     rows: list[dict[str, Any]] = []
     for number in range(30):
         turns = [{"role": role, "content": sentence(number)} for role in ("user", "assistant")]
-        rows.append({"text": sentence(number)} if kind == "text" else {"messages": turns})
+        rows.append({"messages": turns})
     flags = ["--max_length", "64", "--max_steps", "2"]
     assert_trained(*run("trl_sft", tmp_path, rows, *flags))
     assert len(scheduled) == 2 * LAYERS and "Hugging Face's layers" not in capsys.readouterr().out

@@ -63,8 +63,8 @@ def losses(lines: list[dict[str, float]]) -> list[float]:
 
 
 def test_it_learns_and_saves_what_transformers_loads(run, tmp_path: Path, capsys) -> None:
-    lines = run("--max_steps", "30")
-    assert [line["step"] for line in lines] == list(range(1, 31))
+    lines = run("--max_steps", "20")
+    assert [line["step"] for line in lines] == list(range(1, 21))
     assert losses(lines)[-1] < losses(lines)[0] - 1
     for line in lines:
         keys = {"loss", "learning_rate", "grad_norm", "tokens_per_s", "peak_host_gib", "step_s"}
@@ -88,6 +88,7 @@ def test_vanilla_and_custom_agree_step_by_step(run) -> None:
 
 def test_label_smoothing_agrees_without_full_logits(run, monkeypatch) -> None:
     flags = ("--label_smoothing_factor", "0.1", "--gradient_accumulation_steps", "2")
+    flags += ("--max_steps", "2")
     vanilla = losses(run("--class_type", "vanilla", *flags, output="vanilla"))
     monkeypatch.setattr(torch.nn.Linear, "forward", refuse_vocabulary(torch.nn.Linear.forward))
     custom = losses(run("--class_type", "custom", *flags, output="custom"))
@@ -105,14 +106,17 @@ def refuse_vocabulary(forward):
 
 def test_gradient_accumulation_is_one_larger_batch(run) -> None:
     """Rows differ in trained tokens, so a mean of means would differ."""
-    whole = losses(run("--per_device_train_batch_size", "2", output="whole"))
-    parts = losses(run("--gradient_accumulation_steps", "2", output="parts"))
+    steps = ("--max_steps", "3")
+    whole = losses(run("--per_device_train_batch_size", "2", *steps, output="whole"))
+    parts = losses(run("--gradient_accumulation_steps", "2", *steps, output="parts"))
     assert parts == pytest.approx(whole, rel=2e-5)
 
 
 def test_same_seed_same_losses(run) -> None:
     seeds = {"a": "1", "b": "1", "c": "2"}
-    first, second, other = (losses(run("--seed", s, output=o)) for o, s in seeds.items())
+    first, second, other = (
+        losses(run("--seed", s, "--max_steps", "2", output=o)) for o, s in seeds.items()
+    )
     assert first == second != other
 
 
@@ -151,17 +155,19 @@ def test_a_run_killed_while_saving_leaves_no_checkpoint(run, tmp_path: Path, mon
 
 
 def test_old_checkpoints_are_rotated(run, tmp_path: Path) -> None:
-    run("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2")
+    save = ("--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2")
+    run(*save, "--max_steps", "4")
     kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert kept == ["checkpoint-5", "checkpoint-6"]
+    assert kept == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_best_checkpoint_is_found_after_the_rename(run, corpus: Path, tmp_path: Path) -> None:
     run(
         *("--eval_file", str(corpus / "0.txt"), "--eval_strategy", "steps", "--eval_steps", "2"),
         *("--save_strategy", "steps", "--save_steps", "2", "--load_best_model_at_end"),
+        *("--max_steps", "4"),
     )
-    newest = tmp_path / "run" / "checkpoint-6" / "trainer_state.json"
+    newest = tmp_path / "run" / "checkpoint-4" / "trainer_state.json"
     best = json.loads(newest.read_text())["best_model_checkpoint"]
     assert Path(best).is_dir()
     assert "incomplete" not in best
