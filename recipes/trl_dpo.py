@@ -1,7 +1,8 @@
 """TRL's DPOTrainer with longctx's schedule: the prompt of a pair is computed once.
 
     pip install "trl>=1.16" peft
-    python recipes/trl_dpo.py meta-llama/Llama-3.1-8B-Instruct pairs.jsonl runs/dpo
+    longctx recipes trl_dpo.py > trl_dpo.py
+    python trl_dpo.py meta-llama/Llama-3.1-8B-Instruct pairs.jsonl runs/dpo
 
 The data is JSONL as TRL takes it: `prompt`, `chosen` and `rejected`, as text or as messages. With
 LoRA, the default, the reference is the same model without its adapters. With `--lora_rank 0` every

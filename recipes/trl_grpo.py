@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer with longctx's schedule: a prompt is computed once for all of its answers.
 
     pip install "trl>=1.16" peft
-    python recipes/trl_grpo.py Qwen/Qwen3-8B questions.jsonl runs/grpo --num_generations 8
+    longctx recipes trl_grpo.py > trl_grpo.py
+    python trl_grpo.py Qwen/Qwen3-8B questions.jsonl runs/grpo --num_generations 8
 
 The data is JSONL: `prompt`, as text or as messages, and `answer`. The reward of a completion is 1
 if it contains the answer, else 0: write your own. Generation is transformers' (for long answers see

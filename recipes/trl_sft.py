@@ -1,7 +1,8 @@
 """TRL's SFTTrainer with longctx's schedule: packed documents at any length that fits.
 
     pip install "trl>=1.16"
-    python recipes/trl_sft.py meta-llama/Llama-3.2-1B chats.jsonl runs/trl --max_length 131072
+    longctx recipes trl_sft.py > trl_sft.py
+    python trl_sft.py meta-llama/Llama-3.2-1B chats.jsonl runs/trl --max_length 131072
 
 The data is JSONL as TRL takes it: `text`, `messages`, or `prompt` and `completion`.
 """
