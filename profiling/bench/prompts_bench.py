@@ -89,7 +89,7 @@ PAIR_128K: list[Case] = [
     dict(_PAIR_128K),
     *(
         dict(_PAIR_128K, class_type="trl", checkpointing=checkpointing)
-        for checkpointing in ("offloaded", "layers", "selective")
+        for checkpointing in ("offloaded", "selective")
     ),
 ]
 
