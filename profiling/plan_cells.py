@@ -58,7 +58,7 @@ from profiling.results import files_named, write_results
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "profiling" / "results"
-LONGEST = "h200_longest_step"
+LONGEST, PAIRS = "h200_longest_step", "h200_dpo_step"
 PRESET, KV_HEADS = "llama-3.1-8b", 8
 HOST_GIB = 252
 """What a host of 256 GiB has free; rows of other hosts have `host_free_gib`."""
@@ -188,7 +188,7 @@ def step_cells() -> Iterator[Cell]:
     """Whole steps, of all 32 layers and of 4."""
     whole, four = subject(), subject(layers=4)
     names = "h100_states_step h200_states_step h200_step h200_compare h200_shared_step"
-    for name in (*names.split(), LONGEST):
+    for name in (*names.split(), LONGEST, PAIRS):
         for row in rows_of(name):
             if row["engine"] != "plain" or row["tokens"] == 196608 or row.get("lora"):
                 continue  # not of these cells; a row whose ladder left 20 GiB of the GPU free
@@ -204,13 +204,18 @@ def step_cells() -> Iterator[Cell]:
             place += " on the host" if row.get("place") == "host" else ""
             what = f"{row['class_type']} {row['layers']} layers"
             place += ", today" if "ladder" in row else ""
-            cell = f"{name[:4]}{place}: {what}, {row.get('rows', 1)} x {row['tokens']}"
+            cell = f"{name[:4]}{place}: {what}, {row.get('rows', 1)} x {row['tokens']}{pair(row)}"
             yield Cell(name=cell, **plans, measured=measured)
     for tokens, peak_gib in STATES_MD.items():
         model = ModelArguments(preset=PRESET, seq_len=tokens, offload_activations="all")
         found = plan(whole, Run(model=model, place="host"), MACHINES["h200"], HOST_GIB * GIB)
         cell = f"h200 on the host: custom 32 layers, 1 x {tokens}, today"
         yield Cell(name=cell, plan=found, measured={"gpu_gib": peak_gib})
+
+
+def pair(row: dict[str, Any]) -> str:
+    """What a cell's name adds for a row that is a prompt with two answers."""
+    return f", DPO with 2 x {row['answer']}" if row.get("answer") else ""
 
 
 def partly_on_the_host(found: Plan) -> bool:
@@ -276,14 +281,14 @@ def process(row: dict[str, Any]) -> str:
 
 def adapter_cells() -> Iterator[Cell]:
     """Whole steps of LoRA and QLoRA. Something else ran on the machine: its host is left out."""
-    for row in (*rows_of("h200_lora_step"), *rows_of(LONGEST)):
+    for row in (*rows_of("h200_lora_step"), *rows_of(LONGEST), *rows_of(PAIRS)):
         if row["class_type"] != "custom" or not row.get("lora"):
             continue
         run = run_of(row, exact=True)
         plans = planned(row, subject(args=run.model), run)
         kind = "LoRA over bf16" if run.model.quantize == "none" else "QLoRA"
         place = ", weights on the host" if row["place"] == "host" else ""
-        cell = f"h200 of {row['gpu_gib']} GiB: {kind}{place}, 1 x {row['tokens']}"
+        cell = f"h200 of {row['gpu_gib']} GiB: {kind}{place}, 1 x {row['tokens']}{pair(row)}"
         yield Cell(name=cell, **plans, measured=measured_of(row, plans["plan"]))
 
 

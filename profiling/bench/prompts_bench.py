@@ -2,6 +2,8 @@
 
     python profiling/bench/prompts_bench.py --output profiling/results/h200_prompts.json
     python profiling/bench/prompts_bench.py --case task=dpo,class_type=trl,checkpointing=selective
+    python profiling/bench/prompts_bench.py --cases pair_128k \
+        --output profiling/results/h200_dpo_pair.json
 
 Tasks, all on `answers` answers of `answer` random tokens to a prompt of `prompt`:
 
@@ -15,8 +17,11 @@ The two losses are a forward and a backward pass on a patched model, gradients l
 class_type `custom` patches the model with share_prefixes; its GRPO has exact AdamW (fp32 states),
 as one batch of all answers. `gpu_gib` is what exact AdamW plans with; what TRL's head takes for the
 hidden states of all rows comes on top, so nothing enforces it here. `trl` is the trainer as it is,
-on flash-attn-4: it has its fused lm_head, checkpointing `layers` or `selective` (TRL's own, for
-which attention is an operator of torch), AdamW in bf16, and `rows` rows of a batch, which add up.
+on flash-attn-4: it has its fused lm_head, checkpointing `layers`, `selective` (TRL's own, for which
+attention is an operator of torch) or `offloaded` (layers, with what they keep in host
+memory: its activation_offloading), AdamW in bf16, and `rows` rows of a batch, which add up. With
+`reference=given` a pair comes with its reference's log-probabilities, as after TRL's
+precompute_ref_log_probs; otherwise each step of `dpo` computes them.
 
 `step_s` is the mean of `--repeats` after one more, `peak_gib` and `reserved_gib` are their peaks,
 `loss` is the last one's.
@@ -60,6 +65,7 @@ DEFAULTS: Case = {
     "rows": None,
     "checkpointing": None,
     "gpu_gib": None,
+    "reference": "computed",
 }
 _PAIR_8K: Case = dict(task="dpo", prompt=7168)
 _LONG: Case = dict(prompt=130048, rank=0)
@@ -77,6 +83,14 @@ PUBLISHED: list[Case] = [
     dict(_GROUP),
     dict(_GROUP, class_type="trl", checkpointing="layers", rows=1, gpu_gib=None),
     dict(_GROUP, class_type="trl", checkpointing="selective", rows=1, gpu_gib=None),
+]
+_PAIR_128K: Case = dict(task="dpo", prompt=130048, reference="given")
+PAIR_128K: list[Case] = [
+    dict(_PAIR_128K),
+    *(
+        dict(_PAIR_128K, class_type="trl", checkpointing=checkpointing)
+        for checkpointing in ("offloaded", "selective")
+    ),
 ]
 
 
@@ -185,8 +199,10 @@ def time_dpo(case: Case, clock: Clock) -> float:
 
     model = make_model(case)
     columns = {"prompt_ids": "prompt", "chosen_ids": "answer", "rejected_ids": "answer"}
+    given = case["reference"] == "given"
+    reference = {"ref_chosen_logps": 0.0, "ref_rejected_logps": 0.0} if given else {}
     rows = [
-        {name: random_ids(model, case[kind]).tolist() for name, kind in columns.items()}
+        {name: random_ids(model, case[kind]).tolist() for name, kind in columns.items()} | reference
         for _ in range(1 + clock.repeats)
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -197,11 +213,13 @@ def time_dpo(case: Case, clock: Clock) -> float:
                 per_device_train_batch_size=1,
                 max_length=None,
                 beta=BETA,
+                activation_offloading=case["checkpointing"] == "offloaded",
             ),
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer(),
             peft_config=LoraConfig(r=case["rank"], target_modules="all-linear", lora_dropout=0.0),
         )
+        trainer.precompute_ref_logps = given
         return train(trainer, clock)
 
 
@@ -316,16 +334,17 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     loss = float("nan")
     with until_out_of_memory() as outcome:
         loss = TASKS[case["task"]](case, clock)
+    keys = {key: value for key, value in case.items() if key != "reference" or value == "given"}
     if outcome["status"] == "oom":
-        return [{**case, **outcome}]
-    return [rounded({**case, **clock.row, "loss": loss, **outcome})]
+        return [{**keys, **outcome}]
+    return [rounded({**keys, **clock.row, "loss": loss, **outcome})]
 
 
 BENCH = runner.Benchmark(
     script=__file__,
     description=__doc__,
     defaults=DEFAULTS,
-    published={"published": PUBLISHED},
+    published={"published": PUBLISHED, "pair_128k": PAIR_128K},
     measure=run_case,
     settle=complete,
     repeats=2,
