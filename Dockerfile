@@ -5,7 +5,7 @@
 #
 # The image is CUDA's runtime: torch's wheel brings its own CUDA libraries, and Triton and
 # flash-attn-4 bring their compilers. DeepSpeed compiles its operators with nvcc: for it, build with
-# --build-arg CUDA=13.0.1-devel-ubuntu24.04 --build-arg EXTRAS=fa4,lora,deepspeed
+# --build-arg CUDA=13.0.1-devel-ubuntu24.04 --build-arg EXTRAS=fa4,lora,profile,deepspeed
 ARG CUDA=13.0.1-base-ubuntu24.04
 FROM nvidia/cuda:${CUDA}
 
@@ -14,7 +14,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-dev python3-venv gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
-ARG EXTRAS=fa4,lora
+ARG EXTRAS=fa4,lora,profile
 COPY . /tmp/longctx
 RUN python3 -m venv /opt/longctx \
     && /opt/longctx/bin/pip install --no-cache-dir "/tmp/longctx[${EXTRAS}]" \

@@ -392,7 +392,8 @@ def _check_reports(report_to: Sequence[str]) -> None:
     for name in report_to:
         if name not in available:
             raise UserError(
-                f"--report_to {name} is not installed, or is not known to transformers; here are: "
+                f"--report_to {name} is not installed (pip install {name}), or is not known to "
+                "transformers; here are: "
                 f"{', '.join(available) or 'none'}"
             )
 

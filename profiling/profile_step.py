@@ -48,6 +48,12 @@ from profiling.memory_recorder import RecordMemory
 from profiling.phases import LINES, Table, phase_table, read_trace, show
 from profiling.results import describe_run, write_results
 
+NOT_KNOWN = (
+    "There is no GPU in this profile. It cannot tell where a step on a GPU would wait for copies, "
+    "for the host or for other GPUs, nor which copies would run beside computation. The shares are "
+    "a CPU's, which runs plain torch where a GPU runs kernels: those of a GPU are others."
+)
+"""Of a profile of a CPU."""
 ROW_KEYS = ("class_type", "engine", "tokens", "layers")
 """What each row of phases_rankN.json says of the run."""
 
@@ -212,7 +218,9 @@ def write_profile(
     if timeline:
         sections += memory_timeline.memory_section([timeline])
     else:
-        sections.append(paragraph("A timeline of memory needs a GPU."))
+        sections.append(
+            paragraph("A timeline of memory needs a GPU: torch records none of a CPU's.")
+        )
     write_page(path, f"Profile: {memory_timeline.title(description)}", sections)
 
 
@@ -222,7 +230,7 @@ def time_section(by_phase: Table) -> list[str]:
         "computes beside them."
     )
     if not by_phase.on_gpu:
-        caption = "Share of a step, by what the CPU computes. There is no GPU in this profile."
+        caption = "Share of a step, by what the CPU computes."
     rows = [
         {"phase": r["phase"], "s a step": r["s_per_step"], "share": f"{r['share']:.1%}"}
         for r in by_phase.rows()
@@ -233,6 +241,7 @@ def time_section(by_phase: Table) -> list[str]:
         figure(draw_shares(by_phase), caption),
         table(rows),
         *([paragraph(copies)] if by_phase.copies_s else []),
+        *([] if by_phase.on_gpu else [paragraph(NOT_KNOWN)]),
     ]
 
 

@@ -17,6 +17,7 @@ from longctx.data.rows import (
     as_arrays,
     build_dataset,
     check_sources,
+    counts,
     document_names,
     rows_identity,
 )
@@ -25,6 +26,7 @@ from longctx.engines import check_resume
 from longctx.errors import UserError, print_rank0
 from longctx.model.pretrained import read_config, weights_identity
 from longctx.output import FINAL, checkpoint_step
+from longctx.output.card import model_card
 from longctx.output.definition import check_same_run, define
 from longctx.output.folder import (
     check_disk_space,
@@ -37,6 +39,8 @@ from longctx.output.resume import resolve_resume
 from longctx.report.done import summarise
 from longctx.report.example import show_example
 from longctx.report.predicted import foresee
+from longctx.run.callbacks import RunFile
+from longctx.run.described import describe_run
 from longctx.run.loading import (
     check_request,
     compute_dtype,
@@ -48,6 +52,7 @@ from longctx.run.oom import explained_oom, explained_oom_of_weights
 from longctx.run.options import check_rows, check_towers, parse_args
 from longctx.run.reference import References, check_reference
 from longctx.run.teacher import check_teacher, load_teacher, teacher_identity
+from longctx.run.trackers import tracked_as, tracked_name
 from longctx.run.trainer import LongTrainer
 from longctx.shipped import SHARE
 from longctx.tasks import make_task
@@ -111,6 +116,8 @@ def main(argv: list[str] | None = None) -> None:
         eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
 
     check_rows(args, train_rows, eval_rows)
+    found = {"train": train_rows, "eval": eval_rows}
+    counted = {name: counts(rows) for name, rows in found.items() if rows is not None}
     names = document_names(data_args, data_args.train_file, task.rows)
     if data_args.show_example:
         if args.process_index == 0:
@@ -138,12 +145,13 @@ def main(argv: list[str] | None = None) -> None:
     # 4. Other models that the task needs: a reference is loaded alone and gone before training, a
     # teacher stays.
     if references and args.reference:
-        found = references.of_another_model({"train": train_rows, "eval": eval_rows}, engine)
+        found = references.of_another_model(found, engine)
         train_rows, eval_rows = found["train"], found["eval"]
     if teacher is not None:
         task.teacher = load_teacher(model_args, args, teacher)
 
     # 5. Model: vanilla, liger or custom; random weights depend on the seed alone.
+    done = (checkpoint_step(resume) or 0) if resume else 0
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):
         model = load_model(model_args, config, device=args.device, engine=engine)
@@ -164,15 +172,18 @@ def main(argv: list[str] | None = None) -> None:
         trainer.place(resume)
         if references and not args.reference:
             references.of_the_start(trainer, resumed=resume is not None)
+        options = (model_args, data_args, args)
+        record = describe_run(argv, *options, model=trainer.model, counted=counted, step=done)
+        record["tracked_as"] = tracked_name(args, resumed=resume is not None)
+        trainer.add_callback(RunFile(record, resumed=resume is not None))
         if args.process_index == 0:
             clear_output_dir(output_dir, resume)
 
     # 6. Train.
-    with explained_oom(trainer, model_args):
+    with explained_oom(trainer, model_args), tracked_as(record["tracked_as"], trainer):
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         if not trainer.state.global_step:
             raise UserError("no step was trained: the data gave no batch")
-        done = (checkpoint_step(resume) or 0) if resume else 0
         if trainer.state.global_step == done:
             print_rank0(f"{resume} is where this run ends: nothing was left to train")
         elif foreseen:
@@ -181,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
             trainer.evaluate()
 
     # 7. Save what `from_pretrained` loads, and say what happened.
-    trainer.save_final(output_dir / FINAL)
+    trainer.save_final(output_dir / FINAL, model_card(record, trainer.state.log_history))
     if trainer.is_world_process_zero():
         summarise(trainer, model_args, data_args, args, output_dir)
     if lock:

@@ -265,6 +265,16 @@ def _stats(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
     return PackingStats(**counted) if rows == "text" else GroupStats(**counted)
 
 
+def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
+    """What `build_dataset` counted of its rows: documents (or groups), tokens, rows, ...; nothing
+    of a stream."""
+    for file in rows.cache_files if isinstance(rows, Dataset) else ():
+        report: Any = read_json(Path(file["filename"]).with_suffix(".json"))
+        stats = report["stats"] if isinstance(report, dict) else {}
+        return {name: count for name, count in stats.items() if type(count) is int and count > 0}
+    return {}
+
+
 def _identity(args: DataArguments, files: list[Path], rows: Rows) -> list[Any]:
     """All that decides what is read from files."""
     undecodable = ["undecodable"] * args.allow_undecodable

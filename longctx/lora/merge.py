@@ -32,6 +32,7 @@ from longctx.model.classes import as_reward_model
 from longctx.model.pretrained import read_config, read_model, weights_identity
 from longctx.model.vision import copy_processor
 from longctx.options import ModelSource
+from longctx.output.card import merged_card, write_card
 from longctx.output.definition import BASE
 from longctx.output.folder import claimed
 from longctx.output.rehearsal import rehearse
@@ -102,11 +103,20 @@ def merge(
             copy_processor(merged, staged)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staged)
+            card = merged_card(
+                base.name or "", adapter, type(merged).__name__, _said(merged, quantize)
+            )
+            write_card(card, staged, output)
             publish(staged, output, replace=False)
         except Exception as error:
             if reason := disk_problem(error):
                 raise UserError(f"{output} could not be written: {reason}") from error
             raise
+
+
+def _said(merged: Any, quantize: str) -> str:
+    of = "" if quantize == "none" else f", of base weights rounded to {quantize}"
+    return f"{str(merged.dtype).removeprefix('torch.')}{of}"
 
 
 def _check_base(adapter: Path, base: ModelSource, config: Any) -> None:

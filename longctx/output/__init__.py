@@ -4,6 +4,7 @@
     final/                        the model that `from_pretrained` loads
       manifest.json               in each of them: its files' checksums, and what defines the run
     metrics.jsonl                 a line a logged step; `longctx report` draws it
+    run.json                      model, data, options, machine and versions, for people
     abandoned-checkpoint-N/       set aside by a run that was resumed from an earlier step
     .incomplete-.../  .lock       what is being written or deleted; who has the folder
 
@@ -11,6 +12,7 @@ folder.py       one run at a time; an earlier one is resumed or overwritten, nev
 rehearsal.py    everything small that a save writes, written once before step 1
 save.py         written aside, published by a rename, rotated; what a full disk does
 manifest.py     checksums of a folder; verify.py: `longctx verify`
+record.py       run.json; card.py: final/README.md, the model card; public.py: its names
 definition.py   what defines a run, and what may not change when it is resumed
 resume.py       which checkpoint, and reading it without running code from it
 removal.py      deleting what may be a link, or may not be deleted
@@ -23,6 +25,8 @@ from pathlib import Path
 
 FINAL = "final"
 METRICS = "metrics.jsonl"
+RECORD = "run.json"
+CARD = "README.md"
 STATE = "trainer_state.json"
 MANIFEST = "manifest.json"
 STAGING = ".incomplete-"

@@ -123,9 +123,9 @@ def define(
     for name in (*OPTIONS, *APPLIED):
         owner = next((o for o in options if hasattr(o, name)), None)
         if owner is not None:
-            run[name] = _plain(getattr(owner, name))
+            run[name] = plain(getattr(owner, name))
     run |= {"dtype": str(dtype), DATA: data, PROCESSES: num_processes}
-    run[MODEL] = {k: _plain(v) for k, v in model.items() if k not in _NO_MODEL}
+    run[MODEL] = {k: plain(v) for k, v in model.items() if k not in _NO_MODEL}
     beside = {BASE: base, REFERENCE: reference, TEACHER: teacher}
     return run | {name: value for name, value in beside.items() if value is not None}
 
@@ -210,12 +210,12 @@ def _shown(value: Any) -> str:
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """As JSON gives it back."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return str(getattr(value, "value", value))

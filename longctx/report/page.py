@@ -1,12 +1,14 @@
 """Self-contained HTML pages: text, tables and matplotlib figures as inline SVG, in one file.
 
-Nothing is fetched and no script runs, so a page opens anywhere and can be sent as one file. jinja2
+Nothing is fetched and no script runs, so a page opens anywhere and can be sent as one file. It is
+readable on a telephone and in the dark, where figures are inverted with their hues kept. jinja2
 escapes all that goes into it but `Markup`, which is what the functions here return.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,29 @@ _PAGE = _JINJA.from_string("""\
 <meta name="generator" content="{{ mark }}">
 <title>{{ title }}</title>
 <style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff;
-       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+:root { color-scheme: light dark; --text: #222; --dim: #555; --page: #fff; --box: #f4f4f4;
+        --line: #ddd; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #ddd; --dim: #aaa; --page: #16181c; --box: #24272d; --line: #3a3e46; }
+  figure svg { filter: invert(1) hue-rotate(180deg); }
+}
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-figure { margin: 1.5rem 0; } figure svg { width: 100%; height: auto; }
-figcaption { color: #555; font-size: .9rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
-th, td { padding: .25rem .75rem; border-bottom: 1px solid #ddd; text-align: left; }
+figure { margin: 1.5rem 0; overflow-x: auto; } figure svg { width: 100%; height: auto; }
+figcaption { color: var(--dim); font-size: .9rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr));
+           gap: 0 1.5rem; } .figures figure { margin: 1rem 0; min-width: 0; }
+.scroll { overflow-x: auto; overflow-wrap: normal; }
+table { border-collapse: collapse; font-size: .9rem; }
+th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
-code, pre { background: #f4f4f4; font-size: .85rem; } pre { padding: .75rem; overflow-x: auto; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.5rem; font-size: .9rem; }
+dt { color: var(--dim); } dd { margin: 0; }
+@media (max-width: 40rem) { dl { display: block; } dd { margin-bottom: .5rem; } }
+code, pre { background: var(--box); font-size: .85rem; }
+pre { padding: .75rem; white-space: pre-wrap; }
+summary { cursor: pointer; margin: 1rem 0; }
 </style>
 </head>
 <body>
@@ -55,6 +71,13 @@ _TABLE = _JINJA.from_string("""\
 <tr>{% for name in columns %}{{ cell(row.get(name)) }}{% endfor %}</tr>
 {% endfor %}
 </table></div>
+""")
+_FACTS = _JINJA.from_string("""\
+<dl>
+{% for name, value in facts %}
+<dt>{{ name }}</dt><dd>{{ shown(value) }}</dd>
+{% endfor %}
+</dl>
 """)
 
 
@@ -89,19 +112,42 @@ def code(text: str) -> Markup:
     return Markup("<pre>{}</pre>").format(text)
 
 
+def facts(found: Iterable[tuple[str, Any]]) -> Markup:
+    """Names with their values, which may be long: a narrow page shows one above the other."""
+    return Markup(_FACTS.render(facts=list(found), shown=_shown))
+
+
+def details(title: str, parts: Iterable[str]) -> Markup:
+    """Parts that are shown on demand."""
+    return Markup("<details><summary>{}</summary>{}</details>").format(title, Markup().join(parts))
+
+
+def figures(drawn: Iterable[Markup]) -> Markup:
+    """Figures side by side where the page is wide enough for two."""
+    return Markup('<div class="figures">{}</div>').format(Markup().join(drawn))
+
+
+LEAST_SCALE = 0.7
+"""Of a figure on a narrow page, where letters of 10 points have 7; then it scrolls."""
+
+
 def figure(drawn: Any, caption: str) -> Markup:
-    """A matplotlib figure as inline SVG. The caption also salts the SVG's ids, which would
-    otherwise clash between two figures of a page."""
+    """A matplotlib figure as inline SVG, on the page's own background. The caption also salts the
+    SVG's ids, which would otherwise clash between two figures of a page."""
     import matplotlib
 
     text = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": caption}):
-        drawn.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
+        drawn.savefig(
+            text, format="svg", bbox_inches="tight", metadata={"Date": None}, transparent=True
+        )
     svg = text.getvalue()
     _, drawing = svg.split("<svg", 1)
+    width_pt = float(re.search(r'width="([\d.]+)pt"', drawing)[1])  # type: ignore[index]
     return Markup(
-        '<figure><svg role="img" aria-label="{}"{}<figcaption>{}</figcaption></figure>'
-    ).format(caption, Markup(drawing), caption)
+        '<figure><svg role="img" aria-label="{}" style="min-width: {:.0f}pt"{}'
+        "<figcaption>{}</figcaption></figure>"
+    ).format(caption, LEAST_SCALE * width_pt, Markup(drawing), caption)
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> Markup:
@@ -113,15 +159,17 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = Non
 
 
 def _cell(value: Any) -> Markup:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return Markup("<td>{}</td>").format("" if value is None else _text(value))
-    text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-    if isinstance(value, float) and 1e4 <= abs(value) < 1e15:
-        text = f"{value:,.0f}"
-    return Markup('<td class="number">{}</td>').format(text)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    kind = Markup(' class="number"') if is_number else ""
+    return Markup("<td{}>{}</td>").format(kind, "" if value is None else _shown(value))
 
 
-def _text(value: Any) -> str:
+def _shown(value: Any) -> str:
+    """Numbers as people write them, anything else as text."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:,.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
     try:
         return str(value)
     except RecursionError:

@@ -1,217 +1,236 @@
-"""A run's loss, throughput and memory as one HTML page.
+"""One run or several as one HTML page: what ran, its loss, throughput and memory.
 
-    longctx report runs/books                 writes runs/books/report.html
+    longctx report runs/books                        writes runs/books/report.html
+    longctx report runs/books runs/plays             writes report.html: both on one page
     longctx report metrics.jsonl --output page.html
 
-The page shows what `metrics.jsonl` holds and nothing else: a run without a GPU has no GPU memory,
-no MFU and says so.
+The page shows what `metrics.jsonl` and `run.json` hold and nothing else: a run without a GPU has no
+GPU memory, no MFU and says so.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
+import shlex
 import statistics
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.errors import UserError, printable
+from longctx.errors import printable, shortened
 from longctx.output import METRICS
+from longctx.output.record import counts_of, hardware
 from longctx.program import Parser
-from longctx.report.page import figure, heading, paragraph, pyplot, table, write_page
+from longctx.report.page import (
+    code,
+    details,
+    facts,
+    figure,
+    figures,
+    heading,
+    paragraph,
+    table,
+    write_page,
+)
+from longctx.report.panels import PANELS, draw_all
+from longctx.report.runs import Run, metrics_path, read_runs
 from longctx.writing import check_writable
 
-Line = dict[str, Any]
-LARGEST_BYTES = 1 << 28
-"""Of metrics: a million logged lines."""
-
-PANELS: dict[str, tuple[str, dict[str, str]]] = {
-    "Loss": ("loss", {"loss": "training", "eval_loss": "evaluation"}),
-    "Rewards": (
-        "reward",
-        {
-            "rewards/chosen": "chosen or desirable answers",
-            "rewards/rejected": "rejected or undesirable answers",
-            "mean_reward": "all answers",
-        },
-    ),
-    "Reward margins": (
-        "margin",
-        {
-            "rewards/margins": "training",
-            "eval_rewards/margins": "evaluation",
-            "margin": "training",
-            "eval_margin": "evaluation",
-        },
-    ),
-    "Accuracy": (
-        "share of pairs whose chosen answer has the larger reward",
-        {
-            "rewards/accuracies": "training",
-            "eval_rewards/accuracies": "evaluation",
-            "accuracy": "training",
-            "eval_accuracy": "evaluation",
-        },
-    ),
-    "Log-probabilities of answers": (
-        "log-probability",
-        {
-            "logps/chosen": "chosen or desirable",
-            "logps/rejected": "rejected or undesirable",
-        },
-    ),
-    "KL from the reference": ("KL", {"kl": "estimate"}),
-    "Throughput": ("tokens/s", {"tokens_per_s": "tokens/s"}),
-    "Time of a step": ("s", {"step_s": "step"}),
-    "MFU": ("share of the dense bf16 peak", {"mfu": "MFU"}),
-    "Peak memory since the start": (
-        "GiB",
-        {
-            "peak_gpu_gib": "GPU, allocated",
-            "peak_reserved_gib": "GPU, reserved by the allocator",
-            "peak_host_gib": "host (resident)",
-        },
-    ),
-    "Gradient norm": ("norm before clipping", {"grad_norm": "gradient norm"}),
-    "Learning rate": ("learning rate", {"learning_rate": "learning rate"}),
-}
-"""Title -> (unit, {key of metrics.jsonl: what it is}), in the order of the page."""
-SIGNED = ("loss", "learning rate", "reward", "margin", "log-probability")
-"""Units whose axis does not begin at 0."""
+MOST_LINES = 2000
+"""Of a run that the page lists: a browser is slow with more."""
+NOT_COMPARED = (
+    "output_dir cache_dir run_name report_to resume_from_checkpoint overwrite_output_dir"
+).split()
+NO_GPU = (
+    "No GPU: throughput and memory are the CPU's and the host's. They say nothing of a GPU, where "
+    "other parts of a step are the slow ones. There is no MFU, for a CPU's peak is not known."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="longctx report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run", type=Path, help=f"a run's folder, or its {METRICS}")
-    parser.add_argument("--output", type=Path, help="HTML file; default: report.html beside it")
+    parser = Parser(
+        prog="longctx report",
+        description=__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "run", type=Path, nargs="+", help=f"folders of runs, or the {METRICS} in them"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="HTML file; default: report.html, of one run in its folder"
+    )
     args = parser.parse_args(argv)
-    path = metrics_path(args.run)
-    lines = read_metrics(path)
-    output = args.output or path.parent / "report.html"
-    check_writable(output, path)
-    write_report(lines, output, title=f"Run {path.parent.resolve().name}")
+    files = [metrics_path(path) for path in args.run]
+    output = args.output or (files[0].parent if len(files) == 1 else Path()) / "report.html"
+    runs = read_runs(args.run)
+    check_writable(output, *files)
+    write_report(runs, output)
     print(printable(f"wrote {output}"))
 
 
-def metrics_path(run: Path) -> Path:
-    """The metrics file of a folder or file. Raises UserError that says what is missing."""
-    if os.path.isdir(run):  # False for a name too long, where Path.is_dir raises
-        if not os.path.isfile(run / METRICS):
-            raise UserError(
-                f"{run} holds no {METRICS}: give the --output_dir of a run that logged a step"
-            )
-        return run / METRICS
-    if not os.path.isfile(run):
-        raise UserError(f"no such folder or file: {run}")
-    return run
-
-
-def read_metrics(path: Path) -> list[Line]:
-    """The logged lines in order. Half a line, as a kill or a full disk leaves, is left out and
-    said. Raises UserError for a file without any logged step."""
-    try:
-        if (size_bytes := path.stat().st_size) > LARGEST_BYTES:
-            raise UserError(f"{path} has {size_bytes >> 20} MiB, which no run logs")
-        texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text file") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    lines: list[Line] = []
-    broken: list[int] = []
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text, parse_int=_number)
-            step = line["step"]
-            if not isinstance(step, int):
-                raise TypeError(step)
-        except (ValueError, LookupError, TypeError, RecursionError):
-            broken.append(number)
-            continue
-        lines.append(line)
-    if broken and not lines:
-        raise UserError(f"{path}:{broken[0]} is no line of metrics (a JSON object with a step)")
-    if broken:
-        said = f"{path}: left out {len(broken)} damaged line(s), the first is {broken[0]}"
-        print(printable(said))
-    if not any(key in line for line in lines for key in ("loss", "eval_loss")):
-        raise UserError(f"{path} holds no logged step yet")
-    return lines
-
-
-def _number(digits: str) -> int | float:
-    """An integer; beyond 64 bits a float, infinite if need be, as no figure can show more."""
-    return int(digits) if len(digits) < 20 else float(digits)
-
-
-def write_report(lines: list[Line], output: Path, *, title: str) -> None:
-    parts = [table(summary(lines), ["what", "value"])]
-    if series(lines, "peak_host_gib") and not series(lines, "peak_gpu_gib"):
-        parts.append(
-            paragraph("This run had no GPU: throughput and memory are the CPU's and the host's.")
-        )
-    for name, (unit, keys) in PANELS.items():
-        drawn = draw(lines, unit, keys)
-        if drawn is not None:
-            parts += [heading(name), figure(drawn, f"{name} ({unit}) by step")]
-    logged = [line for line in lines if "loss" in line]
-    if logged:
-        parts += [heading("Logged lines"), table(logged)]
+def write_report(runs: Sequence[Run], output: Path) -> None:
+    """Raises UserError."""
+    alone = len(runs) == 1
+    title = f"Run {runs[0].name}" if alone else f"{len(runs)} runs"
+    parts: list[str] = []
+    if alone:
+        parts += [facts(described(runs[0])), *started(runs[0]), facts(summary(runs[0]))]
+    else:
+        parts += [table(compared(runs)), *_different(runs)]
+    without = [
+        run for run in runs if run.series("peak_host_gib") and not run.series("peak_gpu_gib")
+    ]
+    if without:
+        which = "" if alone else f"{', '.join(run.name for run in without)}: "
+        parts.append(paragraph(which + NO_GPU))
+    parts.append(figures(figure(drawn, caption) for drawn, caption in draw_all(runs)))
+    if not alone:
+        for run in runs:
+            parts += [heading(f"Run {run.name}"), facts(described(run)), *started(run)]
+    for run in runs:
+        parts += _lines(run, "Logged lines" if alone else f"Logged lines of {run.name}")
     write_page(output, title, parts)
 
 
-def series(lines: list[Line], key: str) -> list[tuple[int, float]]:
-    """(step, value) of every line that has `key` as a number."""
-    return [
-        (line["step"], float(line[key]))
-        for line in lines
-        if isinstance(line.get(key), (int, float)) and not isinstance(line[key], bool)
-    ]
+def described(run: Run) -> list[tuple[str, Any]]:
+    """What ran, where and when, as far as the run's files say it."""
+    found: list[tuple[str, Any]] = [("model", _model(run)), ("task", run.get("task"))]
+    found += [("data", _data(run, "train")), ("evaluation data", _data(run, "eval"))]
+    length = run.options.get("seq_len")
+    found.append(("row length", f"{length:,} tokens" if isinstance(length, int) else length))
+    found.append(("tokens", None if run.tokens is None else f"{run.tokens:,}, padding included"))
+    machine, libraries = run.get("starts", -1, "machine"), run.get("starts", -1, "versions")
+    if isinstance(machine, dict):
+        found.append(("machine", hardware(machine)))
+    if isinstance(libraries, dict):
+        found.append(("versions", ", ".join(f"{name} {x}" for name, x in libraries.items())))
+    return [(name, shortened(str(value))) for name, value in found if value]
 
 
-def summary(lines: list[Line]) -> list[dict[str, Any]]:
+def _model(run: Run) -> str | None:
+    name = run.get("model", "name") or run.get("model", "preset")
+    if not name:
+        return None
+    said = [f"{name} ({run.get('model', 'class')})"]
+    whole, trained = (run.get("model", key) for key in ("parameters", "trained_parameters"))
+    if isinstance(whole, int) and isinstance(trained, int):
+        said.append(f"{whole:,} parameters" + f", {trained:,} trained" * (trained != whole))
+    said += [str(x) for x in (run.get("model", "dtype"), run.options.get("class_type")) if x]
+    rank, quantize = run.options.get("lora_r"), run.options.get("quantize", "none")
+    said += [f"LoRA of rank {rank}"] if rank else []
+    said += [f"over {quantize}"] if quantize != "none" else []
+    return ", ".join(said)
+
+
+def _data(run: Run, part: str) -> str | None:
+    files, dataset = run.get("data", part, "files"), run.get("data", part, "dataset")
+    counts = run.get("data", part, "counts")
+    said = [dataset] if dataset else files if isinstance(files, list) else []
+    if isinstance(counts, dict) and all(type(count) is int for count in counts.values()):
+        said = [*said, *counts_of(counts)]
+    return ", ".join(map(str, said)) or None
+
+
+def started(run: Run) -> list[str]:
+    """The commands that started and resumed the run, each with its date."""
+    starts = run.get("starts")
+    parts: list[str] = []
+    for start in starts if isinstance(starts, list) else []:
+        if isinstance(start, dict) and start.get("command"):
+            step = f", after step {start['step']}" if start.get("step") else ""
+            date = str(start.get("date"))[:16].replace("T", " ")
+            parts += [paragraph(f"Started {date} UTC{step}:"), code(_command(start["command"]))]
+    return parts
+
+
+def _command(text: Any) -> str:
+    """A command with an option a line, as a shell takes it."""
+    try:
+        words = shlex.split(str(text))
+    except ValueError:
+        return str(text)
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(shlex.quote(word))
+    return " \\\n  ".join(" ".join(group) for group in groups)
+
+
+def summary(run: Run) -> list[tuple[str, Any]]:
     """What a person asks first: how the loss moved, how fast, how much memory."""
-    rows: list[dict[str, Any]] = [{"what": "last step", "value": lines[-1]["step"]}]
+    rows: list[tuple[str, Any]] = [("last step", run.lines[-1]["step"])]
     for key, name in (
         ("loss", "loss"),
         ("eval_loss", "evaluation loss"),
         ("eval_rewards/accuracies", "evaluation accuracy"),
         ("eval_accuracy", "evaluation accuracy"),
     ):
-        values = [value for _, value in series(lines, key)]
-        if values:
-            rows.append({"what": name, "value": f"{values[0]:.4f} -> {values[-1]:.4f}"})
-            bad = sum(not math.isfinite(value) for value in values)
-            if bad:
-                rows.append({"what": f"{name}: steps not finite", "value": bad})
+        if values := run.values(key):
+            rows.append((name, f"{values[0]:.4f} -> {values[-1]:.4f}"))
+            if bad := sum(not math.isfinite(value) for value in values):
+                rows.append((f"{name}: steps not finite", bad))
     for key, name in (("tokens_per_s", "tokens/s"), ("step_s", "s a step"), ("mfu", "MFU")):
-        values = [value for _, value in series(lines, key)]
-        if values:
-            rows.append({"what": f"{name} (median)", "value": statistics.median(values)})
+        if values := run.values(key):
+            rows.append((f"{name} (median)", statistics.median(values)))
     for key, name in PANELS["Peak memory since the start"][1].items():
-        values = [value for _, value in series(lines, key)]
-        if values:
-            rows.append({"what": f"peak GiB, {name}", "value": max(values)})
+        if values := run.values(key):
+            rows.append((f"peak GiB, {name}", max(values)))
     return rows
 
 
-def draw(lines: list[Line], unit: str, keys: dict[str, str]) -> Any | None:
-    """One panel, or None where the run logged none of its keys."""
-    curves = {name: points for key, name in keys.items() if (points := series(lines, key))}
-    if not curves:
-        return None
-    plt = pyplot()
-    drawn, axes = plt.subplots(figsize=(9, 3))
-    for name, points in curves.items():
-        steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, marker="." if len(points) < 60 else None, label=name)
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
-    if unit not in SIGNED:
-        axes.set_ylim(bottom=0)
-    if len(curves) > 1:
-        axes.legend()
-    plt.close(drawn)
-    return drawn
+def compared(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A line a run: where its loss ended, how fast it was, what it took."""
+    rows = []
+    for run in runs:
+        row: dict[str, Any] = {"run": run.name, "steps": run.lines[-1]["step"]}
+        row["tokens"] = run.tokens
+        for key, name in (
+            ("loss", "first loss"),
+            ("loss", "last loss"),
+            ("eval_loss", "eval loss"),
+        ):
+            if values := run.values(key):
+                row[name] = f"{values[0 if name.startswith('first') else -1]:.4f}"
+        for key, name in (("tokens_per_s", "tokens/s"), ("step_s", "s a step"), ("mfu", "MFU")):
+            if values := run.values(key):
+                row[name] = statistics.median(values)
+        for key, name in (("peak_gpu_gib", "GPU GiB"), ("peak_host_gib", "host GiB")):
+            if values := run.values(key):
+                row[name] = max(values)
+        rows.append(row)
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in columns} for row in rows]
+
+
+def _different(runs: Sequence[Run]) -> list[str]:
+    """The options in which the runs differ. An option that a run does not name has its default; of
+    an earlier version's run it is not known."""
+    names = dict.fromkeys(name for run in runs for name in run.options if name not in NOT_COMPARED)
+    rows = []
+    for name in names:
+        known = [run.options.get(name) for run in runs if run.record or name in run.options]
+        if any(value != known[0] for value in known):
+            row = {run.name: _shown(run, name) for run in runs}
+            rows.append({"option": name, **row})
+    if not rows:
+        return [paragraph("No recorded option differs.")]
+    empty = paragraph("An empty cell: the default, or not recorded.")
+    columns = ["option", *(run.name for run in runs)]
+    return [heading("Options that differ"), table(rows, columns), empty]
+
+
+def _shown(run: Run, name: str) -> str | None:
+    value = run.options.get(name)
+    words = map(str, value) if isinstance(value, list) else [str(value)]
+    return None if value is None else shortened(", ".join(words), 120)
+
+
+def _lines(run: Run, title: str) -> list[str]:
+    logged = [line for line in run.lines if "loss" in line]
+    if not logged:
+        return []
+    left_out = len(logged) - MOST_LINES
+    said = [paragraph(f"The first {left_out:,} are in {METRICS} only.")] if left_out > 0 else []
+    return [details(title, [*said, table(logged[-MOST_LINES:])])]

@@ -1,4 +1,4 @@
-"""Around a training step: room for activations, the clock, `metrics.jsonl`, the console."""
+"""Around a training step: room for activations, the clock, metrics.jsonl, run.json, the console."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from longctx.errors import print_rank0
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
 from longctx.output import METRICS
+from longctx.output.record import Record, write_record
 from longctx.output.save import disk_problem
 from longctx.run.metrics import Throughput
 
@@ -50,7 +51,8 @@ def _locked(nbytes: int, limit: int) -> str:
 
 class Clock(TrainerCallback):
     """Times steps from the end of one to the end of the next, saves and evaluations left out. What
-    the GPU still does then is of the next one: each has waited for the norm of its gradients."""
+    the GPU still does then is of the next one: each has waited for the norm of its gradients.
+    Counts the run's tokens in Trainer's state, which checkpoints hold."""
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
@@ -60,8 +62,10 @@ class Clock(TrainerCallback):
 
     on_save = on_evaluate = on_train_begin
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.throughput.step_done()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        tokens = self.throughput.step_done()
+        if args.include_num_input_tokens_seen == "no":  # or Trainer counts, as it was asked to
+            state.num_input_tokens_seen += tokens
 
 
 class MetricsFile(TrainerCallback):
@@ -104,12 +108,28 @@ def _step(line: str) -> float:
         return float("inf")
 
 
+class RunFile(TrainerCallback):
+    """Writes `run.json` when training begins: a start that fails before leaves the folder alone."""
+
+    def __init__(self, record: Record, *, resumed: bool) -> None:
+        self.record, self.resumed = record, resumed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            write_record(Path(args.output_dir), self.record, resumed=self.resumed)
+
+
 class Reporter:
     """A reporting integration of transformers (TensorBoard, ...) whose full disk ends no run."""
 
     def __init__(self, callback: TrainerCallback) -> None:
         self._callback = callback
         self._said = False
+
+    def write_to(self, folder: Path) -> None:
+        """Where TensorBoard's files go, if TENSORBOARD_LOGGING_DIR does not say it."""
+        if getattr(self._callback, "logging_dir", folder) is None:
+            vars(self._callback)["logging_dir"] = str(folder)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._callback, name)

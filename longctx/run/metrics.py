@@ -85,32 +85,40 @@ class Throughput:
     ranks_a_row: int = 1
     """Processes that count the same rows."""
     _tokens: int = 0
+    _step_tokens: int = 0
     _squared_lengths: Tensor | int = 0
     _steps: int = 0
     _seconds: float = 0.0
     _last: float = field(default_factory=time.perf_counter)
 
     def count(self, position_ids: Tensor) -> None:  # (B, S)
-        self._tokens += position_ids.numel()
+        self._step_tokens += position_ids.numel()
         self._squared_lengths = self._squared_lengths + squared_lengths(self.config, position_ids)
+
+    @property
+    def _batches(self) -> int:
+        """Processes that have rows of their own."""
+        return self.world_size // self.ranks_a_row
 
     def start_clock(self) -> None:
         """Leaves out what lies between two steps: a checkpoint, an evaluation."""
         self._last = time.perf_counter()
 
-    def step_done(self) -> None:
+    def step_done(self) -> int:
+        """Returns the step's tokens, over all processes."""
         now = time.perf_counter()
         self._seconds += now - self._last
         self._steps += 1
         self._last = now
+        tokens, self._step_tokens = self._step_tokens * self._batches, 0
+        self._tokens += tokens
+        return tokens
 
     def read(self) -> dict[str, float]:
         """The figures since the last call; empty before the first step."""
         if not self._steps:
             return {}
-        batches = self.world_size // self.ranks_a_row
-        tokens = self._tokens * batches
-        squared = int(self._squared_lengths) * batches
+        tokens, squared = self._tokens, int(self._squared_lengths) * self._batches
         figures = {
             "step_s": self._seconds / self._steps,
             "tokens_per_s": tokens / self._seconds,

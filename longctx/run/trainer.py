@@ -28,6 +28,7 @@ from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
 from longctx.model.vision import copy_processor, is_whole
 from longctx.output import STATE
+from longctx.output.card import write_card
 from longctx.output.definition import RunDefinition
 from longctx.output.rehearsal import rehearse_save
 from longctx.output.resume import (
@@ -99,6 +100,7 @@ class LongTrainer(TaskTrainer):
                 "leave it out, or give the patched model to transformers' Trainer"
             )
         args = with_our_options(args)
+        self._use_cache = getattr(model.config, "use_cache", None)  # Trainer switches it off
         self.engine = engine or choose_engine(args)
         theirs = None if patched_part(model) else model.config._attn_implementation
         self.engine.share_rows(args, theirs)
@@ -314,6 +316,7 @@ class LongTrainer(TaskTrainer):
         if "loss" in logs:
             logs |= self.tally.read(self.accelerator)
             logs |= self.throughput.read() | peak_memory(self.args.device)
+            logs["tokens"] = self.state.num_input_tokens_seen
             self._log_skipped(logs)
         super().log(logs, start_time)
 
@@ -472,15 +475,21 @@ class LongTrainer(TaskTrainer):
             if self.args.should_save:
                 self.state.save_to_json(str(staged / STATE))
 
-    def save_final(self, path: Path) -> None:
-        """Writes the model and tokenizer that `from_pretrained` loads, whole or not at all."""
+    def save_final(self, path: Path, card: str | None = None) -> None:
+        """Writes the model and tokenizer that `from_pretrained` loads, whole or not at all, with
+        `card` as README.md."""
         staging = common_staging(path)
         self.accelerator.wait_for_everyone()
+        config: Any = inside_peft(self.accelerator.unwrap_model(self.model)).config
+        if self._use_cache is not None:
+            config.use_cache = self._use_cache
 
         def publish_it() -> None:
             if self.args.should_save:
                 save_config(self.model, staging)
                 copy_processor(self.model, staging)
+                if card is not None:
+                    write_card(card, staging, path)
                 publish(staging, path, self._run)
 
         with self._swept(staging):

@@ -173,14 +173,13 @@ def test_best_checkpoint_is_found_after_the_rename(run, corpus: Path, tmp_path: 
     assert "incomplete" not in best
 
 
-def test_chat_data_evaluation_and_tensorboard(run, tmp_path: Path) -> None:
+def test_chat_data_and_evaluation(run, tmp_path: Path) -> None:
     chat = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
     chat.write_text("\n".join(json.dumps({"messages": turns}) for _ in range(60)))
-    flags = ("--train_file", str(chat), "--eval_file", str(chat), "--report_to", "tensorboard")
+    flags = ("--train_file", str(chat), "--eval_file", str(chat))
     lines = run(*flags, "--num_train_epochs", "3", data=False)
     assert losses(lines)[-1] < losses(lines)[0]
-    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
     text = (tmp_path / "run" / METRICS).read_text()
     assert '"eval_loss"' in text
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from small_run import logged, prepare, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -177,6 +178,10 @@ def test_peft_loads_it_and_merging_gives_the_same_model(flags, finished, tmp_pat
     final = finished("fp32") / "final"
     config = json.loads((final / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == base_of(flags) and config["lora_alpha"] == 8
+    assert json.loads((final / "config.json").read_text())["use_cache"]  # as the base's
+    card = ModelCard((final / "README.md").read_text())  # not PEFT's
+    assert card.data.library_name == "peft" and card.data.base_model is None
+    assert "LoRA adapters of `model`, a local folder, fine-tuned on rows of 64" in card.text
     plain = AutoModelForCausalLM.from_pretrained(base_of(flags)).eval()
     ids = torch.arange(5, 25)[None]
     before = plain(ids).logits
@@ -191,6 +196,8 @@ def test_peft_loads_it_and_merging_gives_the_same_model(flags, finished, tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new" / "merged")
     assert len(tokenizer) == merged.config.vocab_size
     assert cli.run(["verify", str(tmp_path / "new" / "merged")]) is None
+    card = ModelCard((tmp_path / "new" / "merged" / "README.md").read_text())
+    assert card.data.tags == ["longctx", "merged"] and "| adapter | `final` |" in card.text
 
 
 def test_the_merged_model_has_the_rope_of_the_run(flags, tmp_path) -> None:

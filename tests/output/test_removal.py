@@ -50,6 +50,7 @@ def test_checkpoints_and_final_that_are_links(flags, copy, capsys) -> None:
         "checkpoint-8",
         "final",
         "metrics.jsonl",
+        "run.json",
     ]
     assert not (copy / "final").is_symlink() and check_files(copy / "final")
     assert all(check_files(target) for target in targets)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from browser import open_page
+from browser import measure_page, open_page
 from markupsafe import Markup
 
 from longctx import cli
@@ -40,19 +40,74 @@ def test_the_page_shows_every_panel_in_a_browser(tmp_path: Path, capsys) -> None
     assert opened.ink > 0.02 and opened.colours >= 2
 
 
-def test_a_console_error_and_an_empty_page_are_seen(tmp_path: Path) -> None:
-    write_page(tmp_path / "bad.html", "bad", [Markup("<script>nothing.here()</script>")])
+def test_what_is_wrong_with_a_page_is_seen(tmp_path: Path) -> None:
+    wide = Markup('<p style="width: 900px; color: #999">wide and pale</p>')
+    write_page(tmp_path / "bad.html", "bad", [wide, Markup("<script>nothing.here()</script>")])
+    found = measure_page(tmp_path / "bad.html", tmp_path, width=400)
+    assert len(found.overflowing) == 1 and "900px" in found.overflowing[0]
+    assert 2 < found.least_contrast < 4
     opened = open_page(tmp_path / "bad.html", tmp_path)
     assert len(opened.console) == 1 and "nothing is not defined" in opened.console[0]
     assert (opened.svgs, opened.colours) == (0, 0)
+
+
+RECORD = {
+    "task": "dpo",
+    "model": {"name": "a/" + "very-long-name" * 9, "class": "LlamaForCausalLM", "dtype": "bf16"},
+    "data": {"train": {"files": ["books"], "counts": {"documents": 1, "rows": 12}}},
+    "options": {"seq_len": 131072, "learning_rate": 1e-5, "lora_r": 8},
+    "starts": [
+        {
+            "date": "2026-11-25T10:00:00+00:00",
+            "step": step,
+            "command": "longctx train --train_file 'a --b' --seq_len 131072 " + "x" * 200,
+            "machine": {"processes": 1, "gpu": "NVIDIA H200", "gpu_gib": 139.8, "cores": 8},
+            "versions": {"longctx": "0.2.0", "torch": "2.13.0"},
+        }
+        for step in (0, 20)
+    ],
+}
+
+
+def test_runs_are_compared_on_a_phone_in_the_dark(tmp_path: Path, monkeypatch) -> None:
+    """Nothing reaches over the edge of 400 px, all is legible, and each run has its figures."""
+    monkeypatch.chdir(tmp_path)
+    folders = [run_folder(tmp_path / where / "run") for where in ("one", "two", "old")]
+    other = RECORD["options"] | {"learning_rate": 3e-5, "seed": 7, "output_dir": "elsewhere"}
+    for folder, options in zip(folders, (RECORD["options"], other), strict=False):
+        (folder / "run.json").write_text(json.dumps(RECORD | {"options": options}))
+    with (folders[2] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "loss": NaN, "rewards/chosen": 1, "eval_rewards/accuracies": 1}\n')
+    cli.main(["report", "one/run", "two/run", "old/run"])
+    page = (tmp_path / "report.html").read_text()
+    assert "3 runs" in page and "<td>one/run</td>" in page and "old/run, training: not fin" in page
+    differ = page.split("Options that differ")[1].split("</table>")[0]
+    assert "<tr><td>learning_rate</td><td>1e-05</td><td>3e-05</td><td></td></tr>" in differ
+    assert "<tr><td>seed</td><td></td><td>7</td><td></td></tr>" in differ
+    assert differ.count("<tr>") == 3
+    assert "longctx train \\\n  --train_file &#39;a --b&#39; \\\n" in page
+    assert page.count("Started 2026-11-25 10:00 UTC, after step 20:") == 2
+    assert "1x NVIDIA H200 (139.8 GiB), 8 cores" in page and "1 document, 12 rows" in page
+    found = measure_page(tmp_path / "report.html", tmp_path, width=400, dark=True)
+    assert found.overflowing == [] and found.least_contrast > 4.5 and found.smallest_px > 9
+    assert found.background == "rgb(22, 24, 28)"
+
+
+def test_a_run_of_one_step_and_a_record_of_other_types(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", steps=1)
+    odd = {"task": [1], "model": 3, "data": {"train": "x"}, "options": [], "starts": {"a": 1}}
+    for record in (odd, {"starts": [3, {"command": "a 'b"}], "data": {"train": {"files": 3}}}):
+        (run / "run.json").write_text(json.dumps(record))
+        cli.main(["report", str(run)])
+        assert "8.9000 -&gt; 8.9000" in (run / "report.html").read_text()
 
 
 def test_a_run_without_a_gpu_gets_no_gpu_figures(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "cpu", gpu=False)
     cli.main(["report", str(run / "metrics.jsonl"), "--output", str(tmp_path / "out.html")])
     page = (tmp_path / "out.html").read_text()
-    assert "had no GPU" in page
-    assert "GPU, allocated" not in page and "MFU" not in page
+    assert "No GPU: throughput and memory are the CPU" in page
+    assert "GPU, allocated" not in page and "MFU by step" not in page
 
 
 @pytest.mark.parametrize(
