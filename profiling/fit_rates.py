@@ -346,7 +346,7 @@ FITS: tuple[Fit, ...] = (
             name=f"ATTENTION_SHARES, {way}",
             today=today,
             again=partial(attention_share, way),
-            files="longctx/cost/machines.py",
+            files="longctx/cost/cards.py",
             tolerance=0.03,
         )
         for way, today in zip(("forward", "backward"), fitted.ATTENTION_SHARES, strict=True)

@@ -46,7 +46,7 @@ from longctx.model.costs import StepTable
 from longctx.plan.decide import decided, keeping
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report.page import pyplot, with_ending
-from longctx.report.plan import with_answers
+from longctx.report.plan_run import with_answers
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
 from profiling.bench.step_bench import engine_options

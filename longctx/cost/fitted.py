@@ -54,9 +54,9 @@ WINDOW_EDGES = 350, 490
 """The keys beyond its window that flash-attn-4 computes for each query, forward and backward, in
 tiles that the window covers in part: heads of 128 and of 256, windows of 1024 tokens
 (h200_attention.json)."""
-ATTENTION_SHARES = 0.7, 0.6
+ATTENTION_SHARES = 0.75, 0.55
 """Attention's rates, forward and backward, in rates of matmuls, on a GPU that nobody measured.
-About the smallest of the machines whose rates are estimates (machines.py)."""
+About the smallest of the machines whose rates are estimates (cards.py)."""
 NVLINK = 230e9
 """Bytes that an H200 gets from another in a second, of 450 GB/s each way: two gather a layer of
 Llama-3.1-8B in bf16 in 0.9 to 1.4 ms, and 128 MiB of an all-to-all take 0.5 ms. The mean of a

@@ -1,9 +1,9 @@
 """GPUs by name: bytes, and the rates that steps really reach.
 
 `h100` and `h200` hold what profiling/results measured (h200_layer.json, h200_kernels.json,
-h200_adamw.json, *_states_step.json), the others what their datasheets let expect: of dense bf16
-FLOP/s with fp32 sums 65 to 91% in large products, less in attention, of the memory's rate 88%, of
-the link's 80%. They are estimates, and said to be.
+h200_adamw.json, *_states_step.json). All other names are made from their datasheet (cards.py), and
+so is a card of one's own (`gib=24,flops=165e12`). These rates are estimates, and their `spread`
+says how far the seconds may be off.
 
 Attention is timed by backend, the one that `--attn_backend auto` takes first.
 
@@ -14,10 +14,21 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from longctx.constants import GIB
+from longctx.cost.cards import (
+    CARDS,
+    LINK_SHARE,
+    MEMORY_SHARE,
+    OWN_SPREAD,
+    SPREAD,
+    TOO_OLD,
+    Card,
+    own_card,
+)
 from longctx.cost.fitted import CONTEXT_BYTES, NVLINK, PROCESS_BYTES
 from longctx.cost.rates import AttentionRates, Rates, of_heads
 from longctx.errors import UserError
@@ -29,7 +40,7 @@ class Machine:
 
     name: str
     device: str
-    """What CUDA's name of it holds."""
+    """A pattern of CUDA's names for it."""
     gpu_gib: float
     """As CUDA counts it."""
     flops: float
@@ -42,13 +53,15 @@ class Machine:
     """Copied to the host in a second while as much comes from it."""
     peak_flops: float | None = None
     """The datasheet's dense bf16 FLOP/s, with sums in fp32; None: not known."""
-    other_peaks: Mapping[str, float] = field(default_factory=dict)
-    """The same of cards whose name for CUDA holds `device` too, and which are other chips."""
     peer_bytes: float | None = None
     """To another GPU of the host in a second, while as much comes from it; None: over the link."""
     measured: bool = False
     here: bool = False
     """On this very machine."""
+    spread: tuple[float, float] = (1.0, 1.0)
+    """The seconds of a step may be so many times the predicted ones: at least, and at most."""
+    assumed: str = ""
+    """What was assumed of a card of one's own."""
     held_bytes: int = CONTEXT_BYTES
     """Of the GPU: what CUDA, kernels' code and others have."""
     started_bytes: int = PROCESS_BYTES
@@ -90,133 +103,112 @@ def between(lengths: Mapping[int, AttentionRates], document: int) -> AttentionRa
     return AttentionRates(*(x + share * (y - x) for x, y in pairs))
 
 
-def _flash(forward: float, backward: float) -> dict[str, AttentionRates]:
-    return {"flash": AttentionRates(forward, backward), "cudnn": AttentionRates(forward, backward)}
-
-
 _HOPPER = {
     "fa4": AttentionRates(665e12, 610e12),
     "cudnn": AttentionRates(575e12, 550e12),
     "flash": AttentionRates(400e12, 330e12),
 }
-MACHINES = {
-    machine.name: machine
-    for machine in (
-        Machine(
-            name="h100",
-            device="H100",
-            gpu_gib=79.18,
-            peak_flops=989e12,
-            other_peaks={"H100 PCIe": 756e12},
-            flops=665e12,
-            attention=_HOPPER,
-            memory_bytes=2.95e12,
-            link_bytes=50e9,
-            peer_bytes=NVLINK,
-            measured=True,
-        ),
-        Machine(
-            name="h200",
-            device="H200",
-            gpu_gib=139.80,
-            peak_flops=989e12,
-            flops=665e12,
-            attention=_HOPPER,
-            memory_bytes=4.25e12,
-            link_bytes=52e9,
-            peer_bytes=NVLINK,
-            measured=True,
-        ),
-        Machine(
-            name="a100",
-            device="A100",
-            gpu_gib=79.25,
-            peak_flops=312e12,
-            flops=255e12,
-            attention=_flash(190e12, 165e12),
-            memory_bytes=1.75e12,
-            link_bytes=21e9,
-            peer_bytes=0.6 * NVLINK,
-        ),
-        Machine(
-            name="l40s",
-            device="L40S",
-            gpu_gib=44.4,
-            peak_flops=362e12,
-            flops=235e12,
-            attention=_flash(160e12, 140e12),
-            memory_bytes=0.76e12,
-            link_bytes=21e9,
-        ),
-        Machine(
-            name="rtx-3090",
-            device="RTX 3090",
-            gpu_gib=23.6,
-            peak_flops=71e12,
-            flops=63e12,
-            attention=_flash(58e12, 52e12),
-            memory_bytes=0.82e12,
-            link_bytes=21e9,
-        ),
-        Machine(
-            name="rtx-4090",
-            device="RTX 4090",
-            gpu_gib=23.5,
-            peak_flops=165.2e12,
-            flops=148e12,
-            attention=_flash(135e12, 120e12),
-            memory_bytes=0.89e12,
-            link_bytes=21e9,
-        ),
-        Machine(
-            name="rtx-5090",
-            device="RTX 5090",
-            gpu_gib=31.3,
-            peak_flops=209.5e12,
-            flops=190e12,
-            attention=_flash(170e12, 150e12),
-            memory_bytes=1.58e12,
-            link_bytes=45e9,
-        ),
-        Machine(
-            name="b200",
-            device="B200",
-            gpu_gib=178.3,
-            peak_flops=2250e12,
-            other_peaks={"GB200": 2500e12},
-            flops=1500e12,
-            attention={
-                "fa4": AttentionRates(1300e12, 950e12),
-                "cudnn": AttentionRates(1250e12, 900e12),
-                "flash": AttentionRates(400e12, 330e12),
-            },
-            memory_bytes=7.0e12,
-            link_bytes=50e9,
-            peer_bytes=2 * NVLINK,
-        ),
+_MEASURED = (
+    Machine(
+        name="h100",
+        device="H100",
+        gpu_gib=79.18,
+        peak_flops=989e12,
+        flops=665e12,
+        attention=_HOPPER,
+        memory_bytes=2.95e12,
+        link_bytes=50e9,
+        peer_bytes=NVLINK,
+        measured=True,
+    ),
+    Machine(
+        name="h200",
+        device="H200",
+        gpu_gib=139.80,
+        peak_flops=989e12,
+        flops=665e12,
+        attention=_HOPPER,
+        memory_bytes=4.25e12,
+        link_bytes=52e9,
+        peer_bytes=NVLINK,
+        measured=True,
+    ),
+)
+
+
+def estimated(card: Card, spread: tuple[float, float] = SPREAD, assumed: str = "") -> Machine:
+    """Returns a card of which only the datasheet is known: each rate is the datasheet's, times the
+    share of it that steps reach."""
+    attention = {
+        backend: AttentionRates(*(share * card.peak_flops for share in shares))
+        for backend, shares in card.shares.attention.items()
+    }
+    return Machine(
+        name=card.name,
+        device=card.device,
+        gpu_gib=card.gpu_gib,
+        peak_flops=card.peak_flops,
+        flops=card.shares.matmul * card.peak_flops,
+        attention=attention,
+        memory_bytes=MEMORY_SHARE * card.memory_bytes,
+        link_bytes=LINK_SHARE * card.link_bytes,
+        peer_bytes=card.nvlinks * NVLINK or None,
+        spread=spread,
+        assumed=assumed,
     )
+
+
+MACHINES = {machine.name: machine for machine in (*_MEASURED, *(estimated(card) for card in CARDS))}
+_ALIASES = {
+    **{alias: card.name for card in CARDS for alias in card.aliases},
+    **dict.fromkeys(("h100-sxm", "h100-80gb"), "h100"),
+    **dict.fromkeys(("h200-sxm", "h200-141gb"), "h200"),
 }
 
 
 def machine_named(name: str) -> Machine:
-    """Raises UserError for one that nobody knows."""
-    known = name.lower().replace("_", "-").replace(" ", "-")
-    if known in MACHINES:
-        return MACHINES[known]
-    close = difflib.get_close_matches(known, MACHINES, n=1, cutoff=0.0)[0]
-    raise UserError(f"--gpu {name}: no such machine is known; did you mean {close}?")
+    """Returns the machine of a name as people type it (`RTX 4090`, `rtx4090`, `4090`, what CUDA
+    calls it), or of a card of one's own (`gib=24,flops=165e12`). Raises UserError for any other."""
+    if "=" in name:
+        card, assumed = own_card(name)
+        return estimated(card, OWN_SPREAD, assumed)
+    asked = _squeezed(name)
+    for known, meant in ({known: known for known in MACHINES} | _ALIASES).items():
+        if asked in (_squeezed(known), _squeezed(known).removeprefix("rtx")):
+            return MACHINES[meant]
+    if name.lower().startswith("nvidia") and (machine := machine_like(name)):
+        return machine
+    if asked in map(_squeezed, TOO_OLD):
+        raise UserError(
+            f"--gpu {name}: this card computes bfloat16 without tensor cores, and longctx needs an "
+            "Ampere GPU or newer: plan for l4 or a10g, the next cards of that size"
+        )
+    names = {_squeezed(known): known for known in (*MACHINES, *_ALIASES)}
+    close = difflib.get_close_matches(asked, names, n=1)
+    meant = f"; did you mean {names[close[0]]}?" if close else ":"
+    raise UserError(
+        f"--gpu {name}: no such machine is known{meant} Known are {', '.join(MACHINES)}; a card of "
+        "your own is --gpu gib=24,flops=165e12"
+    )
+
+
+def _squeezed(name: str) -> str:
+    """Letters and digits alone, without the names of brands."""
+    letters = re.sub("[^a-z0-9]", "", name.lower())
+    return re.sub("nvidia|geforce|tesla", "", letters)
 
 
 def machine_like(gpu: str) -> Machine | None:
-    """The profile of a GPU that CUDA calls so; None for one that has no name here."""
-    return next((machine for machine in MACHINES.values() if machine.device in gpu), None)
+    """The profile of a GPU that CUDA calls so; None for one that has no name here. Chips of laptops
+    have the names of larger ones."""
+    if "laptop" in gpu.lower():
+        return None
+    found = [m for m in MACHINES.values() if re.search(rf"\b(?:{m.device})\b", gpu, re.I)]
+    return max(found, key=lambda machine: len(machine.device), default=None)
 
 
 def peak_flops(gpu: str) -> float | None:
     """The dense bf16 peak, in FLOP/s, of a GPU that CUDA calls so; None for one that has no name
     here."""
     machine = machine_like(gpu)
-    if machine is None:
-        return None
-    others = (peak for name, peak in machine.other_peaks.items() if name in gpu)
-    return next(others, machine.peak_flops)
+    return None if machine is None else machine.peak_flops

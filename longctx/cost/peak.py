@@ -27,6 +27,18 @@ LIBRARY_BYTES = 2**26
 """cuBLAS's workspaces: 32 MiB for each thread that runs matmuls, forward's and backward's."""
 
 
+GROUPS = {
+    "weights": ("weights", "weights on their way", "gathered weights"),
+    "gradients": (
+        *("gradients", "whole gradients", "gradients to sum, fp32", "gradients, fp32"),
+        *("the embedding's gradient", "lm_head's gradient, fp32"),
+    ),
+    "AdamW's states": ("AdamW's states", "buffers of the update", "buckets"),
+    "saved activations": ("kept activations",),
+}
+"""A few words for a step's buffers. All others are what computes: a layer, or lm_head."""
+
+
 class Phase(NamedTuple):
     name: str
     buffers: Buffers
@@ -34,6 +46,16 @@ class Phase(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(self.buffers.values())
+
+    @property
+    def groups(self) -> Buffers:
+        """The buffers, summed by what they are for."""
+        found = {
+            group: sum(self.buffers.get(name, 0) for name in names)
+            for group, names in GROUPS.items()
+        }
+        work = "lm_head and loss" if self.name == "loss" else "a layer's work"
+        return {**found, work: self.nbytes - sum(found.values())}
 
 
 def peak(phases: Iterable[Phase]) -> Phase:

@@ -1,5 +1,6 @@
 """Adapters on a model that train.py loads: r (I + O) numbers in fp32 for each map (O, I).
 
+check_peft       a run needs PEFT; a plan counts shapes without it (shapes.py)
 check_lora       what the options name is in the model, before its weights are read
 adapter_bytes    what a checkpoint of it holds
 with_lora        PEFT's LoraConfig on the model; the rest is frozen
@@ -39,12 +40,16 @@ _SCORE = "score"
 """The head of a model of rewards, which PEFT always trains as a whole beside adapters."""
 
 
+def check_peft(args: ModelArguments) -> None:
+    """Raises UserError where adapters are asked for and PEFT is not installed."""
+    if args.lora_r is not None and not installed("peft"):
+        raise UserError("--lora_r needs PEFT: pip install 'longctx[lora]'")
+
+
 def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
     """Raises UserError for an option that names nothing in the model, or what cannot train."""
     if args.lora_r is None:
         return
-    if not installed("peft"):
-        raise UserError("--lora_r needs PEFT: pip install 'longctx[lora]'")
     saved, ends = args.lora_modules_to_save or [], _ends(config)
     for name in saved:
         if name == _SCORE in ends:
@@ -104,13 +109,8 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
     skeleton = _skeleton(config)
     if skeleton is None or args.lora_r is None:
         return 0
-    total = 0
-    for path, linear in _linears(skeleton).items():
-        targets = args.lora_targets or [ALL_LINEAR]
-        if path not in (*_ENDS, _SCORE) and any(
-            t == ALL_LINEAR or _names(t, path) for t in targets
-        ):
-            total += args.lora_r * (linear.in_features + linear.out_features)
+    adapted = adapted_linears(skeleton, args).values()
+    total = sum(args.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
     saved = len(args.lora_modules_to_save or ())
     text = config.get_text_config()
     total += saved * text.vocab_size * text.hidden_size
@@ -131,6 +131,17 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
     found = model.named_modules()
     return {path: m for path, m in found if isinstance(m, nn.Linear) and m not in seeing}
+
+
+def adapted_linears(model: nn.Module, args: ModelArguments) -> dict[str, nn.Linear]:
+    """Returns the linear maps that get adapters, by path."""
+    targets = args.lora_targets or [ALL_LINEAR]
+    return {
+        path: linear
+        for path, linear in _linears(model).items()
+        if path not in (*_ENDS, _SCORE)
+        and any(target == ALL_LINEAR or _names(target, path) for target in targets)
+    }
 
 
 def with_lora(model: Any, args: ModelArguments) -> Any:

@@ -1,24 +1,39 @@
-"""The flags that would make a run fit: each is tried by planning again.
+"""The ways out of a run that does not fit. Each is planned, and shown if it fits.
 
-One flag is tried at a time; if none is enough, two, then three. If not even all of them together
-are enough, nothing is tried. `auto` already looks at every place and at everything that may be
-kept, so no flag of this kind is tried beside it. The fastest change comes first. A shorter row
-comes last, since it changes the data.
+    1. flags alone        the same training: one flag, two or three together, the fastest first.
+                          `auto` already looks at every place and at all that may be kept
+    2. LoRA, then QLoRA   other training
+    3. a shorter row      the longest that fits: other data. Where none does, and adapters alone do
+                          not fit either, the longest under each
+    4. more GPUs          2, 4 or 8 of them share each row under FSDP2
+    5. a larger host
+
+Where flags alone are enough, 2, 4 and 5 are left out. What a way of 2, 4 or 5 needs of the flags of
+1 is part of it. 4 and 5 are for machines that are still to be rented.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from longctx.constants import GIB
 from longctx.cost.machines import Machine
+from longctx.engines.layout import FullyShard
+from longctx.errors import UserError
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
+from longctx.plan.shortage import least_host_gib
 
 MOST = 5
-"""At most so many changes are shown."""
-HOST_STEP_GIB, MOST_HOST_GIB = 8, 4096
+"""At most so many changes of flags alone are shown."""
+HOST_STEP_GIB = 8
+RANK = 16
+"""Of the adapters that are tried."""
+GPUS = (2, 4, 8)
+FSDP2 = "--fsdp true --fsdp_config fsdp2"
 Options = dict[str, Any]
 
 
@@ -32,33 +47,149 @@ class Change(NamedTuple):
 def changes(
     subject: Subject, run: Run, machine: Machine, host_bytes: int, *, host_grows: bool
 ) -> list[Change]:
-    """Returns the changes that make the run fit, the fastest first. `host_grows` says that the host
-    does not exist yet and may be a larger one."""
+    """Returns the ways out, in the order above. `host_grows` says that the machine is not there
+    yet: its host may be larger, and its GPUs more."""
+    search = _Search(subject, run, machine, host_bytes)
+    if found := search.flags_alone(host_grows):
+        return found + search.shorter_rows([{}])
+    ways = [*search.adapters()]
+    ways += search.shorter_rows([{}]) or (
+        [] if ways else search.shorter_rows(search.kinds_of_adapters)
+    )
+    if host_grows:
+        ways += [*search.more_gpus(), *search.larger_host()]
+    return ways
 
-    def tried(options: Options) -> Plan:
-        host = max(host_bytes, int((options.get("host_memory_gib") or 0) * GIB))
-        return plan(subject, run.having(**options), machine, host)
 
-    single = [*_candidates(subject, run)]
-    if host_grows and (more := _more_host(subject, run, machine)):
-        single.append(more)
-    if not host_grows and run.model.host_memory_gib is not None:
-        single.append({"host_memory_gib": None})
-    found: list[Change] = []
-    all_at_once = {name: value for part in single for name, value in part.items()}
-    hopeless = not single or not tried(all_at_once).fits
-    for together in () if hopeless else (1, 2, 3):
-        for chosen in combinations(single, together):
-            options = {name: value for part in chosen for name, value in part.items()}
-            distinct = len(options) == sum(map(len, chosen))
-            if distinct and (planned := tried(options)).fits:
-                found.append(Change(_words(options), planned))
-        if found:
-            break
-    found.sort(key=lambda change: (-change.plan.tokens_per_s, change.plan.host_bytes))
-    shorter = longest(subject, run, machine, host_bytes)
-    last = [Change(f"--seq_len {shorter.run.model.seq_len}", shorter)] if shorter else []
-    return found[:MOST] + last
+@dataclass(frozen=True)
+class _Search:
+    subject: Subject
+    run: Run
+    machine: Machine
+    host_bytes: int
+
+    def tried(self, options: Options) -> Plan:
+        host = max(self.host_bytes, int((options.get("host_memory_gib") or 0) * GIB))
+        return plan(self.subject, self.run.having(**options), self.machine, host)
+
+    @cached_property
+    def single(self) -> list[Options]:
+        """Single flags that may need less memory, or allow more of it."""
+        return [*_candidates(self.subject, self.run)]
+
+    @cached_property
+    def all_at_once(self) -> Options:
+        return {name: value for part in self.single for name, value in part.items()}
+
+    @cached_property
+    def flags(self) -> list[Options]:
+        """What a way out may need besides: nothing, what decides by itself, or all flags."""
+        decided = {n: to for n, to in self.all_at_once.items() if to in ("auto", None)}
+        return [{}, decided, self.all_at_once]
+
+    def flags_alone(self, host_grows: bool) -> list[Change]:
+        single = self.single
+        if not host_grows and self.run.model.host_memory_gib is not None:
+            single = [*single, {"host_memory_gib": None}]
+        whole = {name: value for part in single for name, value in part.items()}
+        if not single or not self.tried(whole).fits:
+            return []
+        found: list[Change] = []
+        for together in (1, 2, 3):
+            for chosen in combinations(single, together):
+                options = {name: value for part in chosen for name, value in part.items()}
+                distinct = len(options) == sum(map(len, chosen))
+                if distinct and (planned := self.tried(options)).fits:
+                    found.append(Change(_words(options), planned))
+            if found:
+                break
+        found.sort(key=lambda change: (-change.plan.tokens_per_s, change.plan.host_bytes))
+        return found[:MOST]
+
+    def adapters(self) -> Iterator[Change]:
+        for options in self.kinds_of_adapters:
+            yield from self._way(options)
+
+    @cached_property
+    def kinds_of_adapters(self) -> list[Options]:
+        """LoRA and QLoRA, as far as the run has them not yet."""
+        model = self.run.model
+        if self.run.sequence_parallel_size > 1 or self.run.gpus > 1:
+            return []
+        beside: Options = {"engine": None}  # what adapters are planned with, and a run takes
+        if model.class_type != "custom":
+            beside |= {"class_type": "custom", "attn_backend": "auto"}
+        lora = [{**beside, "lora_r": RANK}] if model.lora_r is None else []
+        packed = {**beside, "lora_r": model.lora_r or RANK, "quantize": "nf4"}
+        return [*lora, packed] if model.quantize == "none" else lora
+
+    def shorter_rows(self, kinds: list[Options]) -> list[Change]:
+        """The longest row that fits under each of these options."""
+        rows = []
+        for options in kinds:
+            subject, run = self._with(options)
+            most = run.model.seq_len
+            if found := longest(subject, run, self.machine, self.host_bytes, most):
+                changed = {**self._changed(options), "seq_len": found.run.model.seq_len}
+                rows.append(Change(_words(changed), found))
+        return rows
+
+    def more_gpus(self) -> Iterator[Change]:
+        """The fewest GPUs of one host that can share each row."""
+        run = self.run
+        adapted = run.model.lora_r is not None
+        if run.engine is not None or adapted or not run.exact or run.task != "sft":
+            return
+        if run.model.class_type != "custom" or self.subject.sees:
+            return
+        for gpus in GPUS:
+            found = [*self._way(_sharing(gpus))] if gpus > run.gpus else []
+            yield from found
+            if found:
+                return
+
+    def larger_host(self) -> Iterator[Change]:
+        """The smallest host with which the run fits."""
+        for flags in self.flags:
+            run = self.run.having(**flags)
+            least = least_host_gib(self.subject, run, self.machine, self.host_bytes)
+            if least is not None:
+                gib = -(-least // HOST_STEP_GIB) * HOST_STEP_GIB
+                options = {**flags, "host_memory_gib": gib}
+                yield Change(_words(options), self.tried(options))
+                return
+
+    def _changed(self, options: Options) -> Options:
+        return {name: to for name, to in options.items() if self.run.value(name) != to}
+
+    def _with(self, options: Options) -> tuple[Subject, Run]:
+        run = self.run.having(**options)
+        adapts = {"lora_r", "quantize"} & self._changed(options).keys()
+        return self.subject.adapted(run.model) if adapts else self.subject, run
+
+    def _way(self, options: Options) -> Iterator[Change]:
+        """Yields the run with these options, if need be with flags that need less memory."""
+        options = self._changed(options)
+        try:
+            for flags in self.flags:
+                subject, run = self._with({**flags, **options})
+                planned = plan(subject, run, self.machine, self.host_bytes)
+                if planned.fits:
+                    yield Change(_words({**flags, **options}), planned)
+                    return
+        except UserError:  # not for this model, nor for this class of layers
+            return
+
+
+def _sharing(gpus: int) -> Options:
+    """FSDP2 decides itself where weights and states are."""
+    return {
+        "gpus": gpus,
+        "engine": FullyShard(processes=gpus),
+        "sequence_parallel_size": gpus,
+        "place": "auto",
+        "gpu_memory_gib": None,
+    }
 
 
 def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
@@ -91,27 +222,12 @@ def _known(subject: Subject, run: Run) -> Iterator[Options]:
         yield {"tile_tokens": 2048}
 
 
-def _more_host(subject: Subject, run: Run, machine: Machine) -> Options | None:
-    """Returns the smallest host with which the run fits unchanged; None if no host is enough."""
-
-    def fits(gib: int) -> bool:
-        return plan(subject, run.having(host_memory_gib=gib), machine, gib * GIB).fits
-
-    if not fits(MOST_HOST_GIB):
-        return None
-    low, high = 0, MOST_HOST_GIB // HOST_STEP_GIB
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle * HOST_STEP_GIB) else (middle, high)
-    return {"host_memory_gib": high * HOST_STEP_GIB}
-
-
 def _words(options: Options) -> str:
     def said(name: str, value: Any) -> str:
         if name == "exact":
             return "--optimizer_states fp32"
         if name == "engine":
-            return "without --deepspeed and --fsdp"
+            return FSDP2 if value else "without --deepspeed and --fsdp"
         return f"without --{name}" if value is None else f"--{name} {value}"
 
     return " ".join(said(name, value) for name, value in options.items())

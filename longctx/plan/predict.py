@@ -27,6 +27,7 @@ from longctx.engines.layout import Layout
 from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
+from longctx.lora.shapes import with_lora_shapes
 from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
 from longctx.memory.levels import Levels, pending_levels
 from longctx.memory.machine import host_budget
@@ -37,9 +38,10 @@ from longctx.model.classes import auto_class
 from longctx.model.costs import StepTable
 from longctx.model.families import FAMILIES, has_windows, head_dim, kv_heads, score_cap
 from longctx.model.runtime import check_shares, model_sizes
-from longctx.model.vision import rest_
+from longctx.model.vision import PREFIXES, rest_
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
+from longctx.system import installed
 from longctx.task_options import TaskName
 
 DTYPE = torch.bfloat16
@@ -117,7 +119,7 @@ class Subject:
                 raise UserError(f"the model's config has no {name}, which the plan needs")
         if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
             raise UserError("the model has experts, whose plan is not known")
-        self.config = text
+        self.config, self._whole = text, config
         try:
             with torch.device("meta"):
                 self.model: Any = auto_class(config).from_config(config, dtype=DTYPE)
@@ -127,10 +129,20 @@ class Subject:
         if args is not None and args.quantize != "none":
             quantise_shapes_(self.model)
         if args is not None and args.lora_r is not None:
+            adapt = with_lora if installed("peft") else with_lora_shapes
             with torch.device("meta"):
-                self.model = with_lora(self.model, args)
+                self.model = adapt(self.model, args)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.parameters = parameters_of(self.model)
+
+    @property
+    def sees(self) -> bool:
+        """Whether it is a vision-language model."""
+        return self._whole.model_type in PREFIXES
+
+    def adapted(self, args: ModelArguments) -> Subject:
+        """Returns the same model with other adapters and 4-bit weights."""
+        return Subject(self._whole, args)
 
     def sizes(self, run: Run) -> Sizes:
         if run.model.class_type == "custom":
@@ -272,12 +284,16 @@ def plan(
     )
 
 
-def longest(subject: Subject, run: Run, machine: Machine, host_bytes: int) -> Plan | None:
-    """Returns the plan of the longest row that fits, up to LONGEST; None if no row fits."""
+def longest(
+    subject: Subject, run: Run, machine: Machine, host_bytes: int, most: int = LONGEST
+) -> Plan | None:
+    """Returns the plan of the longest row that fits, up to `most` tokens; None if no row fits."""
+    if not plan(subject, run.having(seq_len=SHORTEST), machine, host_bytes).fits:
+        return None
     found, step = None, LONGEST
     while step >= SHORTEST:
         length = step + (found.run.model.seq_len if found else 0)
-        if length <= LONGEST:
+        if length <= most:
             tried = plan(subject, run.having(seq_len=length), machine, host_bytes)
             found = tried if tried.fits else found
         step //= 2

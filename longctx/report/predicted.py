@@ -17,9 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from transformers import PretrainedConfig
 
 from longctx.config import ModelArguments, TrainArguments
@@ -29,18 +26,20 @@ from longctx.cost.machines import Machine
 from longctx.cost.peak import peak
 from longctx.data.rows import as_arrays
 from longctx.engines import Engine, choose_engine
-from longctx.errors import UserError, print_rank0, printable
+from longctx.errors import UserError, print_rank0
 from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
 from longctx.plan.changes import changes
 from longctx.plan.given import read_given
 from longctx.plan.measure import known_machine
 from longctx.plan.predict import PROCESS_BYTES, Plan, Subject, plan
-from longctx.report.plan import as_json, check_known, lines_of, run_of, title_of
+from longctx.plan.shortage import shortage
+from longctx.report.plan_numbers import Answer, as_json
+from longctx.report.plan_run import check_known, run_of
+from longctx.report.plan_text import show_short
 from longctx.run.loading import compute_dtype
 from longctx.run.metrics import peak_memory
 
-SHOWN = ("fits", "GPU", "host", "seconds a step", "tokens/s", "days")
 DEVICE = "cuda"
 """On which a step is predicted."""
 SAMPLED_ROWS = 16
@@ -135,7 +134,8 @@ class Foreseen:
         run, machine = self.planned.run, self.machine
         found = changes(self.subject, run, machine, self.host_bytes, host_grows=False)
         fixes = [f"{flags} ({change.seconds.step:.3g} s a step)" for flags, change in found]
-        problem = (self.planned.problem or "").split(": ")[0]
+        lacks = shortage(self.subject, self.planned, self.host_bytes)
+        problem = lacks.line if lacks else self.planned.problem
         fix = f"it fits with {', or '.join(fixes)}" if fixes else "no flag makes it fit"
         raise UserError(f"this run does not fit: {problem}; {fix}")
 
@@ -143,13 +143,11 @@ class Foreseen:
         """The table, with documents as long as those of the data."""
         run = replace(self.planned.run, document_tokens=document_tokens(rows))
         self.planned = plan(self.subject, run, self.machine, self.host_bytes)
-        result = as_json(self.planned, [], [], self._data_tokens(rows))
-        table = Table(title=escape(printable(title_of(result))), show_header=False)
-        for name, text in lines_of(result):
-            if name in SHOWN:
-                table.add_row(name, escape(printable(text)))
         if self.args.process_index == 0:
-            Console().print(table)
+            tokens = self._data_tokens(rows)
+            show_short(
+                as_json(Answer(plan=self.planned, host_bytes=self.host_bytes, data_tokens=tokens))
+            )
 
     def _data_tokens(self, rows: Any) -> int | None:
         if self.args.max_steps > 0:
@@ -240,6 +238,8 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
         "gpu_gib": f"the peak was planned in {most.name}, most of it {largest}",
         "step_s": f"most of it was planned for {slowest}, {getattr(seconds, slowest):.3g} s",
     }
+    if not planned.machine.measured:
+        whys["step_s"] = "no rate of this card was measured: `longctx doctor` does, once"
     if "host_gib" in measured:
         whys["host_gib"] = (
             f"{locked:.1f} GiB are locked, as planned, so that the process itself had "

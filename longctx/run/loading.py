@@ -18,7 +18,7 @@ from longctx.config import ModelArguments
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, print_rank0
-from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora
+from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
 from longctx.model.classes import (
     as_language_model,
@@ -97,7 +97,8 @@ def _unfit(backend: str, config: PretrainedConfig) -> str | None:
 
 def check_request(args: ModelArguments, device: torch.device) -> None:
     """Raises UserError where the class type or the attention needs a package or GPU that is not
-    there, or --quantize does. Cheap: call it before data is read."""
+    there, or --quantize or --lora_r does. Cheap: call it before data is read."""
+    check_peft(args)
     check_quantize(args)
     if args.class_type == "custom":
         choose_attention(args.attn_backend, device, _dtype(args.dtype, device))

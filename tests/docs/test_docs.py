@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,19 @@ def test_predicted_figures_of_recipes_are_todays(page, monkeypatch) -> None:
         if match:
             decimals = len(match[1].partition(".")[2])
             assert match[1] == f"{planned[key]:.{decimals}f}", key
+
+
+def test_what_the_page_of_the_plan_prints_is_todays(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / "docs/plan.md").read_text()
+    block = r"^```\nlongctx plan ([^\n]*)\n```\n(?:(?!^```).)*?^```\n(llama.*?)^```"
+    shown = re.findall(block, text, flags=re.M | re.S)
+    assert len(shown) == 2
+    for flags, output in shown:
+        with suppress(SystemExit):
+            plan_command.main(shlex.split(flags))
+        printed = capsys.readouterr().out
+        assert [line.rstrip() for line in printed.strip().splitlines()] == output.splitlines()
 
 
 def test_a_recipe_for_several_gpus_says_what_was_planned_or_measured() -> None:

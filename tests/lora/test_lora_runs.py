@@ -22,7 +22,7 @@ from longctx.errors import UserError
 from longctx.lora.adapters import Reached, adapter_bytes, check_lora
 from longctx.lora.quantise import quantised_loading
 from longctx.output.manifest import read_manifest, write_manifest
-from longctx.run.loading import load_config
+from longctx.run.loading import check_request, load_config
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("plain_kernels")
@@ -333,11 +333,13 @@ def test_options_without_a_rank_are_said(flags, tmp_path, capsys) -> None:
     assert "--lora_alpha needs --lora_r" in capsys.readouterr().out
 
 
-def test_without_peft(flags, monkeypatch) -> None:
+def test_without_peft(monkeypatch) -> None:
+    """A run is refused before its data is read; what a plan checks needs no PEFT."""
     monkeypatch.setattr("longctx.lora.adapters.installed", lambda name: False)
     args = ModelArguments(lora_r=2)
+    check_lora(args, load_config(ModelArguments(), vocab_size=64))
     with pytest.raises(UserError, match=r"pip install 'longctx\[lora\]'"):
-        check_lora(args, load_config(ModelArguments(), vocab_size=64))
+        check_request(args, torch.device("cpu"))
 
 
 def test_the_size_of_an_adapter(finished, flags) -> None:

@@ -9,7 +9,7 @@ from longctx.config import ModelArguments
 from longctx.cost.machines import machine_named
 from longctx.errors import UserError
 from longctx.plan.predict import Run, Subject, plan
-from longctx.report.plan import with_answers
+from longctx.report.plan_run import with_answers
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
 

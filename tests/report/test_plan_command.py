@@ -9,9 +9,13 @@ import re
 import pytest
 from paths import ROOT
 
+from longctx.engines.layout import FullyShard
 from longctx.errors import UserError
 from longctx.model.pretrained import SIZES
+from longctx.plan.changes import FSDP2 as FSDP2_FLAGS
 from longctx.report.plan import main
+from longctx.report.plan_text import figures
+from longctx.run.options import parse_planned
 
 FSDP2 = ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs/fsdp2.json")]
 ZERO3 = ["--deepspeed", str(ROOT / "ds_configs/zero3.json")]
@@ -39,9 +43,32 @@ def test_a_run_that_fits(capsys) -> None:
     assert result(capsys, "--seq_len", "32768", "--max_steps", "10")["data_tokens"] == 327680
 
 
+def test_seconds_that_nobody_measured_are_a_range(capsys) -> None:
+    """4090 here, and a card by its numbers, whose range is wider; an H100 was measured."""
+    words = ["--seq_len", "32768", "--data_tokens", "1e9"]
+    found = result(capsys, *words)
+    assert found["step_s_low"] == pytest.approx(0.8 * found["step_s"])
+    assert found["step_s_high"] == pytest.approx(1.4 * found["step_s"])
+    assert found["tokens_per_s_low"] == pytest.approx(found["tokens_per_s"] / 1.4, rel=1e-3)
+    own = result(capsys, *words, "--gpu", "gib=23.5,flops=165e12")
+    assert own["assumed"] == "assumed: bandwidth=1100e9, link=31.5e9"
+    assert own["step_s_high"] == pytest.approx(1.5 * own["step_s"])
+    measured = result(capsys, *words, "--gpu", "h100")
+    assert measured["step_s_low"] == measured["step_s"] == measured["step_s_high"]
+    said = [figures(each) for each in (found, own, measured)]
+    assert [name for name, text in said[0] if " to " in text] == ["a step", "tokens/s", "days"]
+    for (_, text), why in zip(
+        (lines[1] for lines in said),
+        ("by the datasheet; not measured on this card)", "link=31.5e9)", "(rates measured)"),
+        strict=True,
+    ):
+        assert text.endswith(why) and (" to " in text) == (why != "(rates measured)")
+
+
 def test_adapters(capsys, monkeypatch) -> None:
-    """Without bitsandbytes: the machine that is planned for has it."""
-    monkeypatch.setattr("longctx.lora.quantise.installed", lambda name: False)
+    """Without PEFT and bitsandbytes: the machine that is planned for has them."""
+    for module in ("longctx.lora.quantise", "longctx.lora.adapters", "longctx.plan.predict"):
+        monkeypatch.setattr(f"{module}.installed", lambda name: False)
     words = ["--seq_len", "32768", "--lora_r", "16"]
     whole, lora = result(capsys, *words[:2]), result(capsys, *words)
     qlora = result(capsys, *words, "--quantize", "nf4", "--lora_dropout", "0.1")
@@ -79,9 +106,52 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
         main([*MODEL, *words, "--html", str(page)])
     assert ended.value.code == 1
     said = capsys.readouterr().out
-    assert "no: " in said and "It would fit with" in said and "--keep auto" in said
+    assert "no: GPU memory is short by" in said and "--gpu_memory_gib" not in said
+    order = [
+        "fits",
+        "a step  ",
+        "host memory",
+        "GPU memory at its peak",
+        "\nstates",
+        "It fits with",
+    ]
+    assert [*sorted(order, key=said.index)] == order
+    assert said.index("It fits with") < said.index("--keep auto")
+    with pytest.raises(SystemExit):
+        main([*MODEL, *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    lacks = found["shortage"]
+    assert lacks["memory"] == "GPU" and lacks["needed_gib"] > lacks["available_gib"]
+    assert sum(lacks["holds"].values()) == pytest.approx(lacks["needed_gib"], abs=0.6)
+    assert not found["fits"] and found["problem"].startswith("GPU memory is short by ")
     text = page.read_text()
     assert text.count("<svg") == 2 and "Every large buffer" in text and "--keep auto" in text
+
+
+def test_gpus_that_share_rows_are_what_the_way_out_planned() -> None:
+    """`--gpus 2 --fsdp ...` is told to a user, and FullyShard(processes=2) was planned."""
+    engine = parse_planned([*MODEL[:2], *FSDP2_FLAGS.split()])[2]
+    assert engine.layout(2, 1) == FullyShard(processes=2)
+
+
+@pytest.mark.parametrize("colours", [False, True])
+def test_what_is_printed_is_no_wider_than_its_terminal(capsys, monkeypatch, colours) -> None:
+    """Without colours a bar is made of letters. Its parts are as long as their share."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    if colours:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    main([*MODEL, "--seq_len", "32768", *([] if colours else ["--sweep"])])
+    said = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, said)) <= 80
+    i = next(i for i, line in enumerate(said) if line.startswith("GPU memory at its peak"))
+    bar, legend = said[i + 1], " ".join(said[i + 2 : i + 4])
+    assert len(bar) == 80 and ("█" in bar) == colours
+    if not colours:
+        limit = float(re.findall(r"of ([\d.]+) GiB", said[i])[0])
+        for letter, gib in re.findall(r"([wgsalh.]) [a-zA-Z_' ]+ ([\d.]+)", legend):
+            assert bar.count(letter) == pytest.approx(80 * float(gib) / limit, abs=1.5)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +265,8 @@ def test_an_engine_on_several_gpus(capsys, tmp_path) -> None:
     words += ["--host_memory_gib", "256"]
     main([*words, *FSDP2, "--gpus", "2", "--html", str(page)])
     said = capsys.readouterr().out
-    assert "under FSDP2" in said and "2 x h100" in said and "gathered weights" in said
-    assert "under FSDP2" in page.read_text()
+    assert "under FSDP2" in said and "2 x h100" in said
+    assert "under FSDP2" in (text := page.read_text()) and "gathered weights" in text
     main([*words, *FSDP2, "--gpus", "2", "--json"])
     two = json.loads(capsys.readouterr().out)
     assert (two["engine"], two["gpus"]) == ("FSDP2", 2) and "plan" not in two

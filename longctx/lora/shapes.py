@@ -1,0 +1,61 @@
+"""LoRA adapters as shapes, for plans on machines without PEFT.
+
+Each adapted linear map becomes a module with the attributes of PEFT's `LoraLayer` that
+model/adapters.py reads. With PEFT installed a plan takes PEFT's own layers (adapters.with_lora);
+tests/plan/test_predict.py compares both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.config import ModelArguments
+from longctx.errors import UserError
+from longctx.lora.adapters import adapted_linears
+
+_NAME = "default"
+
+
+class LoraShape(nn.Module):
+    """A linear map (O, I) with factors (r, I) and (O, r) in fp32."""
+
+    def __init__(self, base_layer: nn.Linear, r: int, dropout: float) -> None:
+        super().__init__()
+        inputs, outputs = base_layer.in_features, base_layer.out_features
+        self.base_layer = base_layer
+        self.lora_A = _only(nn.Linear(inputs, r, bias=False, dtype=torch.float32))
+        self.lora_B = _only(nn.Linear(r, outputs, bias=False, dtype=torch.float32))
+        self.lora_dropout = _only(nn.Dropout(dropout) if dropout else nn.Identity())
+        self.scaling = {_NAME: 1.0}
+        self.active_adapters = [_NAME]
+        self.disable_adapters = self.merged = False
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+
+def _only(module: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({_NAME: module})
+
+
+def with_lora_shapes(model: Any, args: ModelArguments) -> Any:
+    """Puts adapters on a model without storage, in place, and returns it. Raises UserError for
+    parts that are trained as a whole, which PEFT copies."""
+    if args.lora_modules_to_save:
+        raise UserError("--lora_modules_to_save needs PEFT: pip install 'longctx[lora]'")
+    assert args.lora_r is not None
+    model.requires_grad_(False)
+    for path, linear in adapted_linears(model, args).items():
+        parent, _, name = path.rpartition(".")
+        setattr(
+            model.get_submodule(parent), name, LoraShape(linear, args.lora_r, args.lora_dropout)
+        )
+    return model

@@ -1,0 +1,150 @@
+"""A plan as JSON values: `longctx plan --json`, and what its text and its page are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.constants import GIB
+from longctx.cost.kept import describe
+from longctx.cost.machines import Machine
+from longctx.cost.peak import peak
+from longctx.plan.changes import Change
+from longctx.plan.given import written
+from longctx.plan.predict import DTYPE, Plan
+from longctx.plan.shortage import Shortage, held_on_host
+from longctx.run.states import describe_states
+
+DAY = 24 * 60 * 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A plan, and what was asked besides."""
+
+    plan: Plan
+    host_bytes: int
+    """Free on the host."""
+    shortage: Shortage | None = None
+    changes: Sequence[Change] = ()
+    sweep: Sequence[Plan] = ()
+    data_tokens: int | None = None
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """Returns the figures of a plan; of one that does not fit, those with the memory that lacks."""
+    lacks, fits = answer.shortage, answer.plan.fits
+    planned = lacks.plan if lacks else answer.plan
+    run, decision = planned.run, planned.decision
+    model, machine, engine = run.model, planned.machine, run.engine
+    most = peak(planned.phases)
+    result = {
+        "model": model.preset or model.model_name_or_path,
+        "class_type": model.class_type,
+        "gpu": machine.name,
+        "gpus": run.gpus,
+        "sequence_parallel_size": run.sequence_parallel_size,
+        "engine": engine.name if engine else None,
+        "rates": _rates(machine),
+        "assumed": machine.assumed or None,
+        "attn_backend": planned.backend,
+        "rows": run.per_device_train_batch_size,
+        "passes": run.gradient_accumulation_steps,
+        **_short(planned),
+        "fits": fits,
+        "problem": lacks.line if lacks else planned.problem,
+        "shortage": _shortage(lacks),
+        "gpu_limit_gib": _gib(planned.gpu_limit),
+        "host_locked_gib": _gib(run.gpus * decision.host.nbytes),
+        "host_limit_gib": _gib(run.gpus * answer.plan.decision.budget.host),
+        "host_free_gib": _gib(answer.host_bytes),
+        "peak": {"phase": most.name, "groups": _gibs(most.groups)},
+        "host_holds": _gibs(held_on_host(planned)),
+        "states": _states(planned),
+        "kept": _kept(planned),
+        "parts_s": {
+            name: round(value, 4)
+            for name, value in planned.seconds._asdict().items()
+            if name != "link"
+        },
+        "link_s": round(planned.seconds.link, 4),
+        "phases": [
+            {"phase": phase.name, "gib": _gib(phase.nbytes), "buffers": _gibs(phase.buffers)}
+            for phase in planned.phases
+        ],
+    }
+    if fits and run.exact and engine is None and run.gpus == 1:
+        result["plan"] = written(planned)
+    if answer.data_tokens:
+        days = answer.data_tokens / planned.tokens_per_s / DAY
+        low, high = (times * days for times in machine.spread)
+        result |= {"data_tokens": answer.data_tokens, "days": days}
+        result |= {"days_low": low, "days_high": high}
+    if answer.changes:
+        result["changes"] = [{"flags": flags, **_short(change)} for flags, change in answer.changes]
+    if answer.sweep:
+        result["sweep"] = [{**_short(other), "kept": _kept(other)} for other in answer.sweep]
+    return result
+
+
+def _shortage(lacks: Shortage | None) -> dict[str, Any] | None:
+    if lacks is None:
+        return None
+    return {
+        "memory": lacks.memory,
+        "needed_gib": _gib(lacks.needed),
+        "available_gib": _gib(lacks.available),
+        "holds": _gibs(lacks.holds),
+    }
+
+
+def _states(planned: Plan) -> str:
+    run, parameters = planned.run, planned.parameters
+    if run.engine is not None:
+        standing = run.engine.standing(parameters)
+        standing["gradients"] = run.engine.gradient(parameters.total)
+        shown = ", ".join(f"{name} {_gib(size):.2f}" for name, size in standing.items() if size)
+        host = f"; {run.engine.host(parameters) / GIB:.2f} GiB of the host a process"
+        return (
+            f"states: {run.engine.name}, on each GPU: {shown or 'nothing'} GiB"
+            f"{host if run.engine.host(parameters) else ''}"
+        )
+    if not run.exact:
+        return "states: torch's AdamW, in bfloat16, on the GPU"
+    return describe_states(planned.decision, DTYPE)
+
+
+def _kept(planned: Plan) -> str:
+    if planned.run.model.class_type != "custom":
+        return "kept for backward: layers' inputs"
+    tokens, ladder = planned.run.tokens, planned.decision.kept.ladder
+    return f"{describe(ladder)}; {planned.sizes.cut(tokens)}"
+
+
+def _rates(machine: Machine) -> str:
+    measured = "measured here" if machine.here else "measured"
+    return measured if machine.measured else "estimated"
+
+
+def _short(planned: Plan) -> dict[str, Any]:
+    least, most = planned.machine.spread
+    return {
+        "seq_len": planned.run.model.seq_len,
+        "gpu_gib": _gib(planned.gpu_bytes),
+        "host_gib": _gib(planned.host_bytes),
+        "step_s": round(planned.step_s, 4),
+        "step_s_low": round(least * planned.step_s, 4),
+        "step_s_high": round(most * planned.step_s, 4),
+        "tokens_per_s": round(planned.tokens_per_s, 1),
+        "tokens_per_s_low": round(planned.tokens_per_s / most, 1),
+        "tokens_per_s_high": round(planned.tokens_per_s / least, 1),
+    }
+
+
+def _gib(nbytes: int) -> float:
+    return round(nbytes / GIB, 3)
+
+
+def _gibs(buffers: dict[str, int]) -> dict[str, float]:
+    return {name: _gib(nbytes) for name, nbytes in buffers.items() if nbytes}

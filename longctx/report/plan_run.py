@@ -1,0 +1,119 @@
+"""From a run's options to the `Run` that is planned: what no plan knows is refused or reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from longctx.config import ModelArguments, TrainArguments
+from longctx.engines import Engine
+from longctx.engines.rows import groups_of, ulysses
+from longctx.errors import UserError
+from longctx.plan.predict import DTYPE, Run
+from longctx.run.loading import HF_ATTENTION
+from longctx.run.states import uses_exact_states
+
+MOST_GPUS = 1024
+MOST_TOKENS, MOST_ROWS = 1 << 34, 1 << 20
+"""Of a batch, and rows of a GPU in a step: beyond, no answer comes in seconds, nor would a step."""
+
+
+def check_known(
+    model_args: ModelArguments, args: TrainArguments, who: str = "longctx plan"
+) -> None:
+    """Raises UserError for runs that the plan does not know."""
+    if model_args.lora_r is not None and model_args.class_type != "custom":
+        raise UserError(
+            f"{who} knows adapters of --class_type custom, not of {model_args.class_type}: leave "
+            "out --lora_r or --class_type"
+        )
+    if model_args.class_type != "custom" and not args.gradient_checkpointing:
+        raise UserError(
+            f"{who} knows --class_type {model_args.class_type} with checkpointing by layer: "
+            "leave out --gradient_checkpointing false"
+        )
+
+
+def check_dtype(model_args: ModelArguments) -> None:
+    if model_args.dtype not in ("auto", "bfloat16"):
+        raise UserError(
+            f"longctx plan knows runs in bfloat16, and this one is in {model_args.dtype}: leave "
+            "out --dtype, --bf16 and --fp16"
+        )
+
+
+def run_of(
+    model_args: ModelArguments,
+    args: TrainArguments,
+    engine: Engine,
+    gpus: int,
+    document_tokens: int | None = None,
+) -> Run:
+    """Raises UserError for GPUs that cannot do it together, and what of them no plan knows."""
+    ranks, exact = args.sequence_parallel_size, uses_exact_states(args, DTYPE)
+    patched = model_args.class_type == "custom"
+    passes = args.gradient_accumulation_steps
+    rows = args.per_device_train_batch_size
+    if rows * model_args.seq_len > MOST_TOKENS or rows * passes > MOST_ROWS or gpus > MOST_GPUS:
+        raise UserError(
+            f"the plan knows batches of up to {MOST_TOKENS:.0e} tokens, {MOST_ROWS} rows a step "
+            f"and {MOST_GPUS} GPUs: lower --per_device_train_batch_size, "
+            "--gradient_accumulation_steps or --gpus"
+        )
+    engine.check_shares_rows(ranks > 1, patched)
+    if ranks > 1 and not patched:
+        ulysses(HF_ATTENTION.get(model_args.attn_backend, "sdpa"))
+    groups_of(ranks, gpus)
+    if not exact and engine.shards_states:
+        raise UserError(f"the plan knows AdamW under engines, not --optim {args.optim}")
+    if not exact and gpus > 1:
+        raise UserError(
+            "the plan knows several GPUs without an engine with exact states: leave out "
+            "--optimizer_states as_weights and --optim"
+        )
+    return Run(
+        model=model_args,
+        place=args.place,
+        gpu_memory_gib=args.gpu_memory_gib,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=passes,
+        exact=exact,
+        document_tokens=document_tokens,
+        task=args.task,
+        gpus=gpus,
+        sequence_parallel_size=ranks,
+        engine=engine.layout(gpus, passes),
+    )
+
+
+def unplanned(args: Any, answer_tokens: int | None) -> Iterator[str]:
+    """Yields a line for whatever of a task the plan leaves out or has to guess."""
+    if args.task == "distill":
+        yield "the plan is of the student: a teacher's memory and time are not in it"
+    elif args.task != "sft" and answer_tokens is None:
+        yield (
+            "each row is planned as one document, all of whose tokens are answers': say how long "
+            "an answer is with --answer_tokens"
+        )
+
+
+def with_answers(run: Run, answer_tokens: int | None) -> Run:
+    """Returns the run of rows that are a prompt with two answers of so many tokens.
+
+    Attention of a row costs P^2 + 2 ((P + A)^2 - P^2) in units of which a document of L tokens
+    costs L^2, so that its tokens count as those of documents of (P^2 + 4 P A + 2 A^2) / (P + 2 A).
+    Raises UserError for answers that a row has no room for, and for tasks without any.
+    """
+    if answer_tokens is None:
+        return run
+    row = run.model.seq_len
+    prompt = row - 2 * answer_tokens
+    if not run.scores or prompt < 1:
+        raise UserError(
+            f"--answer_tokens {answer_tokens}: of --task sft and distill there are none"
+            if not run.scores
+            else f"--answer_tokens {answer_tokens}: two of them leave no prompt in --seq_len {row}"
+        )
+    squared = prompt**2 + 4 * prompt * answer_tokens + 2 * answer_tokens**2
+    return replace(run, answer_tokens=answer_tokens, document_tokens=squared // row)

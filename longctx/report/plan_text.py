@@ -1,0 +1,216 @@
+"""A plan in a terminal or a file: figures first, then bars of memory, what was chosen, ways out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from longctx.errors import printable
+
+WIDEST = 100
+"""Columns, however wide the terminal is."""
+PARTS = {
+    "products": "matmuls",
+    "attention": "attention",
+    "memory": "reading and writing",
+    "waits": "waiting",
+}
+"""The parts of a step's seconds, in words."""
+Lines = list[tuple[str, str]]
+"""What it is, and its value."""
+
+
+def show(result: dict[str, Any]) -> None:
+    console = Console()
+    console.width = min(console.width, WIDEST)
+    console.print(Text(printable(title_of(result)), style="bold"))
+    console.print()
+    console.print(_grid(figures(result), "green" if result["fits"] else "red"))
+    for line in bars(result, console):
+        console.print(line)
+    console.print()
+    console.print(_grid(chosen(result)))
+    if not result["fits"]:
+        console.print()
+        console.print(ways_out(result))
+    if result.get("sweep"):
+        console.print()
+        console.print(_rows("Lengths that fit", result["sweep"]))
+
+
+def show_short(result: dict[str, Any]) -> None:
+    """The figures alone, as a run shows them before it starts."""
+    console = Console()
+    console.print(Text(printable(title_of(result)), style="bold"))
+    console.print(_grid([*figures(result), *chosen(result)[:2]]))
+
+
+def title_of(result: dict[str, Any]) -> str:
+    count = result["rows"] * result["passes"]
+    rows = f"{count} rows of {result['seq_len']} tokens" if count > 1 else None
+    several, ranks = result["gpus"] > 1, result["sequence_parallel_size"]
+    where = f"{result['gpus']} x {result['gpu']}" if several else result["gpu"]
+    where += f", {ranks} of which share a row" if ranks > 1 else ""
+    engine = f" under {result['engine']}" if result["engine"] else ""
+    return (
+        f"{result['model']}, {result['class_type']}{engine}, "
+        f"{rows or 'a row of ' + str(result['seq_len']) + ' tokens'} on {where}"
+    )
+
+
+# --- figures ---------------------------------------------------------------------------------
+
+
+def figures(result: dict[str, Any]) -> Lines:
+    fits = result["fits"]
+    several = result["gpus"] > 1
+    lines = [
+        ("fits", "yes" if fits else f"no: {result['problem']}"),
+        (
+            "a step",
+            f"{'' if fits else 'would take '}{_range(result, 'step_s')} s{_why_a_range(result)}",
+        ),
+        ("tokens/s", _range(result, "tokens_per_s")),
+        (
+            "GPU memory",
+            f"{result['gpu_gib']:.1f} of {result['gpu_limit_gib']:.1f} GiB"
+            f"{' of each GPU' * several}, in {result['peak']['phase']}",
+        ),
+        (
+            "host memory",
+            f"{result['host_gib']:.1f} of {result['host_free_gib']:.1f} GiB, "
+            f"{result['host_locked_gib']:.1f} locked",
+        ),
+    ]
+    if "days" in result:
+        lines.append(("days", f"{_range(result, 'days')} for {result['data_tokens']:.3g} tokens"))
+    return lines
+
+
+def _range(row: dict[str, Any], key: str) -> str:
+    """One figure where rates were measured, else two."""
+    ends = dict.fromkeys(_figure(row[f"{key}_{end}"]) for end in ("low", "high"))
+    return " to ".join(ends)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _why_a_range(result: dict[str, Any]) -> str:
+    if result["rates"] != "estimated":
+        return f" (rates {result['rates']})"
+    by = "the datasheet; not measured on this card"
+    if result["assumed"]:
+        by = f"these numbers; {result['assumed']}"
+    return f" ({_figure(result['step_s'])} by {by})"
+
+
+def chosen(result: dict[str, Any]) -> Lines:
+    parts = ", ".join(f"{name} {_figure(result['parts_s'][key])}" for key, name in PARTS.items())
+    kinds = (_named(result[key]) for key in ("states", "kept"))
+    return [
+        *kinds,
+        ("attention", result["attn_backend"]),
+        ("seconds", f"{parts}; the link to the host is busy for {_figure(result['link_s'])}"),
+    ]
+
+
+def _named(line: str) -> tuple[str, str]:
+    name, _, rest = line.partition(": ")
+    return name, rest
+
+
+# --- bars ------------------------------------------------------------------------------------
+
+COLOURS = {
+    "weights": ("w", "blue"),
+    "gradients": ("g", "green"),
+    "AdamW's states": ("s", "magenta"),
+    "saved activations": ("a", "yellow"),
+    "a layer's work": ("l", "cyan"),
+    "lm_head and loss": ("h", "cyan"),
+}
+"""A group of buffers -> its letter, which is read where there are no colours, and its colour."""
+OTHER, FREE = ("p", "white"), (".", "bright_black")
+
+
+def bars(result: dict[str, Any], console: Console) -> list[Text]:
+    """The GPU at its peak, and the host where anything waits there."""
+    peak = result["peak"]
+    limit, free = result["gpu_limit_gib"], result["host_free_gib"]
+    lines: list[str | Text] = ["", f"GPU memory at its peak ({peak['phase']}), of {limit:.1f} GiB"]
+    lines += bar(peak["groups"], limit, console)
+    if result["host_locked_gib"]:
+        lines += ["", f"host memory, of {free:.1f} GiB that are free"]
+        lines += bar(result["host_holds"], free, console)
+    return [Text(line) if isinstance(line, str) else line for line in lines]
+
+
+def bar(holds: dict[str, float], there: float, console: Console) -> list[Text]:
+    """A line of blocks, or of letters where there are no colours, and its legend."""
+    taken = sum(holds.values())
+    whole, width = max(taken, there, 1e-9), console.width
+    parts = [(name, gib, *COLOURS.get(name, OTHER)) for name, gib in holds.items() if gib]
+    if there > taken:
+        parts.append(("free", there - taken, *FREE))
+    coloured = console.color_system is not None and not console.options.ascii_only
+    line, legend, drawn, sum_gib = Text(), [Text()], 0, 0.0
+    for name, gib, letter, colour in parts:
+        sum_gib += gib
+        end = round(sum_gib / whole * width)
+        line.append(("\u2588" if coloured else letter) * (end - drawn), style=colour)
+        drawn = end
+        item = Text("\u25a0" if coloured else letter, style=colour)
+        item.append(f" {name} {gib:.1f}", style="default")
+        if len(legend[-1]) + len(item) + 2 > width:
+            legend.append(Text())
+        legend[-1].append_text(item).append("  ")
+    for text in legend:
+        text.rstrip()
+    return [line, *legend]
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+
+def ways_out(result: dict[str, Any]) -> Table | str:
+    if not result.get("changes"):
+        return "no flag makes it fit: a smaller model, or a larger machine"
+    return _rows("It fits with", result["changes"])
+
+
+def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
+    found = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
+    if "flags" in rows[0]:
+        found.add_column("flags", overflow="fold", ratio=1)
+    for name in ("tokens", "s a step", "tokens/s", "GPU GiB", "host GiB"):
+        found.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        flags = [escape(printable(row["flags"]))] if "flags" in row else []
+        found.add_row(
+            *flags,
+            f"{row['seq_len']}",
+            _range(row, "step_s"),
+            _range(row, "tokens_per_s"),
+            f"{row['gpu_gib']:.1f}",
+            f"{row['host_gib']:.1f}",
+        )
+    return found
+
+
+def _grid(lines: Lines, colour: str = "") -> Table:
+    """`colour` is the first line's."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True, min_width=11)
+    grid.add_column(overflow="fold")
+    for i, (name, text) in enumerate(lines):
+        grid.add_row(name, Text(printable(text), style=colour if i == 0 else ""))
+    return grid
