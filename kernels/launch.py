@@ -12,6 +12,7 @@ H200 (notes in `profiling/bench/kernel_bench.py`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -127,6 +128,11 @@ def check_float(name: str, x: Tensor, dtype: torch.dtype | None = None) -> None:
 def check_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def check_eps(eps: float) -> None:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be at least 0 and finite, got {eps}")
 
 
 def check_rows(name: str, x: Tensor) -> None:

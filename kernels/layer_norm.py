@@ -29,6 +29,7 @@ from torch import Tensor
 from longctx.annotate import annotated
 from longctx.kernels.launch import (
     as_rows,
+    check_eps,
     check_float,
     check_shape,
     on_device,
@@ -361,4 +362,5 @@ def layer_norm(
     Source: Ba, Kiros and Hinton, Layer Normalization (arXiv 1607.06450).
     """
     check_norm(x, weight, bias)
+    check_eps(eps)
     return _LayerNorm.apply(x.contiguous(), weight, bias, eps, offset)

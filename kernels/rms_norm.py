@@ -35,6 +35,7 @@ from longctx.annotate import annotated
 from longctx.kernels.launch import (
     Config,
     as_rows,
+    check_eps,
     check_float,
     check_shape,
     on_device,
@@ -394,6 +395,7 @@ def rms_norm(
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (arXiv 1910.07467).
     """
     check_norm(x, weight)
+    check_eps(eps)
     return _RMSNorm.apply(x.contiguous(), weight, eps, llama_rounding, offset)
 
 

@@ -33,7 +33,9 @@ def checksums(paths: Sequence[Path], what: str) -> list[str]:
     total = sum(path.stat().st_size for path in paths)
     quiet, what = None if total > PROGRESS_BYTES else True, printable(what)
     with (
-        tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=quiet) as bar,
+        tqdm(
+            desc=what, total=total, unit="B", unit_scale=True, leave=False, disable=quiet or None
+        ) as bar,
         ThreadPoolExecutor(min(THREADS, len(paths) or 1)) as threads,
     ):
         return list(threads.map(lambda path: _checksum(path, bar), paths))

@@ -12,7 +12,6 @@ three.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -32,7 +31,9 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_available_reporting_integrations
 
-from longctx.errors import UserError, one_line
+from longctx.errors import UserError, one_line, say
+from longctx.habits import unknown
+from longctx.help import help_text
 from longctx.limits import check_together, check_values, refuse_not_ours
 from longctx.options import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
 from longctx.program import Parser, started_as
@@ -81,36 +82,40 @@ class ModelArguments:
         None, "Pretrained model: a local folder, a .gguf file or a hub id. Give this or --preset."
     )
     preset: Preset | None = _option(
-        None, "Architecture with random weights, for tests and benchmarks without a download."
+        None, "Architecture with random weights, for tests. Nothing is downloaded."
     )
     class_type: ClassType = _option(
-        "custom", "vanilla: Hugging Face as it is; liger: Liger-Kernel's patch; custom: longctx."
+        "custom", "custom (longctx), liger (Liger-Kernel), vanilla (as it is)."
     )
     seq_len: int = _option(4096, "Tokens in one packed row.")
     extend_context: bool = _option(
-        False, "Allow --seq_len above the model's max_position_embeddings (prints what RoPE does)."
+        False,
+        "Allow a --seq_len beyond the model's positions. The run says what RoPE does there.",
     )
     rope_scaling: Literal["none", "yarn", "linear"] = _option(
         "none",
-        "Scale RoPE from the model's max_position_embeddings to --seq_len, for the run and in what "
-        "it saves: yarn (best after a short fine-tune) or linear. Implies --extend_context.",
+        "Scale RoPE to --seq_len: none, yarn or linear. For the run and in what it saves, from the "
+        "model's max_position_embeddings; yarn is best after a short fine-tune. Implies "
+        "--extend_context.",
     )
     attn_backend: Backend = _option(
         "auto",
-        "custom: fa4 (flash-attn-4), cudnn, flash or math, auto chooses for this GPU; vanilla and "
-        "liger: sdpa (auto), fa4, fa2 or eager.",
+        "Attention's kernel; auto takes the fastest there is. custom: fa4 (flash-attn-4), cudnn, "
+        "flash or math; vanilla and liger: sdpa (auto), fa4, fa2 or eager.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
-        "auto", "Dtype of weights and compute: auto is bfloat16 on CUDA and float32 on CPU."
+        "auto", "Dtype of the weights; auto: bfloat16 on a GPU, else float32."
     )
     keep: Keeping = _option(
         "auto",
-        "custom: what each layer keeps for backward, the rest is computed again: its input x, "
-        "attention's output o, the residual stream h, q k v, or all, gate and up too. Each has "
-        "what stands before it. auto: as much as is fastest in the memory there is.",
+        "custom: activations kept per layer, x, o, h, qkv or all. The layer's input x, attention's "
+        "output o, the residual stream h, q k v, or all, gate and up too; each has what stands "
+        "before it, and the rest is computed again in backward. auto: as much as is fastest in the "
+        "memory there is.",
     )
     offload_activations: Offload = _option(
-        "auto", "custom: what is kept lives on the GPU, in host memory, or fills the GPU first."
+        "auto",
+        "custom: kept activations on the GPU (none) or host (all). auto: fills the GPU first.",
     )
     head_groups: int | None = _option(
         None,
@@ -123,10 +128,10 @@ class ModelArguments:
         False, "custom: compute a prompt with which several documents of a batch begin once."
     )
     host_memory_gib: float | None = _option(
-        None, "Host memory that states and activations may use. Default: what is available."
+        None, "Host memory that the run may use, in GiB. Default: what is available."
     )
     lora_r: int | None = _option(
-        None, "Train LoRA adapters of this rank, by PEFT; the model itself is frozen."
+        None, "Train LoRA adapters of this rank. The model is frozen; PEFT makes them."
     )
     lora_alpha: int | None = _option(
         None, "Adapters count alpha / r times. Default: twice --lora_r."
@@ -141,7 +146,7 @@ class ModelArguments:
         None, "Trained as a whole beside adapters and saved with them: embed_tokens, lm_head."
     )
     quantize: Literal["none", "nf4"] = _option(
-        "none", "Read the weights under adapters in 4 bits, by bitsandbytes (QLoRA)."
+        "none", "nf4: the frozen weights in 4 bits (QLoRA). By bitsandbytes; needs --lora_r."
     )
     tokenizer_name: str | None = _option(
         None, "Tokenizer folder or hub id, when it is not the model's own."
@@ -175,30 +180,31 @@ class DataArguments:
 
     train_file: list[str] | None = _option(
         None,
-        "Files, folders or globs: text, Markdown, source code, or JSONL with `text`, `messages`, "
-        "`conversations` or `prompt`/`completion`; for other tasks `prompt`/`chosen`/`rejected` or "
-        "`prompt`/`completion`/`label` (docs/data.md). Default: Python's own standard library.",
+        "Files, folders or globs: text, code or JSONL (docs/data.md). JSONL has `text`, "
+        "`messages`, `conversations` or `prompt`/`completion`; for other tasks "
+        "`prompt`/`chosen`/`rejected` or `prompt`/`completion`/`label`. Default: "
+        "Python's own standard library.",
     )
-    eval_file: list[str] | None = _option(None, "The same for evaluation data.")
+    eval_file: list[str] | None = _option(None, "Evaluation data, in the same forms.")
     dataset_name: str | None = _option(
         None, "Hub id or local path of a dataset, instead of --train_file."
     )
     dataset_config: str | None = _option(None, "Configuration of --dataset_name.")
     dataset_split: str = _option("train", "Split of --dataset_name to train on.")
     streaming: bool = _option(
-        False, "Read --dataset_name while training, without a local copy (needs --max_steps)."
+        False, "Read --dataset_name while training. No local copy is made; needs --max_steps."
     )
     long_documents: Literal["split", "truncate", "truncate_start"] = _option(
         "split",
-        "A document longer than --seq_len: split into several rows, or cut at its end or its start "
-        "(truncate, truncate_start). A prompt with its answers is refused, or loses the answers' "
-        "ends or the prompt's start.",
+        "Beyond --seq_len: split, truncate or truncate_start. A longer document is split into "
+        "several rows, or cut at its end or its start. A prompt with its answers is refused, or "
+        "loses the answers' ends or the prompt's start.",
     )
     allow_undecodable: bool = _option(
         False, "Train on files of which more than one byte in fifty is not text, and is replaced."
     )
     show_example: bool = _option(
-        False, "Print one packed row, its documents and trained tokens in colour, and end."
+        False, "Print one packed row, its trained tokens in colour, and end."
     )
     cache_dir: str = _option(CACHE, "Where tokenised data and the default tokenizer are kept.")
 
@@ -217,13 +223,14 @@ class TrainArguments(TaskOptions, TrainingArguments):
 
     output_dir: str | None = _option("runs/longctx", "Checkpoints, metrics.jsonl and final model.")
     overwrite_output_dir: bool = _option(
-        False, "Delete the checkpoints of an earlier run in --output_dir instead of refusing."
+        False, "Delete an earlier run in --output_dir, instead of refusing."
     )
     per_device_train_batch_size: int = _option(1, "Packed rows a device takes at a time.")
     per_device_eval_batch_size: int = _option(1, "Packed rows a device evaluates at a time.")
     num_train_epochs: float = _option(1.0, "Passes over the data, unless --max_steps is given.")
     sequence_parallel_size: int = _option(
-        1, "Processes that share each row, with FSDP or DeepSpeed: consecutive tokens each."
+        1,
+        "Processes that share each row, with FSDP or DeepSpeed. Each has consecutive tokens.",
     )
     gradient_checkpointing: bool | None = _option(
         True, "Recompute a layer's activations in backward instead of keeping them."
@@ -235,13 +242,13 @@ class TrainArguments(TaskOptions, TrainingArguments):
     )
     resume_from_checkpoint: str | None = _option(
         None,
-        "Continue from a checkpoint-N folder. `last`: the newest whole one in --output_dir; "
-        "`auto`: that, or a new run where there is none yet, for jobs that are requeued.",
+        "Continue from a checkpoint-N folder, or from last or auto. `last`: the newest whole one "
+        "in --output_dir; `auto`: that, or a new run where there is none yet, for jobs that are "
+        "requeued.",
     )
     allow_changed: list[str] | None = _option(
         None,
-        "When resuming: parts of the run that may differ from the checkpoint's, by the names that "
-        "the refusal shows (seq_len, seed, data, num_processes, ...).",
+        "Resume though these differ: seq_len, seed, data or others. The refusal names them.",
     )
     logging_steps: float = _option(1, "Steps between two logged lines.")
     report_to: list[str] = field(  # type: ignore[assignment]
@@ -266,24 +273,24 @@ class TrainArguments(TaskOptions, TrainingArguments):
         "stop", "A checkpoint that cannot be written (full disk): end the run, or train on."
     )
     on_nonfinite: Literal["stop", "skip"] = _option(
-        "stop", "A loss or gradient that is not finite: end the run, or leave out the step."
+        "stop", "Loss or gradient not finite: stop the run or skip the step."
     )
     optimizer_states: Literal["fp32", "as_weights"] | None = _option(
         None,
-        "Without an engine. fp32: exact AdamW, fp32 master weights and moments, also of bfloat16 "
-        "weights (its default); as_weights: moments in the dtype of the weights and no master, "
-        "which in bfloat16 loses most of the updates.",
+        "AdamW's states: fp32 (exact) or as_weights. Without an engine. fp32: fp32 master weights "
+        "and moments, also of bfloat16 weights (its default); as_weights: moments in the dtype of "
+        "the weights and no master, which in bfloat16 loses most of the updates.",
     )
     place: Literal["auto", "gpu", "host"] = _option(
         "auto",
-        "Where weights, gradients and fp32 states live: auto fills the GPU first, block by block; "
-        "weights leave it with --class_type custom only.",
+        "Where weights, gradients and states live: auto, gpu or host. auto fills the GPU first, "
+        "block by block; weights leave it with --class_type custom only.",
     )
     gpu_memory_gib: float | None = _option(
-        None, "GPU memory that the run may use. Default: what is free."
+        None, "GPU memory that the run may use, in GiB. Default: what is free."
     )
     plan: str | None = _option(
-        None, "Run the plan in this file, of `longctx plan --json`; one of another run is refused."
+        None, "Run the plan in this file, of `longctx plan --json`. One of another run is refused."
     )
     save_fp32: bool = _option(False, "final/ holds the fp32 master weights, of twice the size.")
     peak_tflops: float | None = _option(
@@ -444,16 +451,19 @@ def parse_flags(
     Raises UserError for anything unknown or of the wrong type.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    config_parser = _Parser(add_help=False, allow_abbrev=False)
-    config_parser.add_argument("--config")
-    known, flags = config_parser.parse_known_args(argv)
+    first = _Parser(add_help=False)
+    first.add_argument("--config")
+    first.add_argument("-h", "--help", action="store_true")
+    first.add_argument("--help_all", action="store_true")
+    known, flags = first.parse_known_args(argv)
 
-    parser = _Parser(
-        _DATACLASSES,  # type: ignore[arg-type]
-        prog=started_as().removeprefix("python "),
-        allow_abbrev=False,
-        epilog="--config recipe.yaml reads the same options from a file; flags win.",
-    )
+    parser = _Parser(_DATACLASSES, add_help=False)  # type: ignore[arg-type]
+    if known.help or known.help_all:
+        text = help_text(
+            parser._actions, prog=started_as().removeprefix("python "), everything=known.help_all
+        )
+        say(*text.splitlines())
+        sys.exit(0)
     actions = {action.dest: action for action in reversed(parser._actions)}  # before --no_*
     recipe = None if known.config is None else find("config", known.config)
     if recipe is None and not _names_a_job(flags):
@@ -519,8 +529,8 @@ def _recipe_values(path: Path, parser: _Parser, actions: dict[str, Any]) -> dict
     """The recipe's options, as if they stood on the command line."""
     found = {}
     for name, written in read_recipe(path).items():
-        if name not in actions or name == "help":
-            raise UserError(f"{path}: unknown key {name!r}{_closest(name, {*actions})}")
+        if name not in actions:
+            raise UserError(f"{path}: unknown key {name!r}{unknown(name, actions)}")
         try:
             found[name] = _parsed(parser, actions[name], written)
         except ArgumentError as error:
@@ -544,16 +554,11 @@ def _parsed(parser: _Parser, action: Any, written: Written) -> Any:
 
 
 def _refuse_unknown(parser: _Parser, arguments: list[str], valid: set[str]) -> None:
-    _, unknown = parser.parse_known_args(arguments)
-    if not unknown:
+    _, words = parser.parse_known_args(arguments)
+    if not words:
         return
-    word = unknown[0]
+    word = words[0]
     if not word.startswith("--"):
         raise UserError(f"unexpected word {word!r} on the command line; options start with --")
     name = word[2:].split("=")[0].replace("-", "_")
-    raise UserError(f"unknown option --{name}{_closest(name, valid, prefix='--')}")
-
-
-def _closest(name: str, valid: set[str], prefix: str = "") -> str:
-    match = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-    return f"; did you mean {prefix}{match[0]}?" if match else ""
+    raise UserError(f"unknown option --{name}{unknown(name, valid, dashes='--')}")

@@ -29,6 +29,14 @@ def one_line(error: BaseException, width: int = 300) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+def counted(number: float) -> str:
+    """A count in three digits: 135M, 8.03B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{unit}"
+    return str(int(number))
+
+
 class UserError(Exception):
     """Bad input. The message is one line that names what is wrong and what to do."""
 
@@ -74,6 +82,12 @@ def survive_lost_output() -> None:
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, _Surviving(stream))
+
+
+def on_terminal() -> bool:
+    """Whether a person watches: both standard streams are a terminal."""
+    streams = (sys.stdout, sys.stderr)
+    return all(stream is not None and stream.isatty() for stream in streams)
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from longctx.errors import UserError
@@ -37,10 +38,10 @@ class Range:
         return None
 
 
-_COUNT = Range(1)
-_NOT_NEGATIVE = Range(0)
-_POSITIVE = Range(0, open_low=True)
-_SHARE = Range(0, 1, open_high=True)
+COUNT = Range(1)
+NOT_NEGATIVE = Range(0)
+POSITIVE = Range(0, open_low=True)
+SHARE = Range(0, 1, open_high=True)
 _SEED = Range(0, 2**32 - 1)  # NumPy's
 
 RANGES: dict[str, Range] = {
@@ -60,7 +61,7 @@ RANGES: dict[str, Range] = {
             "ddp_bucket_cap_mb",
             "ddp_timeout",
         ),
-        _COUNT,
+        COUNT,
     ),
     **dict.fromkeys(
         (
@@ -74,7 +75,7 @@ RANGES: dict[str, Range] = {
             "undesirable_weight",
             "center_rewards_coefficient",
         ),
-        _NOT_NEGATIVE,
+        NOT_NEGATIVE,
     ),
     **dict.fromkeys(
         (
@@ -88,9 +89,9 @@ RANGES: dict[str, Range] = {
             "discopop_tau",
             "temperature",
         ),
-        _POSITIVE,
+        POSITIVE,
     ),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor", "lora_dropout"), _SHARE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor", "lora_dropout"), SHARE),
     **dict.fromkeys(("seed", "data_seed"), _SEED),
     "learning_rate": Range(1e-12, 1e6),  # below, no weight of any dtype changes
     "weight_decay": Range(0, 100),
@@ -418,6 +419,16 @@ def check_values(options: Any) -> None:
                 raise UserError(
                     f"--{field.name} {word!r} is not UTF-8 text: rename it, or link to it"
                 )
+
+
+def check_argument(call: str, name: str, value: Any, range_: Range, *, whole: bool = False) -> None:
+    """Raises UserError for an argument of a function that is no number, or none in its range."""
+    kind = Integral if whole else Real
+    if not isinstance(value, kind) or isinstance(value, bool):
+        expected = "a whole number" if whole else "a number"
+        raise UserError(f"{call}: {name} must be {expected}, got {value!r}")
+    if problem := range_.problem(float(value)):
+        raise UserError(f"{call}: {name} must be {problem}, got {value!r}")
 
 
 def refuse_not_ours(options: Any) -> None:

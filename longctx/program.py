@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import re
 import signal
 import sys
@@ -23,13 +24,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from longctx.errors import UserError, printable, survive_lost_output
+from longctx.errors import UserError, on_terminal, printable, survive_lost_output
+from longctx.noise import hide_noise
 
 
 @contextmanager
 def program() -> Iterator[None]:
     """Around all that a program does. Signals are heard as before when it ends."""
     survive_lost_output()
+    hide_noise()
+    if not on_terminal():
+        os.environ |= dict.fromkeys(_BARS, "1")
     records = logging.getLogRecordFactory()
     logging.setLogRecordFactory(_Record)
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
@@ -45,6 +50,11 @@ def program() -> Iterator[None]:
         logging.setLogRecordFactory(records)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""What libraries read when they are imported: in a file a bar is a line for each time that it is
+drawn."""
 
 
 @contextmanager

@@ -20,21 +20,23 @@ class TaskOptions:
 
     task: TaskName = option(
         "sft",
-        "sft: next tokens; dpo, orpo, cpo, simpo: pairs of answers to a prompt; kto: rated "
-        "answers; reward: a model of rewards from pairs; distill: next tokens as --teacher "
-        "predicts them.",
+        "sft, dpo, kto, orpo, cpo, simpo, reward or distill. sft: next tokens; dpo, orpo, cpo, "
+        "simpo: pairs of answers to a prompt; kto: rated answers; reward: a model of rewards from "
+        "pairs; distill: next tokens as --teacher predicts them.",
     )
     loss_type: list[str] | None = option(
         None,
-        "dpo: sigmoid (default), hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, "
-        "aot_unpaired, apo_zero, apo_down, discopop, sigmoid_norm, sft, or several; cpo: sigmoid "
-        "(default), hinge, ipo; kto: kto (default), apo_zero_unpaired.",
+        "dpo, cpo, kto: the loss, or for dpo several. dpo: sigmoid (default), hinge, ipo, "
+        "exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, "
+        "discopop, sigmoid_norm, sft; cpo: sigmoid (default), hinge, ipo; kto: kto (default), "
+        "apo_zero_unpaired.",
     )
     loss_weights: list[float] | None = option(
         None, "dpo: the weight of each --loss_type. Default: 1 each."
     )
     beta: float = option(
-        0.1, "dpo, kto, cpo, simpo: how much a reward counts; orpo: weight of the odds ratio."
+        0.1,
+        "How much rewards count (dpo, kto, cpo, simpo). orpo: the weight of the odds ratio.",
     )
     label_smoothing: float = option(
         0.0, "dpo, cpo: the share of pairs that are thought to be the wrong way round."

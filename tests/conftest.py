@@ -39,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Runs end without a sample of text, of a forward pass a token. tests/report/test_sample.py
+    makes some."""
+    if sample := sys.modules.get("longctx.report.sample"):
+        sample.TOKENS = 0
+
+
 @pytest.fixture
 def heard_signals() -> Iterator[None]:
     """Signals end this process and those that a test starts, as in a terminal. A shell starts a job

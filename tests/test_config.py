@@ -102,7 +102,7 @@ EVAL = "--eval_file e.txt --eval_strategy steps "
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--seq 8", "unknown option --seq; did you mean --"),  # no abbreviations
+        ("--seq 8", "unknown option --seq; did you mean --seq_len"),  # no abbreviations
         ("--streaming --train_file a", "--streaming reads a --dataset_name"),
         ("--dataset_name d --streaming", "--max_steps"),
         ("--ddp_backend gloo", "accelerate launch"),

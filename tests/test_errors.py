@@ -10,7 +10,7 @@ import sys
 import pytest
 from paths import PYTHONPATH, ROOT
 
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, counted, on_terminal, print_rank0
 
 # Prints before and after whoever reads has gone; the exit status is the program's own.
 PROGRAM = """
@@ -93,3 +93,26 @@ def test_a_terminal_that_is_gone() -> None:
     os.close(mine)
     program.communicate(b"\n", timeout=60)
     assert program.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (28_224, "28.2K"),
+        (999_600, "1M"),
+        (8.03e9, "8.03B"),
+        (134.5e6, "134M"),
+    ],
+)
+def test_counts_in_three_digits(number, shown) -> None:
+    assert counted(number) == shown
+
+
+def test_who_watches(monkeypatch) -> None:
+    assert not on_terminal()  # pytest captures
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert not on_terminal()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert on_terminal()

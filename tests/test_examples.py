@@ -11,10 +11,6 @@ import pytest
 
 import longctx
 
-WITHOUT = {"exact_adamw", "LongTrainer"}
-"""Names whose example is a training loop: docs/in_your_code.md has it, docs/first_ten_minutes.md
-and tests/run run it."""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def deepspeed_has_spoken() -> None:
@@ -28,7 +24,7 @@ def examples(name: str) -> list[doctest.Example]:
 
 
 @pytest.mark.usefixtures("reference_kernels")
-@pytest.mark.parametrize("name", [name for name in longctx.__all__ if name not in WITHOUT])
+@pytest.mark.parametrize("name", longctx.__all__)
 def test_the_example_of_a_public_name_runs(name: str) -> None:
     found = examples(name)
     assert found and any(example.want for example in found), "an example shows a result"
@@ -37,10 +33,6 @@ def test_the_example_of_a_public_name_runs(name: str) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     runner.run(test, out=report.append)
     assert not runner.summarize(verbose=False).failed, "".join(report)
-
-
-def test_names_without_an_example_have_none() -> None:
-    assert not [name for name in WITHOUT if examples(name)]
 
 
 def test_a_wrong_result_is_found() -> None:

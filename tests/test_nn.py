@@ -61,6 +61,20 @@ def test_layer_norm() -> None:
     assert repr(longctx.LayerNorm(24, bias=False)) == "LayerNorm(24, eps=1e-05, bias=False)"
 
 
+@pytest.mark.parametrize("kind", [longctx.RMSNorm, longctx.LayerNorm])
+def test_a_norm_that_cannot_be(kind) -> None:
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    for eps in (-1e-6, float("nan")):
+        with pytest.raises(ValueError, match=f"eps must be at least 0 and finite, got {eps}"):
+            kind(8, eps=eps)
+        for norm in (longctx.rms_norm, longctx.layer_norm):
+            with pytest.raises(ValueError, match="eps must be at least 0"):
+                norm(x, weight, eps)
+    for features in (0, -8, (8,)):
+        with pytest.raises(ValueError, match="normalized_shape must be a number of elements"):
+            kind(features)
+
+
 def test_swiglu() -> None:
     config = tiny_config(hidden_size=16, intermediate_size=40, head_dim=8)
     assert_same(longctx.SwiGLU(16, 40), LlamaMLP(config), torch.randn(2, 7, 16))

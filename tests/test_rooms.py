@@ -11,7 +11,10 @@ from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
 
 ALLOWED = {
     "commands": {"report", "run", "engines", "output", "tasks", "model", "data"},
-    "report": {"plan", "run", "engines", "output", "data", "attention", "memory", "cost"},
+    "report": {
+        *("plan", "run", "engines", "output", "data", "attention", "memory", "cost"),
+        *("model", "kernels"),
+    },
     "run": {
         *("plan", "lora", "output", "engines", "model", "layer", "attention", "memory", "cost"),
         *("tasks", "data", "kernels"),

@@ -35,10 +35,11 @@ from longctx.output.folder import (
     lock_folder,
     open_output_dir,
 )
-from longctx.output.resume import resolve_resume
+from longctx.output.resume import resolve_resume, resuming
 from longctx.report.done import summarise
 from longctx.report.example import show_example
 from longctx.report.predicted import foresee
+from longctx.report.sample import sample
 from longctx.run.callbacks import RunFile
 from longctx.run.described import describe_run
 from longctx.run.loading import (
@@ -139,6 +140,8 @@ def main(argv: list[str] | None = None) -> None:
         teacher=teacher_identity(model_args, args, teacher) if teacher is not None else None,
     )
     check_same_run(resume, run, args.allow_changed or [], engine.keeps_options)
+    if resume:
+        print_rank0(resuming(resume))
     if foreseen:
         foreseen.show(train_rows)
 
@@ -188,13 +191,13 @@ def main(argv: list[str] | None = None) -> None:
             print_rank0(f"{resume} is where this run ends: nothing was left to train")
         elif foreseen:
             foreseen.compare(trainer, first_step=done)
-        if eval_rows is not None:
-            trainer.evaluate()
+        evaluated = trainer.evaluate_final() if eval_rows is not None else {}
 
     # 7. Save what `from_pretrained` loads, and say what happened.
     trainer.save_final(output_dir / FINAL, model_card(record, trainer.state.log_history))
     if trainer.is_world_process_zero():
-        summarise(trainer, model_args, data_args, args, output_dir)
+        goes_on = sample(trainer, train_rows if eval_rows is None else eval_rows)
+        summarise(trainer, model_args, data_args, args, output_dir, evaluated, goes_on)
     if lock:
         lock.close()
     engine.shutdown(args)

@@ -76,12 +76,14 @@ def runs(ladder: Ladder) -> Iterator[tuple[Keep, int]]:
         yield keep, len(list(layers))
 
 
-def describe(ladder: Ladder) -> str:
-    """Returns one line that says what is kept, where, and by which layers."""
+def describe(ladder: Ladder, *, on_gpu: bool = True) -> str:
+    """Returns one line that says what is kept, where, and by which layers. Without a GPU there is
+    one memory."""
     parts, first = [], 0
-    for keep, n in runs(ladder):
-        places = {"on the host": keep.hosted, "on the GPU": keep.on_gpu}
-        what = [f"{' '.join(in_order(names))} {where}" for where, names in places.items() if names]
-        parts.append(f"layers {first} to {first + n - 1}: {', '.join(what)}")
+    for keep, n in runs(ladder if on_gpu else tuple(Keep(keep.kept) for keep in ladder)):
+        places = {" on the host": keep.hosted, " on the GPU" if on_gpu else "": keep.on_gpu}
+        what = [f"{' '.join(in_order(names))}{where}" for where, names in places.items() if names]
+        layers = f"layer {first}" if n == 1 else f"layers {first} to {first + n - 1}"
+        parts.append(f"{layers}: {', '.join(what)}")
         first += n
     return "kept for backward: " + "; ".join(parts)

@@ -57,8 +57,19 @@ class Cut(NamedTuple):
 
     def __str__(self) -> str:
         groups = "1 head group" if self.head_groups == 1 else f"{self.head_groups} head groups"
-        logits = f"{self.logits_bytes / GIB:.3g} GiB of logits"
-        return f"{groups}, tiles of {self.tile_tokens} tokens, {logits}"
+        logits = f"{self.logits_bytes / GIB:.3g} GiB"
+        if self.logits_bytes < GIB:
+            logits = f"{math.ceil(self.logits_bytes / 2**20)} MiB"
+        return f"{groups}, tiles of {self.tile_tokens} tokens, {logits} of logits"
+
+    def of(self, tokens: int, vocab: int) -> Cut:
+        """Returns the cut of a batch of so many tokens: no tile is longer than it, and no more
+        logits are held than it has, in fp32."""
+        return Cut(
+            min(self.tile_tokens, tokens),
+            self.head_groups,
+            min(self.logits_bytes, 4 * tokens * vocab),
+        )
 
 
 class Adapted(NamedTuple):

@@ -68,11 +68,15 @@ class PackingStats:
 
     def summary(self, seq_len: int) -> str:
         share = self.padding_tokens / max(1, self.rows * seq_len)
+        lost = {
+            "tokens dropped by truncation": self.truncated_tokens,
+            "left out with nothing to train": self.untrained_tokens,
+        }
+        parts = [f"{count:,} {what}" for what, count in lost.items() if count]
+        parts.append(f"{self.padding_tokens:,} padding = {share:.1%}")
         return (
             f"{self.documents:,} documents, {self.tokens:,} tokens -> {self.rows:,} rows of "
-            f"{seq_len:,} ({self.truncated_tokens:,} tokens dropped by truncation, "
-            f"{self.untrained_tokens:,} left out with nothing to train, "
-            f"{self.padding_tokens:,} padding = {share:.1%}); {self.trained_tokens:,} are trained"
+            f"{seq_len:,} ({', '.join(parts)}); {self.trained_tokens:,} are trained"
         )
 
 

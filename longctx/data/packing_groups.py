@@ -86,12 +86,18 @@ class GroupStats:
         what = "pairs" if self.kind == "pairs" else rated
         saved = 1 - self.tokens / max(1, self.separate_tokens)
         padding = self.padding_tokens / max(1, self.rows * seq_len)
+        parts = []
+        if self.truncated:
+            parts.append(f"{self.truncated_tokens:,} tokens cut from {self.truncated:,}")
+        if self.equal:
+            parts.append(f"left out: {self.equal:,} with equal answers")
+        if self.too_long:
+            parts.append(f"left out: {self.too_long:,} too long")
+        parts.append(f"{self.padding_tokens:,} padding = {padding:.1%}")
         return (
             f"{self.groups:,} {what}, {self.tokens:,} tokens ({self.separate_tokens:,} without "
             f"sharing prompts, {saved:.1%} saved) -> {self.rows:,} rows of {seq_len:,} "
-            f"({self.truncated_tokens:,} tokens cut from {self.truncated:,}; left out: "
-            f"{self.equal:,} with equal answers, {self.too_long:,} too long; "
-            f"{self.padding_tokens:,} padding = {padding:.1%}); {self.answer_tokens:,} are answers'"
+            f"({'; '.join(parts)}); {self.answer_tokens:,} are answers'"
         )
 
     def warnings(self) -> list[str]:

@@ -59,7 +59,7 @@ from longctx.data.sources import (
 )
 from longctx.data.stream import stream_rows
 from longctx.data.tokens import DOCUMENT_FEATURES, groups_of, kinds_of, pieces_of, tokens_of
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, print_rank0, shortened
 from longctx.system import expanded
 
 
@@ -167,7 +167,7 @@ def build_dataset(
             print_rank0(line)
     else:
         check_trainable(stats, name)
-    print_rank0(stats.summary(seq_len))
+    print_rank0(f"{shortened(name, 80)}: {stats.summary(seq_len)}")
     return packed
 
 

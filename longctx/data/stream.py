@@ -18,7 +18,7 @@ from longctx.data.chat import lines_of
 from longctx.data.encoding import encode, pad_token_id
 from longctx.data.packing import ROW_FEATURES, PackingStats, Piece, check_trainable, pack
 from longctx.data.records import as_document
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, print_rank0, shortened
 
 SHUFFLE_BUFFER_DOCUMENTS = 256
 BATCH_DOCUMENTS = 16  # tokenised together; a row waits for as many
@@ -56,7 +56,7 @@ def stream_rows(
         ):
             yield {key: values.tolist() for key, values in row.items()}
         check_trainable(stats, name)
-        print_rank0(stats.summary(seq_len))
+        print_rank0(f"{shortened(name, 80)}: {stats.summary(seq_len)}")
 
     return IterableDataset.from_generator(rows, features=ROW_FEATURES)
 

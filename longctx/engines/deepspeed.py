@@ -30,6 +30,7 @@ from longctx.engines.layout import Layout, moments_bytes, zero_layout
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 from longctx.memory.pending import Pending, trained_bytes_on_gpu
+from longctx.noise import show_greeting
 from longctx.shipped import find
 from longctx.system import installed
 
@@ -67,6 +68,7 @@ class DeepSpeed(Engine):
 
     def prepare(self, flags: Namespace) -> None:
         super().prepare(flags)
+        show_greeting()
         become_one_process()
 
     def start(self, args: TrainArguments) -> None:

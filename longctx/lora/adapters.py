@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PretrainedConfig, TrainerCallback
 
 from longctx.config import ModelArguments
-from longctx.errors import UserError
+from longctx.errors import UserError, counted
 from longctx.model.adapters import inside_peft
 from longctx.model.classes import class_of, is_classifier
 from longctx.model.families import base_of
@@ -186,7 +186,7 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
         adapted.enable_input_require_grads()
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     count = sum("lora_A" in name for name, _ in adapted.named_parameters())
-    said = f"LoRA of rank {args.lora_r} on {count} maps, {trained / 1e6:.2f}M parameters trained"
+    said = f"LoRA of rank {args.lora_r} on {count} maps, {counted(trained)} parameters trained"
     said += " with the head of rewards" * is_classifier(inside_peft(adapted).config)
     return adapted, said
 

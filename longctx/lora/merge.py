@@ -136,7 +136,7 @@ def _merged(adapter: Path, base: ModelSource, config: Any, dtype: str, quantize:
     import peft
 
     asked = dtype if dtype == "auto" else getattr(torch, dtype)
-    model = read_model(base, config, dtype=asked, attention="eager")
+    model = read_model(base, config, dtype=asked, attention="eager", head_follows=True)
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
     if quantize != "none":
         round_to_nf4_(model.get_decoder().layers)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
-from longctx.kernels.launch import check_shape
+from longctx.kernels.launch import check_eps, check_shape
 from longctx.kernels.layer_norm import layer_norm
 from longctx.kernels.rms_norm import rms_norm
 from longctx.kernels.rope import rope
@@ -51,6 +51,7 @@ class RMSNorm(nn.Module):
         self, normalized_shape: int, eps: float = 1e-6, device: Any = None, dtype: Any = None
     ) -> None:
         super().__init__()
+        _check_norm(normalized_shape, eps)
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(normalized_shape, device=device, dtype=dtype))
 
@@ -88,6 +89,7 @@ class LayerNorm(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
+        _check_norm(normalized_shape, eps)
         self.eps, self.offset = eps, offset
         ones = torch.ones(normalized_shape, device=device, dtype=dtype)
         self.weight = nn.Parameter(ones - offset)
@@ -406,6 +408,12 @@ class LinearKLLoss(LinearJSDLoss):
             ignore_index=ignore_index,
             temperature=temperature,
         )
+
+
+def _check_norm(features: int, eps: float) -> None:
+    if not isinstance(features, int) or features < 1:
+        raise ValueError(f"normalized_shape must be a number of elements, got {features!r}")
+    check_eps(eps)
 
 
 def _check_features(name: str, x: Tensor, features: int) -> None:

@@ -27,6 +27,7 @@ from longctx.checksum import checksums
 from longctx.errors import UserError, one_line, print_rank0, shortened
 from longctx.files import read_json, refuse_odd, tensor_problem
 from longctx.model.classes import auto_class, is_classifier
+from longctx.noise import hidden_report
 from longctx.options import ModelSource
 from longctx.system import expanded, installed
 
@@ -128,27 +129,35 @@ REWARD_HEAD = "score.weight"
 
 
 def read_model(
-    source: ModelSource, config: PretrainedConfig, *, dtype: Any, attention: str | None, **more: Any
+    source: ModelSource,
+    config: PretrainedConfig,
+    *,
+    dtype: Any,
+    attention: str | None,
+    head_follows: bool = False,
+    **more: Any,
 ) -> Any:
     """The model with the weights of its files, all of them; `dtype` may be "auto", the files' own.
-    Raises UserError where one is missing or damaged."""
+    Says if a model of rewards starts with a random head, unless an adapter's takes its place
+    (`head_follows`). Raises UserError where a weight is missing or damaged."""
     name, where = _pretrained(source)
     local = Path(name) if os.path.isdir(name) else None
     if local and (problem := tensor_problem(local, ("pytorch_model*.bin",))):
         raise UserError(f"{source.name}: {problem}")
     try:
         _refuse_integers(Path(name))
-        loaded: Any = auto_class(config).from_pretrained(
-            name,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            output_loading_info=True,
-            generation_config=_generation(source, config),
-            **where,
-            **more,
-        )
+        with hidden_report(REWARD_HEAD):
+            loaded: Any = auto_class(config).from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+                generation_config=_generation(source, config),
+                **where,
+                **more,
+            )
     except torch.OutOfMemoryError:
         raise
     except pickle.UnpicklingError as error:
@@ -161,7 +170,10 @@ def read_model(
     model, found = loaded
     if is_classifier(config) and REWARD_HEAD in found["missing_keys"]:
         found["missing_keys"] -= {REWARD_HEAD}
-        print_rank0(f"{source.name} is no model of rewards yet: the head of one number is random")
+        if not head_follows:
+            print_rank0(
+                f"{source.name} is no model of rewards yet: its head of one number starts random"
+            )
     _refuse_missing(source, found)
     if "gguf_file" in where:
         forget_gguf(model)

@@ -196,10 +196,13 @@ class Runtime:
             return tile_tokens, groups
         return self.cut.tile_tokens, min(self.cut.head_groups, groups)
 
-    def describe(self) -> str:
-        """In one line: what is kept for backward, and where; how the work is cut."""
-        said = describe(self.store.ladder)
-        return f"{said}; {self.cut}" if self.cut else said
+    def describe(self, vocab: int) -> str:
+        """Returns a line: what is kept for backward, and where; how the work on the longest batch
+        is cut."""
+        said = describe(self.store.ladder, on_gpu=self.store.device.type == "cuda")
+        if self.cut is None:
+            return said
+        return f"{said}; {self.cut.of(self.reserved_tokens, vocab)}"
 
     def sizes(self, model: Any) -> Sizes:
         """The model's dimensions, in the dtype of the activations."""

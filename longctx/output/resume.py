@@ -102,6 +102,14 @@ def global_step(checkpoint: Path) -> int:
     return read_state(checkpoint).global_step
 
 
+def resuming(checkpoint: Path) -> str:
+    """The line that says from where a run goes on. Raises Damaged."""
+    state = read_state(checkpoint)
+    tokens = state.num_input_tokens_seen
+    counted = f" and {tokens:,} tokens" if tokens else ""
+    return f"resuming from {checkpoint}, after step {state.global_step}{counted}"
+
+
 _NUMBERS = ("epoch", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
 _WORDS = ("best_model_checkpoint", "trial_name")
 

@@ -98,4 +98,4 @@ def read_states(optimizer: ExactAdamW, checkpoint: Path) -> None:
 
 
 def _progress(items: Any, title: str) -> Any:
-    return tqdm(items, desc=title, leave=False, delay=2)
+    return tqdm(items, desc=title, leave=False, delay=2, disable=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -10,16 +11,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from longctx.config import DataArguments, ModelArguments, TrainArguments
-from longctx.errors import printable
+from longctx.errors import printable, shortened
 from longctx.output import FINAL, METRICS
 from longctx.program import started_as
+from longctx.report.sample import Sample
 from longctx.run.metrics import peak_memory
 from longctx.run.trainer import LongTrainer
 
 EVALUATED = {
-    "eval_loss": "evaluation loss",
-    "eval_rewards/accuracies": "evaluation accuracy",
-    "eval_accuracy": "evaluation accuracy",
+    "eval_loss": ("evaluation loss", "{:.4f}"),
+    "eval_rewards/accuracies": ("evaluation accuracy", "{:.0%}"),
+    "eval_accuracy": ("evaluation accuracy", "{:.0%}"),
 }
 
 
@@ -29,8 +31,11 @@ def summarise(
     data_args: DataArguments,
     args: TrainArguments,
     output_dir: Path,
+    evaluated: Mapping[str, float],
+    found: Sample | None,
 ) -> None:
-    """Prints first and last loss, throughput, peak memory, the checkpoint and what to try next."""
+    """Prints first and last loss, the evaluation, a sample, throughput, peak memory, the checkpoint
+    and what to try next."""
     logged = [line for line in trainer.state.log_history if "loss" in line]
     table = Table(title="Done", show_header=False)
     if logged:
@@ -39,10 +44,12 @@ def summarise(
         table.add_row("loss", f"{first['loss']:.4f} -> {last['loss']:.4f}")
         if speeds:
             table.add_row("tokens/s", f"{speeds[len(speeds) // 2]:,.0f} (median of logged steps)")
-    evaluated = {name: x for line in trainer.state.log_history for name, x in line.items()}
-    for name, what in EVALUATED.items():
+    for name, (what, form) in EVALUATED.items():
         if name in evaluated:
-            table.add_row(what, f"{evaluated[name]:.4f}")
+            table.add_row(what, form.format(evaluated[name]))
+    if found:
+        for what, text in (("text begins", found.text), ("model goes on", found.continued)):
+            table.add_row(what, escape(printable(f'"{shortened(text, 200)}"')))
     for name, gib in peak_memory(args.device).items():
         table.add_row(name.removesuffix("_gib").replace("_", " "), f"{gib:.2f} GiB")
     for what, name in (("checkpoint", FINAL), ("metrics", METRICS)):

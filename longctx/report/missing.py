@@ -114,7 +114,10 @@ def _of_the_gpu(facts: Facts) -> Iterator[Missing]:
             )
     elif facts.gpu is None:
         yield Missing(
-            "GPU", "none", "train on a machine with one; longctx plan --gpu NAME says how fast"
+            "GPU",
+            "none",
+            "the quick start and other small models train here; for larger ones take a machine "
+            "with an NVIDIA GPU: longctx plan --gpu NAME says how fast it is",
         )
         return
     if facts.gpu is None:

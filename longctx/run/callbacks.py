@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from longctx.constants import GIB
 from longctx.engines.collectives import all_reduce_min
-from longctx.errors import print_rank0
+from longctx.errors import on_terminal, print_rank0, say
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
 from longctx.output import METRICS
@@ -39,7 +40,8 @@ class Reserve(TrainerCallback):
             runtime = self.model.longctx
             host_bytes = all_reduce_min(runtime.store.host_bytes(), args.device)
             if runtime.reserve(self.model, self.tokens, host_bytes):
-                print_rank0(runtime.describe() + _locked(runtime.store.locked_bytes, host_bytes))
+                line = runtime.describe(self.model.config.get_text_config().vocab_size)
+                print_rank0(line + _locked(runtime.store.locked_bytes, host_bytes))
 
 
 def _locked(nbytes: int, limit: int) -> str:
@@ -191,6 +193,23 @@ class Console(ProgressCallback):
             return
         if state.is_world_process_zero and self.training_bar is not None:
             self.training_bar.write(format_line(state.global_step, state.max_steps, logs))
+
+
+class Lines(TrainerCallback):
+    """Instead of the progress bar, where its redrawn line would fill a file: a line with the time
+    of day for each logged step."""
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kw: Any
+    ) -> None:
+        if logs and {"loss", "eval_loss"} & logs.keys() and state.is_world_process_zero:
+            line = format_line(state.global_step, state.max_steps, logs)
+            say(f"{datetime.now():%H:%M:%S}  {line}")
+
+
+def console(args: Any) -> TrainerCallback:
+    """What shows a run's steps: a bar on a terminal, lines in a file and with --disable_tqdm."""
+    return Console() if on_terminal() and not args.disable_tqdm else Lines()
 
 
 def format_line(step: int, steps: int, logs: dict[str, float]) -> str:

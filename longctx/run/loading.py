@@ -17,7 +17,7 @@ from longctx.attention.backends import choose_attention, lacks
 from longctx.config import ModelArguments
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, counted, print_rank0
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
 from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
 from longctx.model.classes import (
@@ -176,7 +176,8 @@ def load_model(
     patched = patch_as(model, args.patch_options, device)
     line = (
         f"{role and role + ', '}{args.class_type}: {type(model).__name__}, "
-        f"{sum(map(whole_numel, model.parameters())) / 1e9:.3f}B parameters in {dtype}; {patched}"
+        f"{counted(sum(map(whole_numel, model.parameters())))} parameters in "
+        f"{str(dtype).removeprefix('torch.')}; {patched}"
     )
     if any(towers(model)):
         line += "; what sees images stays in host memory, frozen"

@@ -19,13 +19,15 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from longctx.errors import UserError
+from longctx.limits import COUNT, POSITIVE, check_argument
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import Placement
 from longctx.model.runtime import patched_part
@@ -66,8 +68,21 @@ def exact_adamw(
     Parameters that are thawed later are trained from `optimizer.add_param_group` on.
 
     Raises UserError where GPU or host have too little memory, where nothing is trained, and where
-    another exact AdamW has the model's states.
+    another exact AdamW has the model's states, and for an argument that is none of its values.
+
+    Example:
+        >>> import longctx, torch
+        >>> model = torch.nn.Linear(4, 2, bias=False)
+        >>> optimizer = longctx.exact_adamw(model, lr=0.5, tokens=3)
+        states: exact fp32 AdamW, fp32 weights; in memory: weights 0.00, states 0.00, ... GiB
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> norm = optimizer.clip(1.0)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> round(norm.item(), 3)
+        8.485
     """
+    _check_arguments(model, tokens, place, gpu_memory_gib, batches)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UserError("exact_adamw: no parameter of the model requires gradients")
@@ -91,6 +106,22 @@ def exact_adamw(
     optimizer = ExactAdamW(groups, lr, betas, eps, weight_decay, stream=stream, is_last=is_last)
     _alive.add(optimizer)
     return optimizer
+
+
+def _check_arguments(
+    model: Any, tokens: Any, place: Any, gpu_memory_gib: Any, batches: Any
+) -> None:
+    """Raises UserError for a wrong one. ExactAdamW checks those that are torch's."""
+    check = partial(check_argument, "exact_adamw")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"exact_adamw: model must be a torch module, got {type(model).__name__}")
+    check("tokens", tokens, COUNT, whole=True)
+    check("batches", batches, COUNT, whole=True)
+    if place not in get_args(Placement):
+        known = ", ".join(get_args(Placement))
+        raise UserError(f"exact_adamw: place must be one of {known}, got {place!r}")
+    if gpu_memory_gib is not None:
+        check("gpu_memory_gib", gpu_memory_gib, POSITIVE)
 
 
 _alive: weakref.WeakSet[ExactAdamW] = weakref.WeakSet()

@@ -90,7 +90,8 @@ def place_states(
         raise UserError(problem if given is None else f"--plan {given.path}: {problem}")
     if problem := decided.placement_problem(args.place):
         raise UserError(problem)
-    print_rank0(describe_states(decided, next(model.parameters()).dtype))
+    dtype, on_gpu = next(model.parameters()).dtype, args.device.type == "cuda"
+    print_rank0(describe_states(decided, dtype, on_gpu=on_gpu))
     if several:
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
@@ -98,7 +99,7 @@ def place_states(
     decided.host.settle(args.device, store, decided.kept.ladder)
     if patched is not None and decided.sizes is not None:
         patched.longctx.cut = decided.sizes.cut(tokens)
-        print_rank0(patched.longctx.describe())
+        print_rank0(patched.longctx.describe(decided.sizes.vocab))
     limit_gpu(args.device, args.gpu_memory_gib)
     return StateStream(decided.host.blocks, args.device)
 
@@ -175,8 +176,9 @@ def _host_budget(patched: Any | None, args: Placing) -> int:
     return all_reduce_min(host_budget(host_share_bytes(), limit_gib), args.device)
 
 
-def describe_states(decided: Decision, dtype: torch.dtype) -> str:
-    """In one line: what a run without an engine trains with, and where it lives."""
+def describe_states(decided: Decision, dtype: torch.dtype, *, on_gpu: bool = True) -> str:
+    """Returns a line: what a run without an engine trains with, and where it lives. Without a GPU
+    there is one memory."""
     host = decided.host
     trained = {p.dtype for spec in decided.specs for p in spec.trained}
     parts = "fp32 weights"
@@ -197,7 +199,8 @@ def describe_states(decided: Decision, dtype: torch.dtype) -> str:
         shown = [f"{name} {nbytes / GIB:.2f}" for name, nbytes in found.items() if nbytes]
         return ", ".join(shown) or "nothing"
 
-    line = f"states: exact fp32 AdamW, {parts}; on the GPU: {gib(True)} GiB"
+    where = "on the GPU" if on_gpu else "in memory"
+    line = f"states: exact fp32 AdamW, {parts}; {where}: {gib(True)} GiB"
     if host.nbytes:
         line += f"; on the host: {gib(False)} GiB" if host.states_bytes else ""
         line += f"; {host.nbytes / GIB:.2f} GiB of host memory locked"

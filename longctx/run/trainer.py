@@ -22,6 +22,7 @@ from longctx.engines.collectives import any_rank
 from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
+from longctx.limits import COUNT, check_argument
 from longctx.lora.adapters import Reached, save_config
 from longctx.lora.foreign import check_resumed
 from longctx.model.adapters import inside_peft
@@ -54,9 +55,9 @@ from longctx.output.states import state_files
 from longctx.processes import explained_workers
 from longctx.run.callbacks import (
     Clock,
-    Console,
     MetricsFile,
     Reserve,
+    console,
     flush_before_others,
     spare_reporters,
 )
@@ -74,7 +75,28 @@ from longctx.tasks.protocol import Task
 
 
 class LongTrainer(TaskTrainer):
-    """Trainer whose logged lines carry tokens/s, MFU and peak memory (`metrics.py`)."""
+    """Trainer whose logged lines carry tokens/s, MFU and peak memory (`metrics.py`), with exact
+    AdamW where its states fit, and checkpoints that are whole or absent.
+
+    It takes what transformers' Trainer takes, by keyword, and `seq_len`, the longest row. Raises
+    UserError for options that cannot be used.
+
+    Example:
+        >>> import longctx, tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+        >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64)
+        >>> heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        >>> model = longctx.patch(LlamaForCausalLM(LlamaConfig(**sizes, **heads)))
+        longctx patched: 2 scheduled decoder layers, flash attention, RMSNorm, lm_head + ...
+        >>> ids = list(range(16))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     args = TrainingArguments(folder, max_steps=1, save_strategy="no", use_cpu=True)
+        ...     rows = [{"input_ids": ids, "labels": ids}]
+        ...     trainer = longctx.LongTrainer(model, args, seq_len=16, train_dataset=rows)
+        ...     print(trainer.train().global_step)
+        kept for backward: ...
+        1
+    """
 
     args: TrainArguments
 
@@ -94,6 +116,7 @@ class LongTrainer(TaskTrainer):
         loss); `document_names` names the records that rows carry as `documents`, for errors; `run`
         is what checkpoints record of what defines the run. `args` may be transformers' own:
         longctx's options have their defaults then."""
+        check_argument("LongTrainer", "seq_len", seq_len, COUNT, whole=True)
         if kwargs.get("compute_metrics"):
             raise UserError(
                 "LongTrainer evaluates the loss alone, so compute_metrics would never be called: "
@@ -130,6 +153,7 @@ class LongTrainer(TaskTrainer):
         self.interrupts = Interrupts()
         self._checkpoint_bytes = 0
         self._skipped_steps = 0
+        self._evaluations: dict[int, dict[str, float]] = {}
         group = self.engine.row_group(self.accelerator)
         self.shards = self.task.shards = None if group is None else Shards(group)
         ranks_a_row, peak_tflops = args.sequence_parallel_size, self.args.peak_tflops
@@ -159,8 +183,7 @@ class LongTrainer(TaskTrainer):
         self.add_callback(Clock(self.throughput))
         self.add_callback(MetricsFile())
         self.add_callback(self.interrupts)
-        if not self.args.disable_tqdm:
-            self.add_callback(Console())
+        self.add_callback(console(args))
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +298,15 @@ class LongTrainer(TaskTrainer):
         output.metrics[f"{prefix}_loss"] = loss_sum / max(tokens, 1)
         found = self.eval_tally.read(self.accelerator)
         output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+        self._evaluations[self.state.global_step] = output.metrics
         return output
+
+    def evaluate_final(self) -> dict[str, float]:
+        """Returns the evaluation of the weights that the run ends with, which is made unless the
+        run has made it after the step that they are of."""
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        known = self._evaluations.get(self.state.global_step if best is None else best)
+        return self.evaluate() if known is None else known
 
     @overrides
     @torch.no_grad()
@@ -415,7 +446,8 @@ class LongTrainer(TaskTrainer):
     @overrides
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises UserError for weights that a checkpoint lacks, which would stay what they were
-        before; transformers only warns. A weight of two names needs one."""
+        before; transformers only warns. A weight of two names needs one, and of the other nothing
+        is said."""
         model: Any = self.model
         weights = dict(model.named_parameters(remove_duplicate=False))
         missing = {*load_result.missing_keys} & weights.keys()
@@ -426,7 +458,8 @@ class LongTrainer(TaskTrainer):
                 f"{len(lost)} of the model's weights are not in the checkpoint ({shown}): resume "
                 "from another checkpoint"
             )
-        super()._issue_warnings_after_load(load_result)
+        rest = [name for name in load_result.missing_keys if name not in missing]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=rest))
 
     @overrides
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

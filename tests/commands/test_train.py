@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from longctx.commands import train
 from longctx.errors import UserError
 from longctx.output import METRICS
+from longctx.report import sample as sampling
 from longctx.run.trainer import LongTrainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -120,7 +122,7 @@ def test_same_seed_same_losses(run) -> None:
     assert first == second != other
 
 
-def test_resume_continues_with_identical_losses(run, tmp_path: Path) -> None:
+def test_resume_continues_with_identical_losses(run, tmp_path: Path, capsys) -> None:
     save = ("--save_strategy", "steps", "--save_steps", "3", "--lr_scheduler_type", "cosine")
     whole = run(*save, output="whole")
     run(*save, output="parts")
@@ -129,6 +131,7 @@ def test_resume_continues_with_identical_losses(run, tmp_path: Path) -> None:
     with (tmp_path / "parts" / METRICS).open("a") as file:
         file.write('{"step": 7, "lo')  # killed while it wrote a line
     resumed = run(*save, "--resume_from_checkpoint", str(checkpoint), output="parts")
+    assert f"resuming from {checkpoint}, after step 3" in capsys.readouterr().out
     assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
     for key in ("loss", "grad_norm", "learning_rate"):
         assert [line[key] for line in resumed] == [line[key] for line in whole]
@@ -161,7 +164,8 @@ def test_old_checkpoints_are_rotated(run, tmp_path: Path) -> None:
     assert kept == ["checkpoint-3", "checkpoint-4"]
 
 
-def test_best_checkpoint_is_found_after_the_rename(run, corpus: Path, tmp_path: Path) -> None:
+def test_best_checkpoint_is_found_after_the_rename(run, corpus, tmp_path, capsys) -> None:
+    """What its step evaluated is what "Done" shows: no evaluation is made twice."""
     run(
         *("--eval_file", str(corpus / "0.txt"), "--eval_strategy", "steps", "--eval_steps", "2"),
         *("--save_strategy", "steps", "--save_steps", "2", "--load_best_model_at_end"),
@@ -171,9 +175,16 @@ def test_best_checkpoint_is_found_after_the_rename(run, corpus: Path, tmp_path: 
     best = json.loads(newest.read_text())["best_model_checkpoint"]
     assert Path(best).is_dir()
     assert "incomplete" not in best
+    lines = map(json.loads, (tmp_path / "run" / METRICS).read_text().splitlines())
+    evaluated = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    assert [*evaluated] == [2, 4]
+    out = capsys.readouterr().out
+    assert out.count("eval loss") == 2
+    assert f"evaluation loss │ {min(evaluated.values()):.4f}" in out
 
 
-def test_chat_data_and_evaluation(run, tmp_path: Path) -> None:
+def test_chat_data_and_evaluation(run, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sampling, "TOKENS", 8)
     chat = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
     chat.write_text("\n".join(json.dumps({"messages": turns}) for _ in range(60)))
@@ -181,7 +192,9 @@ def test_chat_data_and_evaluation(run, tmp_path: Path) -> None:
     lines = run(*flags, "--num_train_epochs", "3", data=False)
     assert losses(lines)[-1] < losses(lines)[0]
     text = (tmp_path / "run" / METRICS).read_text()
-    assert '"eval_loss"' in text
+    assert text.count('"eval_loss"') == 1
+    out = capsys.readouterr().out
+    assert re.search('text begins *│ ".*Hi', out) and re.search('model goes on *│ "', out)
 
 
 def test_a_saved_model_is_trained_further(run, tmp_path: Path) -> None:
@@ -226,5 +239,7 @@ def test_an_error_is_one_line_and_a_failing_exit(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--seq_length", "5"])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    assert end.value.code == "error: unknown option --seq_length; did you mean --seq_len?"
+    assert end.value.code == (
+        "error: unknown option --seq_length: write --seq_len, the tokens in one packed row"
+    )
     assert capsys.readouterr().err == ""

@@ -11,7 +11,7 @@ from cost_sizes import LLAMA_8B
 
 from longctx.constants import GIB
 from longctx.cost.kept import ORDER, SETS, Keep, describe, uniform
-from longctx.cost.sizes import Batch, default_head_groups, default_tile_tokens
+from longctx.cost.sizes import Batch, Cut, default_head_groups, default_tile_tokens
 from longctx.cost.table import load
 from longctx.layer.parts.attention import attention_flops
 from longctx.model.costs import StepTable
@@ -123,9 +123,22 @@ def test_a_ladder_in_words() -> None:
     ladder = (*2 * (Keep.of("o", "o"),), Keep.of("all", "o"), Keep.of("qkv"))
     assert describe(ladder) == (
         "kept for backward: layers 0 to 1: x o on the host; "
-        "layers 2 to 2: x o on the host, h q k v gate up on the GPU; "
-        "layers 3 to 3: x o h q k v on the GPU"
+        "layer 2: x o on the host, h q k v gate up on the GPU; "
+        "layer 3: x o h q k v on the GPU"
     )
+    assert describe(ladder[2:], on_gpu=False) == (
+        "kept for backward: layer 0: x o h q k v gate up; layer 1: x o h q k v"
+    )
+
+
+def test_a_cut_in_words() -> None:
+    cut = Cut(tile_tokens=8192, head_groups=8, logits_bytes=GIB)
+    assert str(cut.of(T, 128256)) == "8 head groups, tiles of 8192 tokens, 1 GiB of logits"
+    assert str(cut.of(512, 2**19)) == "8 head groups, tiles of 512 tokens, 1 GiB of logits"
+    assert str(cut.of(64, 1000)) == "8 head groups, tiles of 64 tokens, 1 MiB of logits"
+
+
+def test_the_order_of_names() -> None:
     assert {*ORDER} == SETS["all"] | {"down"}
 
 

@@ -223,7 +223,7 @@ def test_too_long_pairs(build, tmp_path, capsys):
     capsys.readouterr()
     rows = build([file], long_documents="truncate")
     said = capsys.readouterr().out
-    assert "3 pairs" in said and "tokens cut from 1; left out: 0 with equal answers, 0 too" in said
+    assert "3 pairs" in said and "tokens cut from 1; " in said and "left out" not in said
     assert max(len(t) for row in texts_in(rows) for _, t in row) == len("<|bos|>" + "softmax " * 80)
     rows = build([file], long_documents="truncate_start")
     long_answers = {t for row in texts_in(whole) for side, t in row if side >= 0}

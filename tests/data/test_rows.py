@@ -79,9 +79,9 @@ def test_split_keeps_and_truncate_drops(build, capsys):
     split = build()
     tokens = sum(len(ids) for ids in documents_in(split))
     out = capsys.readouterr().out
-    assert f"{tokens:,} tokens -> {len(split)} rows of 64 (0 tokens dropped" in out
+    assert f"{tokens:,} tokens -> {len(split)} rows of 64 (" in out
     padding = len(split) * 64 - tokens
-    assert f"{padding:,} padding" in out
+    assert f"({padding:,} padding" in out
     kept = sum(len(ids) for ids in documents_in(build(long_documents="truncate")))
     assert kept < tokens
     assert f"({tokens - kept:,} tokens dropped by truncation" in capsys.readouterr().out
@@ -162,7 +162,7 @@ def test_a_damaged_cache_is_rebuilt(build, tmp_path, kind, damage, capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"rebuilding the damaged cache file {tmp_path}/cache/{kind}-v")
     assert build()[:] == rows
-    assert "damaged" not in capsys.readouterr().out
+    assert "rebuilding" not in capsys.readouterr().out
 
 
 def test_a_run_in_another_process_finds_the_same_cache(build, corpus, tmp_path):

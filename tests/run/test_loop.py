@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import longctx
+from longctx.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 STEPS = 4
@@ -43,6 +45,23 @@ def test_a_loop_is_one_loop_wherever_states_live(batches) -> None:
         optimizer = longctx.exact_adamw(ours, lr=1e-2, tokens=96, place=place, batches=batches)
         found.append(trained(ours, optimizer, batches))
     assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(tokens=-3), "tokens must be at least 1, got -3"),
+        (dict(tokens=0.5), "tokens must be a whole number, got 0.5"),
+        (dict(tokens=True), "tokens must be a whole number, got True"),
+        (dict(place="gppu"), "place must be one of auto, gpu, host, got 'gppu'"),
+        (dict(batches=0), "batches must be at least 1, got 0"),
+        (dict(model=None), "model must be a torch module, got NoneType"),
+        (dict(gpu_memory_gib=0), "gpu_memory_gib must be above 0, got 0"),
+    ],
+)
+def test_a_wrong_argument_is_named(changed, message) -> None:
+    with pytest.raises(UserError, match=re.escape(f"exact_adamw: {message}")):
+        longctx.exact_adamw(**{"model": torch.nn.Linear(2, 2), "tokens": 8} | changed)
 
 
 def test_as_torchs_adamw_in_fp32() -> None:

@@ -41,7 +41,7 @@ RECIPES: dict[str | bytes, object] = {
     "run_name: $(mkdir FOLDER/ran)": works(),
     "run_name: '`mkdir FOLDER/ran`; ${HOME}'": works(),
     # keys
-    "seq_length: 4": fails("unknown key 'seq_length'; did you mean seq_len"),
+    "seq_length: 4": fails("unknown key 'seq_length': write --seq_len"),
     "config: other.yaml": fails("unknown key 'config'"),
     "--seq_len: 64": fails("unknown key '--seq_len'"),
     "seq-len: 32": fails("unknown key 'seq-len'; did you mean seq_len"),

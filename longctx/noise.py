@@ -1,0 +1,65 @@
+"""Lines of other libraries that say nothing to whoever runs longctx, left out by their words. All
+other lines of these libraries still show.
+
+    DeepSpeed's greeting    accelerate imports DeepSpeed wherever it is installed; a run that asks
+                            for it shows the line
+    the padding's number    packed rows need none; transformers says that it took the tokenizer's
+    a deprecated name       of transformers, which PEFT asks for
+    the report of a load    where all that a checkpoint lacks is the head of rewards, which longctx
+                            says in a line of its own
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _LeftOut(logging.Filter):
+    """Drops records whose message the pattern matches at its beginning, colours left out."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__()
+        self.pattern = re.compile(pattern)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self.pattern.match(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()))
+
+
+_GREETING = _LeftOut(r"Setting (accelerator|ds_accelerator) to ")
+_PADDING = _LeftOut(r"The tokenizer has new .* Updated tokens: {'pad_token_id': \d+}\.$")
+_HIDDEN = {"DeepSpeed": _GREETING, "transformers.trainer_utils": _PADDING}
+
+
+def hide_noise() -> None:
+    """From now on, in all of the program."""
+    for name, left_out in _HIDDEN.items():
+        logging.getLogger(name).addFilter(left_out)
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+
+def show_greeting() -> None:
+    """For a run that asks for DeepSpeed."""
+    logging.getLogger("DeepSpeed").removeFilter(_GREETING)
+
+
+@contextmanager
+def hidden_report(weight: str) -> Iterator[None]:
+    """Leaves out transformers' report of a load in which nothing but this weight is missing."""
+    rows = rf"Key +\|.*\n[-+]+\n{re.escape(weight)} +\| MISSING +\|[ |]*\n(?!.*\|)"
+    left_out = _LeftOut(rf"\w+ LOAD REPORT from: .*\n{rows}")
+    loggers = [logging.getLogger(f"transformers.{name}") for name in _REPORTERS]
+    for logger in loggers:
+        logger.addFilter(left_out)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(left_out)
+
+
+_REPORTERS = ("modeling_utils", "utils.loading_report")
+"""The loggers of transformers that write the report."""
