@@ -13,14 +13,11 @@ from longctx.errors import UserError
 FOLDERS = ("recipes", "ds_configs", "fsdp_configs")
 
 
-def test_all_files_are_listed_and_recipes_say_what_they_are(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_all_files_are_listed_and_recipes_say_what_they_are(capsys) -> None:
     cli.run(["recipes"])
-    said = capsys.readouterr().out
-    assert re.search(
-        "^quickstart +What `longctx train` runs without options: .* machine. *$", said, re.M
-    )
-    assert re.search("^trl_sft.py +TRL's SFTTrainer with longctx's schedule: ", said, re.M)
+    said = " ".join(capsys.readouterr().out.split())  # however wide the table is
+    assert re.search("quickstart What `longctx train` runs without options: [^.]* machine.", said)
+    assert "trl_sft.py TRL's SFTTrainer with longctx's schedule: " in said
     recipes = [path.stem for path in (ROOT / "recipes").glob("*.yaml")]
     engines = [path.name for folder in FOLDERS[1:] for path in (ROOT / folder).glob("*.yaml")]
     assert len(recipes) > 15 and len(engines) > 5
