@@ -48,6 +48,17 @@ def bound_children() -> Iterator[None]:
         _binding = before
 
 
+@contextmanager
+def same_environ() -> Iterator[None]:
+    """Afterwards `os.environ` is the object that it was. datasets puts a copy in its place when it
+    starts processes, and whoever holds the first one, as rich does, would see no later change."""
+    environ = os.environ
+    try:
+        yield
+    finally:
+        os.environ = environ  # noqa: B003
+
+
 def _bind() -> None:
     """In every forked process. Its only thread has the number of the one that forked it."""
     global _binding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     known |= {file.stem: file for file in RECIPES}
     if name not in known:
         raise UserError(f"no recipe {name!r}{did_you_mean(name, known)}")
-    print(known[name].read_text(encoding="utf-8"), end="")
+    sys.stdout.write(known[name].read_text(encoding="utf-8"))
 
 
 def show() -> None:

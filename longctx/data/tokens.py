@@ -22,7 +22,7 @@ from longctx.data.encoding_groups import encode_groups
 from longctx.data.groups import GROUP_TOKEN_FEATURES, Group, Rows, columns_of, group_of
 from longctx.data.packing import Piece
 from longctx.data.records import CHATS, Document, as_document
-from longctx.processes import bound_children, explained_workers
+from longctx.processes import bound_children, explained_workers, same_environ
 
 DOCUMENT_FEATURES = Features(
     {
@@ -75,7 +75,7 @@ def tokens_of(
 
     # Map leaves a file a process. They become one: for a billion tokens 20 s after minutes of
     # tokenising, on disk space that their rows will take anyway.
-    with scratch_folder(path) as folder, explained_workers(), bound_children():
+    with scratch_folder(path) as folder, explained_workers(), bound_children(), same_environ():
         mapped = records.map(
             tokenise,
             batched=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_rows_hold_the_pairs(build, file, tmp_path, capsys):
     assert rows.features == GROUP_ROW_FEATURES
     said = capsys.readouterr().out
     assert "chat template: the tokenizer's own: an answer is all that it adds to a prompt" in said
-    assert "20 pairs, " in said and f"-> {len(rows)} rows of 128 (0 tokens cut" in said
+    assert "20 pairs, " in said and f"-> {len(rows)} rows of 128 (" in said
     texts = [document for row in texts_in(rows) for document in row]
     assert sum(side == 0 for side, _ in texts) == sum(side == 1 for side, _ in texts) == 20
     assert {text for side, text in texts if side == 0} == {
@@ -188,7 +189,9 @@ def test_several_processes_give_the_same_rows(build, tmp_path, monkeypatch):
     for path in (tmp_path / "cache").iterdir():
         path.unlink()
     monkeypatch.setattr(tokenising, "_processes", lambda *args: 2)
+    environ = os.environ
     assert content_of(build([file])) == rows
+    assert os.environ is environ  # of which datasets makes a copy
 
 
 def test_a_template_that_renders_the_prompt_otherwise_is_said_once(build, tmp_path, capsys):

@@ -141,7 +141,7 @@ def test_what_does_not_fit_when_it_is_cut_is_counted():
     rows, stats = packed(groups, 20)
     assert (stats.groups, stats.too_long, stats.truncated) == (2, 1, 1)
     assert stats.truncated_tokens == 75 - 5 - 2 * 7
-    assert "(left out: 1 too long; " in stats.summary(20)
+    assert "; left out: 1 too long; " in stats.summary(20)
     rows, stats = packed(groups, 20, long_documents="truncate_start")
     assert (stats.groups, stats.too_long, stats.truncated_tokens) == (2, 1, 32 - 20)
 

@@ -193,7 +193,8 @@ def parse_command(name: str, flags: list[str]) -> None:
         return
     with pytest.raises((Parsed, UserError, argparse.ArgumentError)) as ended:
         if name == "train":
-            parse_flags(flags)
+            with suppress(SystemExit):  # --help
+                parse_flags(flags)
             raise Parsed
         importlib.import_module(COMMANDS[name]).main(flags)
     incomplete = "arguments are required|expected (at least )?one argument"  # a flag in a sentence

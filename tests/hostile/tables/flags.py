@@ -69,7 +69,7 @@ FLAGS = {
     "--host_memory_gib 0.000001": works(),
     "--dtype float16": fails("--dtype float16 would train in float16"),
     "--dtype int8": fails("--dtype.*: invalid choice: 'int8'"),
-    "--dtype bfloat16": works("in torch.bfloat16"),
+    "--dtype bfloat16": works("in bfloat16"),
     "--dtype bfloat16 --bf16": fails("--dtype bfloat16 with --bf16"),
     "--tokenizer_name ''": fails("--tokenizer_name"),
     "--tokenizer_name /no/such": fails_later("/no/such is no folder with a tokenizer"),
@@ -183,11 +183,11 @@ FLAGS = {
     "--dtype bfloat16 --place host": works("states: exact fp32 AdamW.*; on the host: weights"),
     "--place host": works("states: exact fp32 AdamW, fp32 weights;.*; on the host: weights"),
     "--optimizer_states fp32": works("states: exact fp32 AdamW, fp32 weights"),
-    "--dtype bfloat16 --optimizer_states as_weights": works("in torch.bfloat16"),
+    "--dtype bfloat16 --optimizer_states as_weights": works("in bfloat16"),
     "--dtype bfloat16 --class_type vanilla --place host": works("on the host: states"),
     "--dtype bfloat16 --max_grad_norm 0 --place host": works("states: exact fp32 AdamW"),
     "--dtype bfloat16 --save_fp32 --place host": works("states: exact fp32 AdamW"),
-    "--save_fp32": works("in torch.float32"),
+    "--save_fp32": works("in float32"),
     "--dtype bfloat16 --gpu_memory_gib 4": works("--gpu_memory_gib needs a GPU"),
     "--place gpu --offload_activations none --host_memory_gib 1": works(
         "--host_memory_gib needs --offload_activations auto or all, or --place auto or host"
@@ -216,7 +216,7 @@ FLAGS = {
     "--place host --fp16": fails("are for AdamW in bfloat16 or float32"),
     "--place host --bf16": fails_later("--bf16 and --torch_compile wrap the model"),
     # precision and compilation
-    "--bf16": works("in torch.float32"),
+    "--bf16": works("in float32"),
     "--fp16": works(),
     "--bf16 --fp16": fails("bf16.*fp16|fp16.*bf16"),
     "--bf16 maybe": fails("--bf16"),

@@ -94,7 +94,7 @@ RECIPES: dict[str | bytes, object] = {
     "deepspeed: []": fails("--deepspeed|deepspeed"),
     "deepspeed: 7": fails("--deepspeed"),
     "fsdp: no": works(),
-    "bf16: yes": works("in torch.float32"),
+    "bf16: yes": works("in float32"),
     "bf16: off": works(),
     "bf16: 2": fails("--bf16"),
     "use_cpu: on": works(),
