@@ -5,7 +5,7 @@
      "tracked_as": "books-20261125-101500",
      "starts": [{"date": ..., "step": 0, "command": ..., "machine": {...}, "versions": {...}}, ...]}
 
-It is written before the first step, for people: `longctx report` and the card of final/ show it.
+It is written after the first step, for people: `longctx report` and the card of final/ show it.
 What decides whether a checkpoint may be resumed is definition.py's, in the checkpoint itself. A
 resumed run adds a start and replaces the rest.
 """

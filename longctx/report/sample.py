@@ -38,13 +38,16 @@ class Sample(NamedTuple):
 def sample(trainer: LongTrainer, rows: Any) -> Sample | None:
     """A sample of the model that was trained, after the beginning of the first of `rows`; None
     where these are a stream, where the task is not text, where an engine or several processes share
-    the model, where some of it is on the host, and where it would take long: for a large model on a
-    CPU, and in Triton's interpreter."""
+    the model, where some of it is on the host, where the configuration asks for tuples (of which
+    transformers' causal models cannot make logits), and where it would take long: for a large model
+    on a CPU, and in Triton's interpreter."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     tokenizer: Any = trainer.processing_class
     if trainer.args.task != "sft" or tokenizer is None or not isinstance(rows, Dataset):
         return None
     if trainer.engine.shards_states or trainer.shards or is_whole(inside_peft(model)):
+        return None
+    if not inside_peft(model).config.return_dict:
         return None
     device = trainer.args.device
     parameters = list(model.parameters())

@@ -111,14 +111,15 @@ def _step(line: str) -> float:
 
 
 class RunFile(TrainerCallback):
-    """Writes `run.json` when training begins: a start that fails before leaves the folder alone."""
+    """Writes `run.json` after the first step: a start that fails before leaves the folder alone."""
 
     def __init__(self, record: Record, *, resumed: bool) -> None:
-        self.record, self.resumed = record, resumed
+        self.record, self.resumed, self.written = record, resumed, False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and not self.written:
             write_record(Path(args.output_dir), self.record, resumed=self.resumed)
+        self.written = True
 
 
 class Reporter:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hostile.cases import Case
-from longctx.output import FINAL, METRICS, STAGING, checkpoint_step
+from longctx.errors import MOST_CHARACTERS
+from longctx.output import FINAL, METRICS, RECORD, STAGING, checkpoint_step
 from longctx.output.manifest import Damaged, check_files
 
 ERROR = "error: "
-ERROR_CHARS = 600
+ERROR_CHARS = len(ERROR) + MOST_CHARACTERS
 GROWTH_BYTES = 700 << 20
 """Of memory over the warm process's: the small run takes about 100 MiB."""
 CANARY = "ran"
@@ -113,7 +114,7 @@ def _error_line(case: Case, err: str) -> list[str]:
     problems = []
     if sum(line.startswith(ERROR) for line in lines) > 1:
         problems.append("more than one error")
-    if len(last) >= ERROR_CHARS:
+    if len(last) > ERROR_CHARS:
         problems.append(f"an error of {len(last)} characters")
     if not re.search(case.expected.says, last):
         problems.append(f"the error is not {case.expected.says!r}")
@@ -144,7 +145,7 @@ def _earlier_files(case: Case, earlier: Snapshot, now: Snapshot) -> list[str]:
     problems = []
     for name, content in earlier.items():
         path = Path(name)
-        if path.name in (".lock", METRICS) or now.get(name) == content:
+        if path.name in (".lock", METRICS, RECORD) or now.get(name) == content:
             continue
         if case.expected.status == 1 or path.parts[0] != "run":
             if path.suffix in (".html", ".json", ".png") and case.expected.status == 0:

@@ -193,7 +193,7 @@ FILES = {
     "a pickled config": (raw("config.json", b"\x80\x04cos\nmkdir\n."), fails("broken")),
     "a model with code of its own": (
         model(own_code),
-        fails("code of its own; .* --trust_remote_code"),
+        fails("code of its own, which runs with --trust_remote_code alone"),
     ),
     "half a generation config": (model(cut("generation_config.json")), works()),
     "a binary generation config": (
