@@ -176,7 +176,7 @@ def before(function: str) -> Moment:
 
     def install(act: Action) -> None:
         owner_name, _, name = function.rpartition(".")
-        owner = _find(owner_name)
+        owner = find_named(owner_name)
         original = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -188,12 +188,12 @@ def before(function: str) -> Moment:
     return install
 
 
-def _find(name: str) -> Any:
+def find_named(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
         owner, _, attribute = name.rpartition(".")
-        return getattr(_find(owner), attribute)
+        return getattr(find_named(owner), attribute)
 
 
 def file_event(event: str, pattern: str) -> Moment:
@@ -352,8 +352,8 @@ def setting(name: str, value: Any) -> Circumstance:
 
     def install(folder: Path) -> None:
         owner, _, attribute = name.rpartition(".")
-        assert hasattr(_find(owner), attribute), name
-        setattr(_find(owner), attribute, value)
+        assert hasattr(find_named(owner), attribute), name
+        setattr(find_named(owner), attribute, value)
 
     return install
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from hostile.cases import Case
+from hostile.cases import Case, find_named
 from hostile.client import Server
 from hostile.tables import CASES
 
@@ -44,6 +46,13 @@ def sample() -> list[Case]:
 def test_case(server: Server, case: Case) -> None:
     row = server.run(case.id)
     assert not row["problems"], row
+
+
+def test_functions_that_a_moment_waits_for_are_there() -> None:
+    """Most moments are tried by run_all.py alone."""
+    tables = (Path(__file__).parent / "tables").glob("*.py")
+    names = {n for path in tables for n in re.findall(r'before\("([\w.]+)"\)', path.read_text())}
+    assert len(names) > 10 and all(callable(find_named(name)) for name in names)
 
 
 def test_no_name_hides_another() -> None:

@@ -36,7 +36,7 @@ BEFORE_TRAINING = {
     "writing a checksum": file_event("open", "*.xxh3-*"),
     "renaming a file of the cache": file_event("rename", "*/fresh/*"),
     "loading the weights": before("transformers.AutoModelForCausalLM.from_pretrained"),
-    "patching the model": before("longctx.run.loading.patch"),
+    "patching the model": before("longctx.run.loading.patch_as"),
     "making the trainer": before("transformers.Trainer.__init__"),
 }
 
@@ -190,7 +190,7 @@ SIGNALS = {
     "INT in a report": (
         given("longctx report BASE/run --output FOLDER/page.html"),
         ends(130),
-        at(before("longctx.report.report.read_metrics"), send("INT")),
+        at(before("longctx.report.runs.read_metrics"), send("INT")),
     ),
     "INT in an evaluation of longctx eval": (
         given(EVAL + " --output FOLDER/e.json"),
