@@ -193,7 +193,7 @@ COMMANDS = {
     **{
         f"doctor: {what}": (given(f"longctx doctor --output_dir {name}"), prints(said))
         for what, name, said in (
-            ("a folder", "FOLDER/new", "free some|train on a machine|another"),
+            ("a folder", "FOLDER/new", "other small models train here"),
             ("a name too long", "x" * 300, "may not be written"),
             ("a file", "BASE/data/1.txt", "1.txt may not be written"),
             ("below a file", "BASE/data/1.txt/x", "may not be written"),

@@ -276,7 +276,7 @@ DISKS = {
     "results on a full disk": (
         given(EVAL + " --output FOLDER/e.json"),
         fails("cannot write .*e.json: No space left"),
-        always(file_event("open", "*/.e.json*"), refuse(FULL)),
+        always(file_event("open", "*/.*.tmp"), refuse(FULL)),
     ),
 }
 CASES = table("disks", DISKS)
