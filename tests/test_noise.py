@@ -21,20 +21,22 @@ PADDING = (
 
 @pytest.fixture(autouse=True)
 def logged():
-    """What loggers hand on; filters are as before afterwards."""
+    """What loggers hand on; filters and levels are as before afterwards."""
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())
     names = ("DeepSpeed", "transformers.trainer_utils", "transformers.modeling_utils")
     loggers = [logging.getLogger(name) for name in names]
-    before = [list(logger.filters) for logger in loggers]
+    before = [(list(logger.filters), logger.level) for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)  # whatever a run before asked for
     with warnings.catch_warnings():
         yield found
-    for logger, filters in zip(loggers, before, strict=True):
+    for logger, (filters, level) in zip(loggers, before, strict=True):
         logger.removeHandler(handler)
         logger.filters = filters
+        logger.setLevel(level)
 
 
 def test_what_says_nothing_is_left_out_and_nothing_else(logged) -> None:

@@ -33,7 +33,7 @@ from longctx.memory.stream import Compute, Lane
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 3
-RUNS = {"cpu": 40, "cuda": 200}
+RUNS = {"cpu": 24, "cuda": 200}
 """Random runs of the usual kind. On a GPU lanes lag at random, too."""
 RUNS_OF_A_KIND = {"cpu": 3, "cuda": 6}
 Numbers = dict[str, Tensor]
