@@ -220,6 +220,7 @@ def serve(root: Path) -> None:
     # Whoever started the tests may ignore them (a job in the background, nohup).
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     gc.freeze()  # or every child's first collection copies the memory of all that was imported
     cases = {case.id: case for case in CASES}
     (root / "base").mkdir()
