@@ -1,4 +1,4 @@
-"""What `train.py --help` and `--help_all` print: a run's options in groups.
+"""The help of `longctx train`, in groups of options: `--help` and `--help_all`.
 
     --help       the options that most runs need: a line each, with the first sentence of its help
     --help_all   those, the rest of longctx's and all of transformers' that a run can use, in full

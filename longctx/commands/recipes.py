@@ -55,7 +55,8 @@ def show() -> None:
 
 
 def first_sentence(file: Path) -> str:
-    """Of a script's docstring, or of the comment that a recipe begins with."""
+    """Returns what a file says of itself: the first sentence of a script's docstring, or of the
+    comment that a recipe begins with."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         said = ast.get_docstring(ast.parse(text)) or ""

@@ -30,19 +30,22 @@ from typing import NamedTuple
 from longctx.errors import UserError
 
 MEMORY_SHARE, LINK_SHARE = 0.88, 0.7
-"""What is reached of the rates of the GPU's memory, as on h100 and h200, and of the link while both
-ways are busy: 0.8 on these servers with PCIe 5.0, less on desktops."""
+"""The shares of their datasheet rates that a GPU's memory and its link to the host reach. The first
+is that of the measured h100 and h200. The link's is for traffic in both directions at once: these
+servers with PCIe 5.0 reach 0.8, desktops less."""
 SPREAD, OWN_SPREAD = (0.8, 1.4), (0.7, 1.5)
 """How many times the predicted seconds a step may take, at least and at most: on these cards, and
 on a card of which only numbers are known."""
 PCIE4, PCIE5 = 31.5e9, 63e9
 """Bytes a second, each way, over 16 lanes."""
 GRACE = 192e9
-"""The same of NVLink-C2C, whose 450e9 the memory of a Grace host limits: 384e9 in both ways."""
+"""Bytes a second, each way, of NVLink-C2C to a Grace host. The link could carry 450e9; the host's
+memory has 384e9 for both directions together."""
 
 
 class Shares(NamedTuple):
-    """What steps reach of a chip's dense bf16 peak with sums in fp32."""
+    """What matmuls and attention reach in a training step, as shares of a chip's dense bf16 peak
+    with sums in fp32."""
 
     matmul: float
     attention: Mapping[str, tuple[float, float]]
@@ -58,11 +61,12 @@ A100 = Shares(0.72, _torchs(0.60, 0.53))
 GEFORCE = Shares(0.88, _torchs(0.80, 0.48))
 """Chips whose tensor cores sum in fp32 at half their rate. The A10G is one."""
 WORKSTATION = Shares(0.66, _torchs(0.50, 0.40))
-"""The same chips with the full rate, which power and softmax limit."""
+"""Workstation and server cards with GeForce's chips (A40, A6000, L40S, ...), whose tensor cores sum
+in fp32 at their full rate; power limits matmuls, and softmax limits attention."""
 LOW_POWER = Shares(0.45, _torchs(0.40, 0.33))
 """The L4: 72 W do not feed its tensor cores."""
 HOPPER = Shares(0.67, {"fa4": (0.67, 0.61), "cudnn": (0.58, 0.55), "flash": (0.40, 0.33)})
-"""As h100 and h200 were measured."""
+"""Hopper with all of its tensor cores: the shares that were measured on an H100 and an H200."""
 H20 = Shares(0.82, {"fa4": (0.80, 0.70), "cudnn": (0.75, 0.65), "flash": (0.70, 0.60)})
 """A Hopper whose tensor cores are a seventh of an H100's."""
 BLACKWELL = Shares(0.64, {"fa4": (0.56, 0.46), "cudnn": (0.54, 0.40), "flash": (0.17, 0.15)})
@@ -76,13 +80,13 @@ class Card:
     device: str
     """A pattern of CUDA's names for it."""
     gpu_gib: float
-    """As CUDA reports it, with ECC as the card is sold; drivers differ by 1%."""
+    """The GPU's memory as CUDA reports it, with ECC as the card is sold; drivers differ by 1%."""
     peak_flops: float
     """Dense bf16 FLOP/s, with sums in fp32."""
     memory_bytes: float
-    """Of the GPU's memory, a second."""
+    """Bytes a second that the GPU's memory can read or write."""
     link_bytes: float
-    """To the host and as many from it, a second."""
+    """Bytes a second from the GPU to the host, and as many at the same time from the host."""
     shares: Shares
     nvlinks: float = 0.0
     """The rate of its NVLink in that of an H100; 0: it has none."""

@@ -61,7 +61,7 @@ class Machine:
     spread: tuple[float, float] = (1.0, 1.0)
     """The seconds of a step may be so many times the predicted ones: at least, and at most."""
     assumed: str = ""
-    """What was assumed of a card of one's own."""
+    """Which numbers were assumed of a card that is given by its numbers; else empty."""
     held_bytes: int = CONTEXT_BYTES
     """Of the GPU: what CUDA, kernels' code and others have."""
     started_bytes: int = PROCESS_BYTES

@@ -266,8 +266,8 @@ def _stats(counted: dict[str, Any], rows: Rows) -> PackingStats | GroupStats:
 
 
 def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
-    """What `build_dataset` counted of its rows: documents (or groups), tokens, rows, ...; nothing
-    of a stream."""
+    """Returns the counts that `build_dataset` wrote beside its rows, by name: documents or groups,
+    tokens, rows and others. Empty for a stream, which nobody has counted."""
     for file in rows.cache_files if isinstance(rows, Dataset) else ():
         report: Any = read_json(Path(file["filename"]).with_suffix(".json"))
         stats = report["stats"] if isinstance(report, dict) else {}

@@ -71,7 +71,8 @@ _TITLES = {
     "reward": "trained as a model of rewards",
     "distill": "distilled",
 }
-"""What a task makes of its base; of others their name says it."""
+"""Task -> how a card's title says what was done to the base model. For a task that is not here the
+title has its name: trained by DPO."""
 
 
 def model_card(record: Record, lines: Sequence[Mapping[str, Any]]) -> str:
