@@ -81,14 +81,18 @@ def test_engines_that_ran_were_not_refused(engines) -> None:
 # --- adapters: no rate was taken from them -----------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def adapters() -> list[Cell]:
+    return [*adapter_cells()]
+
+
 @pytest.mark.parametrize(
     ("key", "mean", "worst"), [("gpu_gib", 0.008, 0.025), ("step_s", 0.03, 0.065)]
 )
-def test_errors_of_adapters(key, mean, worst) -> None:
+def test_errors_of_adapters(adapters, key, mean, worst) -> None:
     pytest.importorskip("peft")
-    cells = [*adapter_cells()]
-    assert_not_refused(cells)
-    assert_within(cells, key, mean, worst)
+    assert_not_refused(adapters)
+    assert_within(adapters, key, mean, worst)
 
 
 # --- the front: no rate was taken from it ------------------------------------------------------
