@@ -1,15 +1,17 @@
 """The attention backends, and the devices on which `auto` chooses each of them:
 
     fa4     flash-attn-4 (optional package), all documents in one launch     sm_90, sm_100, sm_103
-    cudnn   torch's cuDNN op, a launch per document              there, if the package is missing
+    cudnn   torch's cuDNN op, a launch per document              there, if the package is missing;
+                                                                 short documents in flash then
     flash   torch's FlashAttention-2 op, all documents in one launch         other GPUs from sm_80
             torch's own flash op for CPUs, one document at a time            CPUs
     math    plain torch in tiles of queries, the reference     float32 on GPUs, float16 on CPUs
 
-The order of cuDNN and flash is torch's own (`check_prefer_cudnn_attention` in its sdp_utils.cpp).
-Only Hopper, sm_90, was measured. cuDNN's op has no sliding windows: for models that have them
-`auto` chooses flash there. Neither it nor flash caps scores: for models that do `auto` chooses fa4
-or math. torch's op for CPUs has neither; such layers run in `math`.
+The order of cuDNN and flash is torch's own (`check_prefer_cudnn_attention` in its sdp_utils.cpp),
+and by_length.py says why short documents are left to flash. Only Hopper, sm_90, was measured.
+cuDNN's op has no sliding windows: for models that have them `auto` chooses flash there. Neither it
+nor flash caps scores: for models that do `auto` chooses fa4 or math. torch's op for CPUs has
+neither; such layers run in `math`.
 
 A new backend is a class with `forward` and `backward` (or the two methods of `PerDocument`, which
 take one document), a line in `choose_attention`, and a row in tests/attention/test_attention.py.
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from longctx.attention import flash4
+from longctx.attention.by_length import LONG, ByLength
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
 from longctx.errors import UserError, print_rank0
@@ -64,7 +67,7 @@ def choose_attention(
             f"--class_type custom needs an Ampere or newer GPU and this is {_sm(device)}: "
             "use --class_type vanilla --dtype float32"
         )
-    if name == "auto":
+    if chosen := name == "auto":
         name = _fastest(device, head_dim, windows, softcap is not None) if half else "math"
     if name != "math" and not half:
         raise UserError(f"--attn_backend {name} needs --dtype bfloat16 or float16, got {dtype}")
@@ -73,6 +76,11 @@ def choose_attention(
     if name == "fa4" and (reason := flash4.why_not(device, head_dim, softcap is not None)):
         others = "math" if softcap is not None else "flash or cudnn"
         raise UserError(f"--attn_backend fa4: flash-attn-4 {reason}; use {others}")
+    if chosen and name == "cudnn":
+        _print_once(
+            f"attention: cudnn for documents of {LONG} tokens and more, flash for shorter ones"
+        )
+        return name, ByLength(short=Flash(), long=Cudnn())
     return name, BACKENDS[name](softcap)
 
 
@@ -95,7 +103,7 @@ NO_WINDOWS = (
 
 def _fastest(device: torch.device, head_dim: int, windows: bool, softcap: bool) -> str:
     major, _ = torch.cuda.get_device_capability(device)
-    if major in flash4.CHOSEN and (softcap or flash4.present()):
+    if major in flash4.CHOSEN:
         reason = flash4.why_not(device, head_dim, softcap)
         if reason is None:
             return "fa4"

@@ -35,6 +35,7 @@ from longctx.attention.backends import (
     _repeat,
     _sum_groups,
 )
+from longctx.attention.by_length import ByLength
 from longctx.attention.protocol import QKV, Attention
 from longctx.errors import UserError
 
@@ -44,6 +45,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 def cross_of(attention: Attention) -> Cross:
     """Returns the second call of this backend. Raises UserError for one that has none."""
+    if isinstance(attention, ByLength):
+        return CrossByLength(attention)
     kind = CROSS.get(type(attention))
     if kind is None:
         raise UserError(
@@ -230,6 +233,31 @@ class CrossCudnn(CrossMath):
             scale=scale,
         )
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
+
+
+class CrossByLength(Cross):
+    """The second call of the backend in which a document with as many scores would run."""
+
+    def __init__(self, attention: ByLength) -> None:
+        super().__init__(attention.softcap)
+        self.attention = attention
+
+    def forward(self, qkv: QKV, scale: float, window: int | None = None) -> tuple[Tensor, Tensor]:
+        return self._cross(qkv).forward(qkv, scale, window)
+
+    def backward(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> Gradients:
+        return self._cross(qkv).backward(do, qkv, scale, o, lse, window)
+
+    def _cross(self, qkv: QKV) -> Cross:
+        return cross_of(self.attention.of_scores(len(qkv.q), len(qkv.k)))
 
 
 def _rows(*tensors: Tensor) -> tuple[Tensor, ...]:

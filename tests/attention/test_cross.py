@@ -13,7 +13,8 @@ from test_prefixes import as_one_mask, as_rows, documents_of, draw, run
 from torch import Tensor
 
 from longctx.attention import cross, flash4
-from longctx.attention.backends import BACKENDS, FlashOnCpu, Math
+from longctx.attention.backends import BACKENDS, Cudnn, Flash, FlashOnCpu, Math
+from longctx.attention.by_length import ByLength
 from longctx.attention.cross import (
     CROSS,
     Cross,
@@ -22,6 +23,7 @@ from longctx.attention.cross import (
     CrossFlash4,
     CrossFlashOnCpu,
     CrossMath,
+    cross_of,
 )
 from longctx.attention.prefixes import Prefixed
 from longctx.errors import UserError
@@ -166,11 +168,17 @@ WINDOWS = [None, 2, 6, 8, 21, 29, 40]
 """Shorter than, as long as and longer than answers and prompts."""
 
 
+def by_length() -> Cross:
+    """Of the documents there, some answers are in cuDNN and some in flash."""
+    return cross_of(ByLength(Flash(), Cudnn(), long_tokens=20))
+
+
 @pytest.mark.parametrize(
     ("kind", "window"),
     [
         *((kind, window) for kind in (CrossFlash4, CrossFlash) for window in WINDOWS),
         *((CrossCudnn, window) for window in (None, 40)),
+        *((by_length, window) for window in (None, 40)),
     ],
 )
 def test_kernels_get_and_give_what_they_should(kind: type[Cross], window, kernels) -> None:

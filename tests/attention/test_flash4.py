@@ -16,7 +16,8 @@ import torch
 from paths import PYTHONPATH
 
 from longctx.attention import flash4
-from longctx.attention.backends import choose_attention
+from longctx.attention.backends import Cudnn, Flash, _print_once, choose_attention
+from longctx.attention.by_length import LONG, ByLength
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV
 from longctx.errors import UserError
@@ -113,6 +114,8 @@ def package(tmp_path: Path, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
+    _print_once.cache_clear()
+
     def of(major: int, minor: int = 0, cudnn: int = 91900) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
@@ -195,6 +198,19 @@ def test_auto_avoids_a_cudnn_that_torch_avoids(gpu, monkeypatch) -> None:
     assert choose_attention("auto", GPU, torch.bfloat16)[0] == "flash"
     gpu(9, cudnn=91501)
     assert choose_attention("auto", GPU, torch.bfloat16)[0] == "cudnn"
+
+
+def test_auto_leaves_short_documents_to_flash(gpu, monkeypatch, capsys) -> None:
+    """cuDNN would build a plan for each of their lengths. By name it takes them all."""
+    monkeypatch.setattr(flash4, "present", lambda: False)
+    gpu(9)
+    attention = choose_attention("auto", GPU, torch.bfloat16)[1]
+    assert isinstance(attention, ByLength) and attention.long_tokens == LONG
+    assert (type(attention.short), type(attention.long)) == (Flash, Cudnn)
+    said = capsys.readouterr().out
+    assert "flash-attn-4 is not installed (pip install 'longctx[fa4]')" in said
+    assert "cudnn for documents of 16384 tokens and more, flash for shorter ones" in said
+    assert type(choose_attention("cudnn", GPU, torch.bfloat16)[1]) is Cudnn
 
 
 @pytest.mark.parametrize("major", [9, 10, 11, 12])
