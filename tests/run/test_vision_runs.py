@@ -121,7 +121,7 @@ def test_towers_stay_off_the_gpu(kind, more, flags, tmp_path, monkeypatch) -> No
     save(kind, tmp_path)
     places = set()
 
-    def final(self, path) -> None:
+    def final(self, path, card=None) -> None:
         resting = {p for module in at_rest(self.model) for p in module.parameters()}
         places.update((p in resting, p.device.type) for p in self.model.parameters())
 
