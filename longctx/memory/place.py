@@ -118,7 +118,9 @@ class PlacedStates:
     ) -> None:
         self.accumulates = accumulates
         placed = [*zip(blocks, places, strict=True)]
-        self._window = window_bytes([b for b, place in placed if not place.weight])
+        streamed = [b for b, place in placed if not place.weight]
+        self._window = window_bytes(streamed)
+        self._last_window = window_bytes(streamed[-AHEAD - 1 :])
         self._layers_window = window_bytes(
             [b for b, place in placed if not place.weight and b.layer is not None]
         )
@@ -143,7 +145,8 @@ class PlacedStates:
         return {**self._always, "weights on their way": self._window}
 
     def loss(self) -> Buffers:
-        return self.forward()
+        """The loss runs where forward turns into backward: the blocks on their way are the last."""
+        return {**self._always, "weights on their way": self._last_window}
 
     def backward(self, layer: int) -> Buffers:
         return {**self._always, "weights on their way": self._layers_window}
