@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -44,6 +45,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     makes some."""
     if sample := sys.modules.get("longctx.report.sample"):
         sample.TOKENS = 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports() -> None:
+    """A run collects garbage by itself, over all objects that there are. Those that torch,
+    transformers and TRL have imported take longer than a tiny run, and none of them is garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

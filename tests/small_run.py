@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +22,25 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from longctx.commands import train
 from longctx.output import METRICS
 from longctx.run.trainer import LongTrainer
+
+LATE = (
+    "deepspeed",  # which accelerate imports where it is installed
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # decorated by torch.compile: 1.5 s
+    "longctx.losses.modules",
+    "longctx.run.optimization",
+    "longctx.tasks.collate",
+    "longctx.tasks.pairs",
+)
+"""What a run imports when it needs it."""
+
+
+def import_late() -> None:
+    """For a process from which runs are forked: or each of them imports it again."""
+    for name in LATE:
+        with suppress(ImportError):  # not installed, or another version, which has other parts
+            importlib.import_module(name)
 
 
 def become_rank(rank: int, processes: int, port: int) -> None:

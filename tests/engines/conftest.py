@@ -12,6 +12,11 @@ from small_job import STEPS, Warm, batch
 from longctx.commands import train
 
 
+@pytest.fixture(scope="module", autouse=True)
+def references_are_plain(plain_kernels) -> None:
+    """What runs in this process takes torch's own operations, as warm.py's children do."""
+
+
 @pytest.fixture(scope="session")
 def job(tmp_path_factory) -> list[str]:
     """Flags of the same training run, whatever the engine: a saved model and a few documents."""

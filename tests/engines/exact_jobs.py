@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import save_file
-from small_run import add_callback, fork_ranks
+from small_run import add_callback, fork_ranks, import_late
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
@@ -97,5 +97,6 @@ def run(job: dict[str, Any]) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    import_late()
     gc.freeze()
     print(json.dumps([run(job) for job in json.load(sys.stdin)]))

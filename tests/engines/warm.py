@@ -28,11 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 import torch
-from small_run import add_callback, fork_ranks
+from small_run import add_callback, fork_ranks, import_late
 from transformers import TrainerCallback
 
 from longctx.model import logits
-from longctx.system import installed
 
 
 class WaitForDeath(TrainerCallback):
@@ -90,8 +89,7 @@ def run(job: dict[str, Any]) -> list[int]:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # where libraries print
-    if installed("deepspeed"):
-        import deepspeed  # noqa: F401
+    import_late()
     torch.set_num_threads(1)
     logits.LIMIT_BYTES = 0  # no engine may read them in training or evaluation
     gc.freeze()  # or every child's first collection copies the memory of all that was imported

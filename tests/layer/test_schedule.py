@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -309,9 +308,7 @@ def test_store_under_stress(monkeypatch) -> None:
     ids=["mlp", "attention", "input"],
 )
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_nothing_of_a_step_that_ran_out_of_memory_stays(
-    offload, part, layer, monkeypatch, young_heap
-) -> None:
+def test_nothing_of_a_step_that_ran_out_of_memory_stays(offload, part, layer, monkeypatch) -> None:
     """Wherever backward fails, no activation outlives its graph, and the next step is exact."""
     _, _, ours = trio(torch.float32, dict(offload_activations=offload, tile_tokens=16))
     inputs = batch(PACKED)
@@ -339,15 +336,6 @@ def test_nothing_of_a_step_that_ran_out_of_memory_stays(
     assert _activations() <= before
     for name, grad in gradients(ours, inputs)[1].items():
         assert torch.equal(grad, expected[name]), name
-
-
-@pytest.fixture
-def young_heap() -> Iterator[None]:
-    """The garbage collector sees what a test makes: all that torch and transformers have imported
-    takes it 0.3 s a look, the rest of the test 0.2 s."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _activations() -> int:

@@ -10,6 +10,8 @@ import torch
 from longctx.model.runtime import runtime_of
 from profiling.build import VOCABULARY, build_model, build_trainer
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
 
 @pytest.mark.parametrize("vocabulary", [None, 128])
 def test_a_model_is_patched_or_has_its_peers_settings(vocabulary) -> None:

@@ -19,6 +19,8 @@ from longctx.commands import train
 from profiling.bench import layer_bench, peers, step_bench, train_bench
 from profiling.bench.runner import case_text, parse_case
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
 LAYERS = 4
 SETTINGS = [
     (checkpointing, offload) for checkpointing in peers.CHECKPOINTING for offload in ("none", "all")

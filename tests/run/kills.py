@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from paths import ROOT
-from small_run import add_callback, become_rank, logged, prepare
+from small_run import add_callback, become_rank, import_late, logged, prepare
 from transformers import TrainerCallback
 
 from profiling.results import results_file, write_results
@@ -420,6 +420,7 @@ def main() -> None:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     engine = ENGINES[args.engine]
     engine.main()
+    import_late()
     torch.set_num_threads(1)
     gc.freeze()  # a run's own gc.collect() is twice as long as all else that it does before step 1
     with tempfile.TemporaryDirectory() as folder:
