@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from longctx import __version__
 from longctx.errors import UserError
 from longctx.program import importing, program
 
@@ -54,12 +55,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: list[str]) -> None:
     """Raises UserError for an unknown command, and what a command raises."""
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:2], "--help"]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return
+    if argv[0] in ("-V", "--version", "version"):
+        print(f"longctx {__version__}")
+        return
     if argv[0] not in COMMANDS:
-        close = difflib.get_close_matches(argv[0], COMMANDS, n=1, cutoff=0.0)[0]
-        raise UserError(f"unknown command {argv[0]!r}; did you mean longctx {close}?")
+        near = difflib.get_close_matches(argv[0].strip().lower(), COMMANDS, n=1)
+        guess = f"did you mean longctx {near[0]}?" if near else "`longctx --help` lists all"
+        raise UserError(f"unknown command {argv[0]!r}; {guess}")
+    if sys.flags.optimize > 1:
+        raise UserError(
+            "transformers needs its docstrings, which PYTHONOPTIMIZE=2 and python -OO remove: "
+            "start without them"
+        )
     with nullcontext() if argv[0] in LAUNCHED else started_alone():
         with importing():
             command = importlib.import_module(COMMANDS[argv[0]])
@@ -83,7 +95,13 @@ def usage() -> str:
         assert spec and spec.origin  # read, not imported: that would load torch
         tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
         lines.append(f"  {name:10} {(ast.get_docstring(tree) or '').splitlines()[0]}")
-    return "\n".join([*lines, "", "longctx COMMAND --help shows a command's options."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "longctx COMMAND --help shows a command's options, longctx --version the version.",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ def counted(number: float) -> str:
     return str(int(number))
 
 
+def many(count: int, noun: str) -> str:
+    """`1 row`, `2,000 rows`: a count with its noun, which takes an s."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 class UserError(Exception):
     """Bad input. The message is one line that names what is wrong and what to do."""
 

@@ -3,6 +3,7 @@
 odd_entry        a pipe, a device or a socket: opening one may wait, reading one may never end
 open_regular     a file, and no larger than its disk
 read_json        a small description: bounded in bytes and in values, each key once
+refuse_run       a folder of a run, which holds a model and is none
 tensor_problem   a file of tensors that would take far more memory than it has bytes
 
 Nothing here trusts a name, a size or a header that a file states about itself.
@@ -50,6 +51,12 @@ def odd_entry(folder: Path) -> str | None:
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 return os.path.relpath(path, folder)
     return None
+
+
+def refuse_run(name: str, folder: Path) -> None:
+    """Raises UserError for a run's folder in the place of the model that it holds."""
+    if os.path.isfile(folder / "final" / "config.json") and not (folder / "config.json").exists():
+        raise UserError(f"{name} is the folder of a run: its model is in {Path(name, 'final')}")
 
 
 def refuse_odd(folder: Path) -> None:

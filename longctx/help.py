@@ -103,13 +103,16 @@ SAYS = {
 }
 """transformers' common options in a line, instead of its own texts."""
 
+NARROWEST = 40
+"""Columns of a text, whatever COLUMNS says: narrower terminals break its lines themselves."""
+
 _NOT_SHOWN: tuple[object, ...] = (None, False, "", [])
 """Defaults that say nothing."""
 
 
 def help_text(actions: Iterable[argparse.Action], *, prog: str, everything: bool = False) -> str:
     """The help of a parser with these actions."""
-    width = shutil.get_terminal_size((100, 0)).columns
+    width = max(NARROWEST, shutil.get_terminal_size((100, 0)).columns)
     known = {a.dest: a for a in reversed([*actions]) if a.dest not in NOT_OURS}  # before --no_*
     lines = [
         f"usage: {prog} [--config RECIPE] [--OPTION VALUE ...]",

@@ -450,7 +450,7 @@ def idle_options(model: Any, data: Any, train: Any) -> Iterator[str]:
     for names, needed, is_there in IDLE:
         idle = [f"--{name}" for name in names.split() if name in found]
         if idle and not is_there(model, data, train):
-            yield f"{', '.join(idle)} needs {needed}; without, nothing comes of it"
+            yield f"{', '.join(idle)} needs {needed}; without it, the option has no effect"
 
 
 def _words(value: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ other lines of these libraries still show.
                             for it shows the line
     the padding's number    packed rows need none; transformers says that it took the tokenizer's
     a deprecated name       of transformers, which PEFT asks for
+    a kernel for CPUs       which bitsandbytes looks for on some, and does without
     the report of a load    where all that a checkpoint lacks is the head of rewards, which longctx
                             says in a line of its own
 """
@@ -31,7 +32,12 @@ class _LeftOut(logging.Filter):
 
 _GREETING = _LeftOut(r"Setting (accelerator|ds_accelerator) to ")
 _PADDING = _LeftOut(r"The tokenizer has new .* Updated tokens: {'pad_token_id': \d+}\.$")
-_HIDDEN = {"DeepSpeed": _GREETING, "transformers.trainer_utils": _PADDING}
+_CPU_KERNEL = _LeftOut(r"Failed to load CPU gemm_4bit_forward from kernels-community: ")
+_HIDDEN = {
+    "DeepSpeed": _GREETING,
+    "transformers.trainer_utils": _PADDING,
+    "bitsandbytes.backends.cpu.ops": _CPU_KERNEL,
+}
 
 
 def hide_noise() -> None:

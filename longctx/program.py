@@ -12,6 +12,7 @@ command is guarded before it imports torch.
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import logging
 import os
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -40,9 +42,15 @@ def program() -> Iterator[None]:
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, _leave) for number in heard}
     try:
-        yield
+        with _no_signal_lost():
+            _check_folder()
+            yield
     except UserError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        if (line := _of_the_machine(error)) is None:
+            raise
+        sys.exit(f"error: {UserError(line)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -51,6 +59,74 @@ def program() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
+
+@contextmanager
+def _no_signal_lost() -> Iterator[None]:
+    """Sends a signal once more whose exception Python has dropped.
+
+    Python prints and drops what is raised in a `__del__` or the callback of a weak reference. A run
+    that heard Ctrl-C in the `__del__` of a pattern that regex compiled went on to its last step and
+    ended with status 0.
+    """
+    before, again = sys.unraisablehook, []
+
+    def hear(dropped: sys.UnraisableHookArgs) -> None:
+        number = _signal_of(dropped.exc_value)
+        if number is None:
+            before(dropped)
+            return
+        # From another thread and a moment later: what is raised in this hook is dropped, too.
+        again.append(Timer(0.01, os.kill, (os.getpid(), number)))
+        again[-1].daemon = True
+        again[-1].start()
+
+    sys.unraisablehook = hear
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+        for timer in again:
+            timer.cancel()
+
+
+def _signal_of(error: BaseException | None) -> int | None:
+    """The signal that was heard as this exception: Python's own handler's, or `_leave`'s."""
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    codes = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP)}
+    return codes.get(error.code) if isinstance(error, SystemExit) else None  # type: ignore[arg-type]
+
+
+def _check_folder() -> None:
+    """Raises UserError where the current folder is gone: the imports of torch and transformers ask
+    for it, and end without a word of what is wrong."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(
+            f"the current folder cannot be used ({error.strerror}): go to another one with cd"
+        ) from error
+
+
+def _of_the_machine(error: OSError) -> str | None:
+    """What to do about an error that no line of code is to blame for, or None for another one."""
+    cure = _CURES.get(error.errno or 0)
+    if isinstance(error.filename, str) and error.filename.startswith("/proc/"):
+        cure = "longctx asks the kernel there what the machine has: mount /proc"
+    at = f"{error.filename}: " if error.filename else ""
+    return cure and f"{at}{error.strerror}: {cure}"
+
+
+_CURES = {
+    errno.ENOSPC: "free some, also in /dev/shm, where processes share data",
+    errno.EDQUOT: "free some, or write to another file system",
+    errno.EROFS: "write to another file system",
+    errno.EMFILE: "raise the limit of open files with ulimit -n",
+    errno.ENFILE: "other programs hold all files that the system can open",
+    errno.ENOMEM: "other programs hold the memory, or a limit is too low",
+    errno.EIO: "the disk or the network behind it fails",
+}
+"""Error of the operating system -> what to do. Where we know more, it is caught and said there."""
 
 _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 """What libraries read when they are imported: in a file a bar is a line for each time that it is

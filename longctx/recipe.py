@@ -37,7 +37,9 @@ def read_text(option: str, path: Path) -> str:
     except OSError as error:
         raise UserError(f"--{option}: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"--{option} {path} is not UTF-8 text: {error}") from error
+        raise UserError(
+            f"--{option} {path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
+        ) from error
     except ValueError as error:  # a NUL in the name
         raise UserError(f"--{option} {path}: {error}") from error
 
@@ -54,9 +56,22 @@ def read_recipe(path: Path) -> dict[str, Written]:
         found = _mapping(root, "", _option)
         return {key: value for key, value in found.items() if value is not None}
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is not valid YAML: {_what_is_wrong(error)}") from error
     except RecursionError as error:
         raise UserError(f"{path} is nested too deeply for a recipe") from error
+
+
+def _what_is_wrong(error: yaml.YAMLError) -> str:
+    """PyYAML's message begins with what it was doing and quotes the text: here are the line and
+    the problem."""
+    if not isinstance(error, yaml.MarkedYAMLError) or not (error.problem and error.problem_mark):
+        return " ".join(str(error).split())
+    mark, problem = error.problem_mark, error.problem
+    if mark.buffer and mark.buffer[mark.pointer : mark.pointer + 1] == "\t":
+        problem = "a tab where YAML takes spaces alone"
+    elif problem.startswith("but "):
+        problem = f"{error.context} {problem}"
+    return f"line {mark.line + 1}: {' '.join(problem.split())}"
 
 
 def _mapping(node: Any, option: str, value: Callable[[Any, str], Any]) -> dict[str, Any]:

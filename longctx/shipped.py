@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
+from functools import cache
 from pathlib import Path
 
-from longctx.errors import UserError
+from longctx.errors import UserError, say
 
 SHARE = Path(__file__).parent / "share"
 OPTIONS = {
@@ -36,6 +38,8 @@ def find(option: str, written: str) -> Path:
         return path
     ours = {name: file for file in files(folder, suffix) for name in (file.name, file.stem)}
     if path.name in ours:
+        if path.parent == Path() and os.path.isfile(f"{path}{suffix}"):
+            _say_which(option, written, suffix)
         return ours[path.name]
     if path.is_dir():
         return path
@@ -43,6 +47,18 @@ def find(option: str, written: str) -> Path:
         f"--{option}: cannot read {path}: no such file here or among longctx's own"
         f"{did_you_mean(path.name, ours)}"
     )
+
+
+@cache
+def _say_which(option: str, written: str, suffix: str) -> None:
+    """Says once that a name is that of longctx's own file, where the user has one beside it, as
+    `longctx recipes NAME > NAME.yaml` makes it."""
+    if os.environ.get("RANK", "0") == "0":
+        say(
+            f"--{option} {written} is the file that comes with longctx; "
+            f"write --{option} {written}{suffix} for the one in this folder",
+            file=sys.stderr,
+        )
 
 
 def did_you_mean(name: str, known: dict[str, Path]) -> str:

@@ -45,6 +45,12 @@ def test_help_all_has_every_option_that_a_run_takes(monkeypatch, capsys) -> None
     assert "--keep {auto,x,o,h,qkv,all}" in text and "--lora_targets VALUE ..." in text
 
 
+def test_help_in_a_terminal_of_no_width(monkeypatch, capsys) -> None:
+    for columns in ("1", "5", "-5", "0", "wide"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert options(printed(capsys, "--help_all")) == TAKEN
+
+
 def test_the_defaults_shown_are_those_without_a_recipe(tmp_path, capsys) -> None:
     (tmp_path / "r.yaml").write_text("seq_len: 77\n")
     assert "[4096]" in printed(capsys, "--config", str(tmp_path / "r.yaml"), "--help")

@@ -17,6 +17,10 @@ PADDING = (
     "config. The model config and generation config were aligned accordingly, being updated with "
     "the tokenizer's values. Updated tokens: {'pad_token_id': 3}."
 )
+KERNEL = (
+    "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'. "
+    "Please make sure you already `pip install kernels` and the kernels >= 0.11.1"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +29,7 @@ def logged():
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())
-    names = ("DeepSpeed", "transformers.trainer_utils", "transformers.modeling_utils")
+    names = (*noise._HIDDEN, "transformers.modeling_utils")
     loggers = [logging.getLogger(name) for name in names]
     before = [(list(logger.filters), logger.level) for logger in loggers]
     for logger in loggers:
@@ -41,12 +45,18 @@ def logged():
 
 def test_what_says_nothing_is_left_out_and_nothing_else(logged) -> None:
     noise.hide_noise()
-    deepspeed, tokens = (logging.getLogger(name) for name in noise._HIDDEN)
+    deepspeed, tokens, kernels = (logging.getLogger(name) for name in noise._HIDDEN)
     deepspeed.warning(GREETING)
     deepspeed.warning("zero1 is slow here")
+    kernels.warning(KERNEL)
+    kernels.warning("quantised weights need a GPU")
     tokens.warning(PADDING)
     tokens.warning(PADDING.replace("'pad_token_id': 3", "'eos_token_id': 2, 'pad_token_id': 3"))
-    assert [line[:18] for line in logged] == ["zero1 is slow here", "The tokenizer has "]
+    assert [line[:18] for line in logged] == [
+        "zero1 is slow here",
+        "quantised weights ",
+        "The tokenizer has ",
+    ]
     noise.show_greeting()
     deepspeed.warning(GREETING)
     assert logged[-1] == GREETING

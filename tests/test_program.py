@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import re
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +50,67 @@ def test_how_a_program_ends(work: Callable[[], None], code: object, said: str, c
     assert (end.value.code, closed) == (code, ["the file"])
     assert capsys.readouterr().err == said
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    """The imports of torch and transformers ask for it: MKL ended the process, without a traceback
+    even."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SystemExit) as end, program():
+        raise AssertionError("the program must not begin")
+    assert str(end.value.code) == (
+        "error: the current folder cannot be used (No such file or directory): "
+        "go to another one with cd"
+    )
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_python_drops_is_heard_again(number: signal.Signals) -> None:
+    """Twice: the second time it is dropped again."""
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    hook = sys.unraisablehook
+    begun = []
+    with pytest.raises(SystemExit) as end, program():
+        for _ in range(2):
+            begun.append(Dying())
+            del begun[:]
+        for _ in range(1000):
+            time.sleep(0.01)
+        raise AssertionError("the signal was lost")
+    assert end.value.code == 128 + number
+    assert sys.unraisablehook is hook
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device: free some"),
+        (OSError(errno.EMFILE, "Too many open files", "a\nb"), r"a\\nb: Too many .* ulimit -n"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error: the disk"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "/proc/meminfo"),
+            "/proc/meminfo: .*mount",
+        ),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(error: OSError, says: str) -> None:
+    """As the semaphore of data loader workers where /dev/shm is full."""
+    with pytest.raises(SystemExit) as end, program():
+        raise error
+    assert re.match(f"error: {says}", str(end.value.code))
+
+
+def test_an_error_that_may_be_ours_keeps_its_traceback() -> None:
+    with pytest.raises(FileNotFoundError), program():
+        raise FileNotFoundError(errno.ENOENT, "No such file", "x")
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:

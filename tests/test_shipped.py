@@ -47,6 +47,18 @@ def test_the_users_own_file_comes_first() -> None:
     assert find("deepspeed", "zero3").samefile(ROOT / "ds_configs/zero3.json")
 
 
+def test_which_of_two_files_of_a_name_is_taken_is_said_once(capsys) -> None:
+    """`longctx recipes smollm2_32k > smollm2_32k.yaml`, changed, and then named without .yaml."""
+    Path("smollm2_32k.yaml").write_text("seed: 7\n")
+    for _ in range(2):
+        assert find("config", "smollm2_32k").samefile(ROOT / "recipes/smollm2_32k.yaml")
+    said = "--config smollm2_32k is the file that comes with longctx; "
+    said += "write --config smollm2_32k.yaml for the one in this folder\n"
+    assert capsys.readouterr() == ("", said)
+    assert find("config", "smollm2_32k.yaml") == Path("smollm2_32k.yaml")
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("option", "written", "says"),
     [

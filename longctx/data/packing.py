@@ -29,7 +29,7 @@ import numpy as np
 from datasets import Features, List, Value
 
 from longctx.constants import IGNORE_INDEX
-from longctx.errors import UserError
+from longctx.errors import UserError, many
 
 LongDocuments = Literal["split", "truncate", "truncate_start"]
 TOKEN_COLUMNS = ("input_ids", "labels", "position_ids")
@@ -75,8 +75,9 @@ class PackingStats:
         parts = [f"{count:,} {what}" for what, count in lost.items() if count]
         parts.append(f"{self.padding_tokens:,} padding = {share:.1%}")
         return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens -> {self.rows:,} rows of "
-            f"{seq_len:,} ({', '.join(parts)}); {self.trained_tokens:,} are trained"
+            f"{many(self.documents, 'document')}, {many(self.tokens, 'token')} -> "
+            f"{many(self.rows, 'row')} of {seq_len:,} ({', '.join(parts)}); "
+            f"{self.trained_tokens:,} are trained"
         )
 
 

@@ -41,7 +41,7 @@ from datasets import Features, List, Value
 from longctx.constants import IGNORE_INDEX
 from longctx.data.groups import MISMATCHED, TASKS, Group, Rows
 from longctx.data.packing import OPEN_ROWS, TOKEN_COLUMNS, LongDocuments, best_fit
-from longctx.errors import UserError
+from longctx.errors import UserError, many
 
 GROUP_ROW_FEATURES = Features(
     {
@@ -82,22 +82,23 @@ class GroupStats:
 
     def summary(self, seq_len: int) -> str:
         """The line that a run prints."""
-        rated = f"prompts with {self.answers:,} answers, {self.desirable:,} of them desirable"
-        what = "pairs" if self.kind == "pairs" else rated
+        prompts, answers = many(self.groups, "prompt"), many(self.answers, "answer")
+        rated = f"{prompts} with {answers}, {self.desirable:,} of them desirable"
+        what = many(self.groups, "pair") if self.kind == "pairs" else rated
         saved = 1 - self.tokens / max(1, self.separate_tokens)
         padding = self.padding_tokens / max(1, self.rows * seq_len)
         parts = []
         if self.truncated:
-            parts.append(f"{self.truncated_tokens:,} tokens cut from {self.truncated:,}")
+            parts.append(f"{many(self.truncated_tokens, 'token')} cut from {self.truncated:,}")
         if self.equal:
             parts.append(f"left out: {self.equal:,} with equal answers")
         if self.too_long:
             parts.append(f"left out: {self.too_long:,} too long")
         parts.append(f"{self.padding_tokens:,} padding = {padding:.1%}")
         return (
-            f"{self.groups:,} {what}, {self.tokens:,} tokens ({self.separate_tokens:,} without "
-            f"sharing prompts, {saved:.1%} saved) -> {self.rows:,} rows of {seq_len:,} "
-            f"({'; '.join(parts)}); {self.answer_tokens:,} are answers'"
+            f"{what}, {many(self.tokens, 'token')} ({self.separate_tokens:,} without "
+            f"sharing prompts, {saved:.1%} saved) -> {many(self.rows, 'row')} of {seq_len:,} "
+            f"({'; '.join(parts)}); {self.answer_tokens:,} are of answers"
         )
 
     def warnings(self) -> list[str]:

@@ -251,6 +251,11 @@ def check_dataset_name(name: str) -> None:
 
 def _expand(pattern: str) -> list[Path]:
     path = expanded(pattern)
+    if re.match(r"[a-z][a-z0-9+]+://", pattern) and not path.exists():
+        raise UserError(
+            f"{pattern} is an address: download it and give the file, or name a dataset of the hub "
+            "with --dataset_name"
+        )
     try:
         if path.is_dir():
             files = [

@@ -29,7 +29,7 @@ from longctx.constants import VOCAB_SIZE
 from longctx.data.cache import cache_path, digest, mark_used, write_text
 from longctx.data.sources import read_documents, stdlib_files
 from longctx.errors import UserError, one_line, print_rank0
-from longctx.files import refuse_odd
+from longctx.files import refuse_odd, refuse_run
 from longctx.system import expanded
 
 LARGEST_ID = 2**24
@@ -128,6 +128,7 @@ def read_tokenizer(
             raise UserError(f"{name} does not exist: check the path of the .gguf file")
         name, options = str(path.parent), {"gguf_file": path.name}
     elif os.path.isdir(path):
+        refuse_run(name, path)
         refuse_odd(path)
         name = str(path)
     elif os.path.exists(path) or name.startswith((".", "/", "~")):

@@ -48,13 +48,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="longctx merge", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("adapter", metavar="ADAPTER", help="folder of a PEFT adapter (final/)")
     parser.add_argument("--output", required=True, metavar="DIR", help="a new folder")
-    parser.add_argument("--model", help="its model, where that has moved")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of what is written")
+    parser.add_argument("--model", help="the adapter's model, if it has moved")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="dtype of the merged model")
     parser.add_argument(
-        "--quantize", choices=QUANTIZE, default="none", help="of the run that made the adapter"
+        "--quantize",
+        choices=QUANTIZE,
+        default="none",
+        help="as the run that made the adapter was given",
     )
     parser.add_argument(
-        "--allow_changed", nargs="+", choices=[BASE], default=[], help="merge into other weights"
+        "--allow_changed",
+        nargs="+",
+        choices=[BASE],
+        default=[],
+        help="merge into other weights than the run's",
     )
     args = parser.parse_args(argv)
     output = expanded(args.output)

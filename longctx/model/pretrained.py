@@ -25,7 +25,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.checksum import checksums
 from longctx.errors import UserError, one_line, print_rank0, shortened
-from longctx.files import read_json, refuse_odd, tensor_problem
+from longctx.files import read_json, refuse_odd, refuse_run, tensor_problem
 from longctx.model.classes import auto_class, is_classifier
 from longctx.noise import hidden_report
 from longctx.options import ModelSource
@@ -227,7 +227,9 @@ def unreadable(source: ModelSource, error: Exception, where: str = "") -> UserEr
         reason = (
             "it ships code of its own, which runs with --trust_remote_code alone: read it first"
         )
-    return UserError(f"cannot load a model from {source.name}: {reason}")
+    here = os.path.exists(expanded(source.name or ""))
+    name = f"{source.name}{'' if here else ', a hub id: no such folder is here'}"
+    return UserError(f"cannot load a model from {name}: {reason}")
 
 
 def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
@@ -247,11 +249,16 @@ def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
         if not os.path.isfile(folder / "config.json"):
             if os.path.isfile(folder / ADAPTER_CONFIG_NAME):
                 raise _is_adapter(source, ADAPTER_CONFIG_NAME)
+            refuse_run(name, folder)
             raise UserError(f"{source.flag} {name} has no config.json: it holds no model")
         refuse_odd(folder)
         return str(folder), where
     if os.path.exists(folder) or name.startswith((".", "/", "~")):
         raise UserError(f"{source.flag} {name} is no folder: give a model's folder or hub id")
+    if name.count("/") > 1:  # an address too
+        raise UserError(
+            f"{source.flag} {name} is no folder here and no hub id, which has one / at most"
+        )
     return name, where
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from longctx.errors import UserError, say, shortened
+from longctx.errors import UserError, many, say, shortened
 from longctx.output import ABANDONED, FINAL, MANIFEST, checkpoints
 from longctx.output.manifest import Damaged, check_files, unlisted
 from longctx.program import Parser
@@ -51,7 +51,8 @@ def verify(folder: Path) -> bool:
     except Damaged as problem:
         say(f"{folder}: DAMAGED: {problem}")
         return False
-    said = "no manifest.json" if files is None else f"{files} files are whole"
+    whole = f"{many(files or 0, 'file')} {'is' if files == 1 else 'are'} whole"
+    said = "no manifest.json" if files is None else whole
     if others:
         said += f", and {shortened(', '.join(others))}: not saved with them"
     say(f"{folder}: {said}")

@@ -49,10 +49,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--again", action="store_true", help="measure although rates are kept")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--output_dir", default=TrainArguments.output_dir, help="of runs")
-    parser.add_argument("--cache_dir", default=DataArguments.cache_dir, help="of runs")
+    parser.add_argument(
+        "--again", action="store_true", help="measure again, although rates are kept"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument(
+        "--output_dir", default=TrainArguments.output_dir, help="where runs write: %(default)s"
+    )
+    parser.add_argument(
+        "--cache_dir", default=DataArguments.cache_dir, help="where rows are kept: %(default)s"
+    )
     args = parser.parse_args(argv)
     folders = {"output": Path(args.output_dir), "cache": expanded(args.cache_dir)}
     facts = examine(folders, again=args.again)

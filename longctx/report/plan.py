@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     parser = Parser(
         prog="longctx plan",
-        usage="longctx plan [--gpu NAME] [--sweep] [--json] [--html FILE] [train.py's flags]",
+        usage="longctx plan [--gpu NAME] [--sweep] [--json] [--html FILE] [OPTIONS of train]",
         description=__doc__,
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -104,22 +104,26 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
         "and, where known, bandwidth=1008e9,link=31.5e9; default: the one that is here",
     )
     parser.add_argument(
-        "--gpus", type=number, default=1, help="of the host, a process each; default: 1"
+        "--gpus", type=number, default=1, help="GPUs of the host, one process each; default: 1"
     )
     parser.add_argument(
-        "--document_tokens", type=number, help="of a document; default: one document a row"
+        "--document_tokens", type=number, help="tokens in a document; default: one document a row"
     )
     parser.add_argument(
         "--answer_tokens",
         type=number,
-        help="of each of a pair's two answers, behind their prompt in a row (--task dpo, ...)",
+        help="tokens in each of a pair's two answers, which follow their prompt (--task dpo, ...)",
     )
     parser.add_argument(
-        "--data_tokens", type=number, help="of all data, for the days it takes (2.5e9)"
+        "--data_tokens", type=number, help="tokens in all data, as 2.5e9: prints the days they take"
     )
-    parser.add_argument("--sweep", action="store_true", help="lengths, up to the longest that fits")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--html", type=Path, help="a page with every buffer, as bars and tables")
+    parser.add_argument(
+        "--sweep", action="store_true", help="also plan other lengths, up to the longest"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument(
+        "--html", type=Path, help="write a page with every buffer, as bars and tables"
+    )
     args, flags = parser.parse_known_args(argv)
     if args.html:
         check_writable(args.html)

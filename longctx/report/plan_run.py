@@ -93,7 +93,7 @@ def unplanned(args: Any, answer_tokens: int | None) -> Iterator[str]:
         yield "the plan is of the student: a teacher's memory and time are not in it"
     elif args.task != "sft" and answer_tokens is None:
         yield (
-            "each row is planned as one document, all of whose tokens are answers': say how long "
+            "each row is planned as one document, all of whose tokens are of answers: say how long "
             "an answer is with --answer_tokens"
         )
 

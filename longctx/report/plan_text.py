@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -37,10 +38,10 @@ def show(result: dict[str, Any]) -> None:
     console.print(_grid(chosen(result)))
     if not result["fits"]:
         console.print()
-        console.print(ways_out(result))
+        console.print(ways_out(result, console))
     if result.get("sweep"):
         console.print()
-        console.print(_rows("Lengths that fit", result["sweep"]))
+        console.print(_rows("Lengths that fit", result["sweep"], console))
 
 
 def show_short(result: dict[str, Any]) -> None:
@@ -179,24 +180,59 @@ def bar(holds: dict[str, float], there: float, console: Console) -> list[Text]:
 # --- tables ----------------------------------------------------------------------------------
 
 
-def ways_out(result: dict[str, Any]) -> Table | str:
+def ways_out(result: dict[str, Any], console: Console) -> Table | Text:
     if not result.get("changes"):
-        return "no flag makes it fit: a smaller model, or a larger machine"
-    return _rows("It fits with", result["changes"])
+        return Text("no flag makes it fit: a smaller model, or a larger machine")
+    return _rows("It fits with", result["changes"], console)
 
 
-def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
+def _rows(title: str, rows: list[dict[str, Any]], console: Console) -> Table | Text:
+    """A table, in which an option stays in one line with its values, or a list of lines where the
+    terminal is too narrow for it."""
+    flags = [printable(row.get("flags", "")) for row in rows]
+    left = console.width - console.measure(_table(title, rows, [])).maximum - len("  ")
+    if not any(flags) and left >= -len("  "):
+        return _table(title, rows, [])
+    broken = [_broken(words, left) for words in flags]
+    if any(flags) and max(len(line) for words in broken for line in words.splitlines()) <= left:
+        return _table(title, rows, broken)
+    return _list(title, rows, flags)
+
+
+def _broken(flags: str, width: int) -> str:
+    """Flags with a line end before each option that does not fit behind those before it."""
+    lines = [""]
+    for option in re.split(r" (?=--)", flags):
+        if lines[-1] and len(lines[-1]) + 1 + len(option) > width:
+            lines.append("")
+        lines[-1] += f"{' ' * bool(lines[-1])}{option}"
+    return "\n".join(lines)
+
+
+def _list(title: str, rows: list[dict[str, Any]], flags: list[str]) -> Text:
+    """For narrow terminals, which break these lines themselves, between words."""
+    lines = []
+    for row, words in zip(rows, flags, strict=True):
+        figures = (
+            f"{row['seq_len']} tokens, {_range(row, 'step_s')} s a step, "
+            f"{_range(row, 'tokens_per_s')} tokens/s, {row['gpu_gib']:.1f} GiB of the GPU, "
+            f"{row['host_gib']:.1f} of the host"
+        )
+        lines.append(f"{words}: {figures}" if words else figures)
+    return Text("\n").join([Text(title, style="bold"), *map(Text, lines)])
+
+
+def _table(title: str, rows: list[dict[str, Any]], flags: list[str]) -> Table:
     found = Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
     )
-    if "flags" in rows[0]:
-        found.add_column("flags", overflow="fold", ratio=1)
+    if flags:
+        found.add_column("flags", no_wrap=True)
     for name in ("tokens", "s a step", "tokens/s", "GPU GiB", "host GiB"):
         found.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        flags = [escape(printable(row["flags"]))] if "flags" in row else []
+    for i, row in enumerate(rows):
         found.add_row(
-            *flags,
+            *map(escape, flags[i : i + 1]),
             f"{row['seq_len']}",
             _range(row, "step_s"),
             _range(row, "tokens_per_s"),

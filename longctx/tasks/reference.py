@@ -27,7 +27,7 @@ from datasets.utils import tqdm
 from torch import Tensor
 
 from longctx.data.cache import cache_path, content_of, digest, forget, open_arrow, write_arrow
-from longctx.errors import UserError, print_rank0
+from longctx.errors import UserError, many, print_rank0
 from longctx.tasks.protocol import Batch
 
 REFERENCE = "reference"
@@ -75,7 +75,7 @@ class ReferencePass:
         print_rank0(
             f"reference, {what} rows: log-probabilities under {self.of} "
             + (f"are in {self.cache_dir}" if there else "are computed once")
-            + ("" if there else f", {len(rows):,} rows, and kept in {self.cache_dir}")
+            + ("" if there else f", {many(len(rows), 'row')}, and kept in {self.cache_dir}")
         )
         if not there:
             found = self._compute(rows, what)

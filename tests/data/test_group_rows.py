@@ -318,4 +318,4 @@ def test_odd_records_are_read(build, tmp_path, capsys, line):
     options = {"long_documents": "truncate_start", "allow_undecodable": True}
     build([tmp_path / "f.jsonl"], seq_len=2048, **options)
     said = capsys.readouterr().out
-    assert "2 pairs, " in said or "1 pairs, " in said and "1 too long" in said
+    assert "2 pairs, " in said or "1 pair, " in said and "1 too long" in said

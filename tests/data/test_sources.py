@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -103,6 +104,12 @@ def test_a_bad_path_says_what_is_wrong(tmp_path, name, message):
     with pytest.raises(UserError, match=message) as error:
         find_files([str(tmp_path / name)])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("address", ["https://host/book.txt", "s3://bucket/*.txt"])
+def test_an_address_is_no_file(address):
+    with pytest.raises(UserError, match=rf"^{re.escape(address)} is an address: download it"):
+        find_files([address])
 
 
 def test_an_unreadable_file(tmp_path, monkeypatch):

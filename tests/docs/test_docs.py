@@ -388,6 +388,7 @@ def test_what_was_wrong_once_is_found() -> None:
         "#no",
         "docs/README.md#no",
     ]
+    assert wide_lines(f"{'wide ' * 30}\nnarrow\n| {'a cell ' * 30}|") == ["wide " * 30]
     assert foreign_k("a row of 1379K tokens") == ["1379K"] and not foreign_k("128K")
     assert unsourced_shares("weights moved by 13%, 85% of them did not")
     assert foreign("| 12.3 |", ["h100_states_step"]) == ["12.3"]
@@ -406,6 +407,19 @@ def foreign_k(text: str) -> list[str]:
         return []
     lengths = re.findall(r"\b(\d+)K\b", prose(text))
     return [f"{n}K" for n in lengths if int(n) & (int(n) - 1)]
+
+
+WIDEST = 120
+
+
+def wide_lines(text: str) -> list[str]:
+    """Lines that an editor would break. A row of a table is always one line."""
+    return [line for line in text.splitlines() if len(line) > WIDEST and not line.startswith("|")]
+
+
+@each(PAGES)
+def test_no_line_is_wider_than_an_editor(page) -> None:
+    assert not wide_lines(page.read_text())
 
 
 @each(PAGES)

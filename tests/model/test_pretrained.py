@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from longctx.data.tokenizer import read_tokenizer
 from longctx.errors import UserError
-from longctx.model.pretrained import weight_files, weights_identity
+from longctx.model.pretrained import read_config, weight_files, weights_identity
 from longctx.options import ModelSource
 
 CONFIG: Any = SimpleNamespace(_commit_hash="1234abcd")
@@ -74,6 +75,23 @@ def test_an_index_that_names_no_files_of_the_folder(tmp_path: Path, what: str) -
     with pytest.raises(UserError, match="cannot load a model from") as error:
         identity(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("read", [read_tokenizer, lambda name: read_config(ModelSource(name=name))])
+def test_a_runs_folder_is_not_its_model(tmp_path: Path, read: Any) -> None:
+    (tmp_path / "run").mkdir()
+    model(tmp_path / "run" / "final")
+    with pytest.raises(UserError) as error:
+        read(str(tmp_path / "run"))
+    assert str(error.value) == (
+        f"{tmp_path}/run is the folder of a run: its model is in {tmp_path}/run/final"
+    )
+
+
+@pytest.mark.parametrize("name", ["path/to/model", "https://huggingface.co/a/b"])
+def test_a_path_that_is_not_there_is_looked_for_on_no_hub(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is no folder here and no hub id"):
+        read_config(ModelSource(name=name))
 
 
 def test_one_file_comes_before_an_index_and_safetensors_before_pickles(tmp_path: Path) -> None:

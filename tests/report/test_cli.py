@@ -10,7 +10,8 @@ import sys
 import pytest
 from paths import ROOT
 
-from longctx import cli
+from longctx import __version__, cli
+from longctx.errors import UserError
 
 
 def longctx(module: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -43,9 +44,36 @@ def test_the_module_is_the_command(module: str) -> None:
     wrong = longctx(module, "repot", "x")
     assert (wrong.returncode, wrong.stdout) == (1, "")
     assert wrong.stderr == "error: unknown command 'repot'; did you mean longctx report?\n"
+    far = longctx(module, "xyzzy")
+    assert far.stderr == "error: unknown command 'xyzzy'; `longctx --help` lists all\n"
     missing = longctx(module, "report", "no/such/run")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert missing.stderr == "error: no such folder or file: no/such/run\n"
+
+
+def test_what_people_try_first(capsys) -> None:
+    for word in ("--version", "-V", "version"):
+        cli.run([word])
+        assert capsys.readouterr().out == f"longctx {__version__}\n"
+    for words in (["help"], ["-h"], ["--help"], []):
+        cli.run(words)
+        assert capsys.readouterr().out == f"{cli.usage()}\n"
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["help", "report"])
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("usage: longctx report")
+    with pytest.raises(UserError, match="unknown command 'TRAIM'; did you mean longctx train"):
+        cli.run(["TRAIM"])
+
+
+def test_python_without_docstrings_is_one_line() -> None:
+    """transformers makes its docstrings from others, and raises a ValueError without them."""
+    command = [sys.executable, "-OO", "-m", "longctx", "train", "--preset", "tiny"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: transformers needs its docstrings, which PYTHONOPTIMIZE")
 
 
 @pytest.mark.parametrize(

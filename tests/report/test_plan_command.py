@@ -8,13 +8,14 @@ import re
 
 import pytest
 from paths import ROOT
+from rich.console import Console
 
 from longctx.engines.layout import FullyShard
 from longctx.errors import UserError
 from longctx.model.pretrained import SIZES
 from longctx.plan.changes import FSDP2 as FSDP2_FLAGS
 from longctx.report.plan import main
-from longctx.report.plan_text import figures
+from longctx.report.plan_text import figures, ways_out
 from longctx.run.options import parse_planned
 
 FSDP2 = ["--fsdp", "true", "--fsdp_config", str(ROOT / "fsdp_configs/fsdp2.json")]
@@ -126,6 +127,26 @@ def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_pat
     assert not found["fits"] and found["problem"].startswith("GPU memory is short by ")
     text = page.read_text()
     assert text.count("<svg") == 2 and "Every large buffer" in text and "--keep auto" in text
+
+
+def test_ways_out_are_whole_in_any_terminal(capsys) -> None:
+    """The flags are what a user copies: none is cut off, parted from its value or left out."""
+    words = ["--preset", "llama-3.1-8b", "--gpu", "rtx-4090", "--host_memory_gib", "64"]
+    with pytest.raises(SystemExit):
+        main([*words, "--seq_len", "131072", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    ways = [row["flags"] for row in result["changes"]]
+    assert "--lora_r 16 --quantize nf4" in ways
+    for columns in (20, 40, 60, 80, 100):
+        console = Console(width=columns)
+        console.print(ways_out(result, console))
+        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        assert not any("…" in line for line in lines) and any("GiB" in line for line in lines)
+        for way in ways:
+            for option in re.split(r" (?=--)", way):
+                assert columns < 60 or any(option in line for line in lines), (option, lines)
+                assert option in " ".join(lines)
+            assert columns < 100 or any(line.startswith(f"{way} ") for line in lines)
 
 
 def test_gpus_that_share_rows_are_what_the_way_out_planned() -> None:

@@ -97,7 +97,7 @@ def test_what_a_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     words = flags(tmp_path, pairs(), *more)
     run(words, tmp_path / "run")
     said = capsys.readouterr().out
-    first = "under the model before its first step are computed once, 1 rows, and kept in "
+    first = "under the model before its first step are computed once, 1 row, and kept in "
     assert said.count(first) == 2
     assert re.search("evaluation accuracy *│ [0-9]+%", said)
     assert "longctx report" in said

@@ -93,10 +93,10 @@ FLAGS = {
     "--dataset_name ./none": fails_later("the dataset ./none does not exist"),
     "--dataset_name nobody/nothing": fails_later("nobody/nothing"),
     "--dataset_split nonsense": works(
-        "--dataset_split needs --dataset_name; without, nothing comes of it"
+        "--dataset_split needs --dataset_name; without it, the option has no effect"
     ),
     "--dataset_config nonsense": works(
-        "--dataset_config needs --dataset_name; without, nothing comes of it"
+        "--dataset_config needs --dataset_name; without it, the option has no effect"
     ),
     "--streaming": fails("--streaming reads a --dataset_name"),
     "--long_documents cut": fails("--long_documents.*: invalid choice: 'cut'"),
@@ -178,7 +178,7 @@ FLAGS = {
     "--optim_args nonsense": fails("--optim_args"),
     "--optim_args lr=7": fails("--optim_args"),
     "--optim_args nonsense=1": fails("--optim_args|nonsense"),
-    "--optim_target_modules q_proj": works("--optim_target_modules .* nothing comes of it"),
+    "--optim_target_modules q_proj": works("--optim_target_modules .* the option has no effect"),
     # exact states
     "--dtype bfloat16 --place host": works("states: exact fp32 AdamW.*; on the host: weights"),
     "--place host": works("states: exact fp32 AdamW, fp32 weights;.*; on the host: weights"),

@@ -128,7 +128,7 @@ NAMES = {
 }
 
 PATHS = {
-    **{f"a name with {what}": (text(name), works("1 documents")) for what, name in NAMES.items()},
+    **{f"a name with {what}": (text(name), works("1 document")) for what, name in NAMES.items()},
     "a name that is no UTF-8": (text(b"caf\xe9.txt"), fails(r"caf\\udce9\.txt")),
     "a folder that is no UTF-8": (text(b"caf\xe9/a.txt"), fails(r"caf\\udce9")),
     "a name too long": (given("--train_file FOLDER/" + "x" * 300), fails("File name too long")),
@@ -167,7 +167,7 @@ PATHS = {
         fails("Not a directory|does not"),
     ),
     # kinds
-    "a link": (special(link("../base/data/1.txt")), works("1 documents")),
+    "a link": (special(link("../base/data/1.txt")), works("1 document")),
     "a link to itself": (special(link("odd.txt")), fails("Too many levels of symbolic links")),
     "a link to nothing": (special(link("nowhere")), fails("odd.txt does not exist")),
     "a chain of sixty links": (special(chain), fails("Too many levels of symbolic links")),
@@ -221,20 +221,20 @@ PATHS = {
     ),
     "a loop beside a text": (
         folder_of(holding("a.txt"), linked("again", ".")),
-        works("1 documents"),
+        works("1 document"),
     ),
     "a dead link beside a text": (
         folder_of(holding("a.txt"), linked("b.txt", "nowhere")),
-        works("1 documents"),
+        works("1 document"),
     ),
     "a pipe beside a text": (
         folder_of(holding("a.txt"), lambda f: os.mkfifo(f / "b.txt")),
-        works("1 documents"),
+        works("1 document"),
     ),
     "a hidden folder": (folder_of(holding(".git/a.txt")), fails("no readable text")),
     "one file by many names": (
         folder_of(holding("a.txt"), linked("b.txt", "a.txt"), linked("c.txt", "a.txt")),
-        works("1 documents"),
+        works("1 document"),
     ),
     "a folder in a folder, 50 deep": (folder_of(deep), fails("File name too long")),
     "two thousand files": (

@@ -7,7 +7,7 @@ from hostile.files import bomb_of_aliases, both, file, given, recipe
 
 RECIPES: dict[str | bytes, object] = {
     # not a recipe
-    "seq_len: [1,\nfoo": fails(r"r\.yaml is not valid YAML: .* line 2"),
+    "seq_len: [1,\nfoo": fails(r"r\.yaml is not valid YAML: line 2: "),
     "- a\n- b": fails("must hold `key: value` lines"),
     "just words": fails("must hold `key: value` lines"),
     "17": fails("must hold `key: value` lines"),
@@ -15,8 +15,10 @@ RECIPES: dict[str | bytes, object] = {
     "# only a comment\n": works(),
     "---\n...\n": fails("must hold `key: value` lines"),
     "null": fails("must hold `key: value` lines"),
-    "a: 1\n---\nb: 2\n": fails(r"r\.yaml is not valid YAML"),
-    "\tseq_len: 64": fails(r"r\.yaml is not valid YAML"),
+    "a: 1\n---\nb: 2\n": fails(r"r\.yaml is not valid YAML: line 2: .*found another document"),
+    "\tseq_len: 64": fails(r"r\.yaml is not valid YAML: line 1: a tab where YAML takes spaces"),
+    "seed: 1\nseq_len:\t64": fails(r"r\.yaml is not valid YAML: line 2: a tab where YAML takes"),
+    "seq_len: 64\n".encode("utf-16"): fails(r"r\.yaml is not UTF-8 text .*: save it as UTF-8"),
     "seq_len: 64\n  max_steps: 1\n": fails(r"r\.yaml is not valid YAML"),
     "seq_len: 'unclosed": fails(r"r\.yaml is not valid YAML"),
     "%YAML 9.9\n---\nseq_len: 64": fails(r"r\.yaml is not valid YAML"),

@@ -25,7 +25,7 @@ SHELLS = {
                 CAFE * 400,
             )
         ),
-        works("1 documents"),
+        works("1 document"),
         "LANG=C LC_ALL=C PROGRAM",
     ),
     "ASCII output": (

@@ -335,7 +335,7 @@ LOSSES = {
     **{
         f"{option} with {name}": (
             task(name, f"--{option} {value}"),
-            works(f"--{option} needs --task .*; without, nothing comes of it"),
+            works(f"--{option} needs --task .*; without it, the option has no effect"),
         )
         for name, option, value in (
             ("sft", "beta", "0.2"),
@@ -457,7 +457,7 @@ ELSEWHERE = {
             file("e.jsonl", jsonl(PAIRS[:1]), "--eval_file"),
             task("dpo", "--eval_strategy steps --eval_steps 1"),
         ),
-        works("1 pairs"),
+        works("1 pair, "),
     ),
     "evaluation of one rating": (
         both(file("e.jsonl", jsonl(RATED[:1]), "--eval_file"), task("kto")),
@@ -545,7 +545,7 @@ DATA = {
     "distill of pairs": (task("distill", records=PAIRS), fails(":1.*--task dpo")),
     "kto of exchanges": (task("kto", records=TEXTS), fails(":1.*`label`")),
     "kto of one record": (task("kto", records=RATED[:1]), fails("at least two records")),
-    "dpo of one record": (task("dpo", records=PAIRS[:1]), works("1 pairs")),
+    "dpo of one record": (task("dpo", records=PAIRS[:1]), works("1 pair, ")),
     "kto of desirable answers": (
         task("kto", records=[{**r, "label": True} for r in RATED]),
         works("12 of them desirable"),
