@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from longctx import __version__
-from longctx.errors import UserError
+from longctx.errors import UserError, say
 from longctx.program import importing, program
 
 COMMANDS = {
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> None:
         print(usage())
         return
     if argv[0] in ("-V", "--version", "version"):
-        print(f"longctx {__version__}")
+        say(f"longctx {__version__}")
         return
     if argv[0] not in COMMANDS:
         near = difflib.get_close_matches(argv[0].strip().lower(), COMMANDS, n=1)
