@@ -109,9 +109,11 @@ def test_on_the_host_three_blocks_weights_are_on_their_way() -> None:
     decision = decided(model, Keep.of("o", "o"), "host")
     assert [place for place in decision.places if place == HOST] == (LAYERS + 2) * [HOST]
     assert everything_on_gpu(decision.specs[-1]) == decision.places[-1]  # norms stay
-    loss = next(p for p in phases_of(model, Keep.of("o", "o"), "host") if p.name == "loss")
+    phases = {phase.name: phase for phase in phases_of(model, Keep.of("o", "o"), "host")}
+    forward, loss = phases["forward"], phases["loss"]
     sizes = [block.weight for block in decision.blocks]
     assert loss.buffers["weights"] == sizes[-1]
-    assert loss.buffers["weights on their way"] == sum(sizes[1:4])  # here layers are the largest
+    assert forward.buffers["weights on their way"] == sum(sizes[1:4])  # layers are the largest
+    assert loss.buffers["weights on their way"] == sum(sizes[-4:-1])  # two layers and lm_head
     assert loss.buffers["AdamW's states"] == decision.blocks[-1].states
     assert loss.buffers["gradients"] == 0

@@ -171,7 +171,7 @@ def test_autocast_over_fp32_weights(family) -> None:
     settings = dict(offload_activations="all", tile_tokens=31, head_groups=2)
     truth, naive, ours = trio(family, torch.float32, settings=settings)
     models = Autocast(truth.double()), Autocast(naive), Autocast(ours)
-    assert_lora_trains_exactly(models, torch.bfloat16, *many(torch.bfloat16))
+    assert_lora_trains_exactly(models, torch.bfloat16, *batches(PACKED, 16))
 
 
 @pytest.mark.parametrize(

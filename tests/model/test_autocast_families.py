@@ -29,9 +29,11 @@ def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, A
 
 @pytest.mark.parametrize("family", FIRST_OF_EACH)
 def test_exactness_on_packed_rows(family, scheduled, capsys) -> None:
+    """Over 16 batches: over four, errors in 16 bits differ between CPUs with and without AMX by up
+    to a tenth."""
     models = wrapped(family)
-    assert_trains_exactly(models, *batches(PACKED))
-    assert len(scheduled) == 4 * 3 and "custom: " not in capsys.readouterr().out
+    assert_trains_exactly(models, *batches(PACKED, 16))
+    assert len(scheduled) == 16 * 3 and "custom: " not in capsys.readouterr().out
     assert all(p.grad.dtype == torch.float32 for p in models[2].parameters())
 
 
