@@ -119,7 +119,7 @@ def _kept(planned: Plan) -> str:
     if planned.run.model.class_type != "custom":
         return "kept for backward: layers' inputs"
     tokens, ladder = planned.run.tokens, planned.decision.kept.ladder
-    return f"{describe(ladder)}; {planned.sizes.cut(tokens)}"
+    return f"{describe(ladder)}; {planned.sizes.cut(tokens).of(tokens, planned.sizes.vocab)}"
 
 
 def _rates(machine: Machine) -> str:
