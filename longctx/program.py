@@ -94,7 +94,8 @@ def _signal_of(error: BaseException | None) -> int | None:
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
     codes = {128 + number: number for number in (signal.SIGTERM, signal.SIGHUP)}
-    return codes.get(error.code) if isinstance(error, SystemExit) else None  # type: ignore[arg-type]
+    code = error.code if isinstance(error, SystemExit) else None
+    return codes.get(code) if isinstance(code, int) else None
 
 
 def _check_folder() -> None:
@@ -109,7 +110,8 @@ def _check_folder() -> None:
 
 
 def _of_the_machine(error: OSError) -> str | None:
-    """What to do about an error that no line of code is to blame for, or None for another one."""
+    """Returns the line that a user sees for an error of the machine, such as a full disk: what
+    failed and what to do. Returns None for errors that are not of the machine."""
     cure = _CURES.get(error.errno or 0)
     if isinstance(error.filename, str) and error.filename.startswith("/proc/"):
         cure = "longctx asks the kernel there what the machine has: mount /proc"

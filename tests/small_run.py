@@ -33,7 +33,7 @@ LATE = (
     "longctx.tasks.collate",
     "longctx.tasks.pairs",
 )
-"""What a run imports when it needs it."""
+"""Modules that a run imports only when it needs them."""
 
 
 def import_late() -> None:

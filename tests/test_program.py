@@ -102,7 +102,7 @@ def test_a_signal_whose_exception_python_drops_is_heard_again(number: signal.Sig
     ],
 )
 def test_what_the_machine_refuses_is_one_line(error: OSError, says: str) -> None:
-    """As the semaphore of data loader workers where /dev/shm is full."""
+    """Errors of the machine, such as a full /dev/shm, end a program with one line."""
     with pytest.raises(SystemExit) as end, program():
         raise error
     assert re.match(f"error: {says}", str(end.value.code))

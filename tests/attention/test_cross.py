@@ -169,7 +169,7 @@ WINDOWS = [None, 2, 6, 8, 21, 29, 40]
 
 
 def by_length() -> Cross:
-    """Of the documents there, some answers are in cuDNN and some in flash."""
+    """Returns a second call that runs some of the tests' answers in cuDNN, and others in flash."""
     return cross_of(ByLength(Flash(), Cudnn(), long_tokens=20))
 
 

@@ -14,7 +14,8 @@ from longctx.commands import train
 
 @pytest.fixture(scope="module", autouse=True)
 def references_are_plain(plain_kernels) -> None:
-    """What runs in this process takes torch's own operations, as warm.py's children do."""
+    """Reference runs in pytest's own process take torch's operations instead of interpreted
+    kernels, as the runs that warm.py forks do."""
 
 
 @pytest.fixture(scope="session")
