@@ -20,14 +20,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig, TrainerCallback
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError, counted
 from longctx.model.adapters import inside_peft
-from longctx.model.classes import class_of, is_classifier
+from longctx.model.classes import is_classifier, without_storage
 from longctx.model.families import base_of
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
@@ -61,7 +60,7 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
             "--lora_modules_to_save: this model's lm_head is its embedding, and copies of them "
             "would be trained apart: leave it out, or train the whole model"
         )
-    skeleton = _skeleton(config)
+    skeleton = without_storage(config)
     if skeleton is not None and args.lora_targets:
         linears = _linears(skeleton)
         for target in args.lora_targets:
@@ -106,7 +105,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
     """Of a saved adapter, without making it; 0 for a class that is not transformers' own."""
-    skeleton = _skeleton(config)
+    skeleton = without_storage(config)
     if skeleton is None or args.lora_r is None:
         return 0
     adapted = adapted_linears(skeleton, args).values()
@@ -115,15 +114,6 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
     text = config.get_text_config()
     total += saved * text.vocab_size * text.hidden_size
     return 4 * (total + is_classifier(config) * text.hidden_size)
-
-
-def _skeleton(config: PretrainedConfig) -> nn.Module | None:
-    kind = class_of(config)
-    if kind is None:
-        return None
-    with torch.device("meta"):
-        model: nn.Module = kind(config)
-    return model
 
 
 def _linears(model: nn.Module) -> dict[str, nn.Linear]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -37,6 +39,24 @@ def class_of(config: Any) -> Any | None:
     else:
         known = MODEL_FOR_CAUSAL_LM_MAPPING
     return known.get(type(config), None)
+
+
+def without_storage(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module | None:
+    """Returns a model whose parameters have shapes and no storage (`meta`); None if its class is
+    not transformers' own. Raises whatever that class raises for values it cannot take.
+
+    The class itself is called: under ZeRO-3 `from_config` shards what it makes, and parameters
+    without data cannot be sharded ("Cannot copy out of meta tensor")."""
+    kind, before = class_of(config), torch.get_default_dtype()
+    if kind is None:
+        return None
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model
 
 
 def is_classifier(config: Any) -> bool:

@@ -34,7 +34,7 @@ from longctx.memory.machine import host_budget
 from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
-from longctx.model.classes import auto_class
+from longctx.model.classes import without_storage
 from longctx.model.costs import StepTable
 from longctx.model.families import FAMILIES, has_windows, head_dim, kv_heads, score_cap
 from longctx.model.runtime import check_shares, model_sizes
@@ -121,10 +121,11 @@ class Subject:
             raise UserError("the model has experts, whose plan is not known")
         self.config, self._whole = text, config
         try:
-            with torch.device("meta"):
-                self.model: Any = auto_class(config).from_config(config, dtype=DTYPE)
+            self.model: Any = without_storage(config, DTYPE)
         except Exception as error:  # a file's values raise as many types as there are checks
             raise UserError(f"no model can be made of this config: {one_line(error)}") from error
+        if self.model is None:
+            raise UserError(f"transformers has no class for models of type {config.model_type!r}")
         rest_(self.model)
         if args is not None and args.quantize != "none":
             quantise_shapes_(self.model)

@@ -26,6 +26,7 @@ from longctx.model.classes import (
     auto_class,
     class_of,
     is_classifier,
+    without_storage,
 )
 from longctx.model.families import FAMILIES, has_windows, head_dim, not_known, score_cap
 from longctx.model.patch import patch_as
@@ -115,14 +116,12 @@ def compute_dtype(args: ModelArguments, device: torch.device) -> torch.dtype:
 def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.device) -> int:
     """The size of the model's parameters, without making them; 0 for a class that is not
     transformers' own."""
-    kind = class_of(config)
-    if kind is None:
-        return 0
     try:
-        with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes
-            model = kind(config)
+        model = without_storage(config)
     except Exception as error:
         raise unreadable(args.source, error, "its config.json: ") from error
+    if model is None:
+        return 0
     return sum(p.numel() for p in model.parameters()) * _dtype(args.dtype, device).itemsize
 
 
