@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
+from transformers.modeling_utils import set_zero3_state
 
 from longctx.errors import UserError
 from longctx.model.vision import PREFIXES
@@ -45,14 +46,15 @@ def without_storage(config: Any, dtype: torch.dtype = torch.float32) -> nn.Modul
     """Returns a model whose parameters have shapes and no storage (`meta`); None if its class is
     not transformers' own. Raises whatever that class raises for values it cannot take.
 
-    The class itself is called: under ZeRO-3 `from_config` shards what it makes, and parameters
-    without data cannot be sharded ("Cannot copy out of meta tensor")."""
+    Under ZeRO-3, transformers shards models while it makes them, the inner ones of classifiers and
+    vision-language models too, and what has no data cannot be sharded ("Cannot copy out of meta
+    tensor"). `set_zero3_state` tells it that this was done."""
     kind, before = class_of(config), torch.get_default_dtype()
     if kind is None:
         return None
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        with set_zero3_state(), torch.device("meta"):
             model: nn.Module = kind(config)
     finally:
         torch.set_default_dtype(before)

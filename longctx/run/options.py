@@ -50,7 +50,7 @@ def parse_args(
         )
     rehearse(args, args.max_steps)
     model_args = _with_dtype(model_args, args, engine)
-    _check_adapters(model_args, engine)
+    _check_engine(model_args, args, engine)
     if engine.exact_states:
         uses_exact_states(args, compute_dtype(model_args, args.device))
     return model_args, data_args, args, engine
@@ -77,19 +77,22 @@ def parse_planned(argv: Sequence[str]) -> tuple[ModelArguments, TrainArguments, 
     model_args, data_args, args = make_arguments(alone)
     rehearse(args, args.max_steps)
     model_args = _with_dtype(model_args, args, plain)
-    _check_adapters(model_args, engine)
+    _check_engine(model_args, args, engine)
     engine.check_options(args)
     if engine.exact_states:
         uses_exact_states(args, compute_dtype(model_args, args.device))
     return model_args, args, engine
 
 
-def _check_adapters(model_args: ModelArguments, engine: Engine) -> None:
+def _check_engine(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> None:
+    """Raises UserError for a model that the engine cannot train, before anything is read."""
     if model_args.lora_r is not None and engine.shards_states:
         raise UserError(
             "--lora_r is for runs without an engine, which hold an adapter's states on one GPU: "
             "leave out --deepspeed and --fsdp"
         )
+    shares = args.sequence_parallel_size > 1
+    engine.check_shares_rows(shares, patched=model_args.class_type == "custom")
 
 
 def check_towers(config: PretrainedConfig, engine: Engine, processes: int) -> None:

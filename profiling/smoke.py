@@ -1,0 +1,539 @@
+"""Runs the product's own command lines on the GPUs that are here, as a user types them.
+
+    python profiling/smoke.py                 all cases that these GPUs can run
+    python profiling/smoke.py zero3 dpo       the cases whose name has one of these words
+    python profiling/smoke.py --list          the cases with their commands
+    python profiling/smoke.py --output profiling/results/gpu_smoke.json
+
+Tests run without a GPU, and benchmarks build their trainer themselves: this alone goes through the
+command line, its plan, its engines and its files on CUDA. A case is one command or several in turn.
+It fails by a command's exit status, by its time, by a traceback, where a line that it must print is
+missing, and where Hugging Face's layers ran in place of the schedule. Two cases run at a time on
+each GPU; those that take all GPUs run alone, after the others.
+
+A line tells what became of each case; the exit status is 1 if one failed. Rows of the results:
+case, gpus, outcome, s, the commands, and where a case failed, the line that says why. Commands'
+output stays in --logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from profiling.results import results_file, write_results
+
+ROOT = Path(__file__).resolve().parents[1]
+Words = tuple[str, ...]
+
+LIMIT_S = 300
+"""Seconds that a case may take. The slowest compiles kernels and takes about 60."""
+AT_A_TIME = 2
+"""Cases that share a GPU. Budgets below are a quarter of 80 GB."""
+
+TRAIN: Words = (sys.executable, "-m", "longctx", "train")
+SMALL: Words = tuple(
+    "--preset llama-3.2-1b --seq_len 4096 --max_steps 2 --save_strategy no --save_only_model "
+    "--gpu_memory_gib 20".split()
+)
+"""A model of published size, whose final/ is written and no checkpoint."""
+TINY: Words = tuple("--preset tiny --seq_len 2048 --max_steps 4".split())
+SAVES: Words = ("--save_steps", "2")
+NO_SAVES: Words = ("--save_strategy", "no", "--save_only_model")
+SCHEDULE = r"custom: \w+, "
+"""The line that says what was patched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing that a user does, and how it is known to have worked."""
+
+    name: str
+    commands: tuple[Words, ...]
+    gpus: int = 1
+    prints: tuple[str, ...] = ()
+    """Patterns, each of which a line of the output has."""
+    vanilla: bool = False
+    """Whether Hugging Face's layers are meant to run."""
+
+
+def torchrun(processes: int, *words: str) -> Words:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    return (*launcher, f"--nproc_per_node={processes}", "-m", "longctx", "train", *words)
+
+
+def accelerate(processes: int, file: str, *words: str) -> Words:
+    launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", file)
+    count = ("--num_processes", str(processes), "--main_process_port", "0")
+    return (*launcher, *count, "train.py", *words)
+
+
+class Inputs:
+    """The small data and the models that cases read, in a folder of this run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        numbers = range(64)
+        self.pairs = self._write(
+            "pairs",
+            (
+                {"prompt": f"Say {i}.", "chosen": f" It is {i}.", "rejected": " No."}
+                for i in numbers
+            ),
+        )
+        self.ratings = self._write(
+            "ratings",
+            (
+                {"prompt": f"Say {i}.", "completion": f" It is {i}.", "label": i % 2 == 0}
+                for i in numbers
+            ),
+        )
+        self.answers = self._write(
+            "answers", ({"prompt": f"Say {i}.", "completion": f" It is {i}."} for i in numbers)
+        )
+        self.chats = self._write("chats", (_chat(i) for i in range(512)))
+        self.base = str(folder / "base/final")
+        """A whole model of published size, which the first case trains."""
+        self.adapter = str(folder / "lora/final")
+
+    def _write(self, name: str, records: Iterator[dict[str, Any]]) -> str:
+        path = self.folder / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, records)))
+        return str(path)
+
+    def at(self, name: str) -> Words:
+        """The option that sends a run to a folder of its own."""
+        return ("--output_dir", str(self.folder / name))
+
+
+def _chat(i: int) -> dict[str, Any]:
+    answer = " ".join(f"It is {i * j % 97}." for j in range(40))
+    turns = ("user", f"Say {i}."), ("assistant", answer)
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def first_case(inputs: Inputs) -> Case:
+    """The run whose model others read."""
+    return Case(
+        name="custom",
+        commands=((*TRAIN, *SMALL, *inputs.at("base")),),
+        prints=(SCHEDULE, "predicted and measured"),
+    )
+
+
+def cases(inputs: Inputs) -> Iterator[Case]:
+    """All other cases of one GPU, and those of two."""
+    yield from _class_types(inputs)
+    yield from _memory(inputs)
+    yield from _engines(inputs)
+    yield from _adapters(inputs)
+    yield from _tasks(inputs)
+    yield from _commands(inputs)
+    yield from _two_gpus(inputs)
+
+
+def _class_types(inputs: Inputs) -> Iterator[Case]:
+    for kind in ("vanilla", "liger"):
+        command = (*TRAIN, *SMALL, "--class_type", kind, *inputs.at(kind))
+        yield Case(name=kind, commands=(command,), prints=(f"{kind}: ",), vanilla=True)
+    for preset in ("gemma-3-1b",):
+        words = ("--preset", preset, "--seq_len", "4096", "--max_steps", "2", *NO_SAVES)
+        command = (*TRAIN, *words, "--gpu_memory_gib", "20", *inputs.at(preset))
+        yield Case(name=preset, commands=(command,), prints=(SCHEDULE,))
+    command = (*TRAIN, "--model_name_or_path", inputs.base, "--seq_len", "4096", "--max_steps", "2")
+    command = (*command, *NO_SAVES, "--gpu_memory_gib", "20", *inputs.at("from_folder"))
+    yield Case(name="from_folder", commands=(command,), prints=(SCHEDULE,))
+
+
+def _memory(inputs: Inputs) -> Iterator[Case]:
+    options = {
+        "place_host": "--place host --gradient_accumulation_steps 2",
+        "small_budget": "--gpu_memory_gib 10 --seq_len 16384",
+        "keep_all_on_host": "--keep all --offload_activations all",
+        "keep_o": "--keep o --offload_activations none",
+        "as_weights": "--optimizer_states as_weights",
+        "bf16_over_fp32": "--dtype float32 --bf16",
+        "adamw_of_torch": "--optim adamw_torch_fused --optimizer_states as_weights",
+    }
+    for name, text in options.items():
+        yield Case(
+            name=name,
+            commands=((*TRAIN, *SMALL, *text.split(), *inputs.at(name)),),
+            prints=(SCHEDULE,),
+        )
+
+
+def _engines(inputs: Inputs) -> Iterator[Case]:
+    for zero in ("zero1", "zero2", "zero3", "zero3_cpu"):
+        command = torchrun(1, *TINY, "--deepspeed", zero, *inputs.at(zero))
+        yield Case(name=zero, commands=(command,), prints=(SCHEDULE,))
+    for kind in ("custom", "vanilla", "liger"):
+        name = f"accelerate_zero3_cpu_{kind}"
+        command = accelerate(
+            1, "ds_configs/zero3_cpu.yaml", *TINY, "--class_type", kind, *inputs.at(name)
+        )
+        yield Case(name=name, commands=(command,), prints=(f"{kind}: ",), vanilla=kind != "custom")
+    folder = (
+        "--model_name_or_path",
+        inputs.base,
+        "--seq_len",
+        "4096",
+        "--max_steps",
+        "2",
+        *NO_SAVES,
+    )
+    yield Case(
+        name="zero3_from_folder",
+        commands=(torchrun(1, *folder, "--deepspeed", "zero3", *inputs.at("zero3_from_folder")),),
+        prints=(SCHEDULE,),
+    )
+    for file in ("fsdp2", "fsdp2_offload"):
+        for kind in ("custom", "vanilla"):
+            name = f"{file}_{kind}"
+            command = accelerate(
+                1, f"fsdp_configs/{file}.yaml", *TINY, "--class_type", kind, *inputs.at(name)
+            )
+            yield Case(
+                name=name, commands=(command,), prints=(f"{kind}: ",), vanilla=kind != "custom"
+            )
+    for name, words in (
+        ("fsdp_words", ("full_shard auto_wrap",)),
+        ("fsdp_words_offload", ("full_shard auto_wrap offload",)),
+        ("fsdp_true_file", ("true", "--fsdp_config", "fsdp_configs/fsdp2.json")),
+    ):
+        command = torchrun(1, *TINY, "--fsdp", *words, *inputs.at(name))
+        yield Case(name=name, commands=(command,), prints=(SCHEDULE,))
+    yield from _resumes(inputs)
+
+
+def _resumes(inputs: Inputs) -> Iterator[Case]:
+    """A run of four steps is taken up again for two more, and its checkpoints are verified."""
+    launchers = {
+        "plain": (*TRAIN, *TINY, *SAVES),
+        "zero3": torchrun(1, *TINY, *SAVES, "--deepspeed", "zero3"),
+        "fsdp2": accelerate(1, "fsdp_configs/fsdp2.yaml", *TINY, *SAVES),
+        "lora": (*TRAIN, *TINY, *SAVES, "--lora_r", "4"),
+    }
+    for name, words in launchers.items():
+        name = f"resume_{name}"
+        first = (*words, *inputs.at(name))
+        again = (*first, "--max_steps", "6", "--resume_from_checkpoint", "last")
+        folder = str(inputs.folder / name)
+        verify = (sys.executable, "-m", "longctx", "verify", folder)
+        report = (sys.executable, "-m", "longctx", "report", folder)
+        yield Case(
+            name=name,
+            commands=(first, again, verify, report)
+            if name == "resume_plain"
+            else (first, again, verify),
+            prints=(SCHEDULE, r"checkpoint-4\b"),
+        )
+
+
+def _adapters(inputs: Inputs) -> Iterator[Case]:
+    lora: Words = ("--lora_r", "8")
+    yield Case(
+        name="lora",
+        commands=(
+            (*TRAIN, "--model_name_or_path", inputs.base, "--seq_len", "4096", "--max_steps", "2",
+             *NO_SAVES, "--gpu_memory_gib", "20", *lora, *inputs.at("lora")),
+            (sys.executable, "-m", "longctx", "merge", inputs.adapter, "--output",
+             str(inputs.folder / "merged")),
+        ),
+        prints=(SCHEDULE,),
+    )  # fmt: skip
+    for name, more in (
+        ("qlora", ("--quantize", "nf4")),
+        ("lora_vanilla", ("--class_type", "vanilla")),
+        ("lora_liger", ("--class_type", "liger")),
+        ("qlora_vanilla", ("--quantize", "nf4", "--class_type", "vanilla")),
+    ):
+        command = (*TRAIN, *SMALL, *lora, *more, *inputs.at(name))
+        yield Case(name=name, commands=(command,), vanilla="--class_type" in more)
+
+
+def _tasks(inputs: Inputs) -> Iterator[Case]:
+    for task in ("dpo", "orpo", "simpo", "cpo", "reward", "kto"):
+        data = inputs.ratings if task == "kto" else inputs.pairs
+        command = (*TRAIN, *TINY, "--task", task, "--train_file", data, *inputs.at(task))
+        yield Case(name=task, commands=(command,), prints=(SCHEDULE,))
+    for name, more in (
+        ("dpo_liger", ("--class_type", "liger")),
+        ("dpo_vanilla", ("--class_type", "vanilla")),
+        ("dpo_lora", ("--lora_r", "4")),
+        ("dpo_qlora", ("--lora_r", "4", "--quantize", "nf4")),
+    ):
+        command = (
+            *TRAIN,
+            *TINY,
+            "--task",
+            "dpo",
+            "--train_file",
+            inputs.pairs,
+            *more,
+            *inputs.at(name),
+        )
+        yield Case(name=name, commands=(command,), vanilla="--class_type" in more)
+    model = (
+        "--model_name_or_path",
+        inputs.base,
+        "--seq_len",
+        "2048",
+        "--max_steps",
+        "2",
+        *NO_SAVES,
+    )
+    for name, more in (
+        ("distill", ("--teacher", inputs.base, "--train_file", inputs.answers)),
+        ("dpo_reference", ("--reference", inputs.base, "--train_file", inputs.pairs)),
+    ):
+        task = ("--task", name.partition("_")[0], "--gpu_memory_gib", "20")
+        yield Case(
+            name=name,
+            commands=((*TRAIN, *model, *task, *more, *inputs.at(name)),),
+            prints=(SCHEDULE,),
+        )
+    for zero in ("zero3", "zero3_cpu"):
+        words = ("--task", "dpo", "--train_file", inputs.pairs, "--deepspeed", zero)
+        yield Case(
+            name=f"dpo_{zero}",
+            commands=(torchrun(1, *TINY, *words, *inputs.at(f"dpo_{zero}")),),
+            prints=(SCHEDULE,),
+        )
+    evaluated = ("--eval_file", inputs.chats, "--eval_strategy", "steps", "--eval_steps", "2")
+    command = (*TRAIN, *TINY, "--train_file", inputs.chats, *evaluated, *inputs.at("chats"))
+    yield Case(name="chats", commands=(command,), prints=(SCHEDULE, "eval loss"))
+
+
+def _commands(inputs: Inputs) -> Iterator[Case]:
+    """Everything that is not a run of `longctx train`, the quick start, and recipes."""
+    longctx: Words = (sys.executable, "-m", "longctx")
+    plan = str(inputs.folder / "plan.json")
+    planned = ("--preset", "llama-3.2-1b", "--seq_len", "8192", "--gpu_memory_gib", "16")
+    yield Case(name="doctor", commands=((*longctx, "doctor"),))
+    yield Case(
+        name="plan",
+        commands=(
+            ("bash", "-c", f"{shlex.join((*longctx, 'plan', *planned, '--json'))} > {plan}"),
+            (
+                *TRAIN,
+                *planned,
+                "--plan",
+                plan,
+                "--max_steps",
+                "2",
+                *NO_SAVES,
+                *inputs.at("planned"),
+            ),
+        ),
+        prints=(SCHEDULE,),
+    )
+    yield Case(
+        name="quick_start",
+        commands=((sys.executable, "train.py", "--max_steps", "5"),),
+        prints=(SCHEDULE,),
+    )
+    recipe = ("--config", "llama-3.2-1b_32k", "--max_steps", "2", *NO_SAVES)
+    yield Case(
+        name="recipe",
+        commands=((*TRAIN, *recipe, "--gpu_memory_gib", "30", *inputs.at("recipe")),),
+        prints=(SCHEDULE,),
+    )
+    script = (sys.executable, "recipes/trl_sft.py", inputs.base, inputs.chats)
+    command = (*script, str(inputs.folder / "trl"), "--max_length", "2048", "--max_steps", "2")
+    yield Case(name="trl_sft", commands=(command,), prints=("longctx patched: ",))
+    script = (sys.executable, "recipes/trl_dpo.py", inputs.base, inputs.pairs)
+    command = (*script, str(inputs.folder / "trl_dpo"), "--max_length", "2048", "--max_steps", "2")
+    yield Case(name="trl_dpo", commands=(command,), prints=("longctx patched: ",))
+    read = ("--eval_file", "README.md", "--seq_len", "2048", "--windows", "2", "--repeats", "1")
+    yield Case(name="eval", commands=((*longctx, "eval", inputs.base, *read),))
+    profiled = ("--preset", "llama-3.2-1b", "--seq_len", "8192", "--gpu_memory_gib", "20")
+    command = (sys.executable, "profiling/profile_step.py", *profiled)
+    yield Case(
+        name="profile", commands=((*command, "--profile_dir", str(inputs.folder / "profile")),)
+    )
+
+
+def _two_gpus(inputs: Inputs) -> Iterator[Case]:
+    words = {
+        "x2_ddp": torchrun(2, *TINY),
+        "x2_zero3": torchrun(2, *TINY, "--deepspeed", "zero3"),
+        "x2_zero3_cpu": torchrun(2, *TINY, "--deepspeed", "zero3_cpu"),
+        "x2_fsdp2": accelerate(2, "fsdp_configs/fsdp2.yaml", *TINY),
+        "x2_fsdp_words_offload": torchrun(2, *TINY, "--fsdp", "full_shard auto_wrap offload"),
+        "x2_shared_row": accelerate(
+            2, "fsdp_configs/shared_2gpu.yaml", *TINY, "--sequence_parallel_size", "2"
+        ),
+        "x2_zero3_shared_row": torchrun(
+            2, *TINY, "--deepspeed", "zero3", "--sequence_parallel_size", "2"
+        ),
+        "x2_vanilla": torchrun(2, *TINY, "--class_type", "vanilla"),
+        "x2_lora": torchrun(2, *TINY, "--lora_r", "4"),
+        "x2_dpo_zero3": torchrun(
+            2, *TINY, "--task", "dpo", "--train_file", inputs.pairs, "--deepspeed", "zero3"
+        ),
+    }
+    for name, command in words.items():
+        vanilla = "--class_type" in command
+        yield Case(name=name, commands=((*command, *inputs.at(name)),), gpus=2, vanilla=vanilla)
+
+
+# --- running them ------------------------------------------------------------------------------
+
+
+def environment(gpus: Sequence[int]) -> dict[str, str]:
+    """What a command is started with: the GPUs that it sees, and the tree that is tested."""
+    return {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "4",
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+
+
+def problem_of(case: Case, status: int, said: str) -> str | None:
+    """Returns the line that says why a case failed; None if it passed."""
+    if status:
+        printed = [line for line in said.splitlines() if line and not line.startswith("$ ")]
+        errors = [line for line in printed if re.search(r"[Ee]rror", line)]
+        return (errors or printed[-1:] or ["nothing was printed"])[0][:300]
+    if "Traceback (most recent call last)" in said:
+        return "it printed a traceback, and exit status 0"
+    if not case.vanilla and "Hugging Face's layers run" in said:
+        return "Hugging Face's layers ran in place of the schedule"
+    missing = [pattern for pattern in case.prints if not re.search(pattern, said)]
+    return f"no line has {missing[0]!r}" if missing else None
+
+
+def run(case: Case, gpus: Sequence[int], logs: Path) -> dict[str, Any]:
+    """Runs a case's commands on these GPUs, and returns its row."""
+    begin, said, status = time.monotonic(), "", 0
+    for command in case.commands:
+        left = LIMIT_S - (time.monotonic() - begin)
+        status, output = _output(command, gpus, left)
+        said += f"$ {shlex.join(command)}\n{output}\n"
+        if status:
+            break
+    (logs / f"{case.name}.log").write_text(said)
+    problem = problem_of(case, status, said)
+    row: dict[str, Any] = {"case": case.name, "gpus": case.gpus}
+    row["outcome"] = "failed" if problem else "passed"
+    row["s"] = round(time.monotonic() - begin, 1)
+    row["commands"] = [shlex.join(command) for command in case.commands]
+    return row | ({"problem": problem} if problem else {})
+
+
+def _output(command: Words, gpus: Sequence[int], limit_s: float) -> tuple[int, str]:
+    with tempfile.TemporaryFile("w+") as file:  # a pipe would stay open in processes left behind
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(gpus),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            status = process.wait()
+            file.write(f"\nerror: it took more than {LIMIT_S} s\n")
+        file.seek(0)
+        return status, file.read()
+
+
+def run_all(chosen: Sequence[Case], gpus: int, jobs: int, logs: Path) -> Iterator[dict[str, Any]]:
+    """Yields a row a case: those of one GPU, which run side by side, then those of several."""
+    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for place in range(jobs * gpus):
+        free.put(place % gpus)
+
+    def on_one(case: Case) -> dict[str, Any]:
+        gpu = free.get()
+        try:
+            return run(case, [gpu], logs)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(jobs * gpus) as pool:
+        yield from pool.map(on_one, (case for case in chosen if case.gpus == 1))
+    for case in chosen:
+        if case.gpus > 1:
+            yield run(case, range(case.gpus), logs)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("words", nargs="*", help="run cases whose name has one of these words")
+    parser.add_argument("--output", type=results_file, help="JSON file to write")
+    parser.add_argument("--logs", type=Path, help="folder for what commands print")
+    parser.add_argument("--jobs", type=int, default=AT_A_TIME, help="cases at a time on a GPU")
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    args = parser.parse_args(argv)
+    gpus = torch.cuda.device_count()
+    if not gpus and not args.list:
+        sys.exit(
+            "error: this machine has no GPU, on which alone these command lines mean something"
+        )
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        inputs = Inputs(Path(folder))
+        first, others = first_case(inputs), cases(inputs)
+        named = [case for case in others if not args.words or _named(case, args.words)]
+        if args.list:
+            for case in (first, *named):
+                print(case.name, *(f"    {shlex.join(words)}" for words in case.commands), sep="\n")
+            return
+        logs = args.logs or Path(tempfile.mkdtemp(prefix="smoke-"))
+        logs.mkdir(parents=True, exist_ok=True)
+        rows = []
+        runnable = [case for case in named if case.gpus <= gpus]
+        for row in _rows(first, runnable, gpus, args.jobs, logs):
+            rows.append(row)
+            print(
+                f"{row['outcome']:6} {row['case']:28} {row['s']:5.0f} s {row.get('problem', '')}",
+                flush=True,
+            )
+            if args.output:
+                write_results(args.output, rows, key=("case", "gpus") if args.words else None)
+    failed = [row["case"] for row in rows if row["outcome"] == "failed"]
+    print(f"{len(rows) - len(failed)} passed, {len(failed)} failed; output in {logs}")
+    sys.exit(bool(failed))
+
+
+def _named(case: Case, words: Sequence[str]) -> bool:
+    return any(word in case.name for word in words)
+
+
+def _rows(
+    first: Case, others: Sequence[Case], gpus: int, jobs: int, logs: Path
+) -> Iterator[dict[str, Any]]:
+    row = run(first, [0], logs)
+    yield row
+    if row["outcome"] == "passed":  # or others have no model to read
+        yield from run_all(others, gpus, jobs, logs)
+
+
+if __name__ == "__main__":
+    main()

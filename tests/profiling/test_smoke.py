@@ -1,0 +1,88 @@
+"""The smoke's command lines are what the command line takes, and a failure is known as one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from longctx.config import parse_flags
+
+
+@pytest.fixture
+def smoke():
+    from profiling import smoke
+
+    return smoke
+
+
+@pytest.fixture
+def cases(smoke, tmp_path: Path):
+    inputs = smoke.Inputs(tmp_path)
+    return [smoke.first_case(inputs), *smoke.cases(inputs)]
+
+
+def test_every_run_has_options_that_exist(cases) -> None:
+    """An unknown option or value is a UserError of the parser."""
+    runs = 0
+    for case in cases:
+        for command in case.commands:
+            if "train.py" in command or "train" in command:
+                at = command.index("train.py") if "train.py" in command else command.index("train")
+                parse_flags(command[at + 1 :])
+                runs += 1
+    assert runs > 50
+
+
+def test_cases_and_their_folders_have_names_of_their_own(cases) -> None:
+    names = [case.name for case in cases]
+    assert len(names) == len(set(names))
+    folders = [
+        command[command.index("--output_dir") + 1]
+        for case in cases
+        for command in {
+            c[c.index("--output_dir") + 1]: c for c in case.commands if "--output_dir" in c
+        }.values()
+    ]
+    assert len(folders) == len(set(folders))
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "problem"),
+    [
+        (0, "custom: LlamaForCausalLM, 1 parameters", None),
+        (1, "one\nValueError: two\nthree", "ValueError: two"),
+        (1, "", "nothing was printed"),
+        (0, "custom: X, 1\nTraceback (most recent call last)", "it printed a traceback"),
+        (
+            0,
+            "custom: X, 1\ncustom: Hugging Face's layers run: dropout",
+            "Hugging Face's layers ran",
+        ),
+        (0, "vanilla: X, 1", "no line has"),
+    ],
+)
+def test_a_case_fails_by_status_or_by_what_it_says(smoke, status, said, problem) -> None:
+    case = smoke.Case(name="a", commands=(), prints=(smoke.SCHEDULE,))
+    found = smoke.problem_of(case, status, said)
+    assert (found is None) if problem is None else problem in (found or "")
+
+
+def test_a_case_ends_with_its_first_command_that_fails(smoke, tmp_path: Path, monkeypatch) -> None:
+    def python(text: str) -> tuple[str, ...]:
+        return (sys.executable, "-c", text)
+
+    commands = (
+        python("print('one')"),
+        python("raise SystemExit('error: two')"),
+        python("print(3)"),
+    )
+    row = smoke.run(smoke.Case(name="a", commands=commands), [0], tmp_path)
+    assert (row["outcome"], row["problem"]) == ("failed", "error: two")
+    said = (tmp_path / "a.log").read_text()
+    assert "one" in said and "\n3\n" not in said
+    monkeypatch.setattr(smoke, "LIMIT_S", 0.2)
+    waits = python("import time; time.sleep(60)")
+    row = smoke.run(smoke.Case(name="b", commands=(waits,)), [0], tmp_path)
+    assert row["problem"].startswith("error: it took more than")
