@@ -38,6 +38,7 @@ from hostile.judge import CANARY
 UNREADABLE = "cannot load a model from .*broken"
 Q = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
+ONES = torch.ones(4)
 
 
 def saved(data: object) -> bytes:
@@ -162,7 +163,9 @@ MODELS = {
         for name in (f"{Q}_scale_inv", "model.layers.9.mlp.up_proj.weight", "lm_head.bias")
     },
     "frequencies of an old RoPE": (
-        weights(lambda t: t.update({Q.replace("q_proj.weight", "rotary_emb.inv_freq"): t[NORM]})),
+        weights(
+            lambda t: t.update({Q.replace("q_proj.weight", "rotary_emb.inv_freq"): t[NORM] * 1})
+        ),
         works(),
     ),
     "names of another library": (
