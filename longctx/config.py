@@ -31,7 +31,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_available_reporting_integrations
 
-from longctx.errors import UserError, one_line, say
+from longctx.errors import UserError, one_line, print_rank0, say
 from longctx.habits import unknown
 from longctx.help import help_text
 from longctx.limits import check_together, check_values, refuse_not_ours
@@ -447,7 +447,8 @@ def parse_flags(
 ) -> Namespace:
     """Every option by name, from flags and the recipe they name with `--config`.
 
-    `default_recipe` is used where neither a recipe nor a model nor data is named.
+    `default_recipe` is the quick start. It serves a command line that changes nothing else than how
+    long it runs and in which memory; where there is one, any other command line names a model.
     Raises UserError for anything unknown or of the wrong type.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -466,12 +467,25 @@ def parse_flags(
         sys.exit(0)
     actions = {action.dest: action for action in reversed(parser._actions)}  # before --no_*
     recipe = None if known.config is None else find("config", known.config)
-    if recipe is None and not _names_a_job(flags):
-        recipe = default_recipe
-    if recipe:
-        parser.set_defaults(**_recipe_values(recipe, parser, actions))
+    named = _named(flags)
+    quick = default_recipe is not None and recipe is None and named <= _OF_QUICK_STARTS
+    if recipe := default_recipe if quick else recipe:
+        values = _recipe_values(recipe, parser, actions)
+        if "output_dir" in values and "output_dir" in named:
+            values.pop("overwrite_output_dir", None)  # which is about the folder beside it
+        parser.set_defaults(**values)
     _refuse_unknown(parser, flags, {*actions, "config"})
     options = parser.parse_args(flags)
+    if quick:
+        print_rank0(
+            f"quick start: no model was named, so the preset {options.preset}, with random "
+            f"weights, trains on Python's own source files, into {options.output_dir}"
+        )
+    elif default_recipe and options.model_name_or_path is None and options.preset is None:
+        raise UserError(
+            "no model was named: give --model_name_or_path or --preset (is a backslash missing at "
+            "the end of a line?); --config quickstart is the quick start, with any other option"
+        )
     for name in ("deepspeed", "fsdp_config"):
         if _is_file(name, getattr(options, name)):
             setattr(options, name, str(find(name, getattr(options, name))))
@@ -519,10 +533,16 @@ def _culprit(message: str, values: dict[str, Any]) -> str:
     return "these options cannot be used: "
 
 
-def _names_a_job(flags: Sequence[str]) -> bool:
-    job = ("--model_name_or_path", "--preset", "--train_file", "--dataset_name")
-    names = {flag.split("=")[0].replace("-", "_").replace("__", "--", 1) for flag in flags}
-    return not names.isdisjoint(job)
+_OF_QUICK_STARTS = frozenset(
+    "max_steps seq_len place gpu_memory_gib host_memory_gib keep offload_activations head_groups "
+    "tile_tokens use_cpu cache_dir disable_tqdm".split()
+)
+"""Options that decide neither what is trained nor where it is kept."""
+
+
+def _named(flags: Sequence[str]) -> set[str]:
+    """The names of the options on a command line."""
+    return {f[2:].split("=")[0].replace("-", "_") for f in flags if f.startswith("--")}
 
 
 def _recipe_values(path: Path, parser: _Parser, actions: dict[str, Any]) -> dict[str, Any]:

@@ -412,7 +412,7 @@ def check_values(options: Any) -> None:
             if isinstance(number, (int, float)) and not isinstance(number, bool):
                 if problem := RANGES.get(field.name, Range()).problem(number):
                     raise UserError(f"--{field.name} must be {problem}, got {number}")
-        for word in _words(value):
+        for word in words_of(value):
             if not word.strip() and value != field.default:
                 raise UserError(f"--{field.name} is empty: give it a value, or leave it out")
             if "\0" in word or not _is_text(word):
@@ -453,12 +453,13 @@ def idle_options(model: Any, data: Any, train: Any) -> Iterator[str]:
             yield f"{', '.join(idle)} needs {needed}; without it, the option has no effect"
 
 
-def _words(value: Any) -> Iterator[str]:
+def words_of(value: Any) -> Iterator[str]:
+    """The words in an option's value, which may be a list."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _words(item)
+            yield from words_of(item)
 
 
 def _is_text(word: str) -> bool:

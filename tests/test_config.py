@@ -15,7 +15,7 @@ from hostile.tables import CASES
 from paths import ROOT
 from transformers import TrainingArguments
 
-from longctx.config import DataArguments, ModelArguments, TrainArguments
+from longctx.config import DataArguments, ModelArguments, TrainArguments, parse_flags
 from longctx.errors import UserError
 from longctx.limits import NOT_OURS
 from longctx.run.options import parse_args
@@ -57,12 +57,59 @@ def test_recipe_lists_and_dicts(tmp_path: Path) -> None:
     assert train.max_steps == -1
 
 
-def test_the_default_recipe_serves_only_runs_that_name_no_job(tmp_path: Path) -> None:
-    recipe = tmp_path / "quickstart.yaml"
-    recipe.write_text("preset: tiny\nmax_steps: 7\n")
-    assert parse_args(["--class_type", "vanilla"], default_recipe=recipe)[2].max_steps == 7
-    for job in (["--preset", "tiny"], ["--train-file", "a.txt"], ["--model_name_or_path=m"]):
-        assert parse_args(job, default_recipe=recipe)[2].max_steps == -1
+QUICK = ("", "--use_cpu", "--seq-len=64", "--place host --host_memory_gib 2 --disable_tqdm true")
+OF_A_MODEL = (
+    "--preset tiny",
+    "--model_name_or_path=m --train_file a.txt",
+    "--model-name-or-path m --output_dir runs/books",
+)
+OF_NO_MODEL = (
+    "--output_dir runs/books",
+    "--output-dir=runs/books --max_steps 4",
+    "--train_file a.txt --output_dir runs/books",
+    "--dataset_name d",
+    "--learning_rate 1e-5",
+    "--overwrite_output_dir",
+    "--resume_from_checkpoint last",
+    "--seq_len 64 --lora_r 8",
+    "--task dpo",
+    "--tokenizer_name t",
+    "--config RECIPE --output_dir runs/books",
+)
+
+
+@pytest.mark.parametrize("words", [*QUICK, *OF_A_MODEL, *OF_NO_MODEL])
+def test_the_quick_start_serves_only_who_names_nothing_else(tmp_path: Path, capsys, words) -> None:
+    """A lost end of a line leaves a command without its model: it must train nothing else."""
+    (tmp_path / "quick.yaml").write_text("preset: tiny\nmax_steps: 7\noverwrite_output_dir: true\n")
+    (tmp_path / "mine.yaml").write_text("seq_len: 64\n")
+    flags = words.replace("RECIPE", str(tmp_path / "mine.yaml")).split()
+    if words in OF_NO_MODEL:
+        with pytest.raises(UserError, match="^no model was named: give --model_name_or_path"):
+            parse_flags(flags, default_recipe=tmp_path / "quick.yaml")
+        return
+    found = parse_flags(flags, default_recipe=tmp_path / "quick.yaml")
+    expected = (7, True) if words in QUICK else (found.max_steps, False)
+    assert (found.max_steps, found.overwrite_output_dir) == expected
+    said = "quick start: no model was named, so the preset tiny"
+    assert (said in capsys.readouterr().out) == (words in QUICK)
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "overwrites"),
+    [
+        ("", "output_dir: a\noverwrite_output_dir: true\n", True),
+        ("--seq_len 64", "output_dir: a\noverwrite_output_dir: true\n", True),
+        ("--output_dir b", "output_dir: a\noverwrite_output_dir: true\n", False),
+        ("--output-dir=b", "output_dir: a\noverwrite_output_dir: true\n", False),
+        ("--output_dir b --overwrite_output_dir", "output_dir: a\n", True),
+        ("--output_dir b", "overwrite_output_dir: true\n", True),
+    ],
+)
+def test_a_recipe_overwrites_only_its_own_folder(tmp_path: Path, words, recipe, overwrites) -> None:
+    (tmp_path / "r.yaml").write_text(recipe)
+    found = parse_flags(["--config", str(tmp_path / "r.yaml"), *words.split()])
+    assert found.overwrite_output_dir is overwrites
 
 
 SMALL_RUN = (

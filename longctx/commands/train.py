@@ -35,6 +35,7 @@ from longctx.output.folder import (
     lock_folder,
     open_output_dir,
 )
+from longctx.output.inputs import named_inputs
 from longctx.output.resume import resolve_resume, resuming
 from longctx.report.done import summarise
 from longctx.report.example import show_example
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     # 1. Options: flags and recipe, checked together, and the engine they ask for.
     model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
     task = make_task(args)
-    check_sources(data_args, task.rows)
+    sources = check_sources(data_args, task.rows)
     engine.start(args)
     resume = resolve_resume(args)
     check_resume(engine, args, resume)
@@ -93,7 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     if not data_args.show_example:  # which writes nothing there
         output_dir = open_output_dir(args)
         lock = lock_folder(output_dir) if args.process_index == 0 else None
-        check_output_dir(output_dir, args, resume)
+        inputs = named_inputs(argv, model_args, data_args, args)
+        check_output_dir(output_dir, args, resume, [*inputs, *sources])
         dtype = compute_dtype(model_args, args.device)
         size_bytes = saved_bytes(model_args, config, args.device)
         check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args, dtype), args)

@@ -171,15 +171,15 @@ def build_dataset(
     return packed
 
 
-def check_sources(args: DataArguments, rows: Rows = "text") -> None:
-    """Raises UserError for data that is missing, empty or unreadable, or that cannot be rows of
-    this kind; reads none of it."""
+def check_sources(args: DataArguments, rows: Rows = "text") -> list[Path]:
+    """The files that hold the data, of which none is read. Raises UserError for data that is
+    missing, empty or unreadable, or that cannot be rows of this kind."""
     _check_rows(args, args.train_file, rows)
-    for files in (args.train_file, args.eval_file):
-        if files is not None:
-            find_files(files)
+    found = find_files([*(args.train_file or []), *(args.eval_file or [])])
     if args.dataset_name:
         check_dataset_name(args.dataset_name)
+        found += expanded(args.dataset_name).rglob("*")
+    return found
 
 
 def _check_rows(args: DataArguments, files: list[str] | None, rows: Rows) -> None:

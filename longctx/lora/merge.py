@@ -31,6 +31,7 @@ from longctx.lora.quantise import round_to_nf4_
 from longctx.model.classes import as_reward_model
 from longctx.model.pretrained import read_config, read_model, weights_identity
 from longctx.model.vision import copy_processor
+from longctx.model.weights import forget_tie
 from longctx.options import ModelSource
 from longctx.output.card import merged_card, write_card
 from longctx.output.definition import BASE
@@ -165,7 +166,7 @@ def _merged(adapter: Path, base: ModelSource, config: Any, dtype: str, quantize:
         weight.data = weight.data.to(dtypes.get(name, merged.dtype))
         if not weight.isfinite().all():
             raise UserError(f"{where}: {name} would not be finite in {weight.dtype}")
-    _forget_tie(merged)
+    forget_tie(merged)
     return merged
 
 
@@ -185,16 +186,6 @@ def _part_ends(adapted: Any, embedding: Any, head: Any) -> None:
     if any(layer is end for layer in changed for end in (embedding, head)):
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         adapted.config.tie_word_embeddings = False
-
-
-def _forget_tie(merged: Any) -> None:
-    """Where lm_head is no longer the embedding, both are saved."""
-    embedding, head = merged.get_input_embeddings(), merged.get_output_embeddings()
-    if head is None or head.weight is embedding.weight:
-        return
-    for config in (merged.config, merged.config.get_text_config()):
-        config.tie_word_embeddings = False
-    merged.all_tied_weights_keys = {}
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@ layer differs from Llama's. strangers.py finds anything else that a module holds
 
 A `Family` describes the models of one kind; docs/add_a_family.md shows how to write one.
 
-    llama  mistral  ministral  qwen2       sliding windows, biases
+    llama  mistral  ministral  qwen2       sliding windows, biases; internlm3 and iquestcoder are
+                                           configurations of Llama's classes
     qwen3                                  norms of q and k
     granite                                four scalars
     smollm3                                layers without RoPE
@@ -39,6 +40,7 @@ from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import Traits
 from longctx.layer.weights import Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
+from longctx.model.classes import class_of
 from longctx.model.vision import PREFIXES, is_whole, joint_of
 
 Names = tuple[str, ...]
@@ -453,8 +455,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(owner: Any) -> Family | None:
-    """Returns the family of a model or of any module in one; None if it is in no family."""
-    return _family_of(owner.__class__)
+    """Returns the family of a configuration, of a model or of any module in one; None if it is in
+    no family. A configuration is in that of the class which transformers makes of it: those of
+    InternLM3 are Llama's."""
+    kind = class_of(owner) if isinstance(owner, PretrainedConfig) else None
+    return _family_of(kind or owner.__class__)
 
 
 @cache
@@ -527,7 +532,7 @@ def rotary_embeddings(base: Any) -> dict[str, tuple[Tensor, float]]:
 
 def windows(config: PretrainedConfig) -> list[int | None]:
     """Returns the window of each layer; None for each layer of an unknown family."""
-    family = FAMILIES.get(config.model_type)
+    family = family_of(config)
     window = _no_window if family is None else family.window
     return [window(config, i) for i in range(config.num_hidden_layers)]
 
@@ -539,7 +544,7 @@ def has_post_norms(config: PretrainedConfig) -> bool:
 
 def score_cap(config: PretrainedConfig) -> float | None:
     """Returns the softcap of attention's scores; None without one and for an unknown family."""
-    family = FAMILIES.get(config.model_type)
+    family = family_of(config)
     return None if family is None else family.score_cap(config)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     GenerationConfig,
@@ -25,8 +24,17 @@ from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.checksum import checksums
 from longctx.errors import UserError, one_line, print_rank0, shortened
-from longctx.files import read_json, refuse_odd, refuse_run, tensor_problem
+from longctx.files import refuse_odd, refuse_run
 from longctx.model.classes import auto_class, is_classifier
+from longctx.model.weights import (
+    REWARD_HEAD,
+    WEIGHTS,
+    check_files,
+    fetched_files,
+    forget_tie,
+    refuse_partial,
+    weight_files,
+)
 from longctx.noise import hidden_report
 from longctx.options import ModelSource
 from longctx.system import expanded, installed
@@ -40,12 +48,6 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
 )
 """What must be whole and positive, where a model has it."""
-
-WEIGHTS = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
-"""In the order in which transformers looks for them: one file, or an index of several."""
 
 
 def read_config(source: ModelSource) -> PretrainedConfig:
@@ -66,6 +68,11 @@ def read_config(source: ModelSource) -> PretrainedConfig:
     _check_sizes(source, config)
     if "gguf_file" not in where:
         _refuse_quantised(source, config)
+    if other := getattr(config, "transformers_weights", None):
+        raise UserError(
+            f"{source.name}: its config.json has the weights in {shortened(str(other), 80)} "
+            f"(transformers_weights): call that file {WEIGHTS[0][0]} and leave the name out"
+        )
     # A kernel of the hub, which would be downloaded and run; a layout over GPUs.
     config._attn_implementation = config._experts_implementation = None
     vars(config).pop("distributed_config", None)
@@ -124,10 +131,6 @@ def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
                 )
 
 
-REWARD_HEAD = "score.weight"
-"""Of transformers' classifiers."""
-
-
 def read_model(
     source: ModelSource,
     config: PretrainedConfig,
@@ -141,11 +144,8 @@ def read_model(
     Says if a model of rewards starts with a random head, unless an adapter's takes its place
     (`head_follows`). Raises UserError where a weight is missing or damaged."""
     name, where = _pretrained(source)
-    local = Path(name) if os.path.isdir(name) else None
-    if local and (problem := tensor_problem(local, ("pytorch_model*.bin",))):
-        raise UserError(f"{source.name}: {problem}")
     try:
-        _refuse_integers(Path(name))
+        check_files(_weight_files(name, where))
         with hidden_report(REWARD_HEAD):
             loaded: Any = auto_class(config).from_pretrained(
                 name,
@@ -174,20 +174,11 @@ def read_model(
             print_rank0(
                 f"{source.name} is no model of rewards yet: its head of one number starts random"
             )
-    _refuse_missing(source, found)
+    refuse_partial(str(source.name), model, found)
+    forget_tie(model)
     if "gguf_file" in where:
         forget_gguf(model)
     return model
-
-
-def _refuse_integers(folder: Path) -> None:
-    """transformers would cast them, and train what is left."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                dtype = file.get_slice(name).get_dtype()
-                if not dtype.startswith(("F", "BF")):
-                    raise ValueError(f"{name} in {path.name} holds {dtype}, no floating point")
 
 
 def _generation(source: ModelSource, config: PretrainedConfig) -> GenerationConfig | None:
@@ -204,21 +195,6 @@ def _generation(source: ModelSource, config: PretrainedConfig) -> GenerationConf
         print_rank0(f"{name}: its generation_config.json is left out ({one_line(error, 200)})")
         return GenerationConfig.from_model_config(config)
     return None
-
-
-def _refuse_missing(source: ModelSource, found: Mapping[str, Any]) -> None:
-    """transformers fills in what a file lacks with random weights, and only warns."""
-    mismatched = [f"{name} {tuple(there)}" for name, there, _ in found["mismatched_keys"]]
-    for names, what in (
-        (sorted(found["missing_keys"]), "are not in"),
-        (sorted(mismatched), "have another shape in"),
-    ):
-        if names:
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            raise UserError(
-                f"{len(names)} of the model's weights {what} {source.name} ({shown}): "
-                "they would be random; get the files again, or those of this config.json"
-            )
 
 
 def unreadable(source: ModelSource, error: Exception, where: str = "") -> UserError:
@@ -262,6 +238,14 @@ def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
     return name, where
 
 
+def _weight_files(name: str, where: dict[str, Any]) -> list[Path]:
+    """The files that `from_pretrained` reads with these arguments; of a GGUF file none, whose
+    integers are weights that it says how to compute."""
+    if "gguf_file" in where:
+        return []
+    return weight_files(Path(name)) if os.path.isdir(name) else fetched_files(name)
+
+
 def forget_gguf(model: Any) -> None:
     """A GGUF's weights are dequantised on loading, but the model still says it is quantised, and
     then can be neither trained nor saved."""
@@ -286,10 +270,8 @@ def weights_identity(source: ModelSource, config: PretrainedConfig) -> str | Non
         commit = getattr(config, "_commit_hash", None)
         return None if commit is None else f"commit {commit}"
     try:
-        files = (
-            [Path(name, where["gguf_file"])] if "gguf_file" in where else weight_files(Path(name))
-        )
-        found = checksums(files, f"Checking {name}")
+        gguf = [Path(name, where["gguf_file"])] if "gguf_file" in where else []
+        found = checksums(gguf or weight_files(Path(name)), f"Checking {name}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise unreadable(source, error) from error
     return f"xxh3 {xxhash.xxh3_64(' '.join(found).encode()).hexdigest()}"
@@ -301,16 +283,3 @@ def computed_by(config: PretrainedConfig) -> dict[str, Any]:
 
 
 _NOT_COMPUTED = {"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Those that transformers reads, by their names. Raises what a damaged index raises."""
-    for single, index in WEIGHTS:
-        if os.path.isfile(folder / single):
-            return [folder / single]
-        if os.path.isfile(folder / index):
-            names = {str(name) for name in read_json(folder / index)["weight_map"].values()}
-            if outside := [name for name in names if Path(name).name != name]:
-                raise ValueError(f"{index} names {outside[0]}, which is not in the folder")
-            return [folder / name for name in sorted(names)]
-    raise FileNotFoundError(f"no file named {WEIGHTS[0][0]}")

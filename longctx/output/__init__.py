@@ -9,6 +9,7 @@
     .incomplete-.../  .lock       what is being written or deleted; who has the folder
 
 folder.py       one run at a time; an earlier one is resumed or overwritten, never mixed in
+inputs.py       what a run reads is not among what it deletes
 rehearsal.py    everything small that a save writes, written once before step 1
 save.py         written aside, published by a rename, rotated; what a full disk does
 manifest.py     checksums of a folder; verify.py: `longctx verify`

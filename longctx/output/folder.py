@@ -12,20 +12,23 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from longctx.config import TrainArguments
 from longctx.constants import GIB
-from longctx.errors import UserError, print_rank0
-from longctx.output import FINAL, METRICS, STAGING, checkpoint_step
+from longctx.errors import UserError, print_rank0, shortened
+from longctx.output import FINAL, MANIFEST, METRICS, STAGING, STATE, checkpoints
+from longctx.output.inputs import refuse_lost
 from longctx.output.removal import discard, remove, require_removable
 from longctx.output.resume import set_aside_later
 from longctx.output.save import remove_staging
 
 LOCK = ".lock"
+_SAVED = {MANIFEST, STATE, "config.json", "adapter_config.json"}
+"""One of these is in every folder that a run has saved."""
 
 
 def open_output_dir(args: TrainArguments) -> Path:
@@ -38,9 +41,12 @@ def open_output_dir(args: TrainArguments) -> Path:
     return output_dir
 
 
-def check_output_dir(output_dir: Path, args: TrainArguments, resume: Path | None) -> None:
+def check_output_dir(
+    output_dir: Path, args: TrainArguments, resume: Path | None, inputs: Iterable[Path] = ()
+) -> None:
     """Raises UserError if an earlier run is there that is neither resumed nor to be overwritten, or
-    that cannot be deleted.
+    that may not be deleted: one of the `inputs` is in it, its files are protected, or no run has
+    saved it.
 
     With `--resume_from_checkpoint auto` a run that has saved nothing is started again. Nothing in
     the folder is touched yet.
@@ -52,14 +58,18 @@ def check_output_dir(output_dir: Path, args: TrainArguments, resume: Path | None
     if resume is not None:
         return
     earlier = _earlier_run(output_dir)
-    if args.overwrite_output_dir:
-        require_removable(earlier)
-        return
     started_only = {METRICS} if str(args.resume_from_checkpoint).lower() == "auto" else set()
-    if {path.name for path in earlier} - started_only:
+    if not args.overwrite_output_dir and {path.name for path in earlier} - started_only:
         raise UserError(
             f"{output_dir} holds an earlier run: continue it with --resume_from_checkpoint last, "
             "replace it with --overwrite_output_dir, or choose another --output_dir"
+        )
+    refuse_lost(earlier, inputs)
+    require_removable(earlier)
+    if others := [path for path in earlier if not _is_a_runs(path)]:
+        raise UserError(
+            f"--overwrite_output_dir: {others[0]} holds nothing that a run has saved: move it, or "
+            "choose another --output_dir"
         )
 
 
@@ -74,16 +84,25 @@ def clear_output_dir(output_dir: Path, resume: Path | None) -> None:
     if resume is not None:
         set_aside_later(output_dir, resume)
         return
-    for path in _earlier_run(output_dir):
+    if earlier := _earlier_run(output_dir):
+        names = ", ".join(path.name for path in earlier)
+        print_rank0(f"deleting the earlier run in {output_dir}: {shortened(names, 300)}")
+    for path in earlier:
         discard(path)
 
 
 def _earlier_run(output_dir: Path) -> list[Path]:
-    return [
-        path
-        for path in output_dir.iterdir()
-        if checkpoint_step(path) is not None or path.name in (FINAL, METRICS)
-    ]
+    others = [path for path in (output_dir / FINAL, output_dir / METRICS) if os.path.lexists(path)]
+    return checkpoints(output_dir) + others
+
+
+def _is_a_runs(path: Path) -> bool:
+    """Whether a run, ours or another trainer's, has written what has such a name. To delete a link
+    or an empty folder loses nothing."""
+    if path.is_symlink() or not path.is_dir():
+        return True
+    names = {entry.name for entry in path.iterdir()}
+    return not names or not names.isdisjoint(_SAVED)
 
 
 def check_disk_space(

@@ -36,7 +36,7 @@ from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
 from longctx.model.classes import without_storage
 from longctx.model.costs import StepTable
-from longctx.model.families import FAMILIES, has_windows, head_dim, kv_heads, score_cap
+from longctx.model.families import family_of, has_windows, head_dim, kv_heads, score_cap
 from longctx.model.runtime import check_shares, model_sizes
 from longctx.model.vision import PREFIXES, rest_
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
@@ -149,7 +149,7 @@ class Subject:
         if run.model.class_type == "custom":
             sizes = model_sizes(inside_peft(self.model), run.model.patch_options, DTYPE)
             return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
-        config, family = self.config, FAMILIES.get(self.config.model_type)
+        config, family = self.config, family_of(self.config)
         return Sizes(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,

@@ -28,7 +28,7 @@ from longctx.model.classes import (
     is_classifier,
     without_storage,
 )
-from longctx.model.families import FAMILIES, has_windows, head_dim, not_known, score_cap
+from longctx.model.families import family_of, has_windows, head_dim, not_known, score_cap
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.pretrained import read_config, read_model, unreadable
@@ -74,7 +74,7 @@ def load_config(
     (as_reward_model if rewards else as_language_model)(config)
     sees = config.model_type in PREFIXES
     text = config.get_text_config() if sees else config
-    if args.class_type == "custom" and text.model_type not in FAMILIES:
+    if args.class_type == "custom" and family_of(text) is None:
         around = f" around {text.model_type!r}" if sees else ""
         raise UserError(f"{args.model_name_or_path}: {not_known(f'{config.model_type!r}{around}')}")
     if args.class_type == "custom" and (reason := _unfit(args.attn_backend, text)):

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from longctx.data.tokenizer import read_tokenizer
 from longctx.errors import UserError
-from longctx.model.pretrained import read_config, weight_files, weights_identity
+from longctx.model.pretrained import read_config, weights_identity
+from longctx.model.weights import weight_files
 from longctx.options import ModelSource
 
 CONFIG: Any = SimpleNamespace(_commit_hash="1234abcd")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from paths import PYTHONPATH
 
-from longctx.config import TrainArguments
+from longctx.config import DataArguments, ModelArguments, TrainArguments
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
@@ -24,6 +24,7 @@ from longctx.output.folder import (
     clear_output_dir,
     lock_folder,
 )
+from longctx.output.inputs import named_inputs
 from longctx.output.removal import staging_path
 from longctx.output.resume import resolve_resume
 
@@ -87,6 +88,104 @@ def test_an_earlier_run_is_refused_resumed_or_overwritten(tmp_path: Path) -> Non
     assert old.exists()  # until everything else is known to work
     clear_output_dir(tmp_path, None)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_what_is_deleted_is_said(tmp_path: Path, capsys) -> None:
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-9").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    clear_output_dir(tmp_path, None)
+    said = f"deleting the earlier run in {tmp_path}: checkpoint-9, checkpoint-10, metrics.jsonl"
+    assert capsys.readouterr().out == said + "\n"
+    clear_output_dir(tmp_path, None)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["final", "checkpoint-7"])
+def test_what_no_run_has_saved_is_not_deleted(tmp_path: Path, name) -> None:
+    (tmp_path / name).mkdir()
+    overwriting = arguments(tmp_path, overwrite_output_dir=True)
+    check_output_dir(tmp_path, overwriting, None)
+    (tmp_path / name / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match=f"{name} holds nothing that a run has saved: move it"):
+        check_output_dir(tmp_path, overwriting, None)
+    (tmp_path / name / "config.json").write_text("{}")
+    check_output_dir(tmp_path, overwriting, None)
+
+
+INPUTS = {
+    # what is named, as seen from the folder that has run/ and kept/ -> whether it would be lost
+    "run/final": True,
+    "run/final/": True,
+    "run/./final/../final/model.safetensors": True,
+    "run/checkpoint-2/optimizer.pt": True,
+    "run/metrics.jsonl": True,
+    "run/model": False,  # not what a run saves
+    "run/run.json": False,
+    "run": False,
+    "kept": False,
+    "nowhere": False,
+    "to_final": True,
+    "to_folder_of_run/final": True,
+    "to_link/model.safetensors": True,
+    "weights": True,  # a folder with a link to weights of final/
+    "to_nothing": False,
+    "circle": False,
+    # final/ may itself be a link to a bigger disk: it goes, and what it points to stays
+    "moved/checkpoint-4": True,
+    "moved/checkpoint-4/config.json": True,
+    "to_moved": True,
+    "disk/checkpoint-4": False,
+}
+
+
+@pytest.fixture
+def placed(tmp_path: Path, monkeypatch) -> Path:
+    """An earlier run, one on another disk, and links to both."""
+    for folder in ("run/final", "run/checkpoint-2", "run/model", "kept", "disk/checkpoint-4"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    for file in ("final/model.safetensors", "checkpoint-2/optimizer.pt", "metrics.jsonl"):
+        (tmp_path / "run" / file).write_text("")
+    links = {
+        "to_final": "run/final",
+        "to_folder_of_run": "run",
+        "to_link": "to_final",
+        "weights/model.safetensors": "../run/final/model.safetensors",
+        "run/final-of-others": "../kept",
+        "moved/checkpoint-4": "../disk/checkpoint-4",
+        "to_moved": "moved/checkpoint-4",
+        "to_nothing": "gone",
+        "circle": "circle",
+    }
+    for link, target in links.items():
+        (tmp_path / link).parent.mkdir(exist_ok=True)
+        (tmp_path / link).symlink_to(target)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize(("name", "lost"), INPUTS.items())
+def test_a_run_never_deletes_what_it_reads(placed: Path, name, lost, relative) -> None:
+    output_dir = Path("moved" if "moved" in name or "disk" in name else "run")
+    word = name if relative else str(placed / name)
+    inputs = named_inputs(["--config", "x", f"--any={word}"])
+    args = arguments(output_dir, overwrite_output_dir=True)
+    if not lost:
+        check_output_dir(output_dir, args, None, inputs)
+        return
+    with pytest.raises(UserError, match="would be deleted to make way for this run, which reads"):
+        check_output_dir(placed / output_dir, args, None, inputs)
+    check_output_dir(output_dir, args, output_dir / "checkpoint-2", inputs)  # which deletes nothing
+
+
+def test_values_of_options_are_inputs_too(placed: Path) -> None:
+    """As a recipe gives them."""
+    model = ModelArguments(model_name_or_path="run/model", tokenizer_name="kept")
+    data = DataArguments(train_file=["run/final", "nowhere"], cache_dir="run/checkpoint-2")
+    found = named_inputs([], model, data)
+    assert found == list(map(Path, ("run/model", "kept", "run/final", "run/checkpoint-2")))
 
 
 def test_disk_space_for_weights_and_adam_states(tmp_path: Path, monkeypatch) -> None:

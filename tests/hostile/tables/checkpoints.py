@@ -594,6 +594,32 @@ FOLDERS = {
         earlier(words="--overwrite_output_dir"),
         works().leaving("checkpoint-2", "final"),
     ),
+    **{
+        f"{what} of the run to be overwritten": (
+            earlier(words=f"{words} --overwrite_output_dir"),
+            fails("run/(final|checkpoint-4|metrics.jsonl) would be deleted .*which reads"),
+        )
+        for what, words in (
+            ("the model", "--model_name_or_path FOLDER/run/final"),
+            ("an adapter's base", "--model_name_or_path FOLDER/run/checkpoint-4 --lora_r 2"),
+            ("the tokenizer", "--tokenizer_name FOLDER/run/final/"),
+            ("the data", "--eval_file FOLDER/run/final/README.md --eval_strategy epoch"),
+            ("the whole folder as data", "--train_file FOLDER/run"),
+            ("files by a pattern", "--train_file 'FOLDER/run/*.jsonl'"),
+            ("the cache", "--cache_dir FOLDER/run/checkpoint-4"),
+        )
+    },
+    "a final that no run has saved, overwritten": (
+        earlier(
+            lambda run: (
+                shutil.rmtree(run / "final"),
+                (run / "final").mkdir(),
+                (run / "final" / "thesis.tex").write_text("mine"),
+            ),
+            "--overwrite_output_dir",
+        ),
+        fails("final holds nothing that a run has saved"),
+    ),
     "later checkpoints are set aside": (
         resume(step=2),
         works("checkpoint-4", steps=6),

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from hostile.judge import CANARY
 UNREADABLE = "cannot load a model from .*broken"
 Q = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
+ONES = torch.ones(4)
 
 
 def saved(data: object) -> bytes:
@@ -151,7 +153,20 @@ MODELS = {
     ),
     "a tensor too many": (
         weights(lambda t: t.update(extra=torch.zeros(3))),
-        works("extra"),
+        fails(r"1 of the tensors in .* are read by nobody \(extra\): trained without them"),
+    ),
+    **{
+        f"a tensor that nobody reads: {name}": (
+            weights(lambda t, name=name: t.update({name: torch.ones(1)})),
+            fails(rf"read by nobody \({re.escape(name)}\)"),
+        )
+        for name in (f"{Q}_scale_inv", "model.layers.9.mlp.up_proj.weight", "lm_head.bias")
+    },
+    "frequencies of an old RoPE": (
+        weights(
+            lambda t: t.update({Q.replace("q_proj.weight", "rotary_emb.inv_freq"): t[NORM] * 1})
+        ),
+        works(),
     ),
     "names of another library": (
         weights(lambda t: [t.update({f"x.{name}": t.pop(name)}) for name in list(t)]),
@@ -221,6 +236,22 @@ MODELS = {
     "an empty pickle": (pytorch_bin(b""), fails("broken")),
     "a pickle of text": (pytorch_bin(b"hello"), fails("broken")),
     "a pickle of a list": (pytorch_bin(saved([1, 2])), fails("broken")),
+    "integers in a pickle": (
+        pytorch_bin(saved({Q: torch.zeros(32, 32, dtype=torch.int8)})),
+        fails("q_proj.weight in pytorch_model.bin holds int8, no floating point"),
+    ),
+    "an index that leads out of the folder": (
+        model(
+            lambda f: (
+                remove(WEIGHTS)(f),
+                write(
+                    "pytorch_model.bin.index.json",
+                    json.dumps({"weight_map": {Q: "../../base/model/model.safetensors"}}),
+                )(f),
+            )
+        ),
+        fails("names ../../base/model/model.safetensors, which is not in the folder"),
+    ),
     "a pickle of numbers": (pytorch_bin(saved({Q: 1})), fails("broken")),
     "half a pickle": (pytorch_bin(saved({Q: torch.zeros(32, 32)})[:700]), fails("broken")),
     "a pickle named safetensors": (pytorch_bin(pickle.dumps({}), WEIGHTS), fails(UNREADABLE)),
