@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from longctx.errors import UserError
 from longctx.model.vision import PREFIXES
@@ -37,6 +38,13 @@ def class_of(config: Any) -> Any | None:
     else:
         known = MODEL_FOR_CAUSAL_LM_MAPPING
     return known.get(type(config), None)
+
+
+def own_class_of(config: Any) -> Any | None:
+    """Returns the class of a configuration's models in code that came with it, if it names one.
+    That code runs: call it where it may."""
+    name = (getattr(config, "auto_map", None) or {}).get(auto_class(config).__name__)
+    return name and get_class_from_dynamic_module(name, config._name_or_path)
 
 
 def is_classifier(config: Any) -> bool:

@@ -57,12 +57,22 @@ def four_rows(base: Any, position_ids: Any) -> Any:
 
 
 def keep_documents_apart(model: Any) -> None:
-    """Gives a model four rows of positions for one where it needs them, whoever calls it and
-    whatever class computes its layers: our rows are packed."""
+    """Lets Hugging Face's layers of a model hear where documents begin, whoever calls it: our rows
+    are packed. It gets four rows of positions for one where it needs them. Where the configuration
+    of a part asks for a cache, with which nobody looks for documents, calls do without."""
+    if model.config.get_text_config() is not model.config:  # whose own cache Trainer switches off
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     base = base_of(model)
     if base is not None and known_family(base).position_rows == 3:
         outer = joint_of(model) or base  # called by the whole model, also inside a PeftModel
         outer.register_forward_pre_hook(partial(_with_four_rows, base), with_kwargs=True)
+
+
+def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    asked = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
+    if kwargs.get("position_ids") is not None and not asked:
+        kwargs = kwargs | {"use_cache": False}
+    return args, kwargs
 
 
 def _with_four_rows(base: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
