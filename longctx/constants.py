@@ -8,3 +8,6 @@ IGNORE_INDEX = -100
 """The label of a token that is not trained, as in torch and Hugging Face."""
 VOCAB_SIZE = 8192
 """Tokens of the tokenizer that longctx trains itself where a model has none."""
+PAD_TOKEN_ID = 0
+"""Fills up rows where a batch is made. Padding is trained nowhere and nothing attends to it, so any
+id will do that every model knows."""

@@ -43,6 +43,7 @@ from longctx.report.predicted import foresee
 from longctx.report.sample import sample
 from longctx.run.callbacks import RunFile
 from longctx.run.described import describe_run
+from longctx.run.documents import needs_one_document
 from longctx.run.loading import (
     check_request,
     compute_dtype,
@@ -101,7 +102,9 @@ def main(argv: list[str] | None = None) -> None:
         check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args, dtype), args)
         foreseen = foresee(model_args, args, config, engine)
 
-    # 3. Data: documents -> tokens -> packed rows of seq_len.
+    # 3. Data: documents -> tokens -> packed rows of seq_len, or of one document each.
+    one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
+
     def rows(files: list[str] | None):
         return build_dataset(
             data_args,
@@ -112,6 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             seed=args.seed,
             rows=task.rows,
             mismatched=task.mismatched,
+            one_document=one_document,
         )
 
     with args.main_process_first(desc="data"):

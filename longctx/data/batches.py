@@ -32,9 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PAD_TOKEN_ID = 0
-"""Fills up rows of the separate layout. Padding is scored nowhere and shares no attention, so any
-id will do that every model knows."""
+from longctx.constants import PAD_TOKEN_ID
 
 
 def collate_shared(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

@@ -16,19 +16,22 @@ The first label of a piece is -100 because the token before it belongs to anothe
 Attention reads document boundaries off the zeros in `position_ids`.
 
 Memory while packing: at most OPEN_ROWS rows of 5 bytes a token.
+
+For a model that does not keep documents apart each row has one piece and its length. `lengthened`
+makes the rows of a batch equal; positions go on into their padding.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from datasets import Features, List, Value
 
-from longctx.constants import IGNORE_INDEX
+from longctx.constants import IGNORE_INDEX, PAD_TOKEN_ID
 from longctx.errors import UserError, many
 
 LongDocuments = Literal["split", "truncate", "truncate_start"]
@@ -65,9 +68,12 @@ class PackingStats:
     rows: int = 0
     padding_tokens: int = 0
     largest_token_id: int = -1
+    one_document: bool = False
+    """Whether rows are not packed: each has one piece."""
 
     def summary(self, seq_len: int) -> str:
         share = self.padding_tokens / max(1, self.rows * seq_len)
+        length = f"up to {seq_len:,}, one document in each" if self.one_document else f"{seq_len:,}"
         lost = {
             "tokens dropped by truncation": self.truncated_tokens,
             "left out with nothing to train": self.untrained_tokens,
@@ -76,7 +82,7 @@ class PackingStats:
         parts.append(f"{self.padding_tokens:,} padding = {share:.1%}")
         return (
             f"{many(self.documents, 'document')}, {many(self.tokens, 'token')} -> "
-            f"{many(self.rows, 'row')} of {seq_len:,} ({', '.join(parts)}); "
+            f"{many(self.rows, 'row')} of {length} ({', '.join(parts)}); "
             f"{self.trained_tokens:,} are trained"
         )
 
@@ -100,13 +106,19 @@ def pack(
     pad_token_id: int,
     stats: PackingStats,
     open_rows: int = OPEN_ROWS,
+    own_lengths: bool = False,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yields rows {input_ids, labels, position_ids}, each (seq_len,) int32, and {documents}, one
-    record number a piece; counts in `stats`."""
-    for pieces in best_fit(_cut(documents, seq_len, long_documents, stats), seq_len, open_rows):
+    record number a piece; counts in `stats`, which say whether a row has one piece alone. With
+    `own_lengths` rows have no padding, and seq_len is the most that they have."""
+    cut = _cut(documents, seq_len, long_documents, stats)
+    alone = ([piece] for piece in cut)
+    for pieces in alone if stats.one_document else best_fit(cut, seq_len, open_rows):
+        tokens = sum(map(len, pieces))
+        row_tokens = tokens if own_lengths else seq_len
         stats.rows += 1
-        stats.padding_tokens += seq_len - sum(map(len, pieces))
-        yield build_row(pieces, seq_len, pad_token_id)
+        stats.padding_tokens += row_tokens - tokens
+        yield build_row(pieces, row_tokens, pad_token_id)
 
 
 def build_row(pieces: list[Piece], seq_len: int, pad_token_id: int) -> dict[str, np.ndarray]:
@@ -130,6 +142,17 @@ def build_row(pieces: list[Piece], seq_len: int, pad_token_id: int) -> dict[str,
         "position_ids": position_ids,
         "documents": documents,
     }
+
+
+def lengthened(row: Mapping[str, Any], tokens: int) -> dict[str, np.ndarray]:
+    """Returns the columns of tokens of a row, int64, with padding up to a number of tokens."""
+    ids, labels, positions = (np.asarray(row[name], np.int64) for name in TOKEN_COLUMNS)
+    more = tokens - len(ids)
+    if more:
+        ids = np.pad(ids, (0, more), constant_values=PAD_TOKEN_ID)
+        labels = np.pad(labels, (0, more), constant_values=IGNORE_INDEX)
+        positions = np.append(positions, positions[-1] + 1 + np.arange(more))
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
 def _cut(

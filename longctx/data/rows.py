@@ -9,8 +9,8 @@
                              (4 bytes and a bit a token), the rows (12 bytes a token, 4 a document)
 
 The files' names say all they depend on: the format (a number in cache.py) and a hash of the
-sources' identities, the tokenizer, seq_len and seed, and the kind of rows but for text. With
---streaming nothing is kept (stream.py).
+sources' identities, the tokenizer, seq_len and seed, and the kind of rows but for packed text.
+With --streaming nothing is kept (stream.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from longctx.data.cache import (
 from longctx.data.chat import lines_of
 from longctx.data.encoding import check_vocabulary, pad_token_id
 from longctx.data.groups import READERS, Rows
-from longctx.data.packing import ROW_FEATURES, TOKEN_COLUMNS, PackingStats, check_trainable, pack
+from longctx.data.packing import ROW_FEATURES, PackingStats, check_trainable, lengthened, pack
 from longctx.data.packing_groups import GROUP_ROW_FEATURES, GroupStats, check_groups, pack_groups
 from longctx.data.records import FORMATS, Document
 from longctx.data.sources import (
@@ -73,13 +73,16 @@ def build_dataset(
     seed: int,
     rows: Rows = "text",
     mismatched: bool = False,
+    one_document: bool = False,
 ) -> Dataset | IterableDataset:
     """Packed rows from `files`, else from --dataset_name, else from the standard library.
 
     Each row is {input_ids, labels, position_ids}, lists of seq_len ints, and {documents}, one
     number a document (`document_names` turns them into names). Rows of "pairs" and "rated" hold
     prompts with their answers and say which is which (packing_groups.py); `mismatched` gives each
-    answer another prompt's beside it. The same arguments give the same rows in the same order.
+    answer another prompt's beside it. With `one_document` rows of text are not packed: each holds
+    one document and has its length, a stream's `seq_len`. The same arguments give the same rows in
+    the same order.
     Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
     and a token id of `vocab_size` or more.
     """
@@ -90,7 +93,13 @@ def build_dataset(
         loaded = load_records(args)
         if isinstance(loaded, IterableDataset):
             return stream_rows(
-                args, loaded, tokenizer, seq_len=seq_len, vocab_size=vocab_size, seed=seed
+                args,
+                loaded,
+                tokenizer,
+                seq_len=seq_len,
+                vocab_size=vocab_size,
+                seed=seed,
+                one_document=one_document,
             )
         records, identity = loaded, [*dataset_identity(loaded), *_beside_text(rows)]
     else:
@@ -103,7 +112,7 @@ def build_dataset(
     padding = pad_token_id(tokenizer, vocab_size)
     source_key = digest(identity)
     tokens_key = digest(source_key, tokenizer_identity(tokenizer))
-    added = ["mismatched"] * mismatched
+    added = ["mismatched"] * mismatched + ["one document"] * one_document
     rows_key = digest(tokens_key, seq_len, args.long_documents, padding, seed, *added)
     rows_path = cache_path(cache_dir, "rows", rows_key)
     report_path = cache_path(cache_dir, "rows", rows_key, ".json")
@@ -130,13 +139,14 @@ def build_dataset(
         )
         shuffled = _shuffled(tokens, seed, rows)
         if rows == "text":
-            stats = PackingStats()
+            stats = PackingStats(one_document=one_document)
             packing = pack(
                 pieces_of(tokens, shuffled),
                 seq_len,
                 long_documents=args.long_documents,
                 pad_token_id=padding,
                 stats=stats,
+                own_lengths=one_document,
             )
             packed = write_arrow(rows_path, ROW_FEATURES, packing)
         else:
@@ -195,16 +205,20 @@ def _check_rows(args: DataArguments, files: list[str] | None, rows: Rows) -> Non
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stacks rows into int64 tensors (B, seq_len): input_ids, labels, position_ids, documents.
+    """Stacks rows into int64 tensors (B, S): input_ids, labels, position_ids, documents. S is
+    seq_len, or the longest row of the batch where rows have a length of their own.
 
-    No attention_mask: an all-ones mask switches HF's packing detection off, and `position_ids`
-    already say where documents begin. `documents` is filled up with -1, to a width that is the
-    same in every process; LongTrainer takes it out before the model is called.
+    No attention_mask but where rows were lengthened, as one document each has to be: an all-ones
+    mask switches HF's packing detection off, and `position_ids` already say where documents begin.
+    `documents` is filled up with -1, to a width that is the same in every process; LongTrainer
+    takes it out before the model is called.
     """
-    batch = {
-        name: torch.from_numpy(np.stack([np.asarray(row[name], dtype=np.int64) for row in rows]))
-        for name in TOKEN_COLUMNS
-    }
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    longest = int(lengths.max())
+    full = [lengthened(row, longest) for row in rows]
+    batch = {name: torch.from_numpy(np.stack([row[name] for row in full])) for name in full[0]}
+    if bool((lengths < longest).any()):
+        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
     if "documents" not in rows[0]:  # --remove_unused_columns
         return batch
     documents = torch.full_like(batch["input_ids"], -1)

@@ -32,8 +32,10 @@ def stream_rows(
     seq_len: int,
     vocab_size: int | None,
     seed: int,
+    one_document: bool = False,
 ) -> IterableDataset:
-    """Rows as those of `build_dataset`. Raises UserError where the first record is no good; a
+    """Rows as those of `build_dataset`, all of `seq_len` tokens: one process reads them for the
+    others, and cuts batches of one shape. Raises UserError where the first record is no good; a
     later bad record ends the iteration with one."""
     name = args.dataset_name or "the dataset"
     first = next(_numbered(records, name), None)
@@ -45,7 +47,7 @@ def stream_rows(
         print_rank0(line)
 
     def rows() -> Iterator[dict[str, list[int]]]:
-        stats = PackingStats()
+        stats = PackingStats(one_document=one_document)
         shuffled = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
         for row in pack(
             _pieces(shuffled, name, tokenizer, vocab_size),

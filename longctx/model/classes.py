@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import set_zero3_state
 
 from longctx.errors import UserError
@@ -42,23 +43,33 @@ def class_of(config: Any) -> Any | None:
     return known.get(type(config), None)
 
 
+def own_class_of(config: Any) -> Any | None:
+    """Returns the class of a configuration's models in code that came with it, if it names one.
+    That code runs: call it where it may."""
+    name = (getattr(config, "auto_map", None) or {}).get(auto_class(config).__name__)
+    return name and get_class_from_dynamic_module(name, config._name_or_path)
+
+
 def without_storage(config: Any, dtype: torch.dtype = torch.float32) -> nn.Module | None:
     """Returns a model whose parameters have shapes and no storage (`meta`); None if its class is
-    not transformers' own. Raises whatever that class raises for values it cannot take.
+    not transformers' own. Raises whatever that class raises for values it cannot take."""
+    kind = class_of(config)
+    return None if kind is None else on_meta(kind, config, dtype)
+
+
+def on_meta(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    """Returns a model of the class `kind` on the meta device.
 
     Under ZeRO-3, transformers shards models while it makes them, the inner ones of classifiers and
     vision-language models too, and what has no data cannot be sharded ("Cannot copy out of meta
     tensor"). `set_zero3_state` tells it that this was done."""
-    kind, before = class_of(config), torch.get_default_dtype()
-    if kind is None:
-        return None
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with set_zero3_state(), torch.device("meta"):
-            model: nn.Module = kind(config)
+            return kind(config)
     finally:
         torch.set_default_dtype(before)
-    return model
 
 
 def is_classifier(config: Any) -> bool:

@@ -554,12 +554,16 @@ def has_windows(config: PretrainedConfig) -> bool:
     return any(w is not None and (positions is None or w < positions) for w in windows(config))
 
 
-def not_known(what: str) -> str:
-    """Returns the line that refuses a model of no family here. `what` names its class or type."""
+def not_known(what: str, scored: bool = False) -> str:
+    """Returns the line that refuses a model of no family here. `what` names its class or type;
+    `scored` says that a task asks it for more than the loss of labels."""
+    remedy = "--class_type vanilla trains any model"
+    if scored:
+        remedy = "of any other model --class_type vanilla trains --task sft"
     return (
         f"longctx has no family for {what}. It knows {', '.join(FAMILIES)}, and the "
-        f"vision-language {', '.join(PREFIXES)} around these. --class_type vanilla trains any "
-        "model; docs/add_a_family.md shows how a family is added"
+        f"vision-language {', '.join(PREFIXES)} around these. {remedy}, with one document a row "
+        "if it mixes those of packed rows; docs/add_a_family.md shows how a family is added"
     )
 
 

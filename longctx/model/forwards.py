@@ -52,7 +52,7 @@ from longctx.model.families import (
 from longctx.model.logits import lazy_logits
 from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.parents import PARENTS, check_labels, check_positions
-from longctx.model.positions import Positions, positions_of
+from longctx.model.positions import Positions, four_rows, positions_of
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
 from longctx.model.shared_prefixes import Sharing, spread
 from longctx.model.shared_prefixes import found as found_prefixes
@@ -73,10 +73,6 @@ _NO_TRACE = (
 _PADDING = (
     "padding is left out of all work, and its hidden states are zero: means of logits over whole "
     "rows, as logits/chosen of TRL's ORPO and CPO, differ from Hugging Face's; losses do not"
-)
-_JOINED = (
-    "positions restart within a row and its documents attend to each other, as in Hugging Face's "
-    "model: to keep them apart give position_ids of four rows, (4, B, S)"
 )
 REPLACED = "_longctx_replaced"
 """The attribute of a model that keeps the forward which `patch` found on it."""
@@ -416,7 +412,20 @@ def base_forward(
     assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
         _decline(runtime, "Hugging Face's layers run", reason)
+    if attention_mask is None and reason != _CACHE:
+        inputs["position_ids"] = four_rows(self, _restarting(inputs, bounds))
     return type(self).forward(self, **inputs)
+
+
+def _restarting(inputs: dict[str, Any], bounds: Tensor | None) -> Any:
+    """Returns a call's positions, made of its bounds if these alone say where documents begin:
+    without flash attention Hugging Face's layers do not read them."""
+    if bounds is None or inputs["position_ids"] is not None:
+        return inputs["position_ids"]
+    tokens = inputs["input_ids"]
+    shape = (inputs["inputs_embeds"][..., 0] if tokens is None else tokens).shape
+    found = Documents.from_bounds(bounds.tolist(), shape.numel(), bounds.device)
+    return found.position_ids().view(shape)
 
 
 _CACHE = "a key/value cache"
@@ -501,9 +510,6 @@ def _scheduled_forward(
     elif documents.parents:
         check_positions(shards.whole(rope) if shards else rope, documents)
     caller.padded = real is not None
-    joined = positions.documents is None and positions.rope is not None
-    if joined and attention_mask is None and bounds is None:
-        _say_joined(runtime, rope)
     if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
         longest = (shards.whole(rope) if shards else rope).max().view(1, 1)
         if known_family(base).position_rows > 1:
@@ -578,14 +584,6 @@ def _why_not_shared(base: Any, runtime: Runtime, input_ids: Tensor | None) -> st
     if base.training and any(adapter.dropout for adapter in adapters):
         return "dropout of adapters draws another mask for each row"
     return None
-
-
-def _say_joined(runtime: Runtime, rope: Tensor) -> None:  # (B, S)
-    """Says once that documents attend to each other, as in Hugging Face's model, where RoPE's
-    positions restart and none tell documents apart."""
-    if _JOINED not in runtime.warned:
-        if len(Documents.from_position_ids(rope).lengths) > len(rope):
-            _say(runtime, _JOINED)
 
 
 def _embedded(base: Any, runtime: Runtime, input_ids: Tensor | None) -> Tensor:  # (B, S, D)

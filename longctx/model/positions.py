@@ -3,17 +3,19 @@
 Most models take one row of positions for each row of tokens, (B, S), and both are that. The text
 models of vision-language models rotate each head by three rows, of time, height and width, and take
 
-    (B, S)       the same for all three. Qwen3-VL tells documents apart by them; Qwen2-VL and
-                 Qwen2.5-VL do not, so that all tokens of a row attend to each other
-    (3, B, S)    the three. No documents: a row of tokens is one
+    (B, S)       the same for all three
+    (3, B, S)    the three
     (4, B, S)    the three after one that tells documents apart
 
-The three are equal for text, and their RoPE is the ordinary one. Where they differ, as for an
-image, Hugging Face's layers run.
+The three are equal for text, their RoPE is the ordinary one, and they tell documents apart as one
+row does. Hugging Face's Qwen2-VL and Qwen2.5-VL read documents from the fourth row alone, so that
+their own layers get one (`four_rows`). Where the three differ, as for an image, Hugging Face's
+layers run.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,27 +38,42 @@ def positions_of(position_ids: Tensor | None, rows: int) -> Positions | None:
 
     Rows that `expand` has made are not read. To compare others waits for the GPU once."""
     if position_ids is None or position_ids.dim() < 3:
-        return Positions(position_ids, None if rows == 3 else position_ids)
+        return Positions(position_ids, position_ids)
     if rows == 1 or position_ids.dim() > 3 or len(position_ids) not in (1, 3, 4):
         return None
-    text = position_ids[0] if len(position_ids) == 4 else None
     first, *others = position_ids[-3:]
     if position_ids.stride(0) != 0 and not all(torch.equal(first, other) for other in others):
         return None
-    return Positions(first, text)
+    return Positions(first, position_ids[0])
+
+
+def four_rows(base: Any, position_ids: Any) -> Any:
+    """Returns positions (4, B, S) in the place of (B, S), if these would not tell `base`, a base
+    model in Hugging Face's code, where documents begin; else the positions as they are."""
+    takes_four = known_family(base).position_rows == 3
+    if not takes_four or position_ids is None or position_ids.dim() != 2:
+        return position_ids
+    return position_ids.expand(4, *position_ids.shape)
 
 
 def keep_documents_apart(model: Any) -> None:
-    """Lets a model that joins documents of (B, S) positions get (4, B, S) instead, whoever calls it
-    and whatever class computes its layers: our rows are packed."""
+    """Lets Hugging Face's layers of a model hear where documents begin, whoever calls it: our rows
+    are packed. It gets four rows of positions for one where it needs them. Where the configuration
+    of a part asks for a cache, with which nobody looks for documents, calls do without."""
+    if model.config.get_text_config() is not model.config:  # whose own cache Trainer switches off
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     base = base_of(model)
     if base is not None and known_family(base).position_rows == 3:
         outer = joint_of(model) or base  # called by the whole model, also inside a PeftModel
-        outer.register_forward_pre_hook(_with_documents, with_kwargs=True)
+        outer.register_forward_pre_hook(partial(_with_four_rows, base), with_kwargs=True)
 
 
-def _with_documents(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    given = kwargs.get("position_ids")
-    if given is not None and given.dim() == 2:
-        kwargs = kwargs | {"position_ids": given.expand(4, *given.shape)}
+def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    asked = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
+    if kwargs.get("position_ids") is not None and not asked:
+        kwargs = kwargs | {"use_cache": False}
     return args, kwargs
+
+
+def _with_four_rows(base: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"position_ids": four_rows(base, kwargs.get("position_ids"))}

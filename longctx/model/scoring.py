@@ -89,7 +89,7 @@ def attach_scoring(model: Any) -> None:
     family that longctx knows, whose logits may be computed in another way."""
     inner = inside_peft(model)
     if base_of(inner) is None or is_whole(inner):
-        raise UserError(not_known(type(inner).__name__))
+        raise UserError(not_known(type(inner).__name__, scored=True))
     head, own = _head(inner), vars(inner)
     if "forward" in vars(head) and not is_ours(head):
         raise UserError(f"{_IMPOSSIBLE} a forward that somebody else put on the model's head")

@@ -150,10 +150,7 @@ def load_model(
     engine = engine or Plain()
     check_request(args, device)
     dtype = _dtype(args.dtype, device)
-    if args.class_type == "custom":
-        attention = _default_attention(config)
-    else:
-        attention = _hf_attention(args, device, config)
+    attention = attention_name(args, config, device)
     if args.model_name_or_path is None or engine.fills_weights:
         with engine.random_weights(device):
             model = auto_class(config).from_config(
@@ -185,6 +182,16 @@ def load_model(
         line += f"; {adapters}{'' if args.quantize == 'none' else ' over NF4'}"
     print_rank0(line)
     return model
+
+
+def attention_name(
+    args: ModelArguments, config: PretrainedConfig, device: torch.device
+) -> str | None:
+    """Returns Hugging Face's name of the attention in its own layers; None for its choice. Raises
+    UserError for one that cannot run."""
+    if args.class_type == "custom":
+        return _default_attention(config)
+    return _hf_attention(args, device, config)
 
 
 def _check_liger(args: ModelArguments, device: torch.device) -> None:

@@ -25,7 +25,7 @@ from longctx.engines import fsdp
 from longctx.errors import UserError
 from longctx.plan.decide import gpu_budget
 from longctx.report import predicted
-from longctx.run import loading, states
+from longctx.run import documents, loading, states
 from longctx.run.trainer import LongTrainer
 
 H100 = MACHINES["h100"]
@@ -49,6 +49,10 @@ def become_a_gpu() -> None:
     states._gpu_budget = lambda specs, args: gpu_budget(free, args.gpu_memory_gib)
     fsdp._refuse_cpus = lambda args: None
     loading._check_liger = lambda args, device: None
+    patch_as = documents.patch_as
+    documents.patch_as = lambda model, options, device: (
+        "" if options.class_type == "liger" else patch_as(model, options, device)
+    )
 
 
 def ends(words: list[str], until: str) -> tuple[str, str]:

@@ -59,6 +59,8 @@ def cases(engine: str, processes: int, data: dict[str, Any]) -> list[dict[str, A
             words += ["--teacher", data["model"]] if task == "distill" else []
             steps = class_type == "custom" and not engine.startswith("fsdp")
             until = "step" if steps and task in ("sft", "dpo", "lora") else "data"
+            if class_type == "liger" and task not in ("sft", "dpo", "lora"):
+                continue  # whose way is vanilla's
             if task != "shared" or processes > 1:
                 found.append({"name": f"{class_type} {task}", "words": words, "until": until})
     return found

@@ -15,11 +15,13 @@ from small_layer import (
     DEVICE,
     PACKED,
     Autocast,
+    assert_exact_run,
     assert_trains_exactly,
     batch,
     batches,
     cast,
     gradients,
+    run,
 )
 from small_vision import KINDS, image_batch, vision_model
 from transformers import AutoConfig, AutoModelForImageTextToText, LlavaModel
@@ -82,9 +84,10 @@ def test_padded_text_is_exact(kind) -> None:
 
 @pytest.mark.parametrize("form", ["none", "2", "1", "3", "4", "4 written"])
 @pytest.mark.parametrize("kind", QWENS)
-def test_every_form_of_positions_is_exact(kind, form, capsys) -> None:
+def test_every_form_of_positions_keeps_documents_apart(kind, form) -> None:
+    """Hugging Face's models get the four rows in which they tell documents apart."""
     inputs = batch([[20, 28]])
-    positions = inputs.pop("position_ids")
+    theirs, positions = apart(inputs), inputs.pop("position_ids")
     if form == "2":
         inputs["position_ids"] = positions
     elif form == "4 written":  # the three of RoPE begin at 7, and are no view of one another
@@ -92,10 +95,26 @@ def test_every_form_of_positions_is_exact(kind, form, capsys) -> None:
         inputs["position_ids"] = torch.cat([positions[None], rope])
     elif form != "none":
         inputs["position_ids"] = positions.expand(int(form), *positions.shape)
-    assert_trains_exactly(trio(kind), inputs)
-    said = capsys.readouterr().out
-    joined = form in ("1", "3") or (form == "2" and kind != "qwen3_vl")
-    assert ("documents attend to each other" in said) == joined
+    if form in ("none", "4 written"):
+        theirs = inputs
+    truth, naive, ours = trio(kind)
+    assert_exact_run(run(ours, inputs), run(naive, theirs), run(truth, theirs), torch.float32)
+
+
+@pytest.mark.parametrize("bounds", [False, True], ids=["positions", "bounds"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+def test_hugging_faces_layers_keep_documents_apart(kind, bounds) -> None:
+    """They run for the sake of a hook, and read neither one row of positions nor bounds."""
+    naive = vision_model(kind)
+    ours = longctx.patch(copy.deepcopy(naive))
+    ours.model.language_model.layers[0].mlp.register_forward_hook(lambda *a: None)
+    inputs = batch([[20, 28]])
+    theirs = apart(inputs) | {"use_cache": False}
+    if bounds:
+        del inputs["position_ids"]
+        inputs["cu_seq_lens_q"] = torch.tensor([0, 20, 48], dtype=torch.int32, device=DEVICE)
+    found, loss = ours(**inputs).loss, naive(**theirs).loss
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", QWENS)

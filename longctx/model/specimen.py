@@ -1,0 +1,155 @@
+"""A specimen of a model: of its class and configuration, cut to a few layers, with random weights.
+
+It answers questions about what a model computes before the model is there, on one device and in
+little memory, whatever size the model has and whatever engine will share it out:
+
+    layers    the first ones, until each kind of layer has come up
+    weights   large ones are views of one stretch of noise, so that all together take POOL_NUMBERS
+              numbers; small ones are initialised as transformers does, and then moved a little, so
+              that no gate is shut and no recurrence forgets at once
+    dropout   none
+    head      none: a call returns the hidden states that the head would get
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.model.classes import on_meta
+
+POOL_NUMBERS = 1 << 22
+LARGE = 1 << 16
+"""Numbers in a weight that is a view of noise."""
+_DECAYS = ("a_log", "dt_bias", "decay")
+"""Parts of the names of parameters that say how fast a recurrence forgets."""
+_SLOWER = 3.0
+
+
+def outline(config: Any, kind: Any, attention: str | None, dtype: torch.dtype) -> Any:
+    """Makes a model of the class `kind` without weights; `attention` is Hugging Face's name of its
+    attention, None for Hugging Face's choice. The configuration stays as it is. Raises whatever the
+    class raises."""
+    config = copy.deepcopy(config)
+    config.dtype, config.use_cache = dtype, False
+    if attention is not None:
+        config._attn_implementation = attention
+    return on_meta(kind, config, dtype)
+
+
+class Specimen:
+    """Makes a specimen of a model without weights, which is changed. The process' random numbers
+    go on as before."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model, self.device = model, device
+        _shorten(model)
+        _drop_nothing(model)
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(0)
+            _fill(model, device)
+        self._seen: list[Tensor] = []
+        head = getattr(model, "score", None) or model.get_output_embeddings()
+        head.forward = self._head
+
+    def _head(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._seen.append(hidden)
+        return hidden[..., :1]
+
+    @torch.no_grad()
+    def hidden(self, **inputs: Tensor) -> Tensor:  # (B, S) each -> (B, S, D) fp32
+        """Runs the model's own forward, and returns what its head gets."""
+        self._seen.clear()
+        self.model(**inputs)
+        return self._seen[0].float()
+
+
+def _shorten(model: Any) -> None:
+    """Keeps the layers up to the last one of a kind that none before it has."""
+    config = model.config.get_text_config()
+    depth = getattr(config, "num_hidden_layers", None)
+    lists = [
+        (owner, name, child)
+        for owner in model.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == depth
+    ]
+    kept = 0
+    for _, _, layers in lists:
+        kinds = [_kind(layer) for layer in layers]
+        kept = max(kept, *(kinds.index(kind) + 1 for kind in {*kinds}))
+    for owner, name, layers in lists:
+        setattr(owner, name, layers[:kept])
+    if lists:
+        config.num_hidden_layers = kept
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Returns what tells one kind of layer from another: its modules, and their settings that are
+    no numbers."""
+    return tuple((path, type(module), *_settings(module)) for path, module in layer.named_modules())
+
+
+def _settings(module: nn.Module) -> Iterator[Any]:
+    for name, value in vars(module).items():
+        if isinstance(value, (bool, str)):
+            yield name, value
+        elif value is None:
+            yield name
+
+
+def _drop_nothing(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if (name == "p" or "drop" in name) and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _fill(model: Any, device: torch.device) -> None:
+    """Gives a model weights and buffers. A parameter in two places stays one."""
+    scale = getattr(model.config.get_text_config(), "hidden_size", 64) ** -0.5
+    made: dict[nn.Parameter, nn.Parameter] = {}
+
+    @cache
+    def pool(dtype: torch.dtype) -> Tensor:
+        return torch.randn(POOL_NUMBERS, device=device, dtype=dtype) * scale
+
+    for module in model.modules():
+        for name, empty in module._parameters.items():
+            if empty is None:
+                continue
+            if empty not in made and empty.numel() > LARGE:
+                made[empty] = _marked(_view(pool(empty.dtype), empty.shape, 7919 * len(made)))
+            elif empty not in made:
+                made[empty] = nn.Parameter(torch.empty_like(empty, device=device))
+            module._parameters[name] = made[empty]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+    model.initialize_weights()
+    for name, parameter in model.named_parameters():
+        if parameter.numel() <= LARGE:
+            parameter += torch.randn_like(parameter) * 0.1
+            if any(word in name.lower() for word in _DECAYS):
+                parameter -= _SLOWER
+
+
+def _marked(values: Tensor) -> nn.Parameter:
+    """Returns a parameter that `initialize_weights` leaves as it is."""
+    parameter = nn.Parameter(values)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def _view(pool: Tensor, shape: torch.Size, at: int) -> Tensor:
+    """Returns a view of the shape. The rows of a weight that is larger than the pool overlap."""
+    rows, columns = shape[:-1].numel(), shape[-1]
+    step = min(columns, (len(pool) - columns) // max(1, rows - 1))
+    at %= len(pool) - (rows - 1) * step - columns + 1
+    return pool.as_strided((rows, columns), (step, 1), at).view(shape)
