@@ -144,12 +144,15 @@ class ExactAdamW(torch.optim.Optimizer):
         self._end_updates()
         self._check_strangers()
         self.gradients.settle()
+        at_once = self.gradients.are_seen()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._outstand(parameter, group)
         self.gradients.end()
         self.stream.begin_updates()
+        if at_once:
+            self.stream.flush()
         return loss
 
     def _outstand(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
@@ -161,6 +164,7 @@ class ExactAdamW(torch.optim.Optimizer):
                 f"a parameter is now {tuple(parameter.shape)} in {parameter.dtype}, its states are "
                 f"of {size} numbers in {block.dtypes[i]}: make a new optimizer for this model"
             )
+        grad, scale = self.gradients.take(place)
         self.steps[parameter] = step = self.steps.get(parameter, 0) + 1
         beta1, beta2 = group["betas"]
         options = dict(
@@ -170,10 +174,9 @@ class ExactAdamW(torch.optim.Optimizer):
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             step=step,
-            scale=self.gradients.factor(place, parameter.grad),  # type: ignore[arg-type]
+            scale=scale,
         )
-        taken = Step(grad=self.gradients.take(place), options=options)
-        block.update = (block.update or {}) | {i: taken}
+        block.update = (block.update or {}) | {i: Step(grad=grad, options=options)}
         if not block.place.all_on_gpu:
             assert parameter.grad is not None
             block.shown.append(parameter.grad)
