@@ -27,10 +27,11 @@ def is_seen(x: Tensor, holders: int = 1, *, owners: int = 1) -> bool:
     return x._use_count() > holders or _sharers(x) > owners  # type: ignore[attr-defined]
 
 
-def any_is_seen(tensors: Iterable[tuple[Tensor, int]]) -> bool:
-    """`is_seen` of any of (tensor, holders), where they may share storages among themselves."""
+def any_is_seen(tensors: Iterable[tuple[Tensor, int]], beside: Iterable[Tensor] = ()) -> bool:
+    """`is_seen` of any of (tensor, holders), where they may share storages among themselves and
+    with those `beside` them."""
     tensors = [(x, holders) for x, holders in tensors if x.layout == torch.strided]
-    owners = Counter(_storage(x) for x, _ in tensors)
+    owners = Counter(_storage(x) for x in [*(x for x, _ in tensors), *beside])
     return any(is_seen(x, holders, owners=owners[_storage(x)]) for x, holders in tensors)
 
 

@@ -104,17 +104,19 @@ class WatchedGradients:
             if (grad := parameter.grad) is not None:
                 yield slot, grad
 
-    def _is_seen(self, grad: Tensor) -> bool:
-        """Whether others have views of a gradient that is not held."""
-        if not is_seen(grad, 2):
+    def _is_seen(self, grad: Tensor, holders: int) -> bool:
+        """Whether others have views of a gradient on the GPU. Gradients may share a storage among
+        themselves: autograd hands out parts of a larger one."""
+        if not is_seen(grad, holders):
             return False
-        plain = (g for _, g in self._present() if not isinstance(g, HeldGradient))
-        return is_seen(grad, 2, owners=sum(share_memory(g, grad) for g in plain))
+        here = (found[0] for _, g in self._present() if (found := _here(g)) is not None)
+        return is_seen(grad, holders, owners=sum(share_memory(x, grad) for x in here))
 
     def are_seen(self) -> bool:
         """Whether others have views of a gradient that an update would read later."""
         later = (grad for slot, grad in self._present() if not slot[0].place.all_on_gpu)
-        return any_is_seen([here for grad in later if (here := _here(grad)) is not None])
+        here = [found for grad in later if (found := _here(grad)) is not None]
+        return any_is_seen(here, beside=[grad for *_, grad in self._leaving])
 
     # --- from backward -------------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ class WatchedGradients:
             parameter.grad = HeldGradient(parameter, held)
         elif grad.dtype != torch.float32:
             factor = self.factor(slot, grad)
-            if self._is_seen(grad):
+            if self._is_seen(grad, 2):
                 raise RuntimeError(SEEN)
             _make_wide(grad)
             if factor is not None:
@@ -209,7 +211,7 @@ class WatchedGradients:
             return
         total = self.whole(held) if held.here is None else held.here
         if total.dtype != torch.float32:
-            if held.here is not None and is_seen(held.here):
+            if held.here is not None and self._is_seen(held.here, 1):
                 raise RuntimeError(SEEN)
             _make_wide(total)
         if held.here is not None and held.factor is not None:
@@ -292,7 +294,7 @@ class WatchedGradients:
         """Has the update multiply a held gradient by a factor."""
         self._settle_block(held.slot[0])
         factor = torch.as_tensor(factor, dtype=torch.float32).to(self._stream.device)
-        if held.here is not None and is_seen(held.here):
+        if held.here is not None and self._is_seen(held.here, 1):
             held.here.mul_(factor)
             return
         held.factor = factor.clone() if held.factor is None else held.factor * factor

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.kernels.adamw import CHECKED, drop_stale_, weight_checksums
+from longctx.memory.aliases import is_seen
 from longctx.memory.guard import Settle, guard, release, unguarded
 from longctx.memory.held import Held
 from longctx.memory.place import BlockSizes, Place
@@ -167,6 +168,7 @@ class Block:
         self.trained_numel, self._checksums = start, checksums
         self.dtypes = [parameter.dtype for parameter in self.parameters]
         self._home_views: list[Tensor] = []
+        self._lent: list[Tensor] = []
         self._waiting: dict[int, weakref.ref[Held]] = {}
 
     @property
@@ -329,6 +331,23 @@ class Block:
             fits = weight_checksums(weight) == saved
             if not fits.all():
                 drop_stale_(self.remainder[piece], fits.to(self.remainder.device))
+
+    def lend(self, state: Tensor) -> Tensor:
+        """Returns a view of the block's moments or remainders for somebody who may keep it. On the
+        host it has a storage of its own, whose holders can be counted."""
+        if self.place.states:
+            return state
+        state = torch.from_numpy(state.numpy())
+        self._lent.append(state)
+        return state.detach()
+
+    def is_lent(self) -> bool:
+        """Whether somebody has kept states of the block, which are on the host or updated late."""
+        if self.place.all_on_gpu:
+            return False
+        self._lent = [state for state in self._lent if is_seen(state)]
+        own = [self.exp_avg, self.exp_avg_sq, self.remainder] if self.place.states else []
+        return bool(self._lent) or any(is_seen(x) for x in [*own, self.checksums] if x is not None)
 
     def tensors(self) -> list[Tensor]:
         """The states, and what an update on its way still reads."""
