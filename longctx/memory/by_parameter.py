@@ -66,6 +66,8 @@ class StatesOf(MutableMapping[str, Tensor]):
         return self._states[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if value is not None and value is self._states.get(name):
+            return  # states["exp_avg"] *= 0.5 has written into it
         raise UserError(
             f"exact AdamW's state {name!r} of a parameter lives in a place of its own, which no "
             "other tensor takes: write into it (state['exp_avg'].copy_(x)), or give all of a "

@@ -42,8 +42,8 @@ from longctx.memory.stream import StateStream
 Slot = tuple[Block, int]
 """A block, and the number of a parameter in it."""
 SEEN = (
-    "another batch adds to a gradient in 16 bits of which somebody keeps a view, and the view would "
-    "not show the sum: say batches=2 or more to exact_adamw, or let go of the view before backward"
+    "another batch adds to a gradient in 16 bits of which somebody keeps a view, and the view "
+    "would not show the sum: say batches=2 or more to exact_adamw, or drop the view before backward"
 )
 LARGE_BYTES = 2**26
 """Bytes of one gradient that are worth a line when a view brings it to the GPU."""
@@ -131,7 +131,7 @@ class WatchedGradients:
         if block.streams:  # somebody's own, on the host maybe
             held = Held(self, slot)
             held.here = grad.to(self._stream.device).contiguous()
-            parameter.grad = HeldGradient(parameter, held)
+            parameter.grad = HeldGradient(parameter, held, held.here.dtype)
         elif grad.dtype != torch.float32:
             factor = self.factor(slot, grad)
             if self._is_seen(grad, 2):
@@ -158,7 +158,8 @@ class WatchedGradients:
             _make_wide(grad)
         if leaves or block.streams:  # a parameter on the host takes no GPU's tensor as its grad
             held = Held(self, slot)
-            parameter.grad = HeldGradient(parameter, held)
+            dtype = torch.float32 if block.sums else grad.dtype
+            parameter.grad = HeldGradient(parameter, held, dtype)
             grad = grad.to(self._stream.device).contiguous()  # a loop may have moved the weight
             if leaves:
                 self._send(held, grad)
@@ -363,7 +364,8 @@ class WatchedGradients:
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Returns the norm of all gradients, fp32, (), and scales them down to `max_norm`. Those in
-        16 bits are scaled when the update reads them, so that nothing is rounded."""
+        16 bits are scaled when the update reads them, so that nothing is rounded, unless somebody
+        has views of them."""
         norm = self.norm()
         if not max_norm:
             return norm
@@ -371,7 +373,7 @@ class WatchedGradients:
         for slot, grad in self._present():
             if isinstance(grad, HeldGradient):
                 grad.held.gradients.multiply(grad.held, factor)
-            elif grad.dtype == torch.float32:
+            elif grad.dtype == torch.float32 or self._is_seen(grad, 2):
                 grad.mul_(factor.to(grad.device))
             else:
                 earlier = self.factor(slot, grad)

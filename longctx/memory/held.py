@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from longctx.memory.aliases import share_memory
@@ -89,21 +89,21 @@ class Held:
 
 
 class HeldGradient(Tensor):
-    """Stands for a gradient. Its dtype and device are the parameter's, as torch requires of
-    `.grad`; its values may be fp32, and live elsewhere."""
+    """Stands for a gradient. Its device is the parameter's, as torch requires of `.grad`; its
+    values live elsewhere. They have fp32 where more batches were added than were planned for."""
 
     held: Held
 
     @staticmethod
-    def __new__(cls, like: Tensor, held: Held) -> HeldGradient:
+    def __new__(cls, like: Tensor, held: Held, dtype: torch.dtype | None = None) -> HeldGradient:
         self: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, dtype=like.dtype, device=like.device
+            cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
         # Code in C++ that asks for the address gets an error, instead of ending the process.
         torch._C._set_throw_on_mutable_data_ptr(self)  # type: ignore[attr-defined]
         return self
 
-    def __init__(self, like: Tensor, held: Held) -> None:
+    def __init__(self, like: Tensor, held: Held, dtype: torch.dtype | None = None) -> None:
         self.held = held
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
