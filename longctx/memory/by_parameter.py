@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from longctx.errors import UserError
 
-if TYPE_CHECKING:
-    from longctx.memory.optimizer import ExactAdamW
+
+class Owner(Protocol):
+    """The optimizer that has the states (optimizer.py)."""
+
+    counts: dict[nn.Parameter, Tensor]
+
+    def lend_states(self, parameter: nn.Parameter) -> dict[str, Tensor]: ...
+
+    def load_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None: ...
 
 
 class StatesByParameter(MutableMapping[nn.Parameter, "StatesOf"]):
     """An optimizer's states of the parameters that were updated, as views of where they live."""
 
-    def __init__(self, optimizer: ExactAdamW) -> None:
+    def __init__(self, optimizer: Owner) -> None:
         self._optimizer = weakref.ref(optimizer)
 
     @property
-    def optimizer(self) -> ExactAdamW:
+    def optimizer(self) -> Owner:
         found = self._optimizer()
         assert found is not None, "its optimizer is gone"
         return found

@@ -168,8 +168,8 @@ class ExactAdamW(torch.optim.Optimizer):
         raise UserError(
             f"exact AdamW has no states for a parameter of {tuple(parameter.shape)} in "
             f"{parameter.dtype}: add it by optimizer.add_param_group. An engine that puts tensors "
-            "of its own into the groups, as DeepSpeed's ZeRO does, brings its own exact AdamW: "
-            "give it torch.optim.AdamW"
+            "of its own into the groups, as DeepSpeed's ZeRO does, keeps fp32 masters itself: give "
+            "it torch.optim.AdamW"
         )
 
     def _outstand(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ class ExactAdamW(torch.optim.Optimizer):
     def lend_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """As `states_of`, in the parameter's shape, to somebody who may keep them: as long as one
         is kept, no update is late."""
-        self._end_updates()
+        self.flush()
         states, (block, _) = self.states_of(parameter), self._places[parameter]
         return {
             name: x if name == "checksums" else block.lend(x).view(parameter.shape)
@@ -313,7 +313,7 @@ class ExactAdamW(torch.optim.Optimizer):
     def load_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """One parameter's states, of any shape and floating type; none: as before its first step.
         Raises ValueError for those of another optimizer or parameter."""
-        self._end_updates()
+        self.flush()
         self._check_states(parameter, states)
         for name, home in self._homes(parameter).items():
             given = states.get(name)
