@@ -5,9 +5,10 @@ leaves as soon as it is finished, and a `HeldGradient` stands for it (held.py). 
 `parameter.grad` is the only record: whoever sets it to None, replaces it or scales it changes the
 gradient itself.
 
-Gradients of several batches are summed in fp32, those of 16-bit weights too. The gradient of a
-single batch stays in the dtype in which it arrives. On the host later batches are added in pieces:
-each is copied up, added to, and copied down.
+Gradients of several batches are summed in fp32, those of 16-bit weights too. Where a step was
+planned for several batches, gradients have fp32 from the first one on, so that views of them show
+every sum. Otherwise the gradient of a single batch stays in the dtype in which it arrives. On the
+host later batches are added in pieces: each is copied up, added to, and copied down.
 
 `norm` is the same wherever gradients are: squares are summed in fp32 over pieces of PIECE elements,
 and these sums in fp64. (torch.nn.utils.clip_grad_norm_ rounds each bf16 gradient's norm to 8 bits.)
@@ -29,14 +30,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longctx.annotate import annotate
+from longctx.constants import GIB
+from longctx.errors import print_rank0
+from longctx.memory.aliases import any_is_seen, is_seen, share_memory
 from longctx.memory.guard import unguarded
-from longctx.memory.held import HeldGradient
+from longctx.memory.held import Held, HeldGradient
 from longctx.memory.place import IN_FLIGHT_BYTES
 from longctx.memory.states import Block
 from longctx.memory.stream import StateStream
 
 Slot = tuple[Block, int]
 """A block, and the number of a parameter in it."""
+SEEN = (
+    "another batch adds to a gradient in 16 bits of which somebody keeps a view, and the view "
+    "would not show the sum: say batches=2 or more to exact_adamw, or drop the view before backward"
+)
+LARGE_BYTES = 2**26
+"""Bytes of one gradient that are worth a line when a view brings it to the GPU."""
 
 
 class WatchedGradients:
@@ -55,11 +65,12 @@ class WatchedGradients:
         self._order: dict[Slot, None] = {}
         """The order in which backward delivered the gradients."""
         self._norms: dict[Slot, Tensor] = {}
-        """The norm of each piece when it was last measured."""
+        """The norm of each piece of gradients that are not held, when it was last measured."""
         self._clipped: dict[Slot, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         """Gradients in 16 bits that `clip` left unchanged: their version then, and their factor."""
         self._leaving: deque[tuple[object, int, Tensor]] = deque()
         self._reducing: deque[tuple[Slot, Tensor, dist.Work]] = deque()
+        self._said_large = False
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
     def watch(self, parameter: nn.Parameter, slot: Slot) -> None:
@@ -93,22 +104,41 @@ class WatchedGradients:
             if (grad := parameter.grad) is not None:
                 yield slot, grad
 
+    def _is_seen(self, grad: Tensor, holders: int) -> bool:
+        """Whether others have views of a gradient on the GPU. Gradients may share a storage among
+        themselves: autograd hands out parts of a larger one."""
+        if not is_seen(grad, holders):
+            return False
+        here = (found[0] for _, g in self._present() if (found := _here(g)) is not None)
+        return is_seen(grad, holders, owners=sum(share_memory(x, grad) for x in here))
+
+    def are_seen(self) -> bool:
+        """Whether others have views of a gradient that an update would read later."""
+        later = (grad for slot, grad in self._present() if not slot[0].place.all_on_gpu)
+        here = [found for grad in later if (found := _here(grad)) is not None]
+        return any_is_seen(here, beside=[grad for *_, grad in self._leaving])
+
     # --- from backward -------------------------------------------------------------------------
 
     def _widen(self, slot: Slot) -> None:
         """Prepares a gradient for another batch: in fp32, and scaled as `clip` asked."""
-        parameter = slot[0].parameters[slot[1]]
+        block, i = slot
+        parameter = block.parameters[i]
         grad = parameter.grad
         if grad is None or isinstance(grad, HeldGradient):
             return
-        if slot[0].streams:  # somebody's own, on the host maybe
-            held = HeldGradient(parameter, self, slot)
+        self._settle_block(block)
+        if block.streams:  # somebody's own, on the host maybe
+            held = Held(self, slot)
             held.here = grad.to(self._stream.device).contiguous()
-            parameter.grad = held
+            parameter.grad = HeldGradient(parameter, held, held.here.dtype)
         elif grad.dtype != torch.float32:
             factor = self.factor(slot, grad)
-            grad = grad.float()
-            parameter.grad = grad if factor is None else grad.mul_(factor)
+            if self._is_seen(grad, 2):
+                raise RuntimeError(SEEN)
+            _make_wide(grad)
+            if factor is not None:
+                grad.mul_(factor)
 
     def _arrive(self, slot: Slot) -> None:
         """Takes a gradient after autograd has written `parameter.grad` or added to it."""
@@ -124,9 +154,12 @@ class WatchedGradients:
         self._settle_block(block)
         self._norms.pop(slot, None)
         leaves = self._leaves(block, grad)
+        if block.sums and not leaves:
+            _make_wide(grad)
         if leaves or block.streams:  # a parameter on the host takes no GPU's tensor as its grad
-            held = HeldGradient(parameter, self, slot)
-            parameter.grad = held
+            held = Held(self, slot)
+            dtype = torch.float32 if block.sums else grad.dtype
+            parameter.grad = HeldGradient(parameter, held, dtype)
             grad = grad.to(self._stream.device).contiguous()  # a loop may have moved the weight
             if leaves:
                 self._send(held, grad)
@@ -148,16 +181,20 @@ class WatchedGradients:
         fits = room is not None and (room.dtype in (torch.float32, grad.dtype))
         return fits and block.has_room()
 
-    def _send(self, held: HeldGradient, grad: Tensor) -> None:
+    def _send(self, held: Held, grad: Tensor) -> None:
         """Copies a gradient to its room on the host, whatever is there."""
         block, i = held.slot
         room = block.host_grad
         assert room is not None
-        self._measure(held.slot, grad)
+        earlier = block.waiting(i)
+        if earlier is not None and earlier is not held:  # which somebody has kept
+            earlier.here, earlier.factor = self.whole(earlier), None
+        held.norms = self._measured(held.slot, grad)
         grad = grad.to(room.dtype)
         with annotate("gradient out"), self._stream.down.after(self._stream.compute.mark()):
             room[block.ranges[i]].copy_(grad.view(-1), non_blocking=True)
         held.here, held.factor = None, None
+        block.wait_on_host(i, held)
         self._hold(grad)
 
     def _hold(self, grad: Tensor) -> None:
@@ -166,23 +203,28 @@ class WatchedGradients:
         while sum(nbytes for _, nbytes, _ in self._leaving) > IN_FLIGHT_BYTES:
             self._stream.compute.wait(self._leaving.popleft()[0])
 
-    def add(self, held: HeldGradient, grad: Tensor) -> None:
+    def add(self, held: Held, grad: Tensor) -> None:
         """Adds another batch's gradient to one that is held, in fp32."""
         self._settle_block(held.slot[0])
         room = held.slot[0].host_grad
         if held.here is None and room is not None and room.dtype == torch.float32:
             self._add_on_host(held, grad.to(self._stream.device).contiguous())
             return
-        total = (self.whole(held) if held.here is None else held.here).float()
+        total = self.whole(held) if held.here is None else held.here
+        if total.dtype != torch.float32:
+            if held.here is not None and self._is_seen(held.here, 1):
+                raise RuntimeError(SEEN)
+            _make_wide(total)
         if held.here is not None and held.factor is not None:
             total.mul_(held.factor)
         held.here, held.factor = total.add_(grad.to(total.device)), None
 
-    def _add_on_host(self, held: HeldGradient, grad: Tensor) -> None:
+    def _add_on_host(self, held: Held, grad: Tensor) -> None:
         block, i = held.slot
         assert block.host_grad is not None
         stream, factor = self._stream, held.factor
         begin = stream.compute.mark()
+        assert held.norms is not None
         with annotate("gradient out"):
             for n, piece in enumerate(block.pieces(i, stream.piece)):
                 home, slot = block.host_grad[piece], stream.next_slot()
@@ -195,7 +237,7 @@ class WatchedGradients:
                     if factor is not None:
                         total.mul_(factor)
                     total.add_(block.grad_at(i, piece, grad))
-                    self._measure_piece(held.slot, n, total)
+                    _norm(total, held.norms[n])
                     added = stream.update.mark()
                 with stream.down.after(added):
                     home.copy_(total, non_blocking=True)
@@ -205,12 +247,13 @@ class WatchedGradients:
         if factor is not None:
             self._hold(factor)
 
-    def whole(self, held: HeldGradient) -> Tensor:
-        """Returns a copy of a held gradient, on the GPU, in its parameter's shape."""
+    def whole(self, held: Held) -> Tensor:
+        """Returns a held gradient on the GPU, in its parameter's shape: `here` itself if it is as
+        it should be, else a copy."""
         block, i = held.slot
         self._settle_block(block)
         if held.here is not None:
-            grad = held.here.clone()
+            grad = held.here
         else:
             assert block.host_grad is not None
             self._stream.compute.wait(self._stream.down.mark())
@@ -218,20 +261,43 @@ class WatchedGradients:
             if grad.device.type == "cpu":
                 grad = grad.clone()
             grad = grad.view(block.parameters[i].shape)
-        return grad if held.factor is None else grad.float().mul_(held.factor)
+        return grad if held.factor is None else grad.float() * held.factor
 
-    def replace(self, held: HeldGradient, grad: Tensor) -> None:
-        """Replaces a held gradient by another one."""
-        self._settle_block(held.slot[0])
+    def replace(self, held: Held, grad: Tensor) -> None:
+        """Takes the changed values of a held gradient, which `whole` returned."""
         if held.here is None:
             self._send(held, grad)
         else:
             held.here, held.factor = grad, None
 
-    def multiply(self, held: HeldGradient, factor: Any) -> None:
+    def keep(self, held: Held, grad: Tensor) -> None:
+        """Keeps on the GPU what `whole` returned, since others have views of it."""
+        if held.here is None and grad.nbytes >= LARGE_BYTES and not self._said_large:
+            self._said_large = True
+            print_rank0(
+                f"a gradient of {tuple(grad.shape)} stays on the GPU, {grad.nbytes / GIB:.2f} GiB: "
+                "a view of it was made"
+            )
+        held.here, held.factor = grad, None
+
+    def put(self, held: Held, grad: Tensor) -> None:
+        """Makes somebody's own tensor the values of a held gradient (`parameter.grad.data = x`)."""
+        block, i = held.slot
+        self._settle_block(block)
+        if grad.shape != block.parameters[i].shape or not grad.is_floating_point():
+            raise ValueError(
+                f"parameter.grad.data got {tuple(grad.shape)} in {grad.dtype} for a parameter of "
+                f"{tuple(block.parameters[i].shape)}"
+            )
+        held.here, held.factor = grad.detach().to(self._stream.device), None
+
+    def multiply(self, held: Held, factor: Any) -> None:
         """Has the update multiply a held gradient by a factor."""
         self._settle_block(held.slot[0])
         factor = torch.as_tensor(factor, dtype=torch.float32).to(self._stream.device)
+        if held.here is not None and self._is_seen(held.here, 1):
+            held.here.mul_(factor)
+            return
         held.factor = factor.clone() if held.factor is None else held.factor * factor
 
     # --- over processes ------------------------------------------------------------------------
@@ -266,45 +332,48 @@ class WatchedGradients:
         found = [self._norms_of(slot, grad) for slot, grad in self._present()]
         if not found:
             return torch.zeros((), device=self._stream.device)
-        return torch.cat(found).double().square().sum().sqrt().float()
+        return _total(torch.cat(found))
 
-    def norm_of(self, held: HeldGradient) -> Tensor:
+    def norm_of(self, held: Held) -> Tensor:
         """Returns the norm of a held gradient, fp32, ()."""
         self.settle()
-        return self._norms_of(held.slot, held).double().square().sum().sqrt().float()
+        return _total(self.norms_of(held))
 
     def _norms_of(self, slot: Slot, grad: Tensor) -> Tensor:
         """Returns the norms of a gradient's pieces."""
-        here = grad.here if isinstance(grad, HeldGradient) else grad
-        if here is not None:
-            self._measure(slot, here.to(self._stream.device).contiguous())
+        if isinstance(grad, HeldGradient):
+            return grad.held.gradients.norms_of(grad.held)
+        self._norms[slot] = self._measured(slot, grad.to(self._stream.device).contiguous())
         factor = self.factor(slot, grad)
         return self._norms[slot] if factor is None else self._norms[slot] * factor
 
-    def _measure(self, slot: Slot, grad: Tensor) -> None:
-        block, i = slot
-        for n, piece in enumerate(block.pieces(i, self._stream.piece)):
-            self._measure_piece(slot, n, block.grad_at(i, piece, grad))
+    def norms_of(self, held: Held) -> Tensor:
+        """Returns the norms of a held gradient's pieces."""
+        if held.here is not None:
+            held.norms = self._measured(held.slot, held.here.contiguous())
+        assert held.norms is not None
+        return held.norms if held.factor is None else held.norms * held.factor
 
-    def _measure_piece(self, slot: Slot, n: int, grad: Tensor) -> None:
-        if slot not in self._norms:
-            count = len(slot[0].pieces(slot[1], self._stream.piece))
-            device = self._stream.device
-            self._norms[slot] = torch.zeros(count, dtype=_norm_dtype(device), device=device)
-        norms = self._norms[slot]
-        torch.linalg.vector_norm(grad, dtype=norms.dtype, out=norms[n])
+    def _measured(self, slot: Slot, grad: Tensor) -> Tensor:
+        block, i = slot
+        pieces, device = block.pieces(i, self._stream.piece), grad.device
+        norms = torch.zeros(len(pieces), dtype=_norm_dtype(device), device=device)
+        for n, piece in enumerate(pieces):
+            _norm(block.grad_at(i, piece, grad), norms[n])
+        return norms
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Returns the norm of all gradients, fp32, (), and scales them down to `max_norm`. Those in
-        16 bits are scaled when the update reads them, so that nothing is rounded."""
+        16 bits are scaled when the update reads them, so that nothing is rounded, unless somebody
+        has views of them."""
         norm = self.norm()
         if not max_norm:
             return norm
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
         for slot, grad in self._present():
             if isinstance(grad, HeldGradient):
-                self.multiply(grad, factor)
-            elif grad.dtype == torch.float32:
+                grad.held.gradients.multiply(grad.held, factor)
+            elif grad.dtype == torch.float32 or self._is_seen(grad, 2):
                 grad.mul_(factor.to(grad.device))
             else:
                 earlier = self.factor(slot, grad)
@@ -313,9 +382,7 @@ class WatchedGradients:
         return norm
 
     def factor(self, slot: Slot, grad: Tensor) -> Tensor | None:
-        """Returns the factor by which the update multiplies the gradient, fp32, (); None is 1."""
-        if isinstance(grad, HeldGradient):
-            return grad.factor
+        """Returns the factor that `clip` remembers of a gradient that is not held, fp32, ()."""
         reference, version, factor = self._clipped.get(slot, (None, 0, None))
         if reference is None or reference() is not grad:
             return None
@@ -334,25 +401,35 @@ class WatchedGradients:
         for slot in self._order:
             if (grad := present.get(slot)) is None:
                 continue
-            if slot not in self._norms:  # `clip` measures before it scales by what may be NaN
-                self._norms_of(slot, grad)
-            if not self._norms[slot].isfinite().all():
+            # `clip` measures before it scales by what may be NaN
+            norms = grad.held.norms if isinstance(grad, HeldGradient) else self._norms.get(slot)
+            if norms is None:
+                norms = self._norms_of(slot, grad)
+            if not norms.isfinite().all():
                 return slot
         return None
 
     def tensors(self) -> list[Tensor]:
         """Returns the gradients on the GPU that are in no `parameter.grad`."""
-        held = [grad.here for _, grad in self._present() if isinstance(grad, HeldGradient)]
+        held = [g.held.here for _, g in self._present() if isinstance(g, HeldGradient)]
         return [*(x for x in held if x is not None), *(grad for *_, grad in self._leaving)]
 
-    def take(self, slot: Slot) -> Tensor | None:
-        """Returns a gradient for its update, on the GPU and contiguous; None if it is on the
-        host."""
+    def take(self, slot: Slot) -> tuple[Tensor | None, Tensor | None]:
+        """Returns a gradient for its update, on the GPU and contiguous, or None if it is in its
+        room on the host; and the factor by which the update multiplies it, fp32, (); None is 1."""
         parameter = slot[0].parameters[slot[1]]
         grad = parameter.grad
         assert grad is not None
+        factor = None
         if isinstance(grad, HeldGradient):
-            return grad.here
+            held = grad.held
+            if held is slot[0].waiting(slot[1]):
+                return None, held.factor
+            if held.slot == slot and held.here is not None:
+                return held.here.contiguous(), held.factor
+            grad = held.whole()  # that of another parameter
+        else:
+            factor = self.factor(slot, grad)
         if grad.shape != parameter.shape or grad.layout != torch.strided:
             raise RuntimeError(
                 f"a gradient of {tuple(grad.shape)} ({grad.layout}) is not that of a parameter of "
@@ -361,12 +438,33 @@ class WatchedGradients:
         with unguarded():
             if grad.dtype not in (torch.bfloat16, torch.float32):
                 grad = grad.float()
-            return grad.detach().to(self._stream.device).contiguous()
+            return grad.detach().to(self._stream.device).contiguous(), factor
 
     def end(self) -> None:
         """Ends the step: all gradients have been given to the update, and none is on its way."""
         self._stream.compute.wait(self._stream.down.mark())
         self._leaving.clear()
+
+
+def _here(grad: Tensor) -> tuple[Tensor, int] | None:
+    """Returns the gradient's tensor on the GPU, if there is one, and its holders (aliases.py)."""
+    if not isinstance(grad, HeldGradient):
+        return grad, 2  # `parameter.grad` and its Python object
+    return None if grad.held.here is None else (grad.held.here, 1)
+
+
+def _make_wide(grad: Tensor) -> None:
+    """Gives a gradient fp32 values; whoever holds the tensor sees it."""
+    with unguarded():
+        grad.data = grad.float()
+
+
+def _total(norms: Tensor) -> Tensor:
+    return norms.double().square().sum().sqrt().float()
+
+
+def _norm(grad: Tensor, out: Tensor) -> None:
+    torch.linalg.vector_norm(grad, dtype=out.dtype, out=out)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -6,22 +6,28 @@ A gradient that waits in host memory has no tensor on the GPU. A `HeldGradient` 
     the next backward adds to it      the sum is made where the gradient is, piece by piece
     its norm                          is known: it was measured before the gradient left
     multiplication by a number        is remembered, and applied by the update
+    an operation that makes a view    brings the gradient to the GPU, where it stays
     any other operation               runs on a copy on the GPU; what it changes goes back
 
 So clipping by torch, accelerate or Trainer, a GradScaler, logging, and both kinds of zero_grad do
-with it what they do with any gradient. Only the operations of the last line move it.
-`parameter.grad = None` forgets it.
+with it what they do with any gradient. Only the operations of the last two lines move it. A view is
+whatever shares memory with the gradient: rows, numpy arrays, DLPack, storages. From the first one
+on, all operations run in place on the tensor that the view shows. `parameter.grad = None` forgets
+the gradient.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from longctx.memory.aliases import share_memory
 
 aten = torch.ops.aten
 
@@ -29,39 +35,40 @@ aten = torch.ops.aten
 class Holder(Protocol):
     """The owner of held gradients (gradients.py)."""
 
-    def add(self, held: HeldGradient, grad: Tensor) -> None: ...
+    def add(self, held: Held, grad: Tensor) -> None: ...
 
-    def multiply(self, held: HeldGradient, factor: Any) -> None: ...
+    def multiply(self, held: Held, factor: Any) -> None: ...
 
-    def norm_of(self, held: HeldGradient) -> Tensor: ...
+    def norm_of(self, held: Held) -> Tensor: ...
 
-    def whole(self, held: HeldGradient) -> Tensor: ...
+    def norms_of(self, held: Held) -> Tensor: ...
 
-    def replace(self, held: HeldGradient, grad: Tensor) -> None: ...
+    def whole(self, held: Held) -> Tensor: ...
+
+    def replace(self, held: Held, grad: Tensor) -> None: ...
+
+    def keep(self, held: Held, grad: Tensor) -> None: ...
+
+    def put(self, held: Held, grad: Tensor) -> None: ...
 
 
-class HeldGradient(Tensor):
-    """Stands for a gradient. Its dtype and device are the parameter's, as torch requires of
-    `.grad`; its values may be fp32, and live elsewhere."""
+class Held:
+    """The values of a held gradient. The tensors that stand for it (`parameter.grad`, its `detach`)
+    share them."""
 
-    here: Tensor | None
-    """The values on the GPU; None if they are in the block's room on the host."""
-    factor: Tensor | None
-    """The factor by which the values are multiplied, fp32, (), on the GPU; None is 1."""
-
-    @staticmethod
-    def __new__(cls, parameter: nn.Parameter, gradients: Holder, slot: Any) -> HeldGradient:
-        held: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
-        return held
-
-    def __init__(self, parameter: nn.Parameter, gradients: Holder, slot: Any) -> None:
+    def __init__(self, gradients: Holder, slot: Any) -> None:
         # Weak, since garbage collection does not see through `parameter.grad`.
         self._gradients = weakref.ref(gradients)
-        self.slot, self.here, self.factor = slot, None, None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+        self.slot = slot
+        self.here: Tensor | None = None
+        """The values on the GPU; None if they are in the block's room on the host."""
+        self.factor: Tensor | None = None
+        """The factor by which the values are multiplied, fp32, (), on the GPU; None is 1. It is
+        None while anybody has views of `here`."""
+        self.norms: Tensor | None = None
+        """The norm of each piece when it was last measured, without the factor."""
+        self.exposed: Tensor | None = None
+        """A view of `here` in the name of somebody who has its address."""
 
     @property
     def gradients(self) -> Holder:
@@ -70,78 +77,153 @@ class HeldGradient(Tensor):
             raise RuntimeError("this gradient's optimizer is gone, and the gradient with it")
         return found
 
+    def whole(self) -> Tensor:
+        """Returns the gradient on the GPU, in its parameter's shape: `here` itself, or a copy."""
+        return self.gradients.whole(self)
+
+    def show(self) -> Tensor:
+        """Brings the gradient to the GPU, where it stays, and returns the tensor there."""
+        whole = self.whole()
+        self.gradients.keep(self, whole)
+        return whole
+
+
+class HeldGradient(Tensor):
+    """Stands for a gradient. Its device is the parameter's, as torch requires of `.grad`; its
+    values live elsewhere. They have fp32 where more batches were added than were planned for."""
+
+    held: Held
+
+    @staticmethod
+    def __new__(cls, like: Tensor, held: Held, dtype: torch.dtype | None = None) -> HeldGradient:
+        self: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, dtype=dtype or like.dtype, device=like.device
+        )
+        # Code in C++ that asks for the address gets an error, instead of ending the process.
+        torch._C._set_throw_on_mutable_data_ptr(self)  # type: ignore[attr-defined]
+        return self
+
+    def __init__(self, like: Tensor, held: Held, dtype: torch.dtype | None = None) -> None:
+        self.held = held
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        held = args[0]
+        first = args[0] if args else None
         if func is aten.detach.default:
-            return held
-        if isinstance(held, list | tuple) and "foreach" in func.__name__:
+            return HeldGradient(args[0], args[0].held)
+        if isinstance(first, list | tuple) and "foreach" in func.__name__:
             return _one_by_one(func, args, kwargs)
-        if isinstance(held, HeldGradient):
+        if isinstance(first, HeldGradient):
+            held = first.held
             if func is aten.add_.Tensor and _is_plain_sum(*args, **kwargs):
                 held.gradients.add(held, args[1])
-                return held
+                return first
             if func is aten.mul_.Tensor and _is_number(args[1]):
                 held.gradients.multiply(held, args[1])
-                return held
+                return first
             if func is aten.linalg_vector_norm.default and _is_plain_norm(*args, **kwargs):
                 return held.gradients.norm_of(held).to(kwargs.get("dtype") or torch.float32)
-        return _on_copies(func, args, kwargs)
+        return _on_values(func, args, kwargs)
 
-    def whole(self) -> Tensor:
-        """Returns a copy of the gradient on the GPU, in the parameter's shape."""
-        return self.gradients.whole(self)
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        values = values.held.show() if isinstance(values, HeldGradient) else values
+        self.held.gradients.put(self.held, values)
+
+    # --- what torch reads without an operation that is dispatched ------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.whole().numpy(force=force)
+        return self.held.show().numpy(force=force)
 
-    def tolist(self) -> Any:
-        return self.whole().tolist()
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        # A tensor of its own, whose storage tells that somebody has it (aliases.py).
+        return self.held.show().detach().__dlpack__(*args, **kwargs)
 
-    def item(self) -> Any:
-        return self.whole().item()
+    def __dlpack_device__(self) -> Any:
+        return self.held.show().__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self._exposed().__cuda_array_interface__
 
     def data_ptr(self) -> int:
-        raise RuntimeError(
-            "this gradient waits in host memory and has no address: take gradient.clone()"
-        )
+        return self._exposed().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._exposed().untyped_storage()
+
+    def _typed_storage(self) -> Any:
+        return self._exposed()._typed_storage()
+
+    def _exposed(self) -> Tensor:
+        """Returns the tensor on the GPU to somebody whose hold on it cannot be counted."""
+        shown = self.held.show()
+        self.held.exposed = shown.detach()
+        return shown
+
+    def tolist(self) -> Any:
+        return self.held.whole().tolist()
+
+    def item(self) -> Any:
+        return self.held.whole().item()
+
+    def __copy__(self) -> Tensor:
+        return copy.copy(self.held.show())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().__reduce_ex__(protocol)
+        return self.held.whole().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.whole()
+        return self.held.whole().clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.whole())
+        return repr(self.held.whole())
 
 
-def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on copies of gradients, and takes back what it changed."""
-    copies: dict[int, tuple[HeldGradient, Tensor]] = {}
+def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on the values of gradients, and takes back what it changed. Values that its
+    results share memory with stay on the GPU."""
+    if torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(
+            f"{func.__name__.split('.')[0]} would change the shape or memory of a gradient that "
+            "waits on the host: assign parameter.grad instead"
+        )
+    values: dict[Held, Tensor] = {}
+    stands: dict[int, HeldGradient] = {}
 
-    def copy(held: HeldGradient) -> Tensor:
-        if id(held) not in copies:
-            copies[id(held)] = held, held.whole()
-        return copies[id(held)][1]
+    def value(stand: HeldGradient) -> Tensor:
+        if stand.held not in values:
+            values[stand.held] = whole = stand.held.whole()
+            stands[id(whole)] = stand
+        return values[stand.held]
 
-    found = func(
-        *tree_map_only(HeldGradient, copy, tuple(args)),
-        **tree_map_only(HeldGradient, copy, kwargs),
-    )
-    written = [
-        given
-        for argument, given in zip(func._schema.arguments, args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    for held, whole in copies.values():
-        if any(given is held for given in written):
+    given, given_by_name = tree_map_only(HeldGradient, value, (tuple(args), kwargs))
+    found = func(*given, **given_by_name)
+    results = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+    written = {x.held for x in _written(func, args, kwargs)}
+    for held, whole in values.items():
+        if any(x is not whole and share_memory(x, whole) for x in results):
+            held.gradients.keep(held, whole)
+        elif held in written:
             held.gradients.replace(held, whole)
-            found = held if found is whole else found
-    return found
+    return tree_map_only(Tensor, lambda x: stands.get(id(x), x), found)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[HeldGradient]:
+    """The gradients that an operation writes, by itself or into `out`."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (x for x in tree_leaves(given) if isinstance(x, HeldGradient))
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -152,10 +234,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         others = [
             y[i : i + 1] if isinstance(y, list | tuple) and len(y) == len(many) else y for y in rest
         ]
-        x, *others = tree_map_only(HeldGradient, HeldGradient.whole, [given, *others])
-        found.append(func([x], *others, **kwargs))
-        if isinstance(given, HeldGradient) and func._schema.is_mutable:
-            given.gradients.replace(given, x)
+        found.append(_on_values(func, ([given], *others), kwargs))
     return [y for part in found if part is not None for y in part] or None
 
 
@@ -163,11 +242,12 @@ def _is_number(x: Any) -> bool:
     return not isinstance(x, Tensor) or (x.dim() == 0 and not isinstance(x, HeldGradient))
 
 
-def _is_plain_sum(held: Any, other: Any, *, alpha: Any = 1) -> bool:
-    return isinstance(other, Tensor) and other.shape == held.shape and alpha == 1
+def _is_plain_sum(stand: Any, other: Any, *, alpha: Any = 1) -> bool:
+    plain = isinstance(other, Tensor) and not isinstance(other, HeldGradient)
+    return plain and other.shape == stand.shape and alpha == 1
 
 
 def _is_plain_norm(
-    held: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
+    stand: Any, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> bool:
     return order == 2 and dims is None and not keepdim

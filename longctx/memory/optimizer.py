@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from longctx.errors import UserError
 from longctx.kernels.adamw import join_master, weight_checksums
+from longctx.memory.by_parameter import StatesByParameter
 from longctx.memory.gradients import WatchedGradients
 from longctx.memory.place import Place
 from longctx.memory.states import Block, BlockSpec, Step
@@ -59,8 +59,8 @@ class ExactAdamW(torch.optim.Optimizer):
         """
         self.stream = stream
         self.gradients = WatchedGradients(stream, is_last=is_last)
-        self.steps: dict[nn.Parameter, int] = {}
-        """The number of updates of each parameter."""
+        self.counts: dict[nn.Parameter, Tensor] = {}
+        """The number of updates of each parameter, fp32, (), on the CPU, as torch's `step`."""
         self._states = StatesByParameter(self)
         self._places = {
             parameter: (block, i)
@@ -74,6 +74,11 @@ class ExactAdamW(torch.optim.Optimizer):
         mine = {p for group in self.param_groups for p in group["params"]}
         blocks = (p for block in stream.blocks for p in block.parameters)
         self._strangers = [p for p in blocks if p not in mine and isinstance(p, nn.Parameter)]
+
+    @property
+    def steps(self) -> dict[nn.Parameter, int]:
+        """The number of updates of each parameter."""
+        return {parameter: int(count) for parameter, count in self.counts.items()}
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is in one of its blocks, trained or not."""
@@ -144,13 +149,28 @@ class ExactAdamW(torch.optim.Optimizer):
         self._end_updates()
         self._check_strangers()
         self.gradients.settle()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._outstand(parameter, group)
+        groups = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for parameter, _ in groups:
+            self._place(parameter)
+        seen = self.gradients.are_seen() or any(block.is_lent() for block in self.stream.blocks)
+        for parameter, group in groups:
+            self._outstand(parameter, group)
         self.gradients.end()
         self.stream.begin_updates()
+        if seen:  # others would see that the update is late
+            self.stream.flush()
         return loss
+
+    def _place(self, parameter: nn.Parameter) -> tuple[Block, int]:
+        """Raises UserError for a parameter without states."""
+        if parameter in self._places:
+            return self._places[parameter]
+        raise UserError(
+            f"exact AdamW has no states for a parameter of {tuple(parameter.shape)} in "
+            f"{parameter.dtype}: add it by optimizer.add_param_group. An engine that puts tensors "
+            "of its own into the groups, as DeepSpeed's ZeRO does, keeps fp32 masters itself: give "
+            "it torch.optim.AdamW"
+        )
 
     def _outstand(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         """Notes the parameter's step, with the options that hold now."""
@@ -161,7 +181,9 @@ class ExactAdamW(torch.optim.Optimizer):
                 f"a parameter is now {tuple(parameter.shape)} in {parameter.dtype}, its states are "
                 f"of {size} numbers in {block.dtypes[i]}: make a new optimizer for this model"
             )
-        self.steps[parameter] = step = self.steps.get(parameter, 0) + 1
+        grad, scale = self.gradients.take(place)
+        count = self.counts.setdefault(parameter, torch.zeros(()))
+        count += 1
         beta1, beta2 = group["betas"]
         options = dict(
             lr=float(group["lr"]),
@@ -169,11 +191,10 @@ class ExactAdamW(torch.optim.Optimizer):
             beta2=float(beta2),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            step=step,
-            scale=self.gradients.factor(place, parameter.grad),  # type: ignore[arg-type]
+            step=int(count),
+            scale=scale,
         )
-        taken = Step(grad=self.gradients.take(place), options=options)
-        block.update = (block.update or {}) | {i: taken}
+        block.update = (block.update or {}) | {i: Step(grad=grad, options=options)}
         if not block.place.all_on_gpu:
             assert parameter.grad is not None
             block.shown.append(parameter.grad)
@@ -227,16 +248,26 @@ class ExactAdamW(torch.optim.Optimizer):
     def states_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the parameter's exp_avg, exp_avg_sq and, if it has 16 bits, its remainder and
         checksums: flat, where they live. Call `flush` first."""
-        block, i = self._places[parameter]
+        block, i = self._place(parameter)
         block.renew(i, self.stream.piece)
         return self._homes(parameter)
 
     def _homes(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        block, i = self._places[parameter]
+        block, i = self._place(parameter)
         states = block.states_at(i, block.ranges[i])
         if (checksums := block.checksums_at(i, block.ranges[i])) is not None:
             states.append(checksums)
         return dict(zip(STATES, states, strict=False))
+
+    def lend_states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """As `states_of`, in the parameter's shape, to somebody who may keep them: as long as one
+        is kept, no update is late."""
+        self.flush()
+        states, (block, _) = self.states_of(parameter), self._places[parameter]
+        return {
+            name: x if name == "checksums" else block.lend(x).view(parameter.shape)
+            for name, x in states.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's, with the remainder of each weight beside its moments, and the
@@ -249,7 +280,7 @@ class ExactAdamW(torch.optim.Optimizer):
         packed["state"] = {
             n: {name: x.cpu().clone() for name, x in self.state[p].items()}
             for n, p in numbered
-            if p in self.steps
+            if p in self.counts
         }
         return packed
 
@@ -282,7 +313,7 @@ class ExactAdamW(torch.optim.Optimizer):
     def load_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         """One parameter's states, of any shape and floating type; none: as before its first step.
         Raises ValueError for those of another optimizer or parameter."""
-        self._end_updates()
+        self.flush()
         self._check_states(parameter, states)
         for name, home in self._homes(parameter).items():
             given = states.get(name)
@@ -292,9 +323,9 @@ class ExactAdamW(torch.optim.Optimizer):
                 home.copy_(weight_checksums(parameter.detach().to(home.device).flatten()))
             else:
                 home.zero_()
-        self.steps.pop(parameter, None)
+        self.counts.pop(parameter, None)
         if states:
-            self.steps[parameter] = int(states["step"])
+            self.counts[parameter] = torch.tensor(float(states["step"]))
 
     def _check_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         homes = self._homes(parameter)
@@ -347,48 +378,6 @@ class ExactAdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__getstate__()
-
-
-class StatesByParameter(MutableMapping[nn.Parameter, Mapping[str, Any]]):
-    """An optimizer's states of the parameters that were updated, as views of where they live."""
-
-    def __init__(self, optimizer: ExactAdamW) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    @property
-    def optimizer(self) -> ExactAdamW:
-        found = self._optimizer()
-        assert found is not None, "its optimizer is gone"
-        return found
-
-    def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        optimizer = self.optimizer
-        if parameter not in optimizer.steps:
-            return MappingProxyType({})  # torch's is a defaultdict
-        optimizer._end_updates()
-        found = {
-            name: x if name == "checksums" else x.view(parameter.shape)
-            for name, x in optimizer.states_of(parameter).items()
-        }
-        step = torch.tensor(float(optimizer.steps[parameter]))
-        return MappingProxyType({"step": step} | found)
-
-    def __setitem__(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
-        self.optimizer.load_states(parameter, states)
-
-    def __delitem__(self, parameter: nn.Parameter) -> None:
-        if parameter not in self.optimizer.steps:
-            raise KeyError(parameter)
-        self.optimizer.load_states(parameter, {})
-
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self.optimizer.steps
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter([*self.optimizer.steps])
-
-    def __len__(self) -> int:
-        return len(self.optimizer.steps)
 
 
 def _check_options(group: Mapping[str, Any]) -> None:

@@ -41,7 +41,9 @@ class HostRoom:
         """`kept_bytes` is what each layer keeps on the host. `accumulates` says that a step has
         several batches, so that gradients outlive a forward."""
         sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
-        self.blocks = [Block(spec, place) for spec, place in zip(specs, places, strict=True)]
+        self.blocks = [
+            Block(spec, place, sums=accumulates) for spec, place in zip(specs, places, strict=True)
+        ]
         self._grad_dtype = torch.float32 if accumulates else None  # the weights'
         layers = {
             block: (block.spec.layer, size.grad)

@@ -22,6 +22,7 @@ scales with which they are made dense, which move with it (`Part`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,8 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from longctx.kernels.adamw import CHECKED, drop_stale_, weight_checksums
+from longctx.memory.aliases import is_seen
 from longctx.memory.guard import Settle, guard, release, unguarded
-from longctx.memory.held import HeldGradient
+from longctx.memory.held import Held
 from longctx.memory.place import BlockSizes, Place
 
 ALIGN = 64
@@ -122,6 +124,8 @@ class Block:
 
     spec: BlockSpec
     place: Place
+    sums: bool = False
+    """Whether a step was planned for several batches, so that gradients have fp32."""
     parameters: list[nn.Parameter] = field(init=False)
     ranges: list[slice] = field(init=False)
     """Each trained parameter's elements in the flat tensors."""
@@ -164,6 +168,8 @@ class Block:
         self.trained_numel, self._checksums = start, checksums
         self.dtypes = [parameter.dtype for parameter in self.parameters]
         self._home_views: list[Tensor] = []
+        self._lent: list[Tensor] = []
+        self._waiting: dict[int, weakref.ref[Held]] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -261,8 +267,17 @@ class Block:
             return False
         if self.reads_host_grad or any(s.grad is None for s in (self.update or {}).values()):
             return True
-        grads = (parameter.grad for parameter in self.parameters[: len(self.ranges)])
-        return any(isinstance(grad, HeldGradient) and grad.here is None for grad in grads)
+        return any(self.waiting(i) is not None for i in range(len(self.ranges)))
+
+    def wait_on_host(self, i: int, held: Held) -> None:
+        """Notes whose values `host_grad` has for the i-th parameter."""
+        self._waiting[i] = weakref.ref(held)
+
+    def waiting(self, i: int) -> Held | None:
+        """Returns the gradient whose values `host_grad` has for the i-th parameter. Somebody may
+        keep it who has taken it out of `parameter.grad`."""
+        held = self._waiting[i]() if i in self._waiting else None
+        return held if held is not None and held.here is None else None
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -316,6 +331,23 @@ class Block:
             fits = weight_checksums(weight) == saved
             if not fits.all():
                 drop_stale_(self.remainder[piece], fits.to(self.remainder.device))
+
+    def lend(self, state: Tensor) -> Tensor:
+        """Returns a view of the block's moments or remainders for somebody who may keep it. On the
+        host it has a storage of its own, whose holders can be counted."""
+        if self.place.states:
+            return state
+        state = torch.from_numpy(state.numpy())
+        self._lent.append(state)
+        return state.detach()
+
+    def is_lent(self) -> bool:
+        """Whether somebody has kept states of the block, which are on the host or updated late."""
+        if self.place.all_on_gpu:
+            return False
+        self._lent = [state for state in self._lent if is_seen(state)]
+        own = [self.exp_avg, self.exp_avg_sq, self.remainder] if self.place.states else []
+        return bool(self._lent) or any(is_seen(x) for x in [*own, self.checksums] if x is not None)
 
     def tensors(self) -> list[Tensor]:
         """The states, and what an update on its way still reads."""

@@ -34,13 +34,13 @@ def state_files(checkpoint: Path) -> list[Path]:
 def write_states(optimizer: ExactAdamW, checkpoint: Path) -> None:
     """Raises OSError, or SafetensorError for a full disk."""
     optimizer.flush()
-    blocks = optimizer.stream.blocks
+    blocks, counts = optimizer.stream.blocks, optimizer.steps
     for number, block in enumerate(_progress(blocks, "Saving states")):
         tensors, steps = {}, {}
         for name, parameter in block.spec.parameters.items():
-            if parameter not in optimizer.steps:
+            if parameter not in counts:
                 continue
-            steps[name] = optimizer.steps[parameter]
+            steps[name] = counts[parameter]
             for kind, states in optimizer.states_of(parameter).items():
                 shape = states.shape if kind == "checksums" else parameter.shape
                 tensors[f"{name}.{kind}"] = states.view(shape).cpu()

@@ -181,7 +181,7 @@ class ExactTrainer(Trainer):
         """Says which weights got no states from torch's AdamW. Raises UserError if none did."""
         assert self.exact is not None
         weights = [p for group in self.exact.param_groups for p in group["params"]]
-        without = sum(weight not in self.exact.steps for weight in weights)
+        without = sum(weight not in self.exact.counts for weight in weights)
         if without == len(weights):
             raise UserError(
                 f"the optimizer in {checkpoint} has no states: give the --optim it was trained "

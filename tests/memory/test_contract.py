@@ -1,14 +1,16 @@
 """What a loop does to torch.optim.AdamW it may do to exact AdamW: the numbers are those of torch's
 AdamW in fp32 (docs/states.md has the contract as a table).
 
-A state machine does to both whatever it draws: batches, clipping by anyone, both kinds of
-zero_grad, schedulers, files, frozen layers, moving averages, evaluations. The gradients are drawn,
-not computed, so that both get the same ones and nothing but the optimizer may differ.
+A state machine does to both whatever it draws: batches, clipping by anyone, views of gradients,
+both kinds of zero_grad, schedulers, files, frozen layers, moving averages, evaluations. The
+gradients are drawn, not computed, so that both get the same ones and nothing but the optimizer may
+differ.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +36,17 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 FP32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(40, 33), (7,), (33, 50), (50, 40)]
 OPTIONS = dict(lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+
+
+VIEWS = [
+    lambda grad: grad,
+    lambda grad: grad[:3],
+    lambda grad: grad.view(-1)[1::2],
+    lambda grad: grad.t() if grad.dim() > 1 else grad.unsqueeze(0),
+    lambda grad: grad.detach(),
+    lambda grad: grad.data[1:],
+    lambda grad: torch.from_dlpack(grad),
+]
 
 
 class Told(nn.Module):
@@ -120,6 +133,8 @@ class Contract(RuleBasedStateMachine):
         self.scheduler, self.schedule = schedule(self.optimizer), schedule(self.adamw)
         self.average = [[x.detach().clone() for x in self.model.parameters()] for _ in range(2)]
         self.saved: list[tuple[Any, ...]] = []
+        self.views: list[tuple[Tensor, Tensor]] = []
+        """Views of gradients that somebody keeps, ours and theirs."""
         self.clipped = False
         self.batches = 0
 
@@ -136,6 +151,8 @@ class Contract(RuleBasedStateMachine):
     @precondition(lambda self: trained(self.truth))
     @rule(magnitude=st.integers(-2, 1))
     def backward(self, magnitude: int) -> None:
+        if self.dtype == BF16 and not self.accumulates:
+            self.views.clear()  # which have no room for the sum
         self.batches += 1
         generator = torch.Generator().manual_seed(self.batches)
         grads = [torch.randn(shape, generator=generator) * 10.0**magnitude for shape in SHAPES]
@@ -185,6 +202,24 @@ class Contract(RuleBasedStateMachine):
         ours, theirs = self.pairs[number]
         if theirs.requires_grad:
             ours.grad, theirs.grad = torch.ones_like(ours), torch.ones_like(theirs)
+
+    @rule(number=st.integers(0, 2), how=st.sampled_from(VIEWS))
+    def view(self, number: int, how: Callable[[Tensor], Tensor]) -> None:
+        ours, theirs = self.pairs[number]
+        if theirs.grad is not None:
+            self.changed_in_place()  # a 16-bit gradient shows what it was before `clip`
+            self.views.append((how(ours.grad), how(theirs.grad)))
+
+    @precondition(lambda self: self.views)
+    @rule(data=st.data(), factor=st.sampled_from([0.0, 0.5, -2.0]))
+    def write_into_a_view(self, data: Any, factor: float) -> None:
+        self.changed_in_place()
+        for view in data.draw(st.sampled_from(self.views)):
+            view.mul_(factor)
+
+    @rule()
+    def let_go_of_views(self) -> None:
+        self.views.clear()
 
     # --- steps -----------------------------------------------------------------------------
 
@@ -323,6 +358,9 @@ class Contract(RuleBasedStateMachine):
 
     @rule()
     def check(self) -> None:
+        for view, truth in self.views:
+            ours, theirs = view.float().cpu(), truth.cpu()
+            assert (ours - theirs).norm() <= self.rtol * theirs.norm()
         for p, q in self.pairs:
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None and p.requires_grad and not self.clipped:

@@ -27,6 +27,7 @@ from longctx.lora.quantise import quantise_
 from longctx.memory import guard as guarding
 from longctx.memory import store as storing
 from longctx.memory import stream as streaming
+from longctx.memory.gradients import WatchedGradients
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.states import Block
 from longctx.memory.stream import Compute, Lane
@@ -51,6 +52,7 @@ def deterministic() -> Iterator[None]:
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     leave, after, mark, settle = Block.leave, Lane.after, Compute.mark, guarding.settle
+    are_seen = WatchedGradients.are_seen
     poison = SimpleNamespace(dropped=True)
     """Whether weights that were dropped are overwritten."""
 
@@ -88,6 +90,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         with late(nullcontext):
             return mark(compute)
 
+    def seen_by_nobody(gradients: WatchedGradients) -> bool:
+        assert not are_seen(gradients), "an update would be made at once for nobody's sake"
+        return False
+
+    monkeypatch.setattr(WatchedGradients, "are_seen", seen_by_nobody)
     monkeypatch.setattr(Lane, "after", lambda lane, *marks: late(after, lane, *marks))
     monkeypatch.setattr(Compute, "mark", mark_late)
     monkeypatch.setattr(storing, "_after_compute", partial(late, storing._after_compute))
