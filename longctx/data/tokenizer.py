@@ -106,7 +106,7 @@ def train_backend(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _load_backend(path: Path) -> Tokenizer | None:
-    if not path.exists():
+    if not os.path.exists(path):
         return None
     mark_used(path)
     try:
