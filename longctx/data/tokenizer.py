@@ -152,6 +152,11 @@ def read_tokenizer(
         transformers_logging.set_verbosity(verbosity)
 
 
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns the largest id of its tokens, added ones among them; -1 if it has none."""
+    return max(tokenizer.get_vocab().values(), default=-1)
+
+
 def _check_ids(path: Path) -> None:
     """Raises UserError for an id that no vocabulary has: tokenizers makes room for all below it,
     and ends the process where there is none."""
