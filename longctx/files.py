@@ -2,6 +2,7 @@
 
 odd_entry        a pipe, a device or a socket: opening one may wait, reading one may never end
 open_regular     a file, and no larger than its disk
+read_small       the bytes of one that ought to be small
 read_json        a small description: bounded in bytes and in values, each key once
 refuse_run       a folder of a run, which holds a model and is none
 tensor_problem   a file of tensors that would take far more memory than it has bytes
@@ -85,15 +86,21 @@ def open_regular(path: Path) -> IO[bytes]:
     return os.fdopen(handle, "rb", buffering=0)
 
 
-def read_json(path: Path) -> Any:
-    """Raises OSError, and ValueError for what is no JSON, is too large, or has a key twice."""
+def read_small(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """Returns a file's bytes. Raises OSError, and ValueError for a file that is too large."""
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes > MOST_JSON_BYTES:
+        if size_bytes > most_bytes:
             raise ValueError(f"it has {size_bytes >> 20} MiB")
         data = b""
         while len(data) < size_bytes and (block := file.read(size_bytes - len(data))):
             data += block
+    return data
+
+
+def read_json(path: Path) -> Any:
+    """Raises OSError, and ValueError for what is no JSON, is too large, or has a key twice."""
+    data = read_small(path)
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > MOST_JSON_VALUES:
         raise ValueError("it has too many values")
     try:

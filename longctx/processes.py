@@ -153,6 +153,32 @@ def limit_memory(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size_bytes + more_bytes, hard))
 
 
+SPARE_FILES = 64
+"""A run opens so many files at once: its data, a checkpoint, sockets between ranks."""
+WORKER_FILES, BATCH_FILES = 4, 4
+"""Of a data loader's worker: its pipes. Each tensor of a batch is a file on its way."""
+
+
+def make_room_for_workers(workers: int, batches_ahead: int | None) -> None:
+    """Raises this process's limit of open files as far as the data loader's workers need. Raises
+    UserError where the system allows no more: torch's workers would print tracebacks without end,
+    and the run would wait for them for ever."""
+    if not workers:
+        return
+    batches = workers * (batches_ahead or 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = SPARE_FILES + WORKER_FILES * workers + BATCH_FILES * batches
+    with suppress(OSError):
+        needed += len(os.listdir("/proc/self/fd"))
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UserError(
+            f"--dataloader_num_workers {workers}: they need {needed} open files, and {hard} are "
+            "allowed: give fewer, or raise the limit with ulimit -Hn"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 @contextmanager
 def explained_workers() -> Iterator[None]:
     """Makes one line of what torch and datasets say of their workers: a UserError with a traceback

@@ -12,7 +12,6 @@ command is guarded before it imports torch.
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import logging
 import os
@@ -27,6 +26,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from longctx.errors import UserError, on_terminal, printable, survive_lost_output
+from longctx.exhausted import refusal
 from longctx.noise import hide_noise
 
 
@@ -47,13 +47,13 @@ def program() -> Iterator[None]:
             yield
     except UserError as error:
         sys.exit(f"error: {error}")
-    except OSError as error:
-        if (line := _of_the_machine(error)) is None:
-            raise
-        sys.exit(f"error: {UserError(line)}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if (line := refusal(error)) is None:
+            raise
+        sys.exit(f"error: {UserError(line)}")
     finally:
         logging.setLogRecordFactory(records)
         for number, handler in before.items():
@@ -108,27 +108,6 @@ def _check_folder() -> None:
             f"the current folder cannot be used ({error.strerror}): go to another one with cd"
         ) from error
 
-
-def _of_the_machine(error: OSError) -> str | None:
-    """Returns the line that a user sees for an error of the machine, such as a full disk: what
-    failed and what to do. Returns None for errors that are not of the machine."""
-    cure = _CURES.get(error.errno or 0)
-    if isinstance(error.filename, str) and error.filename.startswith("/proc/"):
-        cure = "longctx asks the kernel there what the machine has: mount /proc"
-    at = f"{error.filename}: " if error.filename else ""
-    return cure and f"{at}{error.strerror}: {cure}"
-
-
-_CURES = {
-    errno.ENOSPC: "free some, also in /dev/shm, where processes share data",
-    errno.EDQUOT: "free some, or write to another file system",
-    errno.EROFS: "write to another file system",
-    errno.EMFILE: "raise the limit of open files with ulimit -n",
-    errno.ENFILE: "other programs hold all files that the system can open",
-    errno.ENOMEM: "other programs hold the memory, or a limit is too low",
-    errno.EIO: "the disk or the network behind it fails",
-}
-"""Error of the operating system -> what to do. Where we know more, it is caught and said there."""
 
 _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 """What libraries read when they are imported: in a file a bar is a line for each time that it is

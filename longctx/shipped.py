@@ -41,7 +41,7 @@ def find(option: str, written: str) -> Path:
         if path.parent == Path() and os.path.isfile(f"{path}{suffix}"):
             _say_which(option, written, suffix)
         return ours[path.name]
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name too long, where Path.is_dir raises
         return path
     raise UserError(
         f"--{option}: cannot read {path}: no such file here or among longctx's own"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from longctx.data import tokens
 from longctx.data.cache import remove_leftovers
 from longctx.data.rows import build_dataset
 from longctx.errors import UserError
-from longctx.processes import bound_children, explained_workers
+from longctx.processes import bound_children, explained_workers, make_room_for_workers
 
 pytestmark = pytest.mark.usefixtures("reference_kernels", "heard_signals")
 
@@ -185,3 +186,17 @@ def test_no_signal_leaves_files_or_processes(tmp_path, place, processes, number)
     else:
         assert os.WEXITSTATUS(status) == 128 + number
     assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_workers_get_the_open_files_that_they_need(monkeypatch) -> None:
+    allowed = [20, 1000]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(allowed))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda kind, limits: allowed.__setitem__(0, limits[0])
+    )
+    make_room_for_workers(0, None)
+    assert allowed == [20, 1000]
+    make_room_for_workers(8, None)
+    assert 160 <= allowed[0] < 300 and allowed[1] == 1000
+    with pytest.raises(UserError, match=r"--dataloader_num_workers 64: .* and 1000 are allowed"):
+        make_room_for_workers(64, 4)

@@ -89,6 +89,11 @@ def test_a_signal_whose_exception_python_drops_is_heard_again(number: signal.Sig
     assert sys.unraisablehook is hook
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [
@@ -99,10 +104,35 @@ def test_a_signal_whose_exception_python_drops_is_heard_again(number: signal.Sig
             FileNotFoundError(errno.ENOENT, "No such file", "/proc/meminfo"),
             "/proc/meminfo: .*mount",
         ),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300), "a.*: .* a shorter name"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), "a: Permission .*: change its"),
+        (RuntimeError("can't start new thread"), r"Resource .* \(can't start.*\): .* ulimit -u"),
+        (MemoryError(), r"Cannot allocate memory \(MemoryError\): other programs"),
+        (
+            RuntimeError(
+                "unable to open shared memory object </torch_1>: Too many open files (24)"
+            ),
+            r"Too many open files \(unable to open shared .*\): .* ulimit -n",
+        ),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "No sp"),
+        (RuntimeError("received 0 items of ancdata"), "Too many open files"),
+        (
+            ValueError(
+                "ThreadPoolBuildError { kind: IOError(Os { code: 11, kind: WouldBlock, "
+                'message: "Resource temporarily unavailable" }) }'
+            ),
+            "Resource .* ulimit -u",
+        ),
+        (
+            caused(KeyError("a"), OSError(errno.EDQUOT, "Quota", "b")),
+            "b: Disk quota exceeded: free",
+        ),
     ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_what_the_machine_refuses_is_one_line(error: OSError, says: str) -> None:
-    """Errors of the machine, such as a full /dev/shm, end a program with one line."""
+def test_what_the_machine_refuses_is_one_line(error: Exception, says: str) -> None:
+    """Errors of the machine, such as a full /dev/shm, end a program with one line, whichever
+    library was told."""
     with pytest.raises(SystemExit) as end, program():
         raise error
     assert re.match(f"error: {says}", str(end.value.code))
@@ -111,6 +141,11 @@ def test_what_the_machine_refuses_is_one_line(error: OSError, says: str) -> None
 def test_an_error_that_may_be_ours_keeps_its_traceback() -> None:
     with pytest.raises(FileNotFoundError), program():
         raise FileNotFoundError(errno.ENOENT, "No such file", "x")
+    with pytest.raises(KeyError), program():
+        try:
+            raise PermissionError(errno.EACCES, "Permission denied", "x")
+        except OSError:
+            raise KeyError("y")  # noqa: B904
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:

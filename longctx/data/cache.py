@@ -41,12 +41,14 @@ from transformers import PreTrainedTokenizerBase
 from longctx.checksum import checksum
 from longctx.data import training_templates
 from longctx.errors import UserError, print_rank0
+from longctx.files import read_small
 
 FORMAT = 2
 """Of the files, and of what tokenising and packing make of an input: a change that gives other
 rows raises it (tests/data/test_cache.py knows the rows of this one)."""
 KINDS = ("documents", "tokens", "rows", "reference", "tokenizer")
 CHECKSUM = ".xxh3"
+MOST_CHECKSUM_BYTES = 1000
 TEMPORARY = ".tmp"
 _STEM = rf"(?P<stem>(?P<kind>{'|'.join(KINDS)})-(?:v(?P<format>\d+)-)?[0-9a-f]{{20}})"
 _SUFFIX = rf"(\.arrow|\.arrow\{CHECKSUM}|\.json)"
@@ -96,7 +98,7 @@ def open_arrow(path: Path, rows: int | None = None) -> Dataset | None:
     """The file as a memory-mapped dataset; None where it is missing, unfinished or damaged."""
     beside = _checksum_path(path)
     try:
-        expected = beside.read_text(encoding="utf-8", errors="replace")
+        expected = read_small(beside, MOST_CHECKSUM_BYTES).decode(errors="replace")
         mark_used(beside)
         found = checksum(path)
         if found != expected:
@@ -151,8 +153,8 @@ def content_of(dataset: Dataset) -> str | None:
     """The checksum of a dataset of `write_arrow` or `open_arrow`: equal for equal rows, wherever
     their sources lie."""
     for file in dataset.cache_files:
-        with suppress(OSError):
-            return _checksum_path(Path(file["filename"])).read_text(encoding="utf-8")
+        with suppress(OSError, ValueError):
+            return read_small(_checksum_path(Path(file["filename"])), MOST_CHECKSUM_BYTES).decode()
     return None
 
 
@@ -164,7 +166,7 @@ def mark_used(path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_small(path))
     except (OSError, ValueError):
         return None
 

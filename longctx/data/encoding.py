@@ -12,7 +12,6 @@ A conversation is rendered by the chat template, which also says which character
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,8 +20,8 @@ from longctx.data.chat import rendered
 from longctx.data.masks import Span
 from longctx.data.packing import Piece
 from longctx.data.records import CHATS, Document
-from longctx.data.windows import WINDOW_CHARS, tokenise
-from longctx.errors import UserError, one_line
+from longctx.data.windows import WINDOW_CHARS, call, tokenise
+from longctx.errors import UserError
 
 NO_TOKEN_CHARS = 100
 """So much text without a token, and the tokenizer knows no word or its normalizer deletes all."""
@@ -39,8 +38,7 @@ def encode(
     Raises UserError for a conversation without an exact mask and a token id of `vocab_size` or
     more.
     """
-    with explained_panics():
-        pieces = _encode(documents, tokenizer)
+    pieces = _encode(documents, tokenizer)
     for piece in pieces:
         check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
     return pieces
@@ -68,20 +66,6 @@ def _encode(
     for i, piece in zip(chats, _chats(list(chats.values()), tokenizer), strict=True):
         pieces[i] = piece
     return pieces
-
-
-@contextmanager
-def explained_panics() -> Iterator[None]:
-    """Turns what Rust says of an inconsistent tokenizer.json, which is no Exception, into a
-    UserError."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise UserError(
-            f"the tokenizer is damaged ({one_line(error, 160)}): give another --tokenizer_name"
-        ) from error
 
 
 def check_vocabulary(largest_token_id: int, vocab_size: int | None) -> None:
@@ -174,9 +158,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarra
     """(n,) int32 for each of several texts."""
     if len(texts) == 1:
         return [tokenise(tokenizer, texts[0]).ids]
-    encoded = tokenizer(
-        texts, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )
+    encoded = call(tokenizer, texts)
     return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
 

@@ -25,7 +25,6 @@ from longctx.data.chat import continued
 from longctx.data.encoding import (
     check_chat_template,
     check_vocabulary,
-    explained_panics,
     prompt_ids,
     with_end,
 )
@@ -45,13 +44,12 @@ def encode_groups(
     Raises UserError for what the chat template refuses, an answer without a token and a token id of
     `vocab_size` or more.
     """
-    with explained_panics():
-        # To its end, or the process that renders would be taken for one that nobody hears.
-        chats = iter([*_chats([d for d in documents if d.kind == "chat_answers"], tokenizer)])
-        groups = [
-            next(chats) if document.kind == "chat_answers" else _strings(document, tokenizer)
-            for document in documents
-        ]
+    # To its end, or the process that renders would be taken for one that nobody hears.
+    chats = iter([*_chats([d for d in documents if d.kind == "chat_answers"], tokenizer)])
+    groups = [
+        next(chats) if document.kind == "chat_answers" else _strings(document, tokenizer)
+        for document in documents
+    ]
     for document, group in zip(documents, groups, strict=True):
         if not all(map(len, group.answers)):
             raise UserError(f"{document.where}: an answer has no token: remove the record")

@@ -28,8 +28,9 @@ from longctx.config import DataArguments, ModelArguments
 from longctx.constants import VOCAB_SIZE
 from longctx.data.cache import cache_path, digest, mark_used, write_text
 from longctx.data.sources import read_documents, stdlib_files
+from longctx.data.trial import try_tokenizer
 from longctx.errors import UserError, one_line, print_rank0
-from longctx.files import refuse_odd, refuse_run
+from longctx.files import read_small, refuse_odd, refuse_run
 from longctx.system import expanded
 
 LARGEST_ID = 2**24
@@ -106,11 +107,11 @@ def train_backend(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _load_backend(path: Path) -> Tokenizer | None:
-    if not path.exists():
+    if not os.path.exists(path):
         return None
     mark_used(path)
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(read_small(path))
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot parse
         print_rank0(f"rebuilding the cached tokenizer {path}: {one_line(error, 160)}")
         return None
@@ -142,7 +143,6 @@ def read_tokenizer(
         longest = getattr(tokenizer, "model_max_length", 0)
         if not isinstance(longest, (int, float)):
             raise ValueError(f"model_max_length is {longest!r}")
-        return tokenizer
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # also Rust's panics, which are no Exception
@@ -150,6 +150,13 @@ def read_tokenizer(
         raise UserError(f"no tokenizer could be loaded from {name}: {remedy} ({reason})") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+    try_tokenizer(tokenizer, name, remedy)
+    return tokenizer
+
+
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns the largest id of its tokens, added ones among them; -1 if it has none."""
+    return max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _check_ids(path: Path) -> None:

@@ -36,7 +36,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, models
 from transformers import PreTrainedTokenizerBase
 
-from longctx.errors import print_rank0
+from longctx.errors import UserError, one_line, print_rank0
 
 WINDOW_CHARS = 1 << 18
 OVERLAP_CHARS = 1 << 13
@@ -85,16 +85,30 @@ def tokenise(
     return Tokens(ids, np.concatenate(list(spliced.take("offsets"))) if offsets else None)
 
 
+def call(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], **options: Any) -> Any:
+    """Returns what a tokenizer makes of texts, or of one. Raises UserError for all that it raises,
+    Rust's panics among it, which are no Exception."""
+    try:
+        return tokenizer(
+            texts,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+            **options,
+        )
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UserError):
+        raise
+    except BaseException as error:
+        raise UserError(
+            f"the tokenizer is damaged ({one_line(error, 160)}): give another --tokenizer_name"
+        ) from error
+
+
 def _whole(
     tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool, offsets: bool
 ) -> Tokens:
-    encoded = tokenizer(
-        text,
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        return_offsets_mapping=offsets,
-        verbose=False,
+    encoded = call(
+        tokenizer, text, add_special_tokens=add_special_tokens, return_offsets_mapping=offsets
     )
     spans = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2) if offsets else None
     return Tokens(np.array(encoded["input_ids"], np.int32), spans)
@@ -164,13 +178,8 @@ class _Spliced:
         self.windows.append(window)
 
     def _encode(self, bounds: Sequence[tuple[int, int]]) -> Iterator[_Window]:
-        encoded = self.tokenizer(
-            [self.text[start:end] for start, end in bounds],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        texts = [self.text[start:end] for start, end in bounds]
+        encoded = call(self.tokenizer, texts, add_special_tokens=False)
         for (start, end), encoding in zip(bounds, encoded.encodings, strict=True):
             spans = None
             if self.offsets:
@@ -223,7 +232,7 @@ def _special_tokens(
     """What the tokenizer puts before and after a text; None where that cannot be told."""
     if not tokenizer.is_fast:
         return None
-    encoding: Any = tokenizer(text[:1000], verbose=False).encodings
+    encoding: Any = call(tokenizer, text[:1000]).encodings
     ids, mask = encoding[0].ids, encoding[0].special_tokens_mask
     if all(mask):
         return None if ids else ([], [])

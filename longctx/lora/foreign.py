@@ -6,6 +6,8 @@ check_fits      PEFT's own matching of names to modules, rehearsed without weigh
                 limits: patterns are a stranger's regular expressions, ranks a stranger's numbers
 
 An adapter fits where each of its tensors has a place of its shape and each place has its tensor.
+Where its run added tokens, PEFT saves the embedding and lm_head whole, with the new rows: the model
+is given as many rows.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,6 @@ weights hold (aLoRA, Arrow)."""
 _INITIAL = re.compile(
     r"gaussian|orthogonal|eva|olora|corda|loftq|lora_ga|pissa(_niter_\d{1,2})?", re.ASCII
 )
-_EMBEDDINGS = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head)\.(?:base_layer\.)?weight")
-"""PEFT saves them whole where the vocabulary was resized."""
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
@@ -111,11 +111,15 @@ def _items(config: dict[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {name: found}
 
 
-def check_fits(folder: Path, config: PretrainedConfig) -> None:
-    """Raises UserError where the adapter's tensors are not those of a model of this configuration
-    with the adapter's own, or where finding that out takes more than it may."""
+def check_fits(folder: Path, config: PretrainedConfig) -> int:
+    """Returns the rows of the embedding that the adapter was trained with. Raises UserError where
+    its tensors are not those of a model of this configuration, but for the rows, with the adapter's
+    own, or where finding that out takes more than it may."""
     try:
-        in_child(lambda: _rehearse(folder, config), seconds=REHEARSE_S, more_bytes=REHEARSE_BYTES)
+        rows: int = in_child(
+            lambda: _rehearse(folder, config), seconds=REHEARSE_S, more_bytes=REHEARSE_BYTES
+        )
+        return rows
     except Unbounded as error:
         raise UserError(
             f"cannot merge {folder}: matching its {CONFIG} to the model's modules {error}: look at "
@@ -125,7 +129,7 @@ def check_fits(folder: Path, config: PretrainedConfig) -> None:
         raise UserError(f"cannot merge {folder}: {error}") from error
 
 
-def _rehearse(folder: Path, config: PretrainedConfig) -> None:
+def _rehearse(folder: Path, config: PretrainedConfig) -> int:
     """In the child."""
     import peft
     import torch
@@ -136,24 +140,55 @@ def _rehearse(folder: Path, config: PretrainedConfig) -> None:
     found = _tensors(folder)
     lora: Any = peft.LoraConfig.from_pretrained(str(folder))
     lora.init_lora_weights = False  # no numbers are there to begin from
+    text = config.get_text_config()
     with torch.device("meta"):
+        held = _rows(found, kind(config))
+        own_rows = text.vocab_size
+        rows = text.vocab_size = max(held) or text.vocab_size  # this process's own copy
         adapted: Any = peft.get_peft_model(kind(config), lora, low_cpu_mem_usage=True)
-    needed = {
-        name: tuple(x.shape)
-        for name, x in peft.get_peft_model_state_dict(
-            adapted, adapted.state_dict(), save_embedding_layers=False
-        ).items()
-    }
-    known = needed | {
-        name: tuple(x.shape)
-        for name, x in adapted.state_dict().items()
-        if _EMBEDDINGS.fullmatch(name)
-    }
-    if problem := _misfit(found, needed, known):
+    needed, known = (
+        {
+            name: tuple(x.shape)
+            for name, x in peft.get_peft_model_state_dict(
+                adapted, adapted.state_dict(), save_embedding_layers=whole
+            ).items()
+        }
+        for whole in (False, True)
+    )
+    if problem := _misfit(found, needed, known) or _lost_rows(held, own_rows, lora, rows):
         raise UserError(
             f"cannot merge {folder}: {problem}: get the adapter again, or give the --model that it "
             "was trained over"
         )
+    return rows
+
+
+def _rows(found: Shapes, model: Any) -> list[int]:
+    """Returns how many rows of the embedding, and of an lm_head of its own, the adapter holds; 0
+    for an end that it does not hold whole."""
+    ends, paths = [model.get_input_embeddings()], {m: path for path, m in model.named_modules()}
+    head = model.get_output_embeddings()
+    if head is not None and not model.config.get_text_config().tie_word_embeddings:
+        ends.append(head)
+
+    def held(path: str) -> int:
+        inside = {n: shape for n, shape in found.items() if f".{path}." in n and "lora_" not in n}
+        return max((shape[0] for n, shape in inside.items() if n.endswith(".weight")), default=0)
+
+    return [held(paths[end]) for end in ends]
+
+
+def _lost_rows(held: Sequence[int], own: int, lora: Any, rows: int) -> str | None:
+    """Says which rows of new tokens are in no file; None where all are there. `own` are those of
+    the model."""
+    if rows != own and 0 in held:
+        which = "lm_head" if held[0] else "the embedding"
+        return f"it has {rows} rows for a vocabulary of {own}, but none of {which}"
+    chosen = lora.trainable_token_indices or []
+    tokens = chosen if isinstance(chosen, list) else [i for some in chosen.values() for i in some]
+    if tokens and max(tokens) >= rows:
+        return f"it trained the row of token {max(tokens)}, and the model has {rows} rows"
+    return None
 
 
 def check_resumed(checkpoint: Path, adapted: Any) -> None:

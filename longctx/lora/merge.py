@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from transformers import AutoConfig
 
 from longctx.config import ModelArguments
-from longctx.data.tokenizer import read_tokenizer
+from longctx.data.tokenizer import largest_id, read_tokenizer
 from longctx.errors import UserError, one_line, say
 from longctx.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.lora.quantise import round_to_nf4_
@@ -100,10 +101,11 @@ def merge(
         config = _config(adapter, base)
         if found.get("task_type") == "SEQ_CLS":
             as_reward_model(config)
-        check_fits(adapter, config)
+        rows = check_fits(adapter, config)
+        _check_tokens(adapter, tokenizer, base, rows)
         if BASE not in allow_changed:
             _check_base(adapter, base, config)
-        merged = _merged(adapter, base, config, dtype, quantize)
+        merged = _merged(adapter, base, config, rows, dtype, quantize)
         try:
             rehearse(merged, lambda to: merged.save_pretrained(to, state_dict={}), staged.parent)
             require_space(output.parent, sum(x.nbytes for x in merged.parameters()))
@@ -140,11 +142,30 @@ def _check_base(adapter: Path, base: ModelSource, config: Any) -> None:
         )
 
 
-def _merged(adapter: Path, base: ModelSource, config: Any, dtype: str, quantize: str) -> Any:
+def _check_tokens(adapter: Path, tokenizer: Any, base: ModelSource, rows: int) -> None:
+    """Raises UserError for a tokenizer beside the adapter with a token that its run added and whose
+    row is in no file. Some models' own tokenizers have tokens without a row."""
+    if tokenizer is None or (most := largest_id(tokenizer)) < rows:
+        return
+    with suppress(UserError):  # a model without a tokenizer
+        if largest_id(read_tokenizer(base.name or "")) >= most:
+            return
+    raise UserError(
+        f"cannot merge {adapter}: its tokenizer has the token {most}, and neither the adapter nor "
+        f"{base.name} a row for it (they have {rows}): save the adapter again with "
+        "save_embedding_layers=True, or give the --model whose vocabulary was extended"
+    )
+
+
+def _merged(
+    adapter: Path, base: ModelSource, config: Any, rows: int, dtype: str, quantize: str
+) -> Any:
     import peft
 
     asked = dtype if dtype == "auto" else getattr(torch, dtype)
     model = read_model(base, config, dtype=asked, attention="eager", head_follows=True)
+    if rows != len(model.get_input_embeddings().weight):
+        model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter holds all rows
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
     if quantize != "none":
         round_to_nf4_(model.get_decoder().layers)

@@ -104,6 +104,12 @@ def _check_sizes(source: ModelSource, config: PretrainedConfig) -> None:
             found = getattr(part, name, None)
             if found is not None and not isinstance(found, list):  # of numbers for each layer
                 _check_size(source, name, found)
+    named = getattr(config, "architectures", None) or []
+    if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise UserError(
+            f"{source.name}: its config.json has architectures {shortened(repr(named), 40)}: "
+            "a list of names of classes is needed"
+        )
     dropout = getattr(config, "attention_dropout", None) or 0.0
     if not 0 <= dropout < 1:
         raise UserError(f"{source.name}: its config.json drops {dropout} of attention")

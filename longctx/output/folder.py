@@ -130,9 +130,9 @@ def claimed(path: Path) -> Iterator[Path]:
 
     Raises UserError where `path` exists, cannot be made, or is being made by another process.
     """
-    staging = path.with_name(f"{STAGING}{path.name}")
-    if os.path.lexists(path):
+    if os.path.lexists(path):  # also `.` and `/`, which have no name
         raise UserError(f"{path} exists: give --output a new folder")
+    staging = path.with_name(f"{STAGING}{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if staging.is_symlink():

@@ -36,7 +36,7 @@ from longctx.errors import UserError, one_line, printable, say
 from longctx.program import Parser
 from longctx.recipe import read_text
 from longctx.report.needle import DEPTHS, needles
-from longctx.report.page import pyplot
+from longctx.report.page import legend_name, pyplot
 from longctx.run.loading import load_config, load_model
 from longctx.writing import MARK, check_writable, replace_file
 
@@ -263,11 +263,8 @@ def picture(results: Sequence[Result], path: Path) -> bytes:
     may have written them, that cannot be drawn."""
     file = io.BytesIO()
     try:
-        with pyplot().rc_context({"text.parse_math": False}):  # names may hold dollar signs
-            kind = path.suffix[1:].lower()
-            draw(results).savefig(
-                file, format=kind, dpi=120, metadata={PICTURES[kind]: MARK.decode()}
-            )
+        kind = path.suffix[1:].lower()
+        draw(results).savefig(file, format=kind, dpi=120, metadata={PICTURES[kind]: MARK.decode()})
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise UserError(
             f"--output holds results that cannot be drawn ({one_line(error)}): give another file"
@@ -282,7 +279,9 @@ def draw(results: Sequence[Result]) -> Any:
     )
     for number, result in enumerate(results):
         buckets = result["loss_by_position"]
-        style = dict(marker="o", linestyle=("-", "--")[number % 2], label=printable(result["name"]))
+        style = dict(
+            marker="o", linestyle=("-", "--")[number % 2], label=legend_name(result["name"])
+        )
         labels = [f"{_short(b['start'])}-{_short(b['end'])}" for b in buckets]
         axes[0].plot(labels, [b["loss"] for b in buckets], **style)
     axes[0].set(title="loss by position", xlabel="tokens", ylabel="loss")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from longctx.data.windows import tokenise
 from longctx.errors import UserError
 
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -62,8 +63,7 @@ def _hide(
     depth: float,
 ) -> Needle:
     needle, question, reply = (
-        np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-        for text in (told, asked, answer)
+        tokenise(tokenizer, text, add_special_tokens=False).ids for text in (told, asked, answer)
     )
     room = tokens - len(needle) - len(question) - len(reply)
     if room < 2:

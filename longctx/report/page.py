@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from longctx.errors import UserError
+from longctx.errors import UserError, printable
 from longctx.writing import MARK, replace_file
 
 _JINJA = Environment(
@@ -96,8 +96,15 @@ def pyplot() -> Any:
         "axes.grid": True,
         "grid.alpha": 0.3,
         "svg.fonttype": "none",  # text stays text: smaller, and it can be searched
+        "text.parse_math": False,  # names may hold dollar signs
     }
     return plt
+
+
+def legend_name(name: str) -> str:
+    """A stranger's name as a curve's label: matplotlib leaves those that begin with `_` out of the
+    legend."""
+    return printable(f" {name}" if name.startswith("_") else name)
 
 
 def paragraph(text: str) -> Markup:

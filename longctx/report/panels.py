@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from longctx.report.page import pyplot
+from longctx.report.page import legend_name, pyplot
 from longctx.report.runs import Run
 
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
@@ -119,7 +119,7 @@ def draw(runs: Sequence[Run], unit: str, keys: dict[str, str]) -> Any | None:
 def _label(runs: Sequence[Run], kinds: Sequence[str], run: Run, name: str) -> str:
     if len(runs) == 1:
         return name
-    return run.name if len(kinds) == 1 else f"{run.name}, {name}"
+    return legend_name(run.name if len(kinds) == 1 else f"{run.name}, {name}")
 
 
 def _curve(axes: Any, points: Sequence[tuple[int, float]], style: dict[str, Any]) -> None:

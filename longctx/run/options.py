@@ -26,6 +26,7 @@ from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.limits import given, idle_options
 from longctx.model.vision import PREFIXES
+from longctx.processes import make_room_for_workers
 from longctx.run.loading import compute_dtype
 from longctx.run.states import uses_exact_states
 
@@ -49,6 +50,7 @@ def parse_args(
             f"trainer for {args.task} is 1e-06"
         )
     rehearse(args, args.max_steps)
+    make_room_for_workers(args.dataloader_num_workers, args.dataloader_prefetch_factor)
     model_args = _with_dtype(model_args, args, engine)
     _check_engine(model_args, args, engine)
     if engine.exact_states:

@@ -350,3 +350,20 @@ def test_the_rows_of_this_format(tmp_path):
         "the same documents give other rows than before: if that is meant, raise FORMAT in "
         f"longctx/data/cache.py, or old caches will be used, and write down {hashed!r} for it here"
     )
+
+
+@pytest.mark.parametrize("end", [".arrow", ".arrow.xxh3"])
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "a link"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+    tmp_path: Path, end: str, linked: bool
+) -> None:
+    path, rows = tmp_path / "reference-v2-0.arrow", [{"a": 1}, {"a": 2}]
+    features = Features({"a": Value("int64")})
+    write_arrow(path, features, rows)
+    damaged = path.with_name(path.name.removesuffix(".arrow") + end)
+    damaged.unlink()
+    os.mkfifo(tmp_path / "pipe" if linked else damaged)
+    if linked:
+        damaged.symlink_to(tmp_path / "pipe")
+    assert open_arrow(path) is None
+    assert write_arrow(path, features, rows)["a"] == [1, 2]

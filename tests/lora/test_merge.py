@@ -68,9 +68,12 @@ def copy(saved: Path, folder: Path) -> Path:
     return Path(shutil.copytree(saved, folder / "adapter"))
 
 
-def save_adapter(base: Path, folder: Path, **changes: Any) -> Any:
-    """A random adapter; returns the model that it makes, as PEFT runs it."""
+def save_adapter(base: Path, folder: Path, rows: int | None = None, **changes: Any) -> Any:
+    """A random adapter, of a run that gave the vocabulary so many `rows`; returns the model that it
+    makes, as PEFT runs it."""
     model = AutoModelForCausalLM.from_pretrained(base)
+    if rows is not None:
+        model.resize_token_embeddings(rows, mean_resizing=False)
     settings = dict(r=4, lora_alpha=8, target_modules=ALL, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, peft.LoraConfig(**settings | changes))
     torch.manual_seed(1)
@@ -78,7 +81,7 @@ def save_adapter(base: Path, folder: Path, **changes: Any) -> Any:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter += 0.05 * torch.randn_like(parameter)
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(folder, save_embedding_layers=rows is not None)
     return adapted.eval()
 
 
@@ -109,6 +112,16 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
     "tied: an adapter on the head": ("tied", {"target_modules": ["lm_head", "o_proj"]}),
     "some tokens": ("whole", {"trainable_token_indices": [1, 5, 7]}),
     "tied: some tokens": ("tied", {"trainable_token_indices": {"embed_tokens": [1, 5, 7]}}),
+    "more tokens": ("whole", {"rows": 101}),
+    "tied: more tokens": ("tied", {"rows": 101}),
+    "more tokens, adapters on the ends": (
+        "whole",
+        {"rows": 101, "target_modules": ["embed_tokens", "lm_head"]},
+    ),
+    "more tokens, which alone are trained": (
+        "whole",
+        {"rows": 101, "trainable_token_indices": [*range(97, 101)]},
+    ),
     "a whole MLP of its own": ("whole", {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
 }
 
@@ -120,12 +133,50 @@ def test_the_merged_model_is_the_one_that_peft_runs(bases, tmp_path: Path, kind:
     adapted = save_adapter(bases[base], tmp_path / "adapter", **changes)
     before = AutoModelForCausalLM.from_pretrained(bases[base]).eval()(IDS).logits
     truth = adapted(IDS).logits
-    assert (truth - before).abs().max() > 1e-3
+    assert (truth[..., : before.shape[-1]] - before).abs().max() > 1e-3
     merge(tmp_path / "adapter", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(merged(IDS).logits, truth, rtol=1e-4, atol=1e-5)
     assert check_files(tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tokens_without_rows_are_refused(bases, tmp_path: Path) -> None:
+    """The adapter or its model has to hold the row of each token that a run added; tokens without a
+    row that the model's own tokenizer has, as Gemma 3's, are its author's."""
+    rows = len(small_tokenizer())
+    base = save_base(tmp_path / "base", vocab_size=rows)
+    small_tokenizer().save_pretrained(base)
+    adapter = tmp_path / "adapter"
+    save_adapter(base, adapter)
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(adapter)
+    with pytest.raises(UserError, match=f"token {rows}, and neither .* save_embedding_layers=True"):
+        merge(adapter, tmp_path / "merged")
+    tokenizer.save_pretrained(base)
+    merge(adapter, tmp_path / "merged")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("lost", "says"),
+    [
+        ("lm_head.weight", "101 rows for a vocabulary of 97, but none of lm_head"),
+        ("", "trained the row of token 100, and the model has 97 rows"),
+    ],
+)
+def test_ends_without_rows_are_refused(bases, tmp_path: Path, lost: str, says: str) -> None:
+    changes = {} if lost else {"trainable_token_indices": [100]}
+    save_adapter(bases["whole"], tmp_path / "adapter", rows=101, **changes)
+    tensors = load_file(tmp_path / "adapter" / SAFE)
+    gone = [n for n in tensors if n.endswith(lost or ".weight") and "lora" not in n]
+    for name in gone:
+        del tensors[name]
+    save_file(tensors, tmp_path / "adapter" / SAFE)
+    with pytest.raises(UserError, match=says):
+        merge(tmp_path / "adapter", tmp_path / "merged")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -129,6 +129,22 @@ CONFIG: dict[str, tuple[dict[str, Any], object]] = {
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, fails("is quantised .gptq.")),
     "a name of markup": ({"_name_or_path": "<script>alert(1)</script>"}, works()),
     "a version from the future": ({"transformers_version": "99.0"}, works()),
+    **{
+        f"architectures of {what}": (
+            {"architectures": value},
+            fails("broken: its config.json has architectures .*a list of names"),
+        )
+        for what, value in {
+            "a number": 7,
+            "a truth": True,
+            "a word": "LlamaForCausalLM",
+            "numbers": [7],
+            "null": [None],
+            "a mapping": {"a": 1},
+        }.items()
+    },
+    "no name of an architecture": ({"architectures": []}, works()),
+    "architectures of nothing": ({"architectures": None}, works()),
 }
 
 GENERATION: dict[str, tuple[Any, object]] = {
@@ -168,6 +184,10 @@ def tokenizer(**changes: Any) -> Make:
 
 def backend(**changes: Any) -> Make:
     return model(edit("tokenizer.json", **changes))
+
+
+def replaces(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
 FILES = {
@@ -285,6 +305,39 @@ FILES = {
     ),
     "special tokens of a list": (raw("special_tokens_map.json", "[]"), fails(TOKENIZER)),
     "added tokens of a list": (raw("added_tokens.json", "[]"), fails(TOKENIZER)),
+    **{
+        f"a tokenizer that {what}": (backend(**parts), fails(says))
+        for what, (parts, says) in {
+            "makes a thousand of each letter": (
+                {"normalizer": replaces("[a-z]", "x" * 1000)},
+                "the tokenizer of .*broken makes .* characters of",
+            ),
+            "makes a thousand of a rare letter": (
+                {"normalizer": replaces("\u1234", "x" * 1000)},
+                "the tokenizer of .*broken makes .* characters of",
+            ),
+            "doubles nine times": (
+                {"normalizer": {"type": "Sequence", "normalizers": [replaces(".", "xx")] * 9}},
+                "the tokenizer of .*broken makes .* characters of",
+            ),
+            "doubles forty times": (
+                {"normalizer": {"type": "Sequence", "normalizers": [replaces(".", "xx")] * 40}},
+                "the tokenizer of .*broken (was killed|takes more than)",
+            ),
+            "begins with a megabyte": (
+                {"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}},
+                "the tokenizer of .*broken makes .* characters of",
+            ),
+            "knows no other word": (
+                {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}},
+                "the tokenizer is damaged .*give another --tokenizer_name",
+            ),
+            "knows no other piece": (
+                {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}},
+                "the tokenizer is damaged .*give another --tokenizer_name",
+            ),
+        }.items()
+    },
 }
 
 CASES = [

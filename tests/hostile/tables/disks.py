@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from hostile.cases import (
@@ -39,6 +41,13 @@ REASONS = {
     IO: "Input/output error",
     READ_ONLY: "Read-only file system",
 }
+
+
+def files(soft: int, hard: int) -> Callable[[], None]:
+    """From now on the process may have so many open files."""
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 FILES = ("config.json", "tokenizer_config.json", "trainer_state.json", "manifest.json")
 
 
@@ -277,6 +286,16 @@ DISKS = {
         given(EVAL + " --output FOLDER/e.json"),
         fails("cannot write .*e.json: No space left"),
         always(file_event("open", "*/.*.tmp"), refuse(FULL)),
+    ),
+    "workers without open files": (
+        given("--dataloader_num_workers 8"),
+        fails("--dataloader_num_workers 8: they need .* open files, and 80 are allowed"),
+        from_the_start(files(80, 80)),
+    ),
+    "workers with few open files, which may be more": (
+        given("--dataloader_num_workers 2"),
+        works(),
+        from_the_start(files(60, 4096)),
     ),
 }
 CASES = table("disks", DISKS)

@@ -308,6 +308,10 @@ MERGES = {
         for name, status in (("TERM", 143), ("INT", 130), ("HUP", 129))
     },
     "output that nobody reads": (merge(), prints(), closed_pipe(1, 2)),
+    **{
+        f"an output of {to!r}": (merge(to=to), fails("exists: give --output a new folder"))
+        for to in (".", "..", "/", "./", "FOLDER/adapter/..", "")
+    },
     "two at once": (
         merge(),
         prints("the merged model"),

@@ -380,6 +380,16 @@ PATHS = {
         both(text(b"caf\xe9.txt"), given("--show_example")),
         fails("is not UTF-8 text"),
     ),
+    **{
+        f"{flag} too long": (given(f"{flag} {'x' * 300}"), fails(says))
+        for flag, says in {
+            "--config": "cannot read x+: no such file|File name too long",
+            "--cache_dir": "File name too long",
+            "--plan": "--plan: cannot read x+.*File name too long",
+            "--resume_from_checkpoint": "no such folder",
+            "--tokenizer_name": "no tokenizer could be loaded",
+        }.items()
+    },
 }
 
 CASES = table("paths", PATHS)

@@ -285,6 +285,17 @@ REPORTS = {
         ),
         fails("report.html would overwrite .*report.html"),
     ),
+    **{
+        f"runs called {name}": (
+            lambda f, name=name: (
+                metrics(GOOD, name)(f)
+                and metrics(GOOD, "other")(f)
+                and ["longctx", "report", str(f / name), str(f / "other"), "--output", str(f / "p")]
+            ),
+            prints("wrote .*/p"),
+        )
+        for name in ("$5_{x}$", r"$\frac$", "_hidden", "a$b", "%s{}", "<svg>")
+    },
 }
 
 CASES = table("reports", REPORTS)
