@@ -50,6 +50,7 @@ from longctx.model.families import (
     rotary_embeddings,
 )
 from longctx.model.logits import lazy_logits
+from longctx.model.look import look
 from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.parents import PARENTS, check_labels, check_positions
 from longctx.model.positions import Positions, positions_of
@@ -276,9 +277,7 @@ def causal_forward(
     )
     return CausalLMOutputWithPast(
         loss=loss,
-        logits=lazy_logits(
-            hidden, partial(_logits, head, scaling, cap, said), len(head.weight), loss
-        ),
+        logits=lazy_logits(hidden, partial(_logits, head, scaling, cap, said), _vocab(head), loss),
         past_key_values=base.past_key_values,
         hidden_states=base.hidden_states,
         attentions=base.attentions,
@@ -313,9 +312,16 @@ def _logits(
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def _vocab(head: Any) -> int:
+    weight = head._parameters.get("weight")
+    return int(head.out_features) if weight is None else len(weight)
+
+
 def _why_all_logits(model: Any) -> str | None:
     reason = why_not_chunked(model)
-    return _DOUBLE if reason is None and head_of(model).weight.dtype == torch.float64 else reason
+    if reason is None and look(head_of(model), "weight").dtype == torch.float64:
+        return _DOUBLE
+    return reason
 
 
 def _is_held(module: nn.Module) -> bool:
@@ -574,7 +580,7 @@ def _why_not_shared(base: Any, runtime: Runtime, input_ids: Tensor | None) -> st
         return "the call has inputs_embeds, which are not compared"
     if runtime.shards is not None:
         return "ranks share rows"
-    adapters = (x for layer in base.layers for x in layer_adapters(layer).values())
+    adapters = (x for layer in base.layers for x in layer_adapters(layer, look).values())
     if base.training and any(adapter.dropout for adapter in adapters):
         return "dropout of adapters draws another mask for each row"
     return None

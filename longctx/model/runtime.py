@@ -56,6 +56,7 @@ from longctx.model.families import (
     score_cap,
     windows,
 )
+from longctx.model.look import look
 from longctx.options import PatchOptions
 
 logger = logging.getLogger("longctx")
@@ -226,9 +227,9 @@ def model_sizes(
     base, head = base_of(model), head_of(model)
     assert base is not None
     config, family = base.config, known_family(base)
-    weights = [layer_weights(layer) for layer in base.layers]
+    weights = [layer_weights(layer, look) for layer in base.layers]
     matrices = [x for w in weights for x in w if x is not None]
-    adapters = [x for layer in base.layers for x in layer_adapters(layer).values()]
+    adapters = [x for layer in base.layers for x in layer_adapters(layer, look).values()]
     packed = [state for w in weights[0] if (state := getattr(w, "quant_state", None)) is not None]
     return Sizes(
         layers=config.num_hidden_layers,
@@ -255,7 +256,7 @@ def model_sizes(
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),
         trains_head=head is None or any(p.requires_grad for p in head.parameters()),
-        tied=getattr(head, "weight", None) is base.embed_tokens.weight,
+        tied=look(head, "weight", None) is look(base.embed_tokens, "weight"),
         dense_bytes=sum(math.prod(state.shape) * dtype.itemsize for state in packed),
         rank=max((len(x.a) for x in adapters), default=0),
         drops=any(x.dropout for x in adapters),

@@ -50,6 +50,7 @@ from longctx.model.families import (
     part_of,
     rotary_embeddings,
 )
+from longctx.model.look import look
 from longctx.model.vision import forward_names, is_joint, is_whole
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -247,13 +248,13 @@ def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[st
     cut up (DTensors, empty ones) and 4 bits tell their shape by the module's features."""
     weight = module._parameters.get("weight")
     if weight is None and "parametrizations" not in module._modules:
-        weight = getattr(module, "weight", None)  # FSDP and functional_call put tensors there
+        weight = look(module, "weight", None)  # FSDP and functional_call put tensors there
         if not isinstance(weight, torch.Tensor):
             yield f"no weight in {where}"
             return
     found = shape
     if len(shape) == 2:
-        found, _ = (module.out_features, module.in_features), module.bias
+        found, _ = (module.out_features, module.in_features), look(module, "bias")
     if type(weight) is nn.Parameter and weight.numel():
         found = tuple(weight.shape)
     if found != shape:
@@ -297,9 +298,9 @@ def _other_settings(
     if vars(layer).get("residual_multiplier", 1.0) != traits.residual:
         yield f"a residual multiplier of its own in {where}"
     for name in family.fused:
-        if parts[name].bias is not None:
+        if look(parts[name], "bias") is not None:
             yield f"a bias of {name} in {where}"
-    biases = {parts[family.linears[n]].bias is None for n in "qkv" if n in family.linears}
+    biases = {look(parts[family.linears[n]], "bias") is None for n in "qkv" if n in family.linears}
     if len(biases) > 1:
         yield f"biases on some of q, k, v only in {where}"
 

@@ -142,6 +142,58 @@ def test_parametrized_weights_are_trained_by_the_schedule(scheduled) -> None:
     assert scheduled == [96, 96]
 
 
+class Noise(nn.Module):
+    """Draws another weight at each reading."""
+
+    readings = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.readings += 1
+        generator = torch.Generator().manual_seed(self.readings)
+        return weight + 0.05 * torch.randn(weight.shape, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.k_proj.bias",
+        "model.layers.1.mlp.down_proj.weight",
+    ],
+)
+def test_a_parametrized_weight_is_computed_once_a_step(scheduled, where) -> None:
+    def make() -> Any:
+        model = AutoModelForCausalLM.from_config(family_config("qwen2"))
+        path, _, name = where.rpartition(".")
+        nn.utils.parametrize.register_parametrization(model.get_submodule(path), name, Noise())
+        return model.train()
+
+    models = patched_pair(make)
+    ids = IDS % 211
+    for _ in range(2):
+        assert_same(*models, lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss)
+    assert scheduled
+    counts = [[x.readings for x in m.modules() if isinstance(x, Noise)] for m in models]
+    assert counts[0] == counts[1] == [1 + 2]  # it is computed when it is registered
+
+
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp.up_proj"])
+def test_spectral_norm_takes_the_same_steps(scheduled, where) -> None:
+    models = pair()
+    for model in models:
+        torch.manual_seed(3)
+        nn.utils.parametrizations.spectral_norm(model.get_submodule(where))
+    for _ in range(3):
+        assert_same(*models, lambda m: m(**packed_batch()).loss)
+    vectors = [m.get_submodule(where).parametrizations.weight[0]._u for m in models]
+    torch.testing.assert_close(*vectors)
+    assert scheduled
+
+
 def test_hooks_of_trls_offloading_on_lm_head_are_no_strangers(scheduled, capsys) -> None:
     """They keep what lm_head saves on the GPU."""
     _, ours = pair()
