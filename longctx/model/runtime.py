@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from longctx.attention.backends import choose_attention
 from longctx.attention.cross import cross_of
 from longctx.attention.documents import Documents
+from longctx.attention.padding import Padded
 from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
@@ -311,6 +312,8 @@ def make_schedule(
     attention = runtime.attention
     if documents.parents:
         attention = Prefixed(attention, cross_of(attention))
+    if documents.padding:
+        attention = Padded(attention, cross_of(attention))
     if runtime.shards is not None:
         check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
         attention = Sharded(attention, runtime.shards, rows)

@@ -65,6 +65,9 @@ _HARMLESS = (
 )
 """Whose hooks change no value."""
 _FORWARDS = "longctx.model.forwards"
+_CLASSIFIERS = tuple(
+    f"transformers.modeling_layers.GenericFor{kind}Classification" for kind in ("Sequence", "Token")
+)
 _IN_BASE = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 
 
@@ -73,7 +76,7 @@ def replaceable(module: nn.Module) -> bool:
     ours."""
     if is_a(module, "Model") or is_a(module, "ForCausalLM"):
         return True
-    if is_whole(module):
+    if is_whole(module) or is_classifier(module):
         return True
     if is_joint(module):  # text goes around its forward, so that a subclass keeps one of its own
         return _forward_name(type(module).forward) in forward_names()
@@ -81,6 +84,11 @@ def replaceable(module: nn.Module) -> bool:
     if family is not None:
         known = family.known("DecoderLayer") + family.norm_classes
     return _forward_name(type(module).forward) in known
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether this is transformers' classifier of sequences or of tokens, with its own forward."""
+    return _forward_name(type(model).forward) in _CLASSIFIERS
 
 
 def is_trls_head(forward: Any, module: nn.Module) -> bool:
@@ -137,18 +145,28 @@ def _heard(kind: Any, family: Any) -> frozenset[str]:
 def why_not_chunked(model: PreTrainedModel) -> str | None:
     """The same for lm_head and the loss, which need all logits then."""
     found = _problems(head_of(model), LINEAR, "lm_head", patched=True, hooks=_AFTER)
-    kind = type(model)
-    family = family_of(model)
-    known = family.known("ForCausalLM") if family is not None else ()
-    if _forward_name(kind.forward) not in (*known, *forward_names()):
-        return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
-    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return "a loss of its own"
+    if reason := _own_loss(model):
+        return reason
     if getattr(model.config, "final_logit_softcapping", None) != logits_cap(model):
         return "a cap of logits"
     if any(changing_hooks(model.lm_head)):
         return "hooks on lm_head"
     return next(found, None)
+
+
+def has_known_loss(model: PreTrainedModel) -> bool:
+    """Whether Hugging Face's own code computes the loss, which masks labels of -100."""
+    return _own_loss(model) is None
+
+
+def _own_loss(model: PreTrainedModel) -> str | None:
+    kind, family = type(model), family_of(model)
+    known = family.known("ForCausalLM") if family is not None else ()
+    if _forward_name(kind.forward) not in (*known, *forward_names()):
+        return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
+    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        return "a loss of its own"
+    return None
 
 
 def _strangers(base: Any) -> Iterator[str]:

@@ -296,23 +296,20 @@ def test_attention_to_later_tokens_as_an_argument(scheduled, capsys, family, who
     assert "attention to later tokens (is_causal=False)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-def test_logits_of_padding_are_said_where_they_are_read(scheduled, capsys, labelled) -> None:
-    """Once, by who reads all of them; not where they are not, or where nothing is padded."""
+def test_logits_of_padding_beside_labels_are_said_where_they_are_read(scheduled, capsys) -> None:
+    """Once; not where they are not read, or where nothing is padded."""
     _, ours = pair()
     mask = torch.ones_like(IDS)
 
     def said(mask: Tensor) -> int:
-        labels = dict(labels=IDS.masked_fill(mask == 0, -100)) if labelled else {}
-        output = ours(input_ids=IDS, attention_mask=mask, use_cache=False, **labels)
-        if labelled:
-            assert "zero" not in capsys.readouterr().out
+        labels = IDS.masked_fill(mask == 0, -100)
+        output = ours(input_ids=IDS, attention_mask=mask, use_cache=False, labels=labels)
+        assert "zero" not in capsys.readouterr().out
         output.logits.sum()
         return capsys.readouterr().out.count("its hidden states are zero")
 
     assert said(mask) == 0
     mask[1, 40:] = 0
-    ours(input_ids=IDS, attention_mask=mask, use_cache=False, logits_to_keep=3)
     assert [said(mask), said(mask)] == [1, 0] and scheduled
 
 
