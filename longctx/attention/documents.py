@@ -9,12 +9,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longctx.errors import UserError
+
+
+class Padding(NamedTuple):
+    """Consecutive tokens of padding, whose outputs somebody reads (padding.py)."""
+
+    tokens: slice
+    """Their place after the tokens of all documents."""
+    seen: slice
+    """The tokens of the document that stand right before them in their row, and to which they
+    attend; empty where they see none, as on the left of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +56,8 @@ class Documents:
     cu_seqlens: Tensor  # (documents + 1,) int32, on the device of the tokens
     parents: tuple[int | None, ...] = ()
     """The number of each document's parent, or None; empty if no document has a parent."""
+    padding: tuple[Padding, ...] = ()
+    """The padding that is computed, which follows the tokens of all documents."""
 
     @classmethod
     def of_batch(
@@ -161,8 +173,17 @@ class Documents:
 
     @cached_property
     def longest(self) -> int:
-        """The most tokens that a token can attend to where there are no windows."""
-        return max(a + b for a, b in zip(self.lengths, self.before, strict=True))
+        """The farthest that a token can look back, itself counted, where there are no windows."""
+        of_padding = (
+            p.seen.stop - p.seen.start + p.tokens.stop - p.tokens.start for p in self.padding
+        )
+        own = (a + b for a, b in zip(self.lengths, self.before, strict=True))
+        return max((*own, *of_padding))
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all documents, without padding."""
+        return sum(self.lengths)
 
     @cached_property
     def prompts(self) -> list[tuple[slice, list[slice]]]:
@@ -193,6 +214,10 @@ class Documents:
 
 
 Parents = Sequence[int | None] | Tensor | None
+
+
+def _length(tokens: slice) -> int:
+    return int(tokens.stop - tokens.start)
 
 
 def _checked(lengths: Sequence[int], parents: Parents) -> tuple[int | None, ...]:

@@ -65,12 +65,12 @@ class Prefixed(Attention):
         lse: Tensor,
         window: int | None = None,
     ) -> None:
-        alone = _inside(documents, window)
+        alone = inside(documents, window)
         self.attention.forward(qkv, documents, scale, o, lse, alone)
         for keys, answers in continuations(documents, window):
             for queries in answers:
-                parts = _parts(qkv, queries, keys)
-                found = self.cross.forward(parts, scale, _needed(parts, window))
+                parts = parts_of(qkv, queries, keys)
+                found = self.cross.forward(parts, scale, needed(parts, window))
                 merge_(o[queries], lse[:, queries], *found)
 
     def backward(
@@ -89,15 +89,15 @@ class Prefixed(Attention):
             (keys, [(queries, o[queries].clone() if taken else o[queries]) for queries in answers])
             for keys, answers in continuations(documents, window)
         ]
-        alone = _inside(documents, window)
+        alone = inside(documents, window)
         grads = self.attention.backward(do, qkv, documents, scale, o, lse, alone, out)
         for keys, answers in pieces:
             sums: list[Tensor] = []
             for queries, merged in answers:
-                parts = _parts(qkv, queries, keys)
+                parts = parts_of(qkv, queries, keys)
                 dq, *dkv = self.cross.backward(
                     *(do[queries], parts, scale, merged, lse[:, queries].contiguous()),
-                    _needed(parts, window),
+                    needed(parts, window),
                 )
                 grads.q[queries].add_(dq)
                 sums = [_sum(a, b) for a, b in zip(sums, dkv, strict=True)] if sums else dkv
@@ -130,16 +130,16 @@ def merge_(o: Tensor, lse: Tensor, o2: Tensor, lse2: Tensor) -> None:
     lse.copy_(both)
 
 
-def _parts(qkv: QKV, queries: slice, keys: slice) -> QKV:
+def parts_of(qkv: QKV, queries: slice, keys: slice) -> QKV:
     return QKV(qkv.q[queries], qkv.k[keys], qkv.v[keys])
 
 
-def _inside(documents: Documents, window: int | None) -> int | None:
+def inside(documents: Documents, window: int | None) -> int | None:
     """The window of the first call: None if no document alone is longer than it."""
     return window if window is not None and window < max(documents.lengths) else None
 
 
-def _needed(parts: QKV, window: int | None) -> int | None:
+def needed(parts: QKV, window: int | None) -> int | None:
     """The window of a launch of the second call: None if every query sees every key."""
     return window if window is not None and window < len(parts.q) + len(parts.k) else None
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from longctx.layer.lora import Lora
 from longctx.layer.weights import Weights
+from longctx.model.look import Read, look
 
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
@@ -74,7 +75,7 @@ def is_adapted(module: Any) -> bool:
     return "base_layer" in module._modules and "lora_A" in module._modules
 
 
-def applied(modules: Mapping[str, Any]) -> dict[str, Applied]:
+def applied(modules: Mapping[str, Any], read: Read = getattr) -> dict[str, Applied]:
     """Returns the adapters that these linear layers apply, by the same names."""
     found = {}
     for name, module in modules.items():
@@ -82,8 +83,8 @@ def applied(modules: Mapping[str, Any]) -> dict[str, Applied]:
         if adapter is not None:
             drop = module.lora_dropout[adapter]
             found[name] = Applied(
-                a=module.lora_A[adapter].weight,
-                b=module.lora_B[adapter].weight,
+                a=read(module.lora_A[adapter], "weight"),
+                b=read(module.lora_B[adapter], "weight"),
                 scale=float(module.scaling[adapter]),
                 dropout=drop.p if drop.training and isinstance(drop, nn.Dropout) else 0.0,
             )
@@ -109,7 +110,7 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         variant = getattr(module, "lora_variant", {}).get(adapter)
         if variant is not None or getattr(module, "use_dora", {}).get(adapter):
             yield f"a variant of LoRA ({type(variant).__name__}) in {where}"
-        if module.lora_B[adapter].bias is not None:
+        if look(module.lora_B[adapter], "bias") is not None:
             yield f"an adapter with a bias in {where}"
         if not isinstance(module.scaling[adapter], (int, float)):
             kind = type(module.scaling[adapter]).__name__
@@ -117,7 +118,7 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         drop = module.lora_dropout[adapter]
         if type(drop) not in (nn.Dropout, nn.Identity):
             yield f"an adapter with a dropout of its own in {where}"
-        for factor in (module.lora_A[adapter].weight, module.lora_B[adapter].weight):
+        for factor in (look(part[adapter], "weight") for part in (module.lora_A, module.lora_B)):
             if factor.dtype not in (torch.float32, dtype):
                 yield f"an adapter in {factor.dtype} over weights in {dtype} in {where}"
 

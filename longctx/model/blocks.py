@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from longctx.memory.states import BlockSpec, Part
+from longctx.model.look import look
 from longctx.model.vision import at_rest
 
 
@@ -58,7 +59,7 @@ def _blocks(
     prefix: str,
 ) -> list[BlockSpec]:
     """Returns the blocks of one model, and adds their parameters to `taken`."""
-    dtype = model.get_input_embeddings().weight.dtype
+    dtype = look(model.get_input_embeddings(), "weight").dtype
 
     def block(
         name: str,
@@ -82,7 +83,7 @@ def _blocks(
         )
 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
+    tied = head is not None and look(head, "weight") is look(embedding, "weight")
     first, last = _owners(embedding), [] if head is None else _owners(head)
     blocks = [
         block("embedding", first + last, None, False, last)

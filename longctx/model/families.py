@@ -41,6 +41,7 @@ from longctx.layer.passes import Traits
 from longctx.layer.weights import Weights
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
 from longctx.model.classes import class_of
+from longctx.model.look import Read
 from longctx.model.vision import PREFIXES, is_whole, joint_of
 
 Names = tuple[str, ...]
@@ -241,14 +242,14 @@ class Family:
             for owner in dict.fromkeys(owner for owner, _, _ in parts)
         }
 
-    def weights(self, layer: Any) -> Weights:
+    def weights(self, layer: Any, read: Read = getattr) -> Weights:
         """Returns the parameters of a layer, without its adapters."""
         linears = {name: part_of(layer, path) for name, path in self.linears.items()}
-        found = {name: module.weight for name, module in linears.items()}
+        found = {name: read(module, "weight") for name, module in linears.items()}
         norms = {name: part_of(layer, path) for name, path in self.norms.items()}
-        found |= {name: module.weight for name, module in norms.items()}
+        found |= {name: read(module, "weight") for name, module in norms.items()}
         for name, module in (linears | norms).items():
-            if (bias := getattr(module, "bias", None)) is not None:
+            if (bias := read(module, "bias", None)) is not None:
                 found[f"{name}_bias"] = bias
         return Weights(**found)
 
@@ -470,16 +471,17 @@ def _family_of(kind: Any) -> Family | None:
     return next((families[part[2]] for part in parts if part[2] in families), None)
 
 
-def layer_weights(layer: Any) -> Weights:
-    """Returns a decoder layer's parameters, as the schedule takes them, without its adapters."""
-    return known_family(layer).weights(layer)
+def layer_weights(layer: Any, read: Read = getattr) -> Weights:
+    """Returns a decoder layer's parameters, as the schedule takes them, without its adapters. With
+    `look` to read them, what parametrised ones are computed from stands in their places."""
+    return known_family(layer).weights(layer, read)
 
 
-def layer_adapters(layer: Any) -> dict[str, Applied]:
+def layer_adapters(layer: Any, read: Read = getattr) -> dict[str, Applied]:
     """Returns the adapters that a forward of the layer applies, by the names in `Weights` of the
     projections that they adapt."""
     family = known_family(layer)
-    return applied({n: part_of(layer, path) for n, path in family.linears.items()})
+    return applied({n: part_of(layer, path) for n, path in family.linears.items()}, read)
 
 
 def model_traits(model: PreTrainedModel) -> tuple[Traits, ...]:

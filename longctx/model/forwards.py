@@ -6,6 +6,7 @@
     base_forward     its base model  embedding, scheduled layers, final norm
     layer_forward    a decoder layer | with a schedule ours, else Hugging Face's; the hooks of
     norm_forward     the final norm  | engines that gather weights run around them
+    classifier_forward  a classifier, of sequences or tokens
     head_forward     lm_head         with labels the loss
 
 The schedule runs in the base model's forward, so whatever calls that in training gets it: the
@@ -29,6 +30,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from longctx.attention.documents import Documents, Parents
+from longctx.attention.padding import sorted_rows
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError, print_rank0
 from longctx.layer.norm_spec import NormSpec
@@ -36,6 +38,7 @@ from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Schedule
 from longctx.layer.schedule import scheduled_layer
 from longctx.model.adapters import with_adapters
+from longctx.model.caller import Caller, classifier_reads_padding, labels_on_padding
 from longctx.model.families import (
     base_of,
     embedding_multiplier,
@@ -50,14 +53,24 @@ from longctx.model.families import (
     rotary_embeddings,
 )
 from longctx.model.logits import lazy_logits
+from longctx.model.look import look
 from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.parents import PARENTS, check_labels, check_positions
 from longctx.model.positions import Positions, four_rows, positions_of
+from longctx.model.read_padding import (
+    COMPUTED,
+    ComputedPadding,
+    padding_of,
+    refuse_gradient,
+    with_means,
+)
 from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
 from longctx.model.shared_prefixes import Sharing, spread
 from longctx.model.shared_prefixes import found as found_prefixes
 from longctx.model.strangers import (
     changing_hooks,
+    has_known_loss,
+    is_classifier,
     is_heard,
     is_ours,
     replaceable,
@@ -70,9 +83,13 @@ _NO_TRACE = (
     "the schedule cannot be traced or transformed: longctx.unpatch(model) first, for torch.export, "
     "torch.compile(fullgraph=True), torch.jit and torch.func"
 )
-_PADDING = (
-    "padding is left out of all work, and its hidden states are zero: means of logits over whole "
-    "rows, as logits/chosen of TRL's ORPO and CPO, differ from Hugging Face's; losses do not"
+_ZERO = (
+    "padding is left out of all work with labels, and its hidden states are zero: means of logits "
+    "over whole rows differ from Hugging Face's; losses do not"
+)
+_MEANS = (
+    "padding is left out of all work: logits/chosen and logits/rejected of TRL's ORPO and CPO are "
+    "means over real tokens, where Hugging Face's are over padding, too; losses do not differ"
 )
 REPLACED = "_longctx_replaced"
 """The attribute of a model that keeps the forward which `patch` found on it."""
@@ -80,25 +97,6 @@ _untraced = torch.compiler.disable(reason=_NO_TRACE)
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """The arguments in which packing collators say where documents begin."""
 _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
-
-
-class Caller:
-    """What the causal model tells one call of its base model, and what it learns from it. It is no
-    dataclass, which wrappers that cast tensors would copy."""
-
-    def __init__(self, *, owns_gradient: bool = False, trains_padding: bool = False) -> None:
-        self.owns_gradient = owns_gradient
-        """Whether the output goes to our loss, which alone holds its gradient."""
-        self.trains_padding = trains_padding
-        """Whether labels are predicted from padding."""
-        self.padded = False
-        """Whether the scheduled layers left padding out; known after the call."""
-
-    def as_keyword(self, base: nn.Module) -> dict[str, Any]:
-        """Returns this object as a keyword if the base model runs our forward, also inside a
-        wrapper that shows its signature (accelerate's autocast); else no keyword."""
-        takes = "caller" in inspect.signature(base.forward).parameters
-        return {"caller": self} if takes else {}
 
 
 class Forward:
@@ -110,7 +108,7 @@ class Forward:
         self._module = weakref.ref(module)
         self.__func__ = function
         _, *parameters = inspect.signature(function).parameters.values()
-        if function in (whole_forward, joint_forward):  # with *args, in the order of their class
+        if function in _IN_THEIR_ORDER:  # with *args
             _, *theirs, rest = inspect.signature(type(module).forward).parameters.values()
             known = {"args", rest.name, *(parameter.name for parameter in theirs)}
             ours = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.name not in known]
@@ -172,6 +170,8 @@ def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
     if head is not None:
         yield model, whole_forward if joint is not None else causal_forward
         yield head, head_forward
+    elif is_classifier(model):
+        yield model, classifier_forward
     if joint is not None:
         yield joint, joint_forward
     yield base, base_forward
@@ -223,6 +223,12 @@ def causal_forward(
     if labels is not None and shift_labels is None and kwargs.get(PARENTS) is not None:
         of_rows = runtime.shards.whole(labels) if runtime.shards else labels
         check_labels(of_rows, kwargs.get("cu_seq_lens_q"), kwargs[PARENTS], ignore_index)
+    targets = shift_labels
+    if labels is not None and targets is None:
+        targets = _shifted(labels, runtime, ignore_index)
+    if targets is not None and ignore_index != IGNORE_INDEX:
+        targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
+    trains_padding = targets is not None and labels_on_padding(targets, attention_mask)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
     whole = None if labels is None or wants_logits else _why_all_logits(self)
     if labels is None or wants_logits or whole:
@@ -230,39 +236,39 @@ def causal_forward(
             _decline(runtime, "all logits are computed", whole)
             if self.training and runtime.label_smoothing:
                 raise UserError(f"--label_smoothing_factor is impossible with {whole}")
-        caller = Caller()
-        if labels is None:  # else a loss function of somebody else's would get the keyword too
+        caller = Caller(
+            reads_padding=None if labels is None else trains_padding,
+            averages=labels is None and not wants_logits,
+        )
+        if labels is None or has_known_loss(self):  # another loss would get the keyword, too
             inputs |= caller.as_keyword(self.model)
         found: CausalLMOutputWithPast = type(self).forward(self, **inputs, **given)
         if caller.padded and not wants_logits:
-            _say(runtime, _PADDING)
+            _say(runtime, _MEANS if caller.averages else _ZERO)
         return found
     if use_cache is None:
         inputs["use_cache"] = False  # with a cache Hugging Face does not look for documents
+    assert targets is not None
     shards = runtime.shards
-    if shift_labels is None and shards is not None:
-        shift_labels = shards.shifted(labels, ignore_index)
-    elif shift_labels is None:
-        shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    if ignore_index != IGNORE_INDEX:
-        shift_labels = shift_labels.masked_fill(shift_labels == ignore_index, IGNORE_INDEX)
     caller = Caller(
         owns_gradient=not any(map(_is_held, {self.model, base_of(self)})),
-        trains_padding=attention_mask is not None and _any_on_padding(shift_labels, attention_mask),
+        reads_padding=trains_padding,
     )
-    counted = RowCount(shift_labels)
+    counted = RowCount(targets)
     inputs |= caller.as_keyword(self.model)
     base = self.model(**inputs, return_dict=True)  # a config may ask for tuples
     hidden = base.last_hidden_state
     if shards is not None and num_items_in_batch is None:
         # The mean over the ranks is the loss, and so it is of their gradients.
-        count = (shift_labels != IGNORE_INDEX).sum().to(hidden.device)
+        count = (targets != IGNORE_INDEX).sum().to(hidden.device)
         num_items_in_batch = shards.total(count).clamp(min=1) / shards.ranks
     head, scaling, cap = head_of(self), logits_scaling(self), logits_cap(self)
-    said = partial(_say, runtime, _PADDING) if caller.padded else None
+    left_out = None
+    if attention_mask is not None and caller.padded:
+        left_out = partial(_say_left_out, runtime, attention_mask)
     loss = head(
         hidden,
-        labels=shift_labels.to(hidden.device),
+        labels=targets.to(hidden.device),
         counted=counted,
         num_items=num_items_in_batch,
         logits_scaling=scaling,
@@ -273,7 +279,7 @@ def causal_forward(
     return CausalLMOutputWithPast(
         loss=loss,
         logits=lazy_logits(
-            hidden, partial(_logits, head, scaling, cap, said), len(head.weight), loss
+            hidden, partial(_logits, head, scaling, cap, left_out), _vocab(head), loss
         ),
         past_key_values=base.past_key_values,
         hidden_states=base.hidden_states,
@@ -299,19 +305,33 @@ def _logits(
     head: Any,
     scaling: float,
     cap: float | None,
-    said: Callable[[], None] | None,
+    left_out: Callable[[Tensor], None] | None,  # told of logits that hold padding's
     hidden: Tensor,  # (B, S, D)
 ) -> Tensor:  # (B, S, V)
-    if said:
-        said()
     logits: Tensor = head(hidden)
     logits = logits if scaling == 1.0 else logits / scaling
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    if left_out is not None:
+        left_out(logits)
+    return logits
+
+
+def _say_left_out(runtime: Runtime, mask: Tensor, logits: Tensor) -> None:  # (B, S), (B, S, V)
+    """Says once that logits of padding are no logits, and lets no loss have a gradient of them."""
+    _say(runtime, _ZERO)
+    refuse_gradient(logits, mask)
+
+
+def _vocab(head: Any) -> int:
+    weight = head._parameters.get("weight")
+    return int(head.out_features) if weight is None else len(weight)
 
 
 def _why_all_logits(model: Any) -> str | None:
     reason = why_not_chunked(model)
-    return _DOUBLE if reason is None and head_of(model).weight.dtype == torch.float64 else reason
+    if reason is None and look(head_of(model), "weight").dtype == torch.float64:
+        return _DOUBLE
+    return reason
 
 
 def _is_held(module: nn.Module) -> bool:
@@ -319,11 +339,10 @@ def _is_held(module: nn.Module) -> bool:
     return any(changing_hooks(module))
 
 
-def _any_on_padding(shift_labels: Tensor, mask: Any) -> bool:
-    """Whether the output of padding is trained, as in rows that are padded on the left."""
-    if not isinstance(mask, Tensor) or mask.shape != shift_labels.shape:
-        return False
-    return bool(((shift_labels != IGNORE_INDEX).to(mask.device) & (mask == 0)).any())
+def _shifted(labels: Tensor, runtime: Runtime, ignore_index: int) -> Tensor:  # (B, S)
+    if runtime.shards is not None:
+        return runtime.shards.shifted(labels, ignore_index)
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
 
 
 # --- around the language model of one that sees images ----------------------------------------
@@ -356,6 +375,20 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         return type(self).forward(self, **inputs)
     finally:
         runtime.images = None
+
+
+@_untraced
+def classifier_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the forward of transformers' classifier, and tells the base model whether it reads
+    padding."""
+    inputs = named(self, args) | kwargs
+    base = getattr(self, self.base_model_prefix)
+    caller = Caller(reads_padding=classifier_reads_padding(self, inputs))
+    return type(self).forward(self, **inputs, **caller.as_keyword(base))
+
+
+_IN_THEIR_ORDER = (whole_forward, joint_forward, classifier_forward)
+"""The forwards that take arguments in the order of the class whose forward they stand in for."""
 
 
 # --- the base model --------------------------------------------------------------------------
@@ -394,7 +427,10 @@ def base_forward(
     if use_cache is None and (trains or parents is not None):
         inputs["use_cache"] = False
     caller = caller or Caller()
-    reason, positions = _not_covered(self, inputs, caller), None
+    reason, positions, padding = _not_covered(self, inputs), None, None
+    if reason is None and attention_mask is not None and parents is None:
+        read = caller.may_read_padding()
+        padding, reason = padding_of(self, attention_mask, read=read)
     if reason is None:
         positions = positions_of(position_ids, known_family(self).position_rows)
         reason = "rows of positions that differ (an image's)" if positions is None else None
@@ -407,6 +443,7 @@ def base_forward(
             last_hidden_state=_scheduled_forward(
                 *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
                 caller=caller,
+                padding=padding,
             )
         )
     assert reason is not None
@@ -442,7 +479,7 @@ def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
         raise UserError(f"ranks that share rows need the schedule, and this call has {reason}")
 
 
-def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | None:
+def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
     """Returns why this call cannot run the scheduled layers, in a few words; None if it can."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
@@ -465,8 +502,6 @@ def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | Non
     tokens = inputs["input_ids"] if embeds is None else embeds
     if mask is not None and getattr(mask, "shape", None) != tokens.shape[:2]:
         return "an attention mask of another shape than the batch"
-    if caller.trains_padding:
-        return "labels that padding predicts (left padding: set the first token's label to -100)"
     if base.dtype == torch.float64:
         return _DOUBLE
     whole = type(next(base.parameters())) is nn.Parameter  # FSDP's shards have another dtype
@@ -489,8 +524,10 @@ def _scheduled_forward(
     parents: Parents = None,  # (documents,)
     *,
     caller: Caller,
+    padding: ComputedPadding | None = None,
 ) -> Tensor:  # (B, S, D)
-    """Runs embedding, scheduled layers, final norm. Padding is left out, and its output is zero."""
+    """Runs embedding, scheduled layers, final norm. Padding is left out, and its output is zero, if
+    it is not to be computed."""
     runtime = _runtime(base)
     runtime.begin_pass()
     x = _embedded(base, runtime, input_ids) if inputs_embeds is None else inputs_embeds
@@ -503,13 +540,17 @@ def _scheduled_forward(
     own = shards.own(own) if shards else own
     rope, of_documents = ((own if p is None else p).expand(B, S) for p in positions)
     whole = shards.whole(of_documents) if shards else of_documents  # NCCL takes its memory first
-    documents, real = Documents.of_batch(whole, attention_mask, bounds, parents)
+    if padding is None:
+        documents, real = Documents.of_batch(whole, attention_mask, bounds, parents)
+    else:
+        _say(runtime, COMPUTED)
+        documents, real = sorted_rows(padding.rows, x.device, blind=padding.blind)
     if documents.parents and positions.rope is None:
         rope = documents.position_ids().view(whole.shape)
         rope = shards.own(rope) if shards else rope
     elif documents.parents:
         check_positions(shards.whole(rope) if shards else rope, documents)
-    caller.padded = real is not None
+    caller.padded = real is not None and padding is None
     if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
         longest = (shards.whole(rope) if shards else rope).max().view(1, 1)
         if known_family(base).position_rows > 1:
@@ -541,14 +582,17 @@ def _scheduled_forward(
         x = spread(x, sharing, where, B * S)
     elif real is not None:
         x = x.new_zeros(B * S, D).index_copy(0, real, x)
-    return x.view(B, S, D)
+    x = x.view(B, S, D)
+    if attention_mask is not None and caller.padded and caller.averages:
+        x = with_means(x, attention_mask)
+    return x
 
 
 def _sharing(
     base: Any,
     runtime: Runtime,
     input_ids: Tensor | None,  # (B, S)
-    where: Tensor,  # (T,): the tokens that are no padding
+    where: Tensor,  # (T,): the tokens that are computed
     rope: Tensor,  # (B S,)
     documents: Documents,
 ) -> Sharing | None:
@@ -556,7 +600,8 @@ def _sharing(
     what is saved, or why nothing is."""
     if not runtime.args.share_prefixes or documents.parents:
         return None
-    if reason := _why_not_shared(base, runtime, input_ids):
+    reason = _why_not_shared(base, runtime, input_ids)
+    if reason := "padding is computed" if documents.padding else reason:
         _say(runtime, f"prompts are not shared: {reason}")
         return None
     assert input_ids is not None
@@ -580,7 +625,7 @@ def _why_not_shared(base: Any, runtime: Runtime, input_ids: Tensor | None) -> st
         return "the call has inputs_embeds, which are not compared"
     if runtime.shards is not None:
         return "ranks share rows"
-    adapters = (x for layer in base.layers for x in layer_adapters(layer).values())
+    adapters = (x for layer in base.layers for x in layer_adapters(layer, look).values())
     if base.training and any(adapter.dropout for adapter in adapters):
         return "dropout of adapters draws another mask for each row"
     return None

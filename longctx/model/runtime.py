@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from longctx.attention.backends import choose_attention
 from longctx.attention.cross import cross_of
 from longctx.attention.documents import Documents
+from longctx.attention.padding import Padded
 from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
@@ -56,6 +57,7 @@ from longctx.model.families import (
     score_cap,
     windows,
 )
+from longctx.model.look import look
 from longctx.options import PatchOptions
 
 logger = logging.getLogger("longctx")
@@ -226,9 +228,9 @@ def model_sizes(
     base, head = base_of(model), head_of(model)
     assert base is not None
     config, family = base.config, known_family(base)
-    weights = [layer_weights(layer) for layer in base.layers]
+    weights = [layer_weights(layer, look) for layer in base.layers]
     matrices = [x for w in weights for x in w if x is not None]
-    adapters = [x for layer in base.layers for x in layer_adapters(layer).values()]
+    adapters = [x for layer in base.layers for x in layer_adapters(layer, look).values()]
     packed = [state for w in weights[0] if (state := getattr(w, "quant_state", None)) is not None]
     return Sizes(
         layers=config.num_hidden_layers,
@@ -255,7 +257,7 @@ def model_sizes(
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),
         trains_head=head is None or any(p.requires_grad for p in head.parameters()),
-        tied=getattr(head, "weight", None) is base.embed_tokens.weight,
+        tied=look(head, "weight", None) is look(base.embed_tokens, "weight"),
         dense_bytes=sum(math.prod(state.shape) * dtype.itemsize for state in packed),
         rank=max((len(x.a) for x in adapters), default=0),
         drops=any(x.dropout for x in adapters),
@@ -310,6 +312,8 @@ def make_schedule(
     attention = runtime.attention
     if documents.parents:
         attention = Prefixed(attention, cross_of(attention))
+    if documents.padding:
+        attention = Padded(attention, cross_of(attention))
     if runtime.shards is not None:
         check_shares(config.num_attention_heads, heads, head_groups, runtime.shards.ranks)
         attention = Sharded(attention, runtime.shards, rows)

@@ -50,6 +50,7 @@ from longctx.model.families import (
     part_of,
     rotary_embeddings,
 )
+from longctx.model.look import look
 from longctx.model.vision import forward_names, is_joint, is_whole
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -64,6 +65,9 @@ _HARMLESS = (
 )
 """Whose hooks change no value."""
 _FORWARDS = "longctx.model.forwards"
+_CLASSIFIERS = tuple(
+    f"transformers.modeling_layers.GenericFor{kind}Classification" for kind in ("Sequence", "Token")
+)
 _IN_BASE = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
 
 
@@ -72,7 +76,7 @@ def replaceable(module: nn.Module) -> bool:
     ours."""
     if is_a(module, "Model") or is_a(module, "ForCausalLM"):
         return True
-    if is_whole(module):
+    if is_whole(module) or is_classifier(module):
         return True
     if is_joint(module):  # text goes around its forward, so that a subclass keeps one of its own
         return _forward_name(type(module).forward) in forward_names()
@@ -80,6 +84,11 @@ def replaceable(module: nn.Module) -> bool:
     if family is not None:
         known = family.known("DecoderLayer") + family.norm_classes
     return _forward_name(type(module).forward) in known
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether this is transformers' classifier of sequences or of tokens, with its own forward."""
+    return _forward_name(type(model).forward) in _CLASSIFIERS
 
 
 def is_trls_head(forward: Any, module: nn.Module) -> bool:
@@ -136,18 +145,28 @@ def _heard(kind: Any, family: Any) -> frozenset[str]:
 def why_not_chunked(model: PreTrainedModel) -> str | None:
     """The same for lm_head and the loss, which need all logits then."""
     found = _problems(head_of(model), LINEAR, "lm_head", patched=True, hooks=_AFTER)
-    kind = type(model)
-    family = family_of(model)
-    known = family.known("ForCausalLM") if family is not None else ()
-    if _forward_name(kind.forward) not in (*known, *forward_names()):
-        return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
-    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return "a loss of its own"
+    if reason := _own_loss(model):
+        return reason
     if getattr(model.config, "final_logit_softcapping", None) != logits_cap(model):
         return "a cap of logits"
     if any(changing_hooks(model.lm_head)):
         return "hooks on lm_head"
     return next(found, None)
+
+
+def has_known_loss(model: PreTrainedModel) -> bool:
+    """Whether Hugging Face's own code computes the loss, which masks labels of -100."""
+    return _own_loss(model) is None
+
+
+def _own_loss(model: PreTrainedModel) -> str | None:
+    kind, family = type(model), family_of(model)
+    known = family.known("ForCausalLM") if family is not None else ()
+    if _forward_name(kind.forward) not in (*known, *forward_names()):
+        return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
+    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        return "a loss of its own"
+    return None
 
 
 def _strangers(base: Any) -> Iterator[str]:
@@ -247,13 +266,13 @@ def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[st
     cut up (DTensors, empty ones) and 4 bits tell their shape by the module's features."""
     weight = module._parameters.get("weight")
     if weight is None and "parametrizations" not in module._modules:
-        weight = getattr(module, "weight", None)  # FSDP and functional_call put tensors there
+        weight = look(module, "weight", None)  # FSDP and functional_call put tensors there
         if not isinstance(weight, torch.Tensor):
             yield f"no weight in {where}"
             return
     found = shape
     if len(shape) == 2:
-        found, _ = (module.out_features, module.in_features), module.bias
+        found, _ = (module.out_features, module.in_features), look(module, "bias")
     if type(weight) is nn.Parameter and weight.numel():
         found = tuple(weight.shape)
     if found != shape:
@@ -297,9 +316,9 @@ def _other_settings(
     if vars(layer).get("residual_multiplier", 1.0) != traits.residual:
         yield f"a residual multiplier of its own in {where}"
     for name in family.fused:
-        if parts[name].bias is not None:
+        if look(parts[name], "bias") is not None:
             yield f"a bias of {name} in {where}"
-    biases = {parts[family.linears[n]].bias is None for n in "qkv" if n in family.linears}
+    biases = {look(parts[family.linears[n]], "bias") is None for n in "qkv" if n in family.linears}
     if len(biases) > 1:
         yield f"biases on some of q, k, v only in {where}"
 

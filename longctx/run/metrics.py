@@ -24,6 +24,7 @@ from longctx.cost.flops import matmul_parameters, mfu, step_flops
 from longctx.cost.machines import peak_flops
 from longctx.engines.collectives import whole_numel
 from longctx.model.families import head_dim, windows
+from longctx.model.look import look
 from longctx.model.vision import at_rest
 
 
@@ -36,10 +37,10 @@ def parameters_in_matmuls(model: PreTrainedModel) -> int:
     """As MFU counts them: all but the input embedding (a tied lm_head counts) and what sees images,
     whole over all processes."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = lm_head is not None and lm_head.weight is embedding.weight
+    tied = lm_head is not None and look(lm_head, "weight") is look(embedding, "weight")
     resting = {p for module in at_rest(model) for p in module.parameters()}
     counted = [p for p in model.parameters() if p not in resting]
-    counted = [p for p in counted if tied or p is not embedding.weight]
+    counted = [p for p in counted if tied or p is not look(embedding, "weight")]
     frozen = sum(whole_numel(p) for p in counted if not p.requires_grad)
     return matmul_parameters(sum(map(whole_numel, counted)), frozen)
 

@@ -46,6 +46,26 @@ def test_it_trains_as_vanilla(scheduled, capsys) -> None:
     assert_same_run(train, scheduled, capsys, passes=3 + 3)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_loss_of_its_own_over_padding_too(scheduled, capsys, side) -> None:
+    """The commonest loop: cross-entropy over all logits of a padded batch, nothing masked."""
+
+    def train(model: Any) -> dict[str, list[float]]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+        losses = []
+        for step in range(3):
+            inputs = batch(step, side)
+            logits, targets = model(**inputs).logits[:, :-1], inputs["input_ids"][:, 1:]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return {"loss": losses}
+
+    assert_same_run(train, scheduled, capsys, passes=3)
+
+
 GENERATION = {
     "greedy": {},
     "beam": {"num_beams": 3},

@@ -220,15 +220,6 @@ def test_a_mask_decides_alone(scheduled, kind, jumps) -> None:
     assert scheduled == 2 * [int(mask.sum())]
 
 
-def test_labels_that_padding_predicts_run_hugging_faces_layers(scheduled, capsys) -> None:
-    vanilla, ours = pair()
-    mask = mask_of("left")
-    ids = packed_batch()["input_ids"]
-    batch = dict(input_ids=ids, labels=ids.masked_fill(mask == 0, -100), attention_mask=mask)
-    assert_same(vanilla, ours, lambda m: m(**batch, use_cache=False).loss)
-    assert scheduled == [] and "padding predicts" in capsys.readouterr().out
-
-
 # --- what it returns -------------------------------------------------------------------------
 
 

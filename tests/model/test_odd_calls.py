@@ -142,6 +142,58 @@ def test_parametrized_weights_are_trained_by_the_schedule(scheduled) -> None:
     assert scheduled == [96, 96]
 
 
+class Noise(nn.Module):
+    """Draws another weight at each reading."""
+
+    readings = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.readings += 1
+        generator = torch.Generator().manual_seed(self.readings)
+        return weight + 0.05 * torch.randn(weight.shape, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.k_proj.bias",
+        "model.layers.1.mlp.down_proj.weight",
+    ],
+)
+def test_a_parametrized_weight_is_computed_once_a_step(scheduled, where) -> None:
+    def make() -> Any:
+        model = AutoModelForCausalLM.from_config(family_config("qwen2"))
+        path, _, name = where.rpartition(".")
+        nn.utils.parametrize.register_parametrization(model.get_submodule(path), name, Noise())
+        return model.train()
+
+    models = patched_pair(make)
+    ids = IDS % 211
+    for _ in range(2):
+        assert_same(*models, lambda m: m(input_ids=ids, labels=ids, use_cache=False).loss)
+    assert scheduled
+    counts = [[x.readings for x in m.modules() if isinstance(x, Noise)] for m in models]
+    assert counts[0] == counts[1] == [1 + 2]  # it is computed when it is registered
+
+
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp.up_proj"])
+def test_spectral_norm_takes_the_same_steps(scheduled, where) -> None:
+    models = pair()
+    for model in models:
+        torch.manual_seed(3)
+        nn.utils.parametrizations.spectral_norm(model.get_submodule(where))
+    for _ in range(3):
+        assert_same(*models, lambda m: m(**packed_batch()).loss)
+    vectors = [m.get_submodule(where).parametrizations.weight[0]._u for m in models]
+    torch.testing.assert_close(*vectors)
+    assert scheduled
+
+
 def test_hooks_of_trls_offloading_on_lm_head_are_no_strangers(scheduled, capsys) -> None:
     """They keep what lm_head saves on the GPU."""
     _, ours = pair()
@@ -244,23 +296,20 @@ def test_attention_to_later_tokens_as_an_argument(scheduled, capsys, family, who
     assert "attention to later tokens (is_causal=False)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-def test_logits_of_padding_are_said_where_they_are_read(scheduled, capsys, labelled) -> None:
-    """Once, by who reads all of them; not where they are not, or where nothing is padded."""
+def test_logits_of_padding_beside_labels_are_said_where_they_are_read(scheduled, capsys) -> None:
+    """Once; not where they are not read, or where nothing is padded."""
     _, ours = pair()
     mask = torch.ones_like(IDS)
 
     def said(mask: Tensor) -> int:
-        labels = dict(labels=IDS.masked_fill(mask == 0, -100)) if labelled else {}
-        output = ours(input_ids=IDS, attention_mask=mask, use_cache=False, **labels)
-        if labelled:
-            assert "zero" not in capsys.readouterr().out
+        labels = IDS.masked_fill(mask == 0, -100)
+        output = ours(input_ids=IDS, attention_mask=mask, use_cache=False, labels=labels)
+        assert "zero" not in capsys.readouterr().out
         output.logits.sum()
         return capsys.readouterr().out.count("its hidden states are zero")
 
     assert said(mask) == 0
     mask[1, 40:] = 0
-    ours(input_ids=IDS, attention_mask=mask, use_cache=False, logits_to_keep=3)
     assert [said(mask), said(mask)] == [1, 0] and scheduled
 
 

@@ -1,0 +1,98 @@
+"""Who calls a base model: what that call tells it, and what it learns from it.
+
+Our forwards around the base model hand it a `Caller`. Without one, and where a causal model returns
+logits for a loss of somebody else's, the call stack says who reads the hidden states.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx.constants import IGNORE_INDEX
+
+
+class Caller:
+    """One call of a base model. It is no dataclass, which wrappers that cast tensors would copy."""
+
+    def __init__(
+        self,
+        *,
+        owns_gradient: bool = False,
+        reads_padding: bool | None = None,
+        averages: bool = False,
+    ) -> None:
+        self.owns_gradient = owns_gradient
+        """Whether the output goes to our loss, which alone holds its gradient."""
+        self.reads_padding = reads_padding
+        """Whether hidden states of padding are read; None: the call stack says."""
+        self.averages = averages
+        """Whether padding that is left out gets means of hidden states: the logits of all tokens
+        follow, and TRL's trainers log their means."""
+        self.padded = False
+        """Whether the scheduled layers left padding out; known after the call."""
+
+    def as_keyword(self, base: nn.Module) -> dict[str, Any]:
+        """Returns this object as a keyword if the base model runs our forward, also inside a
+        wrapper that shows its signature (accelerate's autocast); else no keyword."""
+        takes = "caller" in inspect.signature(base.forward).parameters
+        return {"caller": self} if takes else {}
+
+    def may_read_padding(self) -> bool:
+        if self.reads_padding is None:
+            self.reads_padding = not _masks_padding()
+        return self.reads_padding
+
+
+_AROUND = (
+    *("torch.", "accelerate.", "peft.", "deepspeed.", "contextlib", "functools", "trl."),
+    *("transformers.models.", "transformers.utils.", "longctx.model."),
+)
+"""The modules whose functions hand a call on to a model, causal models of transformers among them.
+TRL's trainers are looked for first."""
+
+
+def _masks_padding() -> bool:
+    """Whether the call under way is made by a trainer of TRL or by a run of longctx, which read
+    nothing of padding. A user's own method of such a trainer is neither."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        home = frame.f_globals.get("__name__", "")
+        if home.startswith("trl.") and "trainer" in home:
+            return True
+        if not home.startswith(_AROUND):
+            return bool(home.startswith("longctx."))
+        frame = frame.f_back
+    return False
+
+
+def labels_on_padding(labels: Tensor, mask: Any) -> bool:  # (B, S)
+    """Whether the output of padding is trained: of shifted labels that of the last token of padding
+    on the left, too. Labels of other tokens than the mask's, as with `logits_to_keep`, may be."""
+    if not isinstance(mask, Tensor):
+        return False
+    if mask.shape != labels.shape:
+        return bool((mask == 0).any())
+    return bool(((labels != IGNORE_INDEX).to(mask.device) & (mask == 0)).any())
+
+
+def classifier_reads_padding(model: Any, inputs: Mapping[str, Any]) -> bool:
+    """Whether one of transformers' classifiers reads hidden states of padding: of tokens, those
+    with a label, or all if there are no labels; of sequences, that of one token."""
+    ids, mask, labels = (inputs.get(n) for n in ("input_ids", "attention_mask", "labels"))
+    if not isinstance(mask, Tensor):
+        return False
+    if hasattr(model, "dropout"):  # only classifiers of tokens have one
+        return labels is None or labels_on_padding(labels, mask)
+    pad = model.config.get_text_config().pad_token_id
+    if ids is None or pad is None or ids.shape != mask.shape:
+        return bool((mask[:, -1] == 0).any())
+    numbers = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
+    last = ((ids != pad) * numbers).argmax(1, keepdim=True).to(mask.device)
+    return bool((mask.gather(1, last) == 0).any())
