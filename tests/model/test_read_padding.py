@@ -295,6 +295,13 @@ def test_a_loss_of_logits_beside_labels(masked) -> None:
         (loss + output.loss).backward()
 
 
+def test_prompts_are_not_shared_where_padding_is_computed(scheduled, capsys) -> None:
+    vanilla, _ = pair()
+    ours = longctx.patch(copy.deepcopy(vanilla), share_prefixes=True)
+    assert_same(vanilla, ours, lambda m: over_all_logits(m, batch_of("right")))
+    assert "prompts are not shared: padding is computed" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("side", PADS)
