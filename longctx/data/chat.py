@@ -7,6 +7,7 @@ long as this one and renders while this one tokenises. masks.py says what the ch
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -20,12 +21,16 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.continuations import Continuations, Continued
-from longctx.data.masks import MARKERS, Conversation, Rendered, reason
+from longctx.data.conversation import Asked, reason
+from longctx.data.ends import EndTokens, Rendered, end_tokens
+from longctx.data.masks import MARKERS, Conversation
 from longctx.data.records import CHATS, Document
 from longctx.data.training_templates import Family, Recognition, candidates
 from longctx.errors import UserError
 from longctx.processes import die_with_parent, fork, limit_memory
 
+Ends = Callable[[str], EndTokens]
+"""The end tokens of a template."""
 RENDER_S = 30.0  # one call of the template; the longest of real ones take a second
 RENDER_BYTES = 4 << 30  # of memory, more than the child is born with
 ALIVE_S = 1.0  # so often the child says that another call has ended
@@ -40,7 +45,7 @@ def rendered(
     Raises UserError for a conversation that the template refuses or that has no exact mask, and for
     a template that does not end.
     """
-    ends = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
+    ends = functools.cache(functools.partial(end_tokens, tokenizer))
     for batch in _batches(_conversation(document, tokenizer, ends) for document in documents):
         yield from _child().answers(batch)
 
@@ -53,7 +58,8 @@ def continued(
 
     Raises UserError as `rendered` does, but for a mask: answers need none.
     """
-    for batch in _batches(_continuations(document, tokenizer) for document in documents):
+    ends = functools.cache(functools.partial(end_tokens, tokenizer))
+    for batch in _batches(_continuations(document, tokenizer, ends) for document in documents):
         yield from _child().answers(batch)
 
 
@@ -108,7 +114,7 @@ _families: dict[tuple[str, tuple[tuple[str, str], ...]], Family | None] = {}
 
 
 def _conversation(
-    document: Document, tokenizer: PreTrainedTokenizerBase, ends: tuple[str, ...]
+    document: Document, tokenizer: PreTrainedTokenizerBase, ends: Ends
 ) -> Conversation:
     content = document.content
     template = _template(document, tokenizer)
@@ -122,17 +128,19 @@ def _conversation(
         template=template,
         training=family.training if family else None,
         special_tokens=dict(tokenizer.special_tokens_map),
-        ends=ends,
+        tokens=ends(template),
         where=document.where,
     )
 
 
-def _continuations(document: Document, tokenizer: PreTrainedTokenizerBase) -> Continuations:
+def _continuations(
+    document: Document, tokenizer: PreTrainedTokenizerBase, ends: Ends
+) -> Continuations:
     content, template = document.content, _template(document, tokenizer)
     prompt = content["prompt"]
     return Continuations(
         conversations=tuple(
-            Conversation(
+            Asked(
                 messages=[*prompt, *answer],
                 # Templates may drop the reasoning of the turns before the answer.
                 untrained=tuple(i for i, m in enumerate(prompt) if m["role"] == "assistant"),
@@ -141,6 +149,7 @@ def _continuations(document: Document, tokenizer: PreTrainedTokenizerBase) -> Co
                 kwargs=content.get("kwargs", {}),
                 template=template,
                 special_tokens=dict(tokenizer.special_tokens_map),
+                tokens=ends(template),
                 where=document.where,
             )
             for answer in content["answers"]
