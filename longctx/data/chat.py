@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.data.continuations import Continuations, Continued
 from longctx.data.conversation import Asked, reason
 from longctx.data.ends import EndTokens, Rendered, end_tokens
-from longctx.data.masks import MARKERS, Conversation
+from longctx.data.masks import MARKERS, Conversation, Ending, EndingOf
 from longctx.data.records import CHATS, Document
 from longctx.data.training_templates import Family, Recognition, candidates
 from longctx.errors import UserError
@@ -78,6 +78,20 @@ def family_of(tokenizer: PreTrainedTokenizerBase, template: str, where: str = ""
     return _families[key]
 
 
+def ending_of(tokenizer: PreTrainedTokenizerBase) -> Ending | None:
+    """How the tokenizer's template ends an answer; None where it refuses the shortest exchange."""
+    template = tokenizer.get_chat_template()
+    asked = EndingOf(
+        messages=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
+        template=template,
+        special_tokens=dict(tokenizer.special_tokens_map),
+        tokens=end_tokens(tokenizer, template),
+        where="the tokenizer's chat template",
+    )
+    (ending,) = _child().answers([asked])
+    return ending
+
+
 def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What is said of conversations, for the kinds of documents that were read: how their answers
     are found, and how Alpaca's records became conversations."""
@@ -85,6 +99,7 @@ def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list
     if "chat_answers" in kinds:
         lines.append(
             "chat template: the tokenizer's own: an answer is all that it adds to a prompt"
+            f"{_end_line(tokenizer)}"
         )
     if "instruction" in kinds:
         lines.append(
@@ -107,7 +122,21 @@ def _template_line(tokenizer: PreTrainedTokenizerBase) -> str:
         if MARKERS.search(template)
         else "an answer is what it adds to the prompt before it"
     )
-    return f"chat template: the tokenizer's own: {how}"
+    return f"chat template: the tokenizer's own: {how}{_end_line(tokenizer)}"
+
+
+def _end_line(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What ends an answer where the template itself does not, as the end of a line."""
+    if not isinstance(tokenizer.chat_template, str):
+        return ""
+    ending = ending_of(tokenizer)
+    if ending == "next":
+        return "; the token of the next turn ends it"
+    if ending != "added":
+        return ""
+    if tokenizer.eos_token is None:
+        return "; nothing ends it, as the tokenizer has no eos token: the model learns no stop"
+    return f"; the template ends none, so {tokenizer.eos_token} is added to each"
 
 
 _families: dict[tuple[str, tuple[tuple[str, str], ...]], Family | None] = {}

@@ -4,9 +4,10 @@ The characters come from the template's `{% generation %}` markers, or, where it
 rendering every prefix: an assistant turn is what it adds to "everything before + generation
 prompt". That takes every prefix to be a prefix of the whole, which is checked: a template that
 rewrites earlier turns has no exact mask, and is refused. Where the template is one of a family that
-training_templates.py knows, our training template of that family marks the turns, and what it renders is
-compared with the tokenizer's own: the prompt of the last trained turn must be the one that a user's
-conversation would end with, and the answer the one that the tokenizer's template makes of it.
+training_templates.py knows, our training template of that family marks the turns, and what it
+renders is compared with the tokenizer's own: the prompt of the last trained turn must be the one
+that a user's conversation would end with, and the answer the one that the tokenizer's template
+makes of it.
 
 What a template leaves out cannot be learned (shown.py), and neither is an end that is not trained
 (ends.py).
@@ -18,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from longctx.data.conversation import Asked, Renderer, unless_refused
 from longctx.data.ends import Rendered, Span, with_ends
@@ -58,6 +59,27 @@ class Conversation(Asked):
         if found[1]:
             check_words(self, found[0], whole if marked else found[1])
         return with_ends(found, self.words, self.tokens, lambda: unless_refused(text, self))
+
+
+Ending = Literal["closing", "next", "added"]
+"""Where the token that ends an answer comes from (ends.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndingOf(Asked):
+    """The question how a template ends the last answer of a conversation."""
+
+    def run(self, alive: Callable[[], None]) -> Ending | None:
+        render = Renderer(self, alive)
+        try:
+            text, _ = render.own(self.messages)
+        except UserError:  # what it is will be said of a conversation of the data
+            return None
+        if self.tokens.ends(text):
+            return "closing"
+        whole = unless_refused(lambda asked: render.own(asked.messages)[0], self) or ""
+        *_, behind = whole.rpartition(text.rstrip())
+        return "next" if self.tokens.next_in(behind) else "added"
 
 
 def by_training_template(conversation: Conversation, render: Renderer) -> Rendered | None:

@@ -292,7 +292,7 @@ class Recognition:
 
     def _matches(self, family: Family, alive: Callable[[], None]) -> bool:
         """Whether all answers are the same that the tokenizer's template can render."""
-        seen = False
+        seen, hides_system = False, False
         for messages in BATTERY:
             conversation = Conversation(
                 messages=messages,
@@ -304,9 +304,11 @@ class Recognition:
             render = Renderer(conversation, alive)
             try:
                 text, _ = render.own(messages)
-                if messages[0] is _SYSTEM and text == render.own(messages[1:])[0]:
-                    continue  # a format that shows no system prompts
-            except UserError:  # or refuses them
+                if messages[0] is _SYSTEM:
+                    hides_system = text == render.own(messages[1:])[0]
+            except UserError:  # a format without system prompts, say
+                continue
+            if hides_system and messages[0]["role"] == "system":
                 continue
             if not all(same_at(conversation, render, i) for i in conversation.trained):
                 return False
