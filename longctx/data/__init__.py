@@ -6,7 +6,10 @@ turns.py, values.py      a turn: its role and text, and whether it is trained
 fields.py                what stands beside text and turns: given to the template, or refused
 preferences.py           pairs and rated answers; groups.py: what they become
 chat.py                  conversations through the chat template, in a process with limits
+conversation.py          what a template is asked for, and the calls of it
 masks.py                 which characters of a conversation are trained
+ends.py                  the token that ends an answer
+shown.py                 nothing of a conversation is left out of its text unsaid
 continuations.py         answers to one prompt, which need no mask
 training_templates.py    our templates with generation markers, and whose a tokenizer's is
 encoding.py              a document -> token ids, and which of them are trained

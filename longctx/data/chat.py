@@ -7,6 +7,7 @@ long as this one and renders while this one tokenises. masks.py says what the ch
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -20,12 +21,16 @@ from typing import Any, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.continuations import Continuations, Continued
-from longctx.data.masks import MARKERS, Conversation, Rendered, reason
+from longctx.data.conversation import Asked, reason
+from longctx.data.ends import EndTokens, Rendered, end_tokens
+from longctx.data.masks import MARKERS, Conversation, Ending, EndingOf
 from longctx.data.records import CHATS, Document
 from longctx.data.training_templates import Family, Recognition, candidates
 from longctx.errors import UserError
 from longctx.processes import die_with_parent, fork, limit_memory
 
+Ends = Callable[[str], EndTokens]
+"""The end tokens of a template."""
 RENDER_S = 30.0  # one call of the template; the longest of real ones take a second
 RENDER_BYTES = 4 << 30  # of memory, more than the child is born with
 ALIVE_S = 1.0  # so often the child says that another call has ended
@@ -40,7 +45,7 @@ def rendered(
     Raises UserError for a conversation that the template refuses or that has no exact mask, and for
     a template that does not end.
     """
-    ends = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
+    ends = functools.cache(functools.partial(end_tokens, tokenizer))
     for batch in _batches(_conversation(document, tokenizer, ends) for document in documents):
         yield from _child().answers(batch)
 
@@ -53,7 +58,8 @@ def continued(
 
     Raises UserError as `rendered` does, but for a mask: answers need none.
     """
-    for batch in _batches(_continuations(document, tokenizer) for document in documents):
+    ends = functools.cache(functools.partial(end_tokens, tokenizer))
+    for batch in _batches(_continuations(document, tokenizer, ends) for document in documents):
         yield from _child().answers(batch)
 
 
@@ -72,6 +78,20 @@ def family_of(tokenizer: PreTrainedTokenizerBase, template: str, where: str = ""
     return _families[key]
 
 
+def ending_of(tokenizer: PreTrainedTokenizerBase) -> Ending | None:
+    """How the tokenizer's template ends an answer; None where it refuses the shortest exchange."""
+    template = tokenizer.get_chat_template()
+    asked = EndingOf(
+        messages=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
+        template=template,
+        special_tokens=dict(tokenizer.special_tokens_map),
+        tokens=end_tokens(tokenizer, template),
+        where="the tokenizer's chat template",
+    )
+    (ending,) = _child().answers([asked])
+    return ending
+
+
 def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What is said of conversations, for the kinds of documents that were read: how their answers
     are found, and how Alpaca's records became conversations."""
@@ -79,6 +99,7 @@ def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list
     if "chat_answers" in kinds:
         lines.append(
             "chat template: the tokenizer's own: an answer is all that it adds to a prompt"
+            f"{_end_line(tokenizer)}"
         )
     if "instruction" in kinds:
         lines.append(
@@ -101,14 +122,28 @@ def _template_line(tokenizer: PreTrainedTokenizerBase) -> str:
         if MARKERS.search(template)
         else "an answer is what it adds to the prompt before it"
     )
-    return f"chat template: the tokenizer's own: {how}"
+    return f"chat template: the tokenizer's own: {how}{_end_line(tokenizer)}"
+
+
+def _end_line(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What ends an answer where the template itself does not, as the end of a line."""
+    if not isinstance(tokenizer.chat_template, str):
+        return ""
+    ending = ending_of(tokenizer)
+    if ending == "next":
+        return "; the token of the next turn ends it"
+    if ending != "added":
+        return ""
+    if tokenizer.eos_token is None:
+        return "; nothing ends it, as the tokenizer has no eos token: the model learns no stop"
+    return f"; the template ends none, so {tokenizer.eos_token} is added to each"
 
 
 _families: dict[tuple[str, tuple[tuple[str, str], ...]], Family | None] = {}
 
 
 def _conversation(
-    document: Document, tokenizer: PreTrainedTokenizerBase, ends: tuple[str, ...]
+    document: Document, tokenizer: PreTrainedTokenizerBase, ends: Ends
 ) -> Conversation:
     content = document.content
     template = _template(document, tokenizer)
@@ -122,17 +157,19 @@ def _conversation(
         template=template,
         training=family.training if family else None,
         special_tokens=dict(tokenizer.special_tokens_map),
-        ends=ends,
+        tokens=ends(template),
         where=document.where,
     )
 
 
-def _continuations(document: Document, tokenizer: PreTrainedTokenizerBase) -> Continuations:
+def _continuations(
+    document: Document, tokenizer: PreTrainedTokenizerBase, ends: Ends
+) -> Continuations:
     content, template = document.content, _template(document, tokenizer)
     prompt = content["prompt"]
     return Continuations(
         conversations=tuple(
-            Conversation(
+            Asked(
                 messages=[*prompt, *answer],
                 # Templates may drop the reasoning of the turns before the answer.
                 untrained=tuple(i for i, m in enumerate(prompt) if m["role"] == "assistant"),
@@ -141,6 +178,7 @@ def _continuations(document: Document, tokenizer: PreTrainedTokenizerBase) -> Co
                 kwargs=content.get("kwargs", {}),
                 template=template,
                 special_tokens=dict(tokenizer.special_tokens_map),
+                tokens=ends(template),
                 where=document.where,
             )
             for answer in content["answers"]

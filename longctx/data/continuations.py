@@ -5,15 +5,19 @@
 
 Both are what TRL renders for its preference tasks. The answer is what a text has beyond the prompt
 (encoding_groups.py): all of it counts, so no mask is needed, and templates that rewrite earlier
-turns can be used. What a template leaves out of a conversation is refused as elsewhere (masks.py).
+turns can be used. What a template leaves out of a conversation is refused as elsewhere (shown.py),
+and an answer without an end gets one (ends.py).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from longctx.data.masks import Conversation, Renderer, check_shown
+from longctx.data.conversation import Asked, Renderer, unless_refused
+from longctx.data.ends import with_ends
+from longctx.data.shown import check_shown, check_words
 
 Continued = tuple[str, list[str]]
 """The rendered prompt, and the rendered conversation with each answer."""
@@ -23,7 +27,7 @@ Continued = tuple[str, list[str]]
 class Continuations:
     """The conversations that one prompt begins; chat.py runs it in the process with limits."""
 
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[Asked, ...]
     prompt_turns: int
     where: str
 
@@ -36,16 +40,27 @@ class Continuations:
         the template refuses or leaves something out of."""
         first = self.conversations[0]
         turns = first.messages[: self.prompt_turns]
-        prompt, _ = Renderer(first, alive).own(turns, add_generation_prompt=True)
-        return prompt, [_text(conversation, alive) for conversation in self.conversations]
+        renders = [Renderer(conversation, alive) for conversation in self.conversations]
+        texts = [render.own(render.conversation.messages)[0] for render in renders]
+        prompt = renders[0].prompt(turns, *texts)
+        return prompt, [
+            _checked(render, prompt, text) for render, text in zip(renders, texts, strict=True)
+        ]
 
 
-def _text(conversation: Conversation, alive: Callable[[], None]) -> str:
-    render = Renderer(conversation, alive)
-    text, _ = render.own(conversation.messages)
-    check_shown(
-        conversation,
-        text,
-        lambda changed: render.call(changed, changed.messages, changed.template)[0],
+def _checked(render: Renderer, prompt: str, text: str) -> str:
+    """The text, with a token that ends the answer. Raises UserError where it leaves out a part."""
+    asked = render.conversation
+
+    def own(changed: Asked) -> str:
+        return render.call(changed, changed.messages, changed.template)[0]
+
+    check_shown(asked, text, own)
+    answer = len(os.path.commonprefix([prompt, text])), len(text)
+    if answer[0] == answer[1]:
+        return text
+    check_words(asked, text, [answer] * len(asked.trained))
+    ended, ((_, end),) = with_ends(
+        (text, [answer]), asked.words[-1:], asked.tokens, lambda: unless_refused(own, asked)
     )
-    return text
+    return text if ended == text else ended[:end]

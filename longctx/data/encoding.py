@@ -1,6 +1,7 @@
 """A document's tokens, and which of them are trained.
 
-    text         [bos] t t t t eos               all of it; bos only where the tokenizer adds one
+    text         [bos] t t t t eos               all of it; bos only where the tokenizer adds one,
+                                                 and once where the text begins with its own
     completion   [bos] p p p | c c c eos         the completion and the end token
     chat         ... assistant\\n | a a a end     assistant turns with their end-of-turn token
 
@@ -17,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat import rendered
-from longctx.data.masks import Span
+from longctx.data.ends import Span
 from longctx.data.packing import Piece
 from longctx.data.records import CHATS, Document
 from longctx.data.windows import WINDOW_CHARS, call, tokenise
@@ -85,6 +86,26 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> 
     return 0
 
 
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """A text's tokens (n,) int32 with the special tokens that the tokenizer adds, once each."""
+    return _once(tokenise(tokenizer, text).ids, tokenizer)
+
+
+def _once(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The tokens without the bos or eos that the tokenizer added to a text which has its own."""
+
+    def adds(place: int) -> bool:
+        alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+        return tokenizer("a")["input_ids"][place] != alone[place]
+
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if len(ids) > 1 and ids[0] == ids[1] == bos and adds(0):
+        ids = ids[1:]
+    if len(ids) > 1 and ids[-1] == ids[-2] == eos and adds(-1):
+        ids = ids[:-1]
+    return ids
+
+
 def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece:
     prompt, completion = document.content
     before = prompt_ids(tokenizer, prompt)
@@ -94,7 +115,7 @@ def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> Piece
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> np.ndarray:
     """A prompt's tokens (n,) int32: bos where the tokenizer adds one, and no eos."""
-    ids = tokenise(tokenizer, prompt).ids
+    ids = text_ids(tokenizer, prompt)
     return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_token_id else ids
 
 
@@ -157,9 +178,9 @@ def with_end(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
     """(n,) int32 for each of several texts."""
     if len(texts) == 1:
-        return [tokenise(tokenizer, texts[0]).ids]
+        return [text_ids(tokenizer, texts[0])]
     encoded = call(tokenizer, texts)
-    return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+    return [_once(np.array(ids, dtype=np.int32), tokenizer) for ids in encoded["input_ids"]]
 
 
 def _groups(items: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:

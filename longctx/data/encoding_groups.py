@@ -26,6 +26,7 @@ from longctx.data.encoding import (
     check_chat_template,
     check_vocabulary,
     prompt_ids,
+    text_ids,
     with_end,
 )
 from longctx.data.groups import Group
@@ -63,7 +64,7 @@ def _strings(document: Document, tokenizer: PreTrainedTokenizerBase) -> Group:
     prompt = prompt_ids(tokenizer, content["prompt"])
     if content.get("joined"):
         texts = [content["prompt"] + answer for answer in content["answers"]]
-        whole = [with_end(tokenise(tokenizer, text).ids, tokenizer) for text in texts]
+        whole = [with_end(text_ids(tokenizer, text), tokenizer) for text in texts]
         prompt, answers, _ = cut_at_shared(prompt, whole)
     else:
         answers = [

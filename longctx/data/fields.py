@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from longctx.data.values import is_flag, kind, parse_json, shown, without_none
+from longctx.data.values import is_flag, kind, parse_json, shown
 from longctx.errors import UserError
 
 WHOLE_RECORDS = "records are trained whole or left out of the file"
@@ -129,7 +129,7 @@ def _objects(given: Mapping[str, Any], key: str, expected: str, where: str) -> A
         value = parse_json(value, f"{where}: `{key}`") if value.strip() else []
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         raise UserError(f"{where}: `{key}` must be {expected}")
-    return [without_none(item) for item in value] or None
+    return value or None
 
 
 def _template_arguments(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _template_arguments(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         value = parse_json(value, f"{where}: `chat_template_kwargs`") if value.strip() else {}
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: `chat_template_kwargs` must be an object, found {kind(value)}")
-    value = without_none(value)
+    value = {key: given for key, given in value.items() if given is not None}
     if taken := sorted(OWN_ARGUMENTS & set(value)):
         raise UserError(
             f"{where}: `chat_template_kwargs` may not hold `{taken[0]}`: write it beside the turns"

@@ -4,78 +4,37 @@ The characters come from the template's `{% generation %}` markers, or, where it
 rendering every prefix: an assistant turn is what it adds to "everything before + generation
 prompt". That takes every prefix to be a prefix of the whole, which is checked: a template that
 rewrites earlier turns has no exact mask, and is refused. Where the template is one of a family that
-templates.py knows, our training template of that family marks the turns, and what it renders is
-compared with the tokenizer's own: the prompt of the last trained turn must be the one that a user's
-conversation would end with, and the answer the one that the tokenizer's template makes of it.
+training_templates.py knows, our training template of that family marks the turns, and what it
+renders is compared with the tokenizer's own: the prompt of the last trained turn must be the one
+that a user's conversation would end with, and the answer the one that the tokenizer's template
+makes of it.
 
-What a template leaves out cannot be learned. Calls, reasoning, tools and documents are taken out of
-the conversation, one at a time; where the text stays as it was, the conversation is refused.
+What a template leaves out cannot be learned (shown.py), and neither is an end that is not trained
+(ends.py).
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
+from longctx.data.conversation import Asked, Renderer, unless_refused
+from longctx.data.ends import Rendered, Span, with_ends
+from longctx.data.shown import check_shown, check_words
 from longctx.data.turns import REASONING
 from longctx.errors import UserError
 
-# Real templates add at most a few kB of instructions to what they are given.
-RENDERED_FACTOR, RENDERED_CHARS = 20, 1_000_000
-REASON_CHARS = 200
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MUST_SHOW = (*REASONING, "tool_calls", "tools", "functions", "documents")
-"""Keys of a turn that a template has to show."""
-Span = tuple[int, int]
-Rendered = tuple[str, list[Span]]
+DIFFERENCE_CHARS = 30
+"""So much of two texts is quoted from where they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """Our template of a family, with generation markers around the turns whose `trained` is
-    true."""
-
-    template: str
-    options: dict[str, Any]
-    """Variables that tell the family's versions apart."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """All that a template sees of a document, and what finds its trained characters."""
-
-    messages: list[dict[str, Any]]
-    untrained: tuple[int, ...] = ()
-    """Numbers of the assistant turns that are read only."""
-    tools: list[Any] | None = None
-    documents: list[Any] | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the template."""
-    template: str
-    training: Training | None = None
-    special_tokens: dict[str, Any] = field(default_factory=dict)
-    ends: tuple[str, ...] = ()
-    """Texts of tokens that may end a turn."""
-    where: str
-
-    @property
-    def chars(self) -> int:
-        beside = [part for part in (self.tools, self.documents, self.kwargs) if part]
-        turns = sum(len(str(value)) for turn in self.messages for value in turn.values())
-        return sum(map(len, map(str, beside))) + turns
-
-    @property
-    def trained(self) -> list[int]:
-        """Numbers of the turns to train."""
-        return [
-            i
-            for i, turn in enumerate(self.messages)
-            if turn["role"] == "assistant" and i not in self.untrained
-        ]
+class Conversation(Asked):
+    """A conversation whose trained characters are asked for."""
 
     def run(self, alive: Callable[[], None]) -> Rendered:
         """The text and the [start, end) spans to train; `alive` is called after each call of the
@@ -83,68 +42,44 @@ class Conversation:
         mask, or of which the template leaves something out."""
         render = Renderer(self, alive)
 
-        def ours(changed: Conversation) -> str:
+        def ours(changed: Asked) -> str:
             assert changed.training is not None
             return render.training(changed, changed.training, changed.trained)[0]
 
-        def own(changed: Conversation) -> str:
+        def own(changed: Asked) -> str:
             return render.call(changed, changed.messages, changed.template)[0]
 
         found, text = by_training_template(self, render), ours
+        marked = found is None and MARKERS.search(self.template)
         if found is None:
-            marked = MARKERS.search(self.template)
             found, text = by_markers(self, render) if marked else by_prefixes(self, render), own
         check_shown(self, found[0], text)
-        return found
+        # Markers may leave out a part of a turn, as its reasoning.
+        whole = [(0, len(found[0]))] * len(self.trained)
+        if found[1]:
+            check_words(self, found[0], whole if marked else found[1])
+        return with_ends(found, self.words, self.tokens, lambda: unless_refused(text, self))
 
 
-class Renderer:
-    """Calls templates for one conversation."""
+Ending = Literal["closing", "next", "added"]
+"""Where the token that ends an answer comes from (ends.py)."""
 
-    def __init__(self, conversation: Conversation, alive: Callable[[], None]) -> None:
-        self.conversation, self.alive = conversation, alive
-        self.limit_chars = RENDERED_CHARS + RENDERED_FACTOR * conversation.chars
 
-    def own(self, turns: list[dict[str, Any]], **options: Any) -> Rendered:
-        """The tokenizer's own template."""
-        return self.call(self.conversation, turns, self.conversation.template, **options)
+@dataclass(frozen=True, kw_only=True)
+class EndingOf(Asked):
+    """The question how a template ends the last answer of a conversation."""
 
-    def training(
-        self, conversation: Conversation, training: Training, trained: Sequence[int]
-    ) -> Rendered:
-        """Our template, which marks the turns of these numbers."""
-        turns = [{**m, "trained": i in trained} for i, m in enumerate(conversation.messages)]
-        options = {"return_assistant_tokens_mask": True, **training.options}
-        return self.call(conversation, turns, training.template, **options)
-
-    def call(
-        self, conversation: Conversation, turns: list[dict[str, Any]], template: str, **options: Any
-    ) -> Rendered:
-        # Not through apply_chat_template: it finds the markers' tokens with `char_to_token`, which
-        # is None for a leading space under ByteLevel(trim_offsets=True), and then silently drops
-        # the rest of the conversation from the mask.
-        where = conversation.where
-        variables = {**conversation.kwargs, **conversation.special_tokens, **options}
+    def run(self, alive: Callable[[], None]) -> Ending | None:
+        render = Renderer(self, alive)
         try:
-            result: Any = render_jinja_template(
-                conversations=[turns],
-                tools=conversation.tools,
-                documents=conversation.documents,
-                chat_template=template,
-                **variables,
-            )
-        except Exception as error:  # a template can raise anything
-            raise UserError(
-                f"{where}: the chat template refuses this conversation: {reason(error)}"
-            ) from error
-        (text,), spans = result
-        if len(text) > self.limit_chars:
-            raise UserError(
-                f"{where}: the chat template makes {len(text):,} characters of "
-                f"{conversation.chars:,}: use another one"
-            )
-        self.alive()
-        return text, [tuple(span) for span in spans[0]] if spans else []
+            text, _ = render.own(self.messages)
+        except UserError:  # what it is will be said of a conversation of the data
+            return None
+        if self.tokens.ends(text):
+            return "closing"
+        whole = unless_refused(lambda asked: render.own(asked.messages)[0], self) or ""
+        *_, behind = whole.rpartition(text.rstrip())
+        return "next" if self.tokens.next_in(behind) else "added"
 
 
 def by_training_template(conversation: Conversation, render: Renderer) -> Rendered | None:
@@ -177,6 +112,9 @@ def same_at(conversation: Conversation, render: Renderer, number: int) -> str | 
         if len(spans) != 1 or spans[0][0] != len(prompt) or not text.startswith(prompt):
             return None
         answer = text[len(prompt) :]
+        if conversation.training.rewrites:
+            read, _ = render.training(upto, conversation.training, [])
+            return text if render.own(turns)[0] == read else None
         if render.own(turns)[0] == prompt + answer:
             return text
         # Mistral's shows a system prompt only while the user's turn is the last: the answer is
@@ -239,69 +177,43 @@ def by_prefixes(conversation: Conversation, render: Renderer) -> Rendered:
     spans = []
     for i in conversation.trained:
         turn, _ = render.own(messages[: i + 1])
-        if i > 0:
-            prompt, _ = render.own(messages[:i], add_generation_prompt=True)
-        else:  # templates need a turn; the generation prompt is what they would add after it
-            header = render.own(messages[:1], add_generation_prompt=True)[0].removeprefix(turn)
-            prompt = turn[: turn.find(header) + len(header)] if header and header in turn else ""
-        if not (prompt and turn.startswith(prompt) and whole.startswith(turn)):
-            raise UserError(
-                f"{conversation.where}: the chat template rewrites earlier turns (turn {i + 1}), "
-                "so the trained tokens cannot be told; use a template with {% generation %} "
-                "markers, or write `train`: false on the earlier answers"
-            )
-        # Generation stops at the end-of-turn token: the line break after it is never generated.
-        end = len(turn.rstrip()) if turn.rstrip().endswith(conversation.ends) else len(turn)
-        spans.append((len(prompt), max(end, len(prompt))))
+        prompt = prompt_before(conversation, i, turn, render)
+        if not (prompt and turn.startswith(prompt)):
+            earlier = render.own(messages[:i])[0] if i else ""
+            rewritten = not turn.startswith(earlier)
+            raise _unlike(conversation, i, prompt, turn, rewritten=rewritten)
+        if not whole.startswith(turn):
+            raise _unlike(conversation, i, turn, whole, rewritten=True)
+        spans.append((len(prompt), len(turn)))
     return whole, spans
 
 
-def check_shown(
-    conversation: Conversation, whole: str, text: Callable[[Conversation], str]
-) -> None:
-    """Raises UserError where the text is the same without a call, reasoning, tools or documents, or
-    where the template has no such variable. `text` renders a changed conversation as `whole`
-    was."""
-    for name, changed in _without_one(conversation):
-        try:
-            shown = text(changed) != whole
-        except UserError:  # the template minds
-            shown = True
-        if not shown:
-            raise UserError(
-                f"{conversation.where}: the chat template leaves out {name}, so the model would "
-                "not see it: use a template that shows it, or write it into `content`"
-            )
-    for key in conversation.kwargs:
-        if not re.search(rf"\b{re.escape(key)}\b", conversation.template):
-            raise UserError(
-                f"{conversation.where}: the chat template does not know `{key}` of "
-                "`chat_template_kwargs`: leave it out"
-            )
+def prompt_before(conversation: Conversation, number: int, turn: str, render: Renderer) -> str:
+    """The text from which the turn of this number is generated; `turn` is the conversation up to
+    and with that turn. "" where the template shows none."""
+    earlier = conversation.messages[:number]
+    if not earlier:  # templates need a turn; the generation prompt is what they add after one
+        header = render.own(conversation.messages[:1], add_generation_prompt=True)[0]
+        header = header.removeprefix(turn)
+        return turn[: turn.find(header) + len(header)] if header and header in turn else ""
+    return render.prompt(earlier, turn)
 
 
-def _without_one(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
-    """The conversation without one thing that a template has to show, and the name of that."""
-    if conversation.tools:
-        yield "`tools`", replace(conversation, tools=None)
-    if conversation.documents:
-        yield "`documents`", replace(conversation, documents=None)
-    for i, turn in enumerate(conversation.messages):
-        for key in MUST_SHOW:
-            if not turn.get(key) or (key in REASONING and not turn[key].strip()):
-                continue
-            if key in REASONING and i in conversation.untrained:
-                continue  # templates drop the reasoning of earlier turns
-            gone = REASONING if key in REASONING else (key,)  # transformers copies one to another
-            without = {k: v for k, v in turn.items() if k not in gone}
-            messages = [*conversation.messages[:i], without, *conversation.messages[i + 1 :]]
-            yield f"`{key}` of turn {i + 1}", replace(conversation, messages=messages)
-            if key in REASONING:
-                break
-
-
-def reason(error: BaseException) -> str:
-    """What a template raised, shortened."""
-    if isinstance(error, MemoryError):
-        return "it needs too much memory"
-    return " ".join(str(error)[: 2 * REASON_CHARS].split())[:REASON_CHARS] or type(error).__name__
+def _unlike(
+    conversation: Conversation, number: int, expected: str, found: str, *, rewritten: bool
+) -> UserError:
+    """The error of a turn whose tokens cannot be told, with what differs."""
+    same = len(os.path.commonprefix([expected, found]))
+    first, second = (repr(text[same : same + DIFFERENCE_CHARS]) for text in (expected, found))
+    turn, cure = f"(turn {number + 1})", ""
+    if not expected:
+        why = f"shows no prompt before the first answer {turn}"
+    elif rewritten:
+        why = f"rewrites earlier turns {turn}: {first} becomes {second}"
+        cure = ", or write `train`: false on the earlier answers"
+    else:
+        why = f"ends the prompt with {first}, and the answer begins with {second} instead {turn}"
+    return UserError(
+        f"{conversation.where}: the chat template {why}, so the trained tokens cannot be told; use "
+        f"a template with {{% generation %}} markers{cure}"
+    )

@@ -7,7 +7,8 @@
     {"messages": [turns], "label": false}                    the conversation's one answer is rated
 
 `messages`, `conversations` and Alpaca's `instruction` can stand for `prompt`. An answer to turns
-may also be a string or a single turn. A `prompt` that is a string beside whole conversations must
+may also be a string or a single turn. If both strings of a pair begin with the `prompt` beside
+them, the answers are what follows it. A `prompt` that is a string beside whole conversations must
 be one of the turns they share. A pair can be read as rated: `chosen` is desirable, `rejected`
 undesirable, as in TRL. Where the shared beginning ends is TRL's rule (`extract_prompt` in
 trl/data_utils.py).
@@ -95,6 +96,8 @@ def _pair(given: Mapping[str, Any], where: str) -> Read:
         before = _prompt(given, where)
         if before is None:
             return _cut_strings(texts, given, where)
+        if isinstance(before, str) and _repeated(before, texts):
+            texts = [text[len(before) :] for text in texts]
         return _answers(before, [*texts], PAIR, given, where)
     (chosen, _), (rejected, _) = both = [_turns(given, key, where) for key in PAIR]
     whole = chosen[0]["role"] != "assistant" != rejected[0]["role"]
@@ -235,6 +238,13 @@ def _cut_strings(texts: Sequence[str], given: Mapping[str, Any], where: str) -> 
                 "other: write `prompt` and the answers apart, or remove the record"
             )
     return "answers", {"prompt": texts[0][:shared], "answers": answers, "joined": True}
+
+
+def _repeated(prompt: str, texts: Sequence[str]) -> bool:
+    """Whether both answers begin with the prompt once more and go on. A single word does not
+    count: "Hi" is answered by "Hi, how are you?"."""
+    several = len(prompt.split()) > 1 or prompt.rstrip()[-1:] in (":", "?")
+    return several and all(t.startswith(prompt) and t[len(prompt) :].strip() for t in texts)
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:

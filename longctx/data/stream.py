@@ -5,7 +5,7 @@ The steps are those of rows.py, but records are shuffled through a buffer instea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -18,6 +18,7 @@ from longctx.data.chat import lines_of
 from longctx.data.encoding import encode, pad_token_id
 from longctx.data.packing import ROW_FEATURES, PackingStats, Piece, check_trainable, pack
 from longctx.data.records import as_document
+from longctx.data.values import read_row
 from longctx.errors import UserError, print_rank0, shortened
 
 SHUFFLE_BUFFER_DOCUMENTS = 256
@@ -64,7 +65,7 @@ def stream_rows(
 
 
 def _pieces(
-    records: Iterable[dict[str, Any]],
+    records: IterableDataset,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
@@ -76,12 +77,12 @@ def _pieces(
             yield replace(piece, record=n)
 
 
-def _numbered(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _numbered(records: IterableDataset, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Raises UserError where the stream breaks: a connection, a shard, a decompressor."""
     number = -1
     try:
         for number, record in enumerate(records):
-            yield number, record
+            yield number, read_row(record, records.features)
     except Exception as error:  # datasets passes on what every library below it raises
         reason = " ".join(str(error).split())[:200]
         raise UserError(

@@ -22,6 +22,7 @@ from longctx.data.encoding_groups import encode_groups
 from longctx.data.groups import GROUP_TOKEN_FEATURES, Group, Rows, columns_of, group_of
 from longctx.data.packing import Piece
 from longctx.data.records import CHATS, Document, as_document
+from longctx.data.values import read_row
 from longctx.processes import bound_children, explained_workers, same_environ
 
 DOCUMENT_FEATURES = Features(
@@ -51,6 +52,7 @@ def tokens_of(
     if cached is not None:
         return cached
     features = TOKEN_FEATURES if rows == "text" else GROUP_TOKEN_FEATURES
+    types = records.features
 
     def tokenise(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         records = [
@@ -63,7 +65,7 @@ def tokens_of(
             ]
         else:
             documents = [
-                as_document(record, f"{name} row {number}", rows=rows)
+                as_document(read_row(record, types), f"{name} row {number}", rows=rows)
                 for record, number in zip(records, numbers, strict=True)
             ]
         if rows == "text":

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longctx.data.masks import MARKERS, Conversation, Renderer, Training, same_at
+from longctx.data.conversation import Renderer, Training
+from longctx.data.masks import MARKERS, Conversation, same_at
 from longctx.errors import UserError
 
 FOLDER = Path(__file__).with_name("templates")
@@ -35,12 +36,14 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     signs: tuple[str, ...]
     """Texts that the tokenizer's own template holds; without one of them nothing is rendered."""
+    rewrites: bool = False
+    """Whether an answer that is only read has lost its reasoning even where it is the last."""
     note: str = "its tokens, with the answers marked"
     """What is trained, for the line that is printed."""
 
     @property
     def training(self) -> Training:
-        return Training(template=_read(self.file), options=self.options)
+        return Training(template=_read(self.file), options=self.options, rewrites=self.rewrites)
 
     def __str__(self) -> str:
         return f"chat template: {self.name}'s, through longctx's {self.file}: {self.note}"
@@ -69,6 +72,7 @@ _GRANITE_3 = (
     "Knowledge Cutoff Date: April 2024.{}Today's Date: {{date}}.{}You are Granite, developed by "
     "IBM. You are a helpful AI assistant."
 )
+NEXT_ROLE = "its tokens, with the answers marked up to the next role's token, which ends them"
 FAMILIES = (
     Family(name="Llama 3", options={"blocks": False}, **_LLAMA),
     Family(name="Llama 3.1", options={"blocks": True, "date": "26 Jul 2024"}, **_LLAMA),
@@ -194,6 +198,45 @@ FAMILIES = (
         },
         signs=("<seed:",),
     ),
+    Family(
+        name="GLM-4",
+        file="glm.jinja",
+        options={"thinks": False},
+        signs=("[gMASK]<sop>", "<|assistant|>"),
+        note=NEXT_ROLE,
+    ),
+    Family(
+        name="GLM-4.5",
+        file="glm.jinja",
+        options={"thinks": True},
+        signs=("[gMASK]<sop>", "</think>"),
+        note=f"{NEXT_ROLE}; {REASONING_KEPT}",
+    ),
+    Family(
+        name="Nemotron-4",
+        file="nemotron.jinja",
+        options={"gap": "\n", "trimmed": False},
+        signs=("<extra_id_0>System",),
+        note=NEXT_ROLE,
+    ),
+    Family(
+        name="Nemotron-Mini",
+        file="nemotron.jinja",
+        options={"gap": "\n\n", "trimmed": True},
+        signs=("<extra_id_0>System",),
+        note=NEXT_ROLE,
+    ),
+    *(
+        Family(
+            name="DeepSeek-R1-Distill",
+            file="deepseek.jinja",
+            options={"opening": opening},
+            signs=("<｜User｜>", "</think>"),
+            note=REASONING_KEPT,
+            rewrites=True,
+        )
+        for opening in ("", "<think>\n")  # its generation prompt has had the second since 2025
+    ),
 )
 
 
@@ -249,7 +292,7 @@ class Recognition:
 
     def _matches(self, family: Family, alive: Callable[[], None]) -> bool:
         """Whether all answers are the same that the tokenizer's template can render."""
-        seen = False
+        seen, hides_system = False, False
         for messages in BATTERY:
             conversation = Conversation(
                 messages=messages,
@@ -260,8 +303,12 @@ class Recognition:
             )
             render = Renderer(conversation, alive)
             try:
-                render.own(messages)
+                text, _ = render.own(messages)
+                if messages[0] is _SYSTEM:
+                    hides_system = text == render.own(messages[1:])[0]
             except UserError:  # a format without system prompts, say
+                continue
+            if hides_system and messages[0]["role"] == "system":
                 continue
             if not all(same_at(conversation, render, i) for i in conversation.trained):
                 return False

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longctx.data.values import is_flag, kind, parse_json, shown, without_none
+from longctx.data.values import is_flag, kind, parse_json, shown
 from longctx.errors import UserError
 
 ROLES = {
@@ -88,8 +88,7 @@ def _message(turn: Mapping[str, Any], names: tuple[str, str], at: str) -> dict[s
         raise UserError(
             f"{at} has the unknown {role_key} {role!r}; known: {', '.join(sorted(ROLES))}"
         )
-    # Arrow fills absent fields with None, which templates would print.
-    extra = {k: without_none(v) for k, v in turn.items() if v is not None}
+    extra = {k: v for k, v in turn.items() if v is not None}  # which templates would print
     for key in ("role", "content", "from", "value", *TRAINED):
         extra.pop(key, None)
     for key, cure in REFUSED.items():
@@ -212,6 +211,8 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """A call with its arguments as an object, in which nulls are values."""
+    call = {key: value for key, value in call.items() if value is not None}
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], at)}
     arguments = call.get("arguments")

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from datasets import Json
+
 from longctx.errors import UserError
 
 MAX_DEPTH = 100
@@ -26,11 +28,25 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def without_none(value: Any) -> Any:
-    """The value without keys that are null, at any depth."""
+def without_padding(value: Any, feature: Any) -> Any:
+    """The value of an Arrow column without the nulls by which Arrow fills a struct's absent keys.
+    Columns of JSON hold what was written, nulls too. `feature` is the column's type in datasets;
+    where it is None, each null of an object is taken for padding."""
+    if isinstance(feature, Json):
+        return value
     if isinstance(value, Mapping):
-        return {k: without_none(v) for k, v in value.items() if v is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
+        inner = feature if isinstance(feature, Mapping) else {}
+        kept = ((key, item) for key, item in value.items() if item is not None)
+        return {key: without_padding(item, inner.get(key)) for key, item in kept}
+    if isinstance(value, list):
+        item_feature = getattr(feature, "feature", None)
+        return [without_padding(item, item_feature) for item in value]
+    return value
+
+
+def read_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A dataset's row as a record of its own: columns stay, null or not."""
+    return {key: without_padding(value, (features or {}).get(key)) for key, value in row.items()}
 
 
 def kind(value: Any) -> str:

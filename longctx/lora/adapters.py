@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, TrainerCallback
+from transformers import GenerationConfig, PretrainedConfig, TrainerCallback
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError, counted
@@ -190,6 +190,8 @@ def save_config(model: Any, folder: Path) -> None:
     config = copy.deepcopy(base.config)
     vars(config).pop("quantization_config", None)
     config.save_pretrained(folder)
+    if getattr(base, "generation_config", None) is not None:
+        GenerationConfig.from_model_config(config).save_pretrained(folder)  # the trained ends
 
 
 def _base_name(args: ModelArguments) -> str | None:

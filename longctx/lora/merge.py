@@ -31,6 +31,7 @@ from longctx.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.lora.quantise import round_to_nf4_
 from longctx.model.classes import as_reward_model
 from longctx.model.pretrained import read_config, read_model, weights_identity
+from longctx.model.stopping import add_ends, ids_of, name_ends
 from longctx.model.vision import copy_processor
 from longctx.model.weights import forget_tie
 from longctx.options import ModelSource
@@ -106,6 +107,7 @@ def merge(
         if BASE not in allow_changed:
             _check_base(adapter, base, config)
         merged = _merged(adapter, base, config, rows, dtype, quantize)
+        name_ends(merged, ids_of(config.get_text_config().eos_token_id))
         try:
             rehearse(merged, lambda to: merged.save_pretrained(to, state_dict={}), staged.parent)
             require_space(output.parent, sum(x.nbytes for x in merged.parameters()))
@@ -226,7 +228,7 @@ _TRAINED = ("rope_parameters", "max_position_embeddings")
 
 
 def _config(adapter: Path, base: ModelSource) -> Any:
-    """The model's, with the RoPE that the adapter was trained with."""
+    """The model's, with the RoPE and the end tokens that the adapter was trained with."""
     config = read_config(base)
     if not os.path.isfile(adapter / "config.json"):
         return config
@@ -243,6 +245,7 @@ def _config(adapter: Path, base: ModelSource) -> Any:
     for name in _TRAINED:
         if hasattr(trained_text, name):
             setattr(of_text, name, getattr(trained_text, name))
+    add_ends(of_text, ids_of(trained_text.eos_token_id))
     return config
 
 

@@ -70,6 +70,7 @@ from longctx.run.metrics import (
     peak_memory,
 )
 from longctx.run.nonfinite import Names, NonFinite
+from longctx.run.stopping import name_trained_ends, trained_ends
 from longctx.run.task_trainer import TaskTrainer
 from longctx.tasks.protocol import Task
 
@@ -513,9 +514,14 @@ class LongTrainer(TaskTrainer):
         `card` as README.md."""
         staging = common_staging(path)
         self.accelerator.wait_for_everyone()
-        config: Any = inside_peft(self.accelerator.unwrap_model(self.model)).config
+        model: Any = inside_peft(self.accelerator.unwrap_model(self.model))
         if self._use_cache is not None:
-            config.use_cache = self._use_cache
+            model.config.use_cache = self._use_cache
+        tokenizer: Any = self.processing_class
+        if tokenizer is not None and self.args.task != "reward":
+            ends = trained_ends(self.train_dataset, tokenizer)
+            if line := name_trained_ends(model, tokenizer, ends):
+                print_rank0(line)
 
         def publish_it() -> None:
             if self.args.should_save:

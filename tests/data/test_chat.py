@@ -77,7 +77,7 @@ def test_a_long_conversation_may_take_longer_than_one_call(monkeypatch):
         chat.Connection, "recv", lambda self: answers.append(answer(self)) or answers[-1]
     )
     render(PLAIN_CHATML)
-    assert answers[:-1] == [None] * 3 and answers[-1][0][0].startswith("<|bos|>")
+    assert answers[:-1] == [None] * 4 and answers[-1][0][0].startswith("<|bos|>")
 
 
 def test_a_child_that_is_killed_is_said(monkeypatch):
@@ -122,7 +122,7 @@ def test_conversations_are_handed_over_in_groups(monkeypatch):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     )
     found = list(rendered(documents, small_tokenizer(template)))
-    assert found == [(c, [(0, len(c))]) for c in contents]
+    assert found == [(f"{c}<|im_end|>", [(0, len(c) + 10)]) for c in contents]
 
 
 PHI = (
@@ -186,7 +186,8 @@ def test_what_a_document_says_reaches_the_template():
     }
     document = Document(kind="instruction", content=content, where="f:1")
     ((text, spans),) = rendered([document], small_tokenizer(template))
-    assert text == "12calmhihellohihello" and spans == [(6, 8), (13, 15), (15, 20)]
+    assert text == "12calmhihellohihello<|im_end|>"
+    assert spans == [(6, 8), (13, 15), (15, 30)]
 
 
 def test_templates_by_name():

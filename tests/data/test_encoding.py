@@ -128,7 +128,7 @@ def test_offsets_that_leave_out_spaces():
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     (piece,) = encode([chat([("user", "u"), ("assistant", "ends with  ")])], tokenizer)
-    assert trained_runs(piece, tokenizer) == ["ends with  "]
+    assert trained_runs(piece, tokenizer) == ["ends with  <|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_offsets_that_leave_out_spaces():
         (
             [("assistant", "a")],
             "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            r"rewrites earlier turns \(turn 1\)",
+            r"shows no prompt before the first answer \(turn 1\)",
         ),
         (
             [("assistant", "a")],
             PLAIN_CHATML.replace("assistant\n{% endif", "bot\n{% endif"),
-            r"rewrites earlier turns \(turn 1\)",
+            r"shows no prompt before the first answer \(turn 1\)",
         ),
         (CONVERSATIONS["one turn"], "{{ messages[7]['content'] }}", "refuses this conversation"),
         (

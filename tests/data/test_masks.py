@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from small_tokenizer import PLAIN_CHATML
 
+from longctx.data.ends import EndTokens
 from longctx.data.masks import Conversation
 from longctx.data.tokenizer import CHAT_TEMPLATE
 from longctx.errors import UserError
@@ -25,7 +26,7 @@ def trained(template: str, messages=TURNS, **more) -> list[str]:
         messages=messages,
         template=template,
         special_tokens={"bos_token": "<s>"},
-        ends=("<|im_end|>",),
+        tokens=EndTokens(("<|im_end|>",)),
         where="f:1",
         **more,
     )
@@ -72,8 +73,9 @@ def test_calls_of_a_turn_belong_to_it():
         "{% generation %}{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}"
         "{% endgeneration %}{% endif %}{% endfor %}"
     )
-    assert trained(template, with_key(3, tool_calls=CALLS), untrained=(3,)) == ["a", "c"]
-    assert trained(template, with_key(3, tool_calls=CALLS), untrained=(1,)) == ["f", "c"]
+    turns = with_key(3, content="", tool_calls=CALLS)
+    assert trained(template, turns, untrained=(3,)) == ["a", "c"]
+    assert trained(template, turns, untrained=(1,)) == ["f", "c"]
 
 
 def test_markers_of_the_last_turn_alone():

@@ -33,7 +33,7 @@ def test_sharegpt_is_translated():
     ]
 
 
-def test_tools_and_tool_calls_reach_the_template_without_arrow_nulls():
+def test_tools_and_tool_calls_reach_the_template_with_their_nulls():
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1, "y": None}}}
     record = {
         "messages": [
@@ -48,7 +48,7 @@ def test_tools_and_tool_calls_reach_the_template_without_arrow_nulls():
     user, assistant = document.content["messages"]
     assert user == {"role": "user", "content": "a"}
     assert assistant["content"] == ""
-    assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1, "y": None}
     assert document.content["tools"] == [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -201,7 +201,7 @@ def test_what_is_beside_a_conversation_reaches_the_template():
     document = as_document(record, "f:1")
     assert document and document.content == {
         "messages": [{"role": "system", "content": "Be brief."}, *TURNS],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": None}}],
         "documents": [{"title": "t", "text": "x"}],
         "kwargs": {"enable_thinking": False},
     }

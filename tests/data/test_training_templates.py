@@ -7,12 +7,15 @@ render as the family's own template does what conversations without tools need.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 
-from longctx.data.masks import Conversation, Renderer, by_prefixes, by_training_template
+from longctx.data.conversation import Renderer
+from longctx.data.ends import EndTokens, with_ends
+from longctx.data.masks import Conversation, by_prefixes, by_training_template
 from longctx.data.training_templates import (
     BATTERY,
     FAMILIES,
@@ -25,7 +28,10 @@ from longctx.data.training_templates import (
 from longctx.errors import UserError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "<|end_of_text|>", "<seed:eos>")
+ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "<|end_of_text|>", "<seed:eos>"),
+    *("<|user|>", "<extra_id_1>", "<｜end▁of▁sentence｜>"),
+)
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
@@ -44,7 +50,7 @@ def conversation(
         template=template,
         training=family.training if family else None,
         special_tokens=TOKENS,
-        ends=ENDS,
+        tokens=EndTokens(ENDS, "</s>"),
         where="f:1",
         **more,
     )
@@ -52,6 +58,11 @@ def conversation(
 
 def renderer(asked: Conversation) -> Renderer:
     return Renderer(asked, lambda: None)
+
+
+def ended(asked: Conversation, rendered):
+    """What is trained up to its end, as in `Conversation.run`."""
+    return with_ends(rendered, asked.words, asked.tokens, lambda: None)
 
 
 def marked(text: str, spans) -> str:
@@ -105,6 +116,17 @@ RENDERED = {
     "Granite 3.1": GRANITE,
     "Granite 3.3": GRANITE,
     "Granite 4": GRANITE,
+    "GLM-4": "[gMASK]<sop><|system|>\nBe kind.<|user|>\nHi<|assistant|>«\n Yes »<|user|>\nSo?"
+    "<|assistant|>«\nNo»",
+    "GLM-4.5": "[gMASK]<sop><|system|>\nBe kind.<|user|>\nHi<|assistant|>«\n<think></think>\nYes»"
+    "<|user|>\nSo?<|assistant|>«\n<think></think>\nNo»",
+    "Nemotron-4": "<extra_id_0>System\nBe kind.\n<extra_id_1>User\nHi\n<extra_id_1>Assistant\n"
+    "« Yes \n»<extra_id_1>User\nSo?\n<extra_id_1>Assistant\n«No\n»",
+    "Nemotron-Mini": "<extra_id_0>System\nBe kind.\n\n<extra_id_1>User\nHi\n<extra_id_1>Assistant\n"
+    "«Yes\n»<extra_id_1>User\nSo?\n<extra_id_1>Assistant\n«No\n»",
+    "DeepSeek-R1-Distill": "<s>Be kind.<｜User｜>Hi<｜Assistant｜><think>\n"
+    "«\n</think>\n\n Yes <｜end▁of▁sentence｜>»<｜User｜>So?<｜Assistant｜><think>\n"
+    "«\n</think>\n\nNo<｜end▁of▁sentence｜>»",
     "Seed-OSS": "<seed:bos>system\nBe kind.<seed:eos><seed:bos>user\nHi<seed:eos><seed:bos>"
     "assistant\n«Yes<seed:eos>»<seed:bos>user\nSo?<seed:eos><seed:bos>assistant\n«No<seed:eos>»",
 }
@@ -163,7 +185,16 @@ def mistral(opening: str, prefix: str, text: str) -> str:
     )
 
 
+NEMOTRON = (
+    "<extra_id_0>System{% if messages[0].role == 'system' %}{{ '\n' + messages[0].content TRIM }}"
+    "{{ GAP }}{% else %}{{ '\n\n' }}{% endif %}{% for m in messages %}{% if m.role != 'system' %}"
+    "{{ '<extra_id_1>' + m.role.title() + '\n' + m.content TRIM + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<extra_id_1>Assistant\n' }}{% endif %}"
+)
 STAND_INS = {
+    "GLM-4": "[gMASK]<sop>" + prompted("<|{{ m.role }}|>\n{{ m.content }}", "<|assistant|>"),
+    "Nemotron-4": NEMOTRON.replace("TRIM", "").replace("GAP", "'\n'"),
+    "Nemotron-Mini": NEMOTRON.replace(" TRIM", " | trim").replace("GAP", "'\n\n'"),
     "Mistral-7B-v0.3": mistral("[INST] ", " ", "(m.content | trim)"),
     "Mistral-Nemo and Ministral": mistral("[INST]", "", "m.content"),
     "Mistral-7B-v0.2": "{{ bos_token }}{% set s = messages[0].content + '\n\n' if "
@@ -201,6 +232,8 @@ ORIGINALS = {
     "qwen3_instruct_2507": "Qwen3-Instruct-2507",
     "phi3": "Phi-3",
     "phi3_5": "Phi-3.5",
+    "glm4moe": "GLM-4.5",
+    "deepseek_r1_distill": "DeepSeek-R1-Distill",
 }
 
 
@@ -230,7 +263,7 @@ def test_a_familys_own_template_is_recognised(name):
     assert family is not None and family.name == name
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [name for name in KNOWN if "R1" not in name])
 def test_where_the_own_template_has_exact_prefixes_ours_marks_the_same(name):
     """Phi's end token at the end of all apart: nothing is generated after <|end|>."""
     template, family = own(name), BY_NAME[name]
@@ -248,13 +281,14 @@ def test_where_the_own_template_has_exact_prefixes_ours_marks_the_same(name):
                 theirs[0][a:b].removesuffix("\n</s>") for a, b in theirs[1]
             ]
         else:
-            assert ours == theirs
+            assert ended(asked, ours) == ended(asked, theirs)
         compared += 1
     assert compared >= 2
 
 
 REFUSED_BEFORE = {
     "Qwen3": turns("a", "b", "c", "d"),
+    "DeepSeek-R1-Distill": turns("a", "b", "c", "d"),
     "Mistral-7B-v0.3": CHAT,
     "Mistral-Nemo and Ministral": CHAT,
     "Phi-3": turns("a", "b", "c", "d"),
@@ -265,12 +299,12 @@ REFUSED_BEFORE = {
 @pytest.mark.parametrize("name", REFUSED_BEFORE)
 def test_ordinary_chats_of_templates_that_rewrite_turns_are_trained(name):
     asked = conversation(REFUSED_BEFORE[name], own(name), BY_NAME[name])
-    with pytest.raises(UserError, match="rewrites earlier turns"):
+    with pytest.raises(UserError, match="rewrites earlier turns|ends the prompt with '<think>"):
         by_prefixes(asked, renderer(asked))
     text, spans = asked.run(lambda: None)
     assert len(spans) == 2
     prompt, _ = renderer(asked).own(asked.messages[:-1], add_generation_prompt=True)
-    if name != "Qwen3":  # whose earlier answers have lost their reasoning there
+    if "</think>" not in text:  # which earlier answers have lost there
         assert text[: spans[-1][0]] == prompt
 
 
@@ -291,6 +325,32 @@ def test_qwen3_keeps_the_reasoning_of_every_trained_turn():
     )
 
 
+def test_r1_keeps_the_reasoning_that_its_own_template_cuts():
+    """In `content` or apart; TRL's training template renders the same text for the first."""
+    family, stop = BY_NAME["DeepSeek-R1-Distill"], "<｜end▁of▁sentence｜>"
+    head = f"<｜Assistant｜><think>\n«first\n</think>\n\na{stop}»"
+    within = turns("q", "<think>\nfirst\n</think>\n\na", "r", "<think>\nsecond\n</think>\n\nb")
+    for messages in (REASONED, within):
+        asked = conversation(messages, own("DeepSeek-R1-Distill"), family)
+        text = marked(*asked.run(lambda: None))
+        assert text.startswith(f"<s><｜User｜>q{head}<｜User｜>r<｜Assistant｜><think>\n«second\n")
+    asked = conversation(within, own("DeepSeek-R1-Distill"), family, untrained=(1,))
+    assert f"q<｜Assistant｜>\n\na{stop}<｜User｜>r" in asked.run(lambda: None)[0]
+
+
+def test_glm_is_trained_as_by_trl():
+    trl = pytest.importorskip("trl", reason="TRL has a training template for GLM-4.5")
+    folder = Path(trl.__file__).with_name("chat_templates")
+    template = (folder / "glm4moe_training.jinja").read_text(encoding="utf-8")
+    for messages in (CHAT, turns("q", "<think>hm</think>a"), AGENT[:2], AGENT[:4]):
+        tools = [TOOL] if messages[0] == AGENT[0] else None
+        asked = conversation(messages, own("GLM-4.5"), BY_NAME["GLM-4.5"], tools=tools)
+        asked = replace(asked, tokens=EndTokens(("<|user|>", "<|observation|>")))
+        render = renderer(asked)
+        theirs = render.call(asked, messages, template, return_assistant_tokens_mask=True)
+        assert asked.run(lambda: None) == theirs
+
+
 def test_qwen3_trains_the_last_turn_alone_in_its_own_words():
     template = own("Qwen3")
     asked = conversation(REASONED, template, BY_NAME["Qwen3"], untrained=(1,))
@@ -307,7 +367,7 @@ def test_qwen3_without_thinking_trains_what_follows_the_empty_reasoning():
     assert [text[a:b] for a, b in spans] == ["a<|im_end|>", "b<|im_end|>"]
     assert text.count("<think>\n\n</think>\n\n") == 2
     asked = conversation(REASONED, own("Qwen3"), BY_NAME["Qwen3"], kwargs=kwargs)
-    with pytest.raises(UserError, match="rewrites earlier turns"):  # reasoning without thinking
+    with pytest.raises(UserError, match="ends the prompt with .*</think>"):  # reasoning, none asked
         asked.run(lambda: None)
 
 
@@ -333,8 +393,9 @@ AGENT = [
 def test_calls_are_marked_as_by_prefixes(name):
     asked = conversation(AGENT, own(name), BY_NAME[name], tools=[TOOL])
     ours = by_training_template(asked, renderer(asked))
-    assert ours is not None and ours == by_prefixes(asked, renderer(asked))
-    assert asked.run(lambda: None) == ours
+    assert ours is not None and ours[0] == by_prefixes(asked, renderer(asked))[0]
+    assert ended(asked, ours) == ended(asked, by_prefixes(asked, renderer(asked)))
+    assert asked.run(lambda: None) == ended(asked, ours)
     assert '"add"' in ours[0][slice(*ours[1][0])] and len(ours[1]) == 3
 
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from datasets import Json, List, Value
 
-from longctx.data.values import check_depth, is_flag, kind, parse_json, shown, without_none
+from longctx.data.values import check_depth, is_flag, kind, parse_json, shown, without_padding
 from longctx.errors import UserError
 
 
@@ -55,4 +56,10 @@ def test_words():
         kind([]) == "an empty list" and kind(None) == "nothing (null)" and kind(0.5) == "a number"
     )
     assert shown("x" * 99) == '"' + "x" * 56 + "..." and shown({1, 2}) == "{1, 2}"
-    assert without_none({"a": None, "b": [{"c": None}, None]}) == {"b": [{}, None]}
+
+
+def test_only_padding_of_arrow_goes():
+    found = {"a": None, "b": [{"c": None}, None], "d": {"e": None, "f": 1}}
+    assert without_padding(found, None) == {"b": [{}, None], "d": {"f": 1}}
+    known = {"a": Value("int64"), "b": List({"c": Value("string")}), "d": Json()}
+    assert without_padding(found, known) == {"b": [{}, None], "d": {"e": None, "f": 1}}
