@@ -86,7 +86,7 @@ def open_regular(path: Path) -> IO[bytes]:
     return os.fdopen(handle, "rb", buffering=0)
 
 
-def read_small(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+def read_small(path: Path, most_bytes: int) -> bytes:
     """Returns a file's bytes. Raises OSError, and ValueError for a file that is too large."""
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
@@ -100,7 +100,7 @@ def read_small(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
 
 def read_json(path: Path) -> Any:
     """Raises OSError, and ValueError for what is no JSON, is too large, or has a key twice."""
-    data = read_small(path)
+    data = read_small(path, MOST_JSON_BYTES)
     if sum(data.count(sign) for sign in (b",", b"[", b"{")) > MOST_JSON_VALUES:
         raise ValueError("it has too many values")
     try:

@@ -41,7 +41,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.checksum import checksum
 from longctx.data import training_templates
 from longctx.errors import UserError, print_rank0
-from longctx.files import read_small
+from longctx.files import MOST_JSON_BYTES, read_small
 
 FORMAT = 2
 """Of the files, and of what tokenising and packing make of an input: a change that gives other
@@ -166,7 +166,7 @@ def mark_used(path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(read_small(path))
+        return json.loads(read_small(path, MOST_JSON_BYTES))
     except (OSError, ValueError):
         return None
 

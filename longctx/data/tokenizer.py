@@ -30,7 +30,7 @@ from longctx.data.cache import cache_path, digest, mark_used, write_text
 from longctx.data.sources import read_documents, stdlib_files
 from longctx.data.trial import try_tokenizer
 from longctx.errors import UserError, one_line, print_rank0
-from longctx.files import read_small, refuse_odd, refuse_run
+from longctx.files import MOST_JSON_BYTES, read_small, refuse_odd, refuse_run
 from longctx.system import expanded
 
 LARGEST_ID = 2**24
@@ -111,7 +111,7 @@ def _load_backend(path: Path) -> Tokenizer | None:
         return None
     mark_used(path)
     try:
-        return Tokenizer.from_buffer(read_small(path))
+        return Tokenizer.from_buffer(read_small(path, MOST_JSON_BYTES))
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot parse
         print_rank0(f"rebuilding the cached tokenizer {path}: {one_line(error, 160)}")
         return None
