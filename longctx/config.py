@@ -171,7 +171,11 @@ class ModelArguments:
     @property
     def source(self) -> ModelSource:
         """Where a pretrained model is."""
-        return ModelSource(name=self.model_name_or_path, trust_remote_code=self.trust_remote_code)
+        return ModelSource(
+            name=self.model_name_or_path,
+            trust_remote_code=self.trust_remote_code,
+            under_adapters=self.quantize == "nf4",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

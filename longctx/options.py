@@ -54,3 +54,5 @@ class ModelSource:
     """Whether code that a model repository ships may run."""
     flag: str = "--model_name_or_path"
     """The option that named it, for messages."""
+    under_adapters: bool = False
+    """Whether its weights stay as they are in 4 bits, under adapters, if its files have them so."""

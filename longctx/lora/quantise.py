@@ -18,6 +18,7 @@ from transformers import BitsAndBytesConfig
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.blocks import decoder_layers
+from longctx.model.weights import holds_nf4, quantization
 from longctx.system import installed
 
 
@@ -34,11 +35,15 @@ def check_quantize(args: ModelArguments) -> None:
 
 
 def quantised_loading(
-    args: ModelArguments, dtype: torch.dtype, device: torch.device
+    args: ModelArguments, dtype: torch.dtype, device: torch.device, checkpoint: Any = None
 ) -> dict[str, Any]:
-    """What `from_pretrained` takes besides."""
+    """What `from_pretrained` takes besides. The configuration of a `checkpoint` that is in 4 bits
+    already says how."""
     if args.quantize == "none":
         return {}
+    if holds_nf4(checkpoint):
+        checkpoint.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).split(".")[1]
+        return {"device_map": {"": device}}
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -46,6 +51,16 @@ def quantised_loading(
         bnb_4bit_compute_dtype=dtype,
     )
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+def compute_in_(model: Any, dtype: torch.dtype) -> None:
+    """Gives a checkpoint that was in 4 bits the run's dtype, whatever it was quantised from: that
+    of its other weights, and that in which 4 bits are made dense."""
+    for weight in model.parameters():
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            state.dtype = dtype
+        elif weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
 
 
 def quantise_(model: Any, device: torch.device) -> None:
@@ -84,20 +99,28 @@ BLOCK, SCALES = 64, 256
 
 
 def quantise_shapes_(model: Any) -> None:
-    """The same of a model without storage, for arithmetic: bytes, scales, and no bitsandbytes."""
+    """The same of a model without storage, for arithmetic: bytes, scales, and no bitsandbytes. A
+    checkpoint that is in 4 bits says whether its scales are, too, and which maps are not."""
+    found = quantization(model.config)
+    double = not found or found.get("bnb_4bit_use_double_quant", False)
+    skipped = [f".{name}." for name in found.get("llm_int8_skip_modules") or ()]
 
     def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 
     layers: Any = decoder_layers(model)
-    for linear in layers.modules():
+    for path, linear in layers.named_modules():
+        if any(name in f".model.layers.{path}." for name in skipped):
+            continue
         if isinstance(linear, nn.Linear):
             shape, numel = linear.weight.shape, linear.weight.numel()
             scales = -(-numel // BLOCK)
             packed: Any = nn.Parameter(empty(-(-numel // 2), torch.uint8)[:, None], False)
             packed.quant_state = SimpleNamespace(
                 shape=shape,
-                absmax=empty(scales, torch.uint8),
-                state2=SimpleNamespace(absmax=empty(-(-scales // SCALES), torch.float32)),
+                absmax=empty(scales, torch.uint8 if double else torch.float32),
             )
+            if double:
+                of_scales = empty(-(-scales // SCALES), torch.float32)
+                packed.quant_state.state2 = SimpleNamespace(absmax=of_scales)
             linear.weight = packed

@@ -26,12 +26,14 @@ from longctx.checksum import checksums
 from longctx.errors import UserError, one_line, print_rank0, shortened
 from longctx.files import refuse_odd, refuse_run
 from longctx.model.classes import auto_class, is_classifier
+from longctx.model.vision import PREFIXES
 from longctx.model.weights import (
     REWARD_HEAD,
     WEIGHTS,
     check_files,
     fetched_files,
     forget_tie,
+    holds_nf4,
     refuse_partial,
     weight_files,
 )
@@ -125,6 +127,14 @@ def _check_size(source: ModelSource, name: str, found: Any) -> None:
 
 
 def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
+    if holds_nf4(config) and config.model_type not in PREFIXES:
+        if source.under_adapters:
+            return
+        raise UserError(
+            f"{source.name} is in 4 bits (bitsandbytes): rounded weights cannot be trained as a "
+            "whole, nor merged: train adapters over them with --lora_r and --quantize nf4, or give "
+            "the model that it was made from, in bfloat16 or float32"
+        )
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
             found = getattr(part, key, None)
@@ -151,7 +161,7 @@ def read_model(
     (`head_follows`). Raises UserError where a weight is missing or damaged."""
     name, where = _pretrained(source)
     try:
-        check_files(_weight_files(name, where))
+        check_files(_weight_files(name, where), packed=holds_nf4(config))
         with hidden_report(REWARD_HEAD):
             loaded: Any = auto_class(config).from_pretrained(
                 name,

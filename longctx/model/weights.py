@@ -31,6 +31,14 @@ _SAFE = ".safetensors"
 """How a file's name ends that is no pickle; transformers looks at nothing else."""
 REWARD_HEAD = "score.weight"
 """Of transformers' classifiers."""
+_NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+}
+_FLOATS, _BYTES = ("F", "BF", "float", "bfloat"), ("U8", "uint8")
+"""How names of dtypes begin, in safetensors and in torch."""
 _BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|attn\.bias|attention\.bias|masked_bias)$")
 """Tensors of old checkpoints that models compute: frequencies of RoPE, positions, masks."""
 
@@ -67,16 +75,32 @@ def _shards(index: Path) -> list[str]:
     return names
 
 
-def check_files(files: Sequence[Path]) -> None:
+def quantization(config: Any) -> dict[str, Any]:
+    """What a configuration says of how its checkpoint is quantised; empty if it says nothing."""
+    found: Any = getattr(config, "quantization_config", None)
+    found = found.to_dict() if hasattr(found, "to_dict") else found
+    return found if isinstance(found, dict) else {}
+
+
+def holds_nf4(config: Any) -> bool:
+    """Whether a checkpoint's weights are in 4 bits as `--quantize nf4` makes them: two in a byte,
+    not four in the bytes of a floating point number, as FSDP takes them."""
+    found = {"bnb_4bit_quant_storage": "uint8", **quantization(config)}
+    return _NF4.items() <= {name: found.get(name) for name in _NF4}.items()
+
+
+def check_files(files: Sequence[Path], *, packed: bool = False) -> None:
     """Raises ValueError for a file that would fill the memory, and for a tensor that is no floating
-    point: transformers would cast it, and a run would train what is left."""
+    point: transformers would cast it, and a run would train what is left. Of `packed` weights bytes
+    are accepted."""
     folder = Path(os.path.commonpath([path.parent for path in files])) if files else Path()
     pickled = [p.relative_to(folder) for p in files if p.suffix != _SAFE]
     if files and (problem := tensor_problem(folder, [escape(str(path)) for path in pickled])):
         raise ValueError(problem)
     for path in files:
         for name, dtype in _dtypes(path):
-            if not dtype.startswith(("F", "BF", "float", "bfloat")) and not _BUFFERS.search(name):
+            known = (*_FLOATS, *_BYTES) if packed else _FLOATS
+            if not dtype.startswith(known) and not _BUFFERS.search(name):
                 raise ValueError(f"{name} in {path.name} holds {dtype}, no floating point")
 
 

@@ -26,10 +26,12 @@ def named_inputs(argv: Sequence[str] | None, *options: Any) -> list[Path]:
     """Everything there that a word of the command line or the value of an option names, and where
     links in such folders lead: a model's weights may be links. `argv` are the words after the
     program's name (None: the process's own)."""
-    words = [word.rpartition("=")[2] for word in (sys.argv[1:] if argv is None else argv)]
+    given = sys.argv[1:] if argv is None else argv
+    words = [*given, *(word.partition("=")[2] for word in given)]  # --option=value
     for of in options:
         words += words_of([getattr(of, field.name, None) for field in fields(of)])
-    found = [path for path in map(expanded, dict.fromkeys(words)) if os.path.lexists(path)]
+    paths = [expanded(word) for word in dict.fromkeys(words) if word]
+    found = [path for path in paths if os.path.lexists(path)]
     folders = [path for path in found if os.path.isdir(path) and os.access(path, os.R_OK)]
     links = [entry for folder in folders for entry in os.scandir(folder) if entry.is_symlink()]
     return found + [Path(os.path.dirname(link.path), os.readlink(link)) for link in links]

@@ -19,7 +19,7 @@ from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, counted, print_rank0
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
-from longctx.lora.quantise import check_quantize, quantise_, quantised_loading
+from longctx.lora.quantise import check_quantize, compute_in_, quantise_, quantised_loading
 from longctx.model.classes import (
     as_language_model,
     as_reward_model,
@@ -33,6 +33,7 @@ from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.pretrained import read_config, read_model, unreadable
 from longctx.model.vision import PREFIXES, rest_, towers
+from longctx.model.weights import holds_nf4
 from longctx.options import ModelSource
 from longctx.presets import PRESETS
 from longctx.system import installed
@@ -163,8 +164,10 @@ def load_model(
     else:
         # bitsandbytes would quantise towers as well, and read them to the GPU.
         quantises = args.quantize != "none" and config.model_type in PREFIXES
-        more = {} if quantises else quantised_loading(args, dtype, device)
+        more = {} if quantises else quantised_loading(args, dtype, device, config)
         model = read_model(args.source, config, dtype=dtype, attention=attention, **more)
+        if holds_nf4(config):
+            compute_in_(model, dtype)
     if quantises:
         quantise_(model, device)
     rest_(model)

@@ -13,14 +13,18 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from small_run import logged, prepare, run
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from longctx import cli
 from longctx.commands import train
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.lora.adapters import Reached, adapter_bytes, check_lora
-from longctx.lora.quantise import quantised_loading
+from longctx.lora.quantise import quantise_shapes_, quantised_loading
+from longctx.model.blocks import scales
+from longctx.model.pretrained import read_config
+from longctx.model.weights import holds_nf4
+from longctx.options import ModelSource
 from longctx.output.manifest import read_manifest, write_manifest
 from longctx.run.loading import check_request, load_config
 
@@ -266,6 +270,98 @@ def test_qlora(flags, tmp_path, capsys) -> None:
     losses = [line["loss"] for line in run(flags, tmp_path / "preset", "--max_steps", "2")]
     assert losses[1] < losses[0]
     assert "Hugging Face's layers" not in capsys.readouterr().out
+
+
+def in_4_bits(flags: list[str], folder: Path, **changes: Any) -> list[str]:
+    """The flags with the model in a checkpoint that bitsandbytes has quantised."""
+    bits = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    config = BitsAndBytesConfig(**bits | dict(bnb_4bit_compute_dtype=torch.bfloat16) | changes)
+    base = AutoModelForCausalLM.from_pretrained(
+        base_of(flags), quantization_config=config, device_map="cpu", dtype=torch.bfloat16
+    )
+    base.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base_of(flags)).save_pretrained(folder)
+    return [str(folder) if flag == base_of(flags) else flag for flag in flags]
+
+
+@pytest.mark.parametrize("kind", ["custom", "vanilla"])
+def test_a_checkpoint_in_4_bits_is_read_as_it_is(flags, tmp_path, capsys, kind) -> None:
+    """As the run quantises the checkpoint that it was made from, whatever dtype computes."""
+    pytest.importorskip("bitsandbytes")
+    packed = in_4_bits(flags, tmp_path / "packed")
+    more = ["--class_type", kind, "--quantize", "nf4", "--dtype", "float32"]
+    losses = [
+        [line["loss"] for line in run(words, tmp_path / name, *more)]
+        for name, words in (("whole", flags), ("run", packed))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+    resume = ["--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2")]
+    truth = adapter(tmp_path / "run" / "final")
+    run(packed, tmp_path / "run", *more, *resume)
+    assert all(torch.equal(adapter(tmp_path / "run" / "final")[n], x) for n, x in truth.items())
+
+
+def test_so_is_one_whose_scales_and_some_maps_are_not(flags, tmp_path, capsys) -> None:
+    pytest.importorskip("bitsandbytes")
+    changes = dict(
+        bnb_4bit_use_double_quant=False, llm_int8_skip_modules=["lm_head", "layers.0.mlp"]
+    )
+    packed = in_4_bits(flags, tmp_path / "packed", **changes)
+    losses = [line["loss"] for line in run(packed, tmp_path / "run", "--quantize", "nf4")]
+    assert losses[-1] < losses[0]
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+
+
+BITS = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "in 4 bits .*: train adapters over them with --lora_r and --quantize nf4"),
+        ({"bnb_4bit_quant_type": "fp4"}, "is quantised .bitsandbytes."),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "is quantised .bitsandbytes."),
+        ({"bnb_4bit_quant_storage": "bfloat16"}, "is quantised .bitsandbytes."),
+        ({"quant_method": "gptq"}, "is quantised .gptq."),
+    ],
+)
+def test_a_checkpoint_in_4_bits_is_for_adapters(flags, tmp_path, changes, says) -> None:
+    """Without bitsandbytes, too. Other kinds are refused whatever trains them."""
+    config = AutoConfig.from_pretrained(base_of(flags))
+    config.quantization_config = BITS | changes
+    config.save_pretrained(tmp_path)
+    under, alone = (ModelSource(name=str(tmp_path), under_adapters=is_) for is_ in (True, False))
+    with pytest.raises(UserError, match=says):
+        read_config(alone)
+    if changes:
+        with pytest.raises(UserError, match=says):
+            read_config(under)
+        return
+    assert holds_nf4(read_config(under))
+
+
+def test_a_plan_knows_a_checkpoints_4_bits() -> None:
+    config = AutoConfig.for_model("llama", hidden_size=256, intermediate_size=512, vocab_size=64)
+    config.num_hidden_layers = 2
+    found = {}
+    for name, changes in {
+        "double": {"bnb_4bit_use_double_quant": True},
+        "plain": {},
+        "some": {"llm_int8_skip_modules": ["layers.1.mlp"]},
+    }.items():
+        config.quantization_config = BITS | changes
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        quantise_shapes_(model)
+        maps = [m for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+        scaled = [part.tensor.nbytes for m in maps for part in scales(m.weight)]
+        found[name] = sum(m.weight.nbytes for m in maps), sum(scaled)
+    weights = 2 * (4 * 256 * 256 + 3 * 256 * 512)
+    assert found["double"] == (weights // 2, weights // 64 + weights // 64 // 256 * 4)
+    assert found["plain"] == (weights // 2, weights // 64 * 4)
+    whole = 3 * 256 * 512
+    assert found["some"] == ((weights - whole) // 2 + whole * 4, (weights - whole) // 64 * 4)
 
 
 def test_merging_into_the_4_bits_gives_what_was_trained(flags, tmp_path) -> None:

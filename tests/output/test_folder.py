@@ -120,6 +120,7 @@ INPUTS = {
     "run/./final/../final/model.safetensors": True,
     "run/checkpoint-2/optimizer.pt": True,
     "run/metrics.jsonl": True,
+    "run/checkpoint-2/lr=1": True,
     "run/model": False,  # not what a run saves
     "run/run.json": False,
     "run": False,
@@ -145,7 +146,8 @@ def placed(tmp_path: Path, monkeypatch) -> Path:
     for folder in ("run/final", "run/checkpoint-2", "run/model", "kept", "disk/checkpoint-4"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text("{}")
-    for file in ("final/model.safetensors", "checkpoint-2/optimizer.pt", "metrics.jsonl"):
+    files = "final/model.safetensors checkpoint-2/optimizer.pt checkpoint-2/lr=1 metrics.jsonl"
+    for file in files.split():
         (tmp_path / "run" / file).write_text("")
     links = {
         "to_final": "run/final",
