@@ -1,8 +1,8 @@
-"""LoRA adapters as shapes, for plans on machines without PEFT.
+"""LoRA adapters as shapes, for plans: PEFT may be missing, and takes six times as long.
 
 Each adapted linear map becomes a module with the attributes of PEFT's `LoraLayer` that
-model/adapters.py reads. With PEFT installed a plan takes PEFT's own layers (adapters.with_lora);
-tests/plan/test_predict.py compares both.
+model/adapters.py reads. tests/plan/test_changes.py compares plans with those of PEFT's own layers
+(adapters.with_lora), which are still made where a part is trained as a whole.
 """
 
 from __future__ import annotations

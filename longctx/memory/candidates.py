@@ -213,6 +213,8 @@ class Counted:
         self.each = each or EachKeep(found.keeps, tables.layer)
 
     def some(self, which: Any) -> Counted:
+        if len(which) == len(self.found.layers):
+            return self
         return Counted(self.found.some(which), self.tables, self.each)
 
     @cached_property

@@ -257,6 +257,8 @@ class Levels:
             left = left - block.grad * going
             made = made - block.grad * going * (at > 0)
             count += going
+            if not going.any():
+                break
         return count
 
     # --- the host and the link -------------------------------------------------------------------
@@ -265,21 +267,28 @@ class Levels:
         """Returns the largest number of locked bytes (memory/settle.py): states, and the room that
         saved activations and layers' gradients share. `below` (C, layers + 1) are the bytes that
         the layers below keep there."""
+        states, first = self._on_host
+        # A layer's gradient begins where its activations do, or where the one below ends.
+        grads = [whole_lines(b.grad) + LINE for b in self.blocks if b.layer is not None]
+        above = np.cumsum(np.array([0, *reversed(grads)], np.int64))[::-1]  # (layers + 1,)
+        ends = np.maximum.accumulate((below + above)[:, ::-1], axis=1)[:, ::-1]
+        shared = np.maximum(below[:, -1], ends[np.arange(len(below)), first[level]])
+        return states[level] + shared
+
+    @cached_property
+    def _on_host(self) -> tuple[Any, Any]:  # (levels,) each
+        """Locked bytes of states alone, and the first layer whose gradient shares its room with
+        saved activations."""
         away = self._away
         moved = sum(away[kind] * self._bytes(kind) for kind in KINDS)
         shares = np.zeros(len(self.blocks), bool)
         if not self.accumulates:
             shares = np.array([block.layer is not None for block in self.blocks], bool)
-        moved = moved - (away["grad"] & shares) * self._bytes("grad")
+        sharing = away["grad"] & shares
+        moved = moved - sharing * self._bytes("grad")
         some = np.logical_or.reduce([away[kind] for kind in KINDS])
         states = (whole_lines(moved) + some * 4 * LINE).sum(axis=1)
-        # A layer's gradient begins where its activations do, or where the one below ends.
-        grads = [whole_lines(b.grad) + LINE for b in self.blocks if b.layer is not None]
-        first = self.layers - (away["grad"] & shares).sum(axis=1)  # of the layers with some there
-        above = np.cumsum(np.array([0, *reversed(grads)], np.int64))[::-1]  # (layers + 1,)
-        ends = np.maximum.accumulate((below + above)[:, ::-1], axis=1)[:, ::-1]
-        shared = np.maximum(below[:, -1], ends[np.arange(len(below)), first[level]])
-        return states[level] + shared
+        return states, self.layers - sharing.sum(axis=1)
 
     def traffic(self, level: Any) -> Traffic:
         """Returns the copies of each candidate's level."""

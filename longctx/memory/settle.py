@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longctx.cost.kept import Ladder
-from longctx.memory.place import Place
+from longctx.memory.place import BlockSizes, Place
 from longctx.memory.slab import LINE, PinnedSlab, whole_lines
 from longctx.memory.states import Block, BlockSpec
 from longctx.memory.store import ActivationStore
@@ -37,10 +37,13 @@ class HostRoom:
         *,
         accumulates: bool,
         kept_bytes: Sequence[int] = (),
+        sizes: Sequence[BlockSizes] | None = None,
     ) -> None:
         """`kept_bytes` is what each layer keeps on the host. `accumulates` says that a step has
-        several batches, so that gradients outlive a forward."""
-        sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
+        several batches, so that gradients outlive a forward. `sizes` are the specs', if they are
+        counted already."""
+        if sizes is None:
+            sizes = [spec.sizes(accumulates=accumulates) for spec in specs]
         self.blocks = [Block(spec, place) for spec, place in zip(specs, places, strict=True)]
         self._grad_dtype = torch.float32 if accumulates else None  # the weights'
         layers = {

@@ -15,7 +15,7 @@ Where flags alone are enough, 2, 4 and 5 are left out. What a way of 2, 4 or 5 n
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -67,6 +67,8 @@ class _Search:
     run: Run
     machine: Machine
     host_bytes: int
+    _adapted: dict[Any, Subject] = field(default_factory=dict)
+    """The same model with other adapters, by their rank and the weights' bits."""
 
     def tried(self, options: Options) -> Plan:
         host = max(self.host_bytes, int((options.get("host_memory_gib") or 0) * GIB))
@@ -164,8 +166,12 @@ class _Search:
 
     def _with(self, options: Options) -> tuple[Subject, Run]:
         run = self.run.having(**options)
-        adapts = {"lora_r", "quantize"} & self._changed(options).keys()
-        return self.subject.adapted(run.model) if adapts else self.subject, run
+        if not {"lora_r", "quantize"} & self._changed(options).keys():
+            return self.subject, run
+        adapters = run.model.lora_r, run.model.quantize
+        if adapters not in self._adapted:
+            self._adapted[adapters] = self.subject.adapted(run.model)
+        return self._adapted[adapters], run
 
     def _way(self, options: Options) -> Iterator[Change]:
         """Yields the run with these options, if need be with flags that need less memory."""

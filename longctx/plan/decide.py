@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -123,18 +124,7 @@ def decide(
     `several` that several processes average their gradients. `needs` is the step of a patched
     model, or the bytes that any other model's step works with."""
     blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
-    levels = [
-        Levels(
-            blocks,
-            placement,
-            accumulates=accumulates,
-            keeps_gradients=several,
-            order=order,
-            embedding_first=first,
-        )
-        for order in ORDERS
-        for first in (False, True)
-    ]
+    levels = _levels(tuple(blocks), placement, accumulates, several)
     if isinstance(needs, Step):
         chosen = choose(needs, levels, budget)
         return decided(specs, blocks, chosen, budget, keeping(needs, chosen), accumulates)
@@ -150,6 +140,26 @@ def decide(
         needed_bytes=budget.gpu + int(missing[0]),
         chosen=None,
     )
+
+
+@lru_cache(maxsize=2)
+def _levels(
+    blocks: tuple[BlockSizes, ...], placement: Placement, accumulates: bool, several: bool
+) -> list[Levels]:
+    """Returns the levels of each order in which states leave. The plans of one model with other
+    rows or another budget share what these have counted."""
+    return [
+        Levels(
+            blocks,
+            placement,
+            accumulates=accumulates,
+            keeps_gradients=several,
+            order=order,
+            embedding_first=first,
+        )
+        for order in ORDERS
+        for first in (False, True)
+    ]
 
 
 def decide_as_given(
@@ -191,7 +201,9 @@ def decided(
         blocks=blocks,
         places=chosen.places,
         kept=kept,
-        host=HostRoom(specs, chosen.places, accumulates=accumulates, kept_bytes=kept.hosted),
+        host=HostRoom(
+            specs, chosen.places, accumulates=accumulates, kept_bytes=kept.hosted, sizes=blocks
+        ),
         budget=budget,
         needed_bytes=chosen.needed.gpu,
         chosen=chosen,

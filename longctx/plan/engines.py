@@ -20,6 +20,7 @@ Exchanges that run beside a computation do not slow it down, except those of sha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from longctx.cost.fitted import BESIDE, CPU_ADAM
@@ -28,11 +29,10 @@ from longctx.cost.peak import LIBRARY_BYTES, Buffers, Phase
 from longctx.cost.seconds import Exchanged
 from longctx.cost.sizes import Parameters, Sizes
 from longctx.engines.layout import FP32, Layout
-from longctx.model.blocks import state_blocks
+from longctx.memory.states import BlockSpec
 
 
-def parameters_of(model: Any) -> Parameters:
-    specs = state_blocks(model, movable=False)
+def parameters_of(model: Any, specs: Sequence[BlockSpec]) -> Parameters:
     numels = [p.numel() for p in model.parameters() if p.requires_grad]
     by_layer = [sum(p.numel() for p in s.trained) for s in specs if s.layer is not None]
     embedding = model.get_input_embeddings().weight

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,13 +33,15 @@ from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
 from longctx.memory.levels import Levels, pending_levels
 from longctx.memory.machine import host_budget
 from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
+from longctx.memory.states import BlockSpec
 from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
-from longctx.model.classes import without_storage
+from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.families import FAMILIES, has_windows, head_dim, kv_heads, score_cap
 from longctx.model.runtime import check_shares, model_sizes
 from longctx.model.vision import PREFIXES, rest_
+from longctx.options import PatchOptions
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
 from longctx.system import installed
@@ -130,11 +133,26 @@ class Subject:
         if args is not None and args.quantize != "none":
             quantise_shapes_(self.model)
         if args is not None and args.lora_r is not None:
-            adapt = with_lora if installed("peft") else with_lora_shapes
+            # PEFT copies what is trained as a whole; its layers are six times slower to make.
+            whole = args.lora_modules_to_save or is_classifier(config)
+            adapt = with_lora if whole and installed("peft") else with_lora_shapes
             with torch.device("meta"):
                 self.model = adapt(self.model, args)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self.parameters = parameters_of(self.model)
+        self._blocks: dict[tuple[bool, bool], list[BlockSpec]] = {}
+        self.parameters = parameters_of(self.model, self.blocks(movable=False))
+        self.plans: list[tuple[tuple[Run, Machine, int], Plan]] = []
+        """The plans that were made of it."""
+
+    def blocks(self, *, movable: bool, head_movable: bool = True) -> list[BlockSpec]:
+        """Returns the model's `state_blocks`. A plan that does not fit is made 30 times, and the
+        blocks of 512 layers take 0.1 s."""
+        asked = movable, head_movable
+        if asked not in self._blocks:
+            self._blocks[asked] = state_blocks(
+                self.model, movable=movable, head_movable=head_movable
+            )
+        return self._blocks[asked]
 
     @property
     def sees(self) -> bool:
@@ -145,10 +163,20 @@ class Subject:
         """Returns the same model with other adapters and 4-bit weights."""
         return Subject(self._whole, args)
 
+    @cached_property
+    def _scheduled(self) -> Sizes:
+        """The dimensions that the schedule sees, whatever the options of a run."""
+        return model_sizes(inside_peft(self.model), PatchOptions(), DTYPE)
+
     def sizes(self, run: Run) -> Sizes:
         if run.model.class_type == "custom":
-            sizes = model_sizes(inside_peft(self.model), run.model.patch_options, DTYPE)
-            return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
+            return replace(
+                self._scheduled,
+                ranks=run.sequence_parallel_size,
+                exact=run.exact,
+                tile_tokens=run.model.tile_tokens,
+                head_groups=run.model.head_groups,
+            )
         config, family = self.config, FAMILIES.get(self.config.model_type)
         return Sizes(
             layers=config.num_hidden_layers,
@@ -225,11 +253,25 @@ def plan(
     run: Run,
     machine: Machine,
     host_bytes: int,
-    having: Callable[[Step], Step] = lambda step: step,
+    having: Callable[[Step], Step] | None = None,
 ) -> Plan:
     """Returns the plan of a run. `host_bytes` are free on the host, for all processes together.
     `having` changes the step that is chosen for, as a given plan does. Raises UserError for a run
     that no machine can do."""
+    if having is not None:
+        return _planned(subject, run, machine, host_bytes, having)
+    asked = run, machine, host_bytes
+    for known, found in subject.plans:  # the ways out of a run that does not fit ask again
+        if known == asked:
+            return found
+    found = _planned(subject, run, machine, host_bytes, lambda step: step)
+    subject.plans.append((asked, found))
+    return found
+
+
+def _planned(
+    subject: Subject, run: Run, machine: Machine, host_bytes: int, having: Callable[[Step], Step]
+) -> Plan:
     backend = _backend(run, machine, subject.config)
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     step, engine = having(_step(subject, run, machine, backend)), run.engine
@@ -239,7 +281,7 @@ def plan(
     elif run.exact:
         movable = _patched(run) and run.gpus == 1
         head_movable = run.task == "sft"  # whose loss is done with lm_head in forward
-        specs = state_blocks(subject.model, movable=movable, head_movable=head_movable)
+        specs = subject.blocks(movable=movable, head_movable=head_movable)
         decision = decide(
             specs,
             budget,
@@ -363,7 +405,7 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
 def _as_weights(subject: Subject, step: Step, run: Run, budget: Budget) -> Decision:
     """Returns the decision for torch's AdamW: all states are on the GPU, and activations get what
     is left."""
-    specs = state_blocks(subject.model, movable=False)
+    specs = subject.blocks(movable=False)
     blocks = [spec.sizes(accumulates=False) for spec in specs]
     blocks = [replace(block, states=2 * block.grad) for block in blocks]
     levels = Levels(blocks, "gpu", accumulates=step.batch.passes > 1)
@@ -386,7 +428,7 @@ def _decide_sharded(
     pending = engine.pending(p)
     levels = pending_levels(step.sizes.layers, *pending, accumulates=step.batch.passes > 1)
     chosen = choose(step, [levels], Budget(budget.gpu, max(0, budget.host)))
-    specs = state_blocks(subject.model, movable=False)
+    specs = subject.blocks(movable=False)
     blocks = [spec.sizes(accumulates=False) for spec in specs]
     chosen = replace(chosen, places=[Place() for _ in specs])
     return decided(specs, blocks, chosen, budget, keeping(step, chosen), False)

@@ -13,6 +13,9 @@ from longctx.constants import GIB
 from longctx.cost.machines import Machine
 from longctx.engines.layout import FullyShard
 from longctx.errors import UserError
+from longctx.lora.adapters import with_lora
+from longctx.lora.shapes import with_lora_shapes
+from longctx.plan import predict
 from longctx.plan.changes import changes
 from longctx.plan.predict import Run, plan
 from longctx.plan.shortage import shortage
@@ -83,6 +86,28 @@ def test_adapters_are_of_our_layers_without_an_engine() -> None:
     ]
 
 
+def test_no_way_out_is_counted_twice(monkeypatch) -> None:
+    """A model of 512 layers takes 1 s to make and half a second to plan."""
+    planned, made = [], []
+
+    def count(subject, *asked):
+        planned.append((subject, asked[:3]))
+        return predict_once(subject, *asked)
+
+    predict_once = predict._planned
+    monkeypatch.setattr(predict, "_planned", count)
+    adapted = predict.Subject.adapted
+    monkeypatch.setattr(
+        predict.Subject, "adapted", lambda self, args: made.append(args) or adapted(self, args)
+    )
+    request = run(65536, place="gpu", keep="all")
+    lacking = plan(model := eight_layers(), request, card(8), 4 * GIB)
+    shortage(model, lacking, 4 * GIB)
+    changes(model, request, card(8), 4 * GIB, host_grows=True)
+    assert len(made) == 2 and len(planned) > 10
+    assert all(one not in planned[:i] for i, one in enumerate(planned))
+
+
 def test_what_a_way_out_needs_of_flags_is_part_of_it() -> None:
     found = found_changes(run(131072, place="gpu", keep="all"), card(24), 24)
     assert [*found][-1].startswith("--place auto --keep auto --host_memory_gib ")
@@ -119,18 +144,20 @@ def test_nothing_helps_a_model_that_is_too_large() -> None:
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_adapters_are_planned_without_peft(monkeypatch, quantize) -> None:
-    """As with it, to the byte."""
+    """As with its own layers, to the byte."""
     pytest.importorskip("peft")
     asked = ModelArguments(lora_r=16, quantize=quantize, lora_targets=["q_proj", "down_proj"])
     asked = replace(asked, lora_dropout=0.1)
     request = run(32768, lora_r=16, quantize=quantize)
     found = []
-    for is_installed in (True, False):
-        monkeypatch.setattr("longctx.plan.predict.installed", lambda name, it=is_installed: it)
+    for adapt in (with_lora_shapes, with_lora):
+        monkeypatch.setattr("longctx.plan.predict.with_lora_shapes", adapt)
         subject = eight_layers().adapted(asked)
         found.append(plan(subject, request, card(24), 64 * GIB))
     assert found[0].phases == found[1].phases and found[0].seconds == found[1].seconds
     assert found[0].sizes == found[1].sizes and found[0].host_bytes == found[1].host_bytes
     assert found[0].sizes.adapted.parameters > 0
+    monkeypatch.undo()
+    monkeypatch.setattr("longctx.plan.predict.installed", lambda name: False)
     with pytest.raises(UserError, match="--lora_modules_to_save needs PEFT"):
         eight_layers().adapted(replace(asked, lora_modules_to_save=["lm_head"]))

@@ -26,7 +26,7 @@ from longctx.engines.layout import (
 from longctx.errors import UserError
 from longctx.memory.pending import Pending
 from longctx.plan import engines as planned_engines
-from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
+from longctx.plan.engines import ShardedStates, averaged, exchanged, shared_rows
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.run.loading import load_config
 
@@ -299,7 +299,7 @@ def test_the_run_counts_what_is_pending_as_the_plan_does(monkeypatch) -> None:
 
 
 def test_parameters_are_those_of_the_model(small) -> None:
-    p, config = parameters_of(small.model), small.config
+    p, config = small.parameters, small.config
     assert p.head == 0 and p.embedding == 4096 * config.hidden_size
     assert p.total == sum(x.numel() for x in small.model.parameters())
     assert 4 * p.layer + p.embedding + config.hidden_size == pytest.approx(p.total, rel=1e-3)
