@@ -119,6 +119,11 @@ class Table:
     def by_name(self) -> dict[str, Keepable]:
         return {keepable.name: keepable for keepable in self.keepables}
 
+    @cached_property
+    def always(self) -> frozenset[str]:
+        """The names of the keepables that must be kept."""
+        return frozenset(keepable.name for keepable in self.keepables if keepable.always)
+
     def work(self, name: str) -> Work:
         """Returns the work of forward that has this name."""
         return next(work for work in self.forward if work.name == name)

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.cost.kept import SETS, Keep, Ladder, Names
+from longctx.cost.kept import Keep, Ladder, Names
 from longctx.cost.peak import BACKWARD, FORWARD, Tables, made_bytes, working
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import Hosted
 from longctx.cost.table import Keepable, Load, Moment, Table, load
 from longctx.memory.levels import Activity
-from longctx.options import Keeping, Offload
+from longctx.options import Offload
 
 MOST = 32
 """At most so many counts of layers are tried: all of them, else every second, third, and so on."""
@@ -65,7 +65,7 @@ def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
         keepable = layer.by_name[name]
         return computed_s(load(keepable.spares), rates) / keepable.aligned
 
-    found = [frozenset(k.name for k in layer.keepables if k.always)]
+    found = [layer.always]
     while True:
         kept = found[-1]
         able = [k.name for k in layer.keepables if k.name not in kept and k.needs <= kept]
@@ -86,13 +86,15 @@ def computed_s(work: Load, rates: Rates) -> Any:
 
 
 @lru_cache(maxsize=16)
-def candidates(layers: int, kept: tuple[Names, ...], keep: Keeping, offload: Offload) -> Candidates:
-    """Returns all ladders that are scored."""
+def candidates(
+    layers: int, kept: tuple[Names, ...], offload: Offload, asked: Names | None = None
+) -> Candidates:
+    """Returns all ladders that are scored: of the sets `kept`, or with one set if that was asked
+    for."""
     every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
-    if keep == "auto":
+    if asked is None:
         return Candidates.of(_free(layers, kept, counts, offload))
-    asked = SETS[keep] | kept[-1] if keep == "all" else SETS[keep]
     return Candidates.of(_asked(layers, asked, counts))
 
 

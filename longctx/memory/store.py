@@ -92,7 +92,7 @@ class ActivationStore:
     def __init__(self, device: torch.device, host_limit_gib: float | None = None) -> None:
         self.device = device
         self.host_limit_gib = host_limit_gib
-        self.ladder: Ladder = (Keep(),)
+        self.ladder: Ladder = ()
         self._pinned = PinnedSlab(0, device)
         self._lent: Tensor | None = None
         self._is_free: Callable[[int, int], bool] = _always

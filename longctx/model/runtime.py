@@ -170,12 +170,14 @@ class Runtime:
         is copied over a link there is nothing to weigh: it is all one memory."""
         device, document = self.store.device, min(tokens, self.args.seq_len or tokens)
         keep, offload = self.args.keep, self.args.offload_activations
+        batch = Batch(tokens, document, self.passes)
         given, rates = None, NO_RATES
         if device.type == "cuda":
             rates = gpu_rates(device, self.dtype, self.backend, document, *sizes.scores)
         else:
-            given = uniform(sizes.layers, keep, offload), next(iter(sizes.cuts(tokens)))
-        batch = Batch(tokens, document, self.passes)
+            cut = next(iter(sizes.cuts(tokens)))
+            layer = StepTable.of(cut, batch).layer
+            given = uniform(layer, sizes.layers, keep, offload), cut
         return Step(
             count=StepTable.of,
             sizes=sizes,

@@ -10,10 +10,12 @@ import pytest
 from cost_sizes import LLAMA_8B
 
 from longctx.constants import GIB
-from longctx.cost.kept import ORDER, SETS, Keep, describe, uniform
+from longctx.cost.kept import ORDER, SETS, Keep, asked, describe, uniform
+from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import Batch, Cut, default_head_groups, default_tile_tokens
-from longctx.cost.table import load
+from longctx.cost.table import Keepable, Table, load
 from longctx.layer.parts.attention import attention_flops
+from longctx.memory.candidates import candidates, sets
 from longctx.model.costs import StepTable
 
 T = 131072
@@ -146,4 +148,29 @@ def test_the_order_of_names() -> None:
 @pytest.mark.parametrize(("keep", "name"), [("auto", "o"), ("x", "x"), ("all", "all")])
 def test_without_a_look_at_memory(offload, hosts, keep, name) -> None:
     expected = hosts * (Keep.of(name, name),) + (3 - hosts) * (Keep.of(name),)
-    assert uniform(3, keep, offload) == expected
+    assert uniform(TABLE.layer, 3, keep, offload) == expected
+
+
+ROUTE = Keepable(name="route", nbytes=2 * T, always=True)
+"""What a router chose, say: nothing can recompute it, and no word of --keep names it."""
+
+
+@pytest.mark.parametrize("keep", ["auto", *SETS])
+@pytest.mark.parametrize("offload", ["none", "auto", "all"])
+def test_a_second_keepable_that_must_be_kept_is_in_every_set(keep, offload) -> None:
+    layer = TABLE.layer + Table(keepables=(ROUTE,))
+    wanted = {"x", "route"} | (SETS[keep] if keep != "auto" else set())
+    assert asked(keep, layer) >= wanted
+    rates = Rates(1e14, 1e10, 1e12, AttentionRates(1e14, 1e14))
+    chosen = None if keep == "auto" else asked(keep, layer)
+    searched = candidates(4, sets(layer, rates), offload, chosen).keeps
+    for k in (*searched, *uniform(layer, 4, keep, offload)):
+        assert k.kept >= wanted
+        assert not k.hosted or {"x", "route"} <= k.hosted
+
+
+def test_a_word_names_what_a_layer_has() -> None:
+    parallel = StepTable.of(replace(LLAMA_8B, parallel=True), Batch(T, T)).layer
+    assert asked("h", parallel) == asked("o", parallel) == SETS["o"]
+    normed = StepTable.of(replace(LLAMA_8B, post_norms=True), Batch(T, T)).layer
+    assert asked("all", normed) == SETS["all"] | {"down"}

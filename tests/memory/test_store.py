@@ -33,19 +33,19 @@ def test_a_slab_has_exactly_its_size() -> None:
 
 def test_a_slab_grows_only_when_it_must() -> None:
     store = ActivationStore(CPU)
-    store.reserve((Keep(),), 3000)
+    store.reserve((Keep.of("o"),), 3000)
     first = store._slab
     assert first.numel() == 3000
-    store.reserve((Keep(),), 1500)
+    store.reserve((Keep.of("o"),), 1500)
     assert store._slab is first
-    store.reserve((Keep(),), 4000)
+    store.reserve((Keep.of("o"),), 4000)
     assert store._slab.numel() == 4000
 
 
 def test_host_memory_that_is_short_is_named_before_it_is_taken() -> None:
     store = ActivationStore(CPU, host_limit_gib=1.0)
     with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
-        store.reserve((Keep(),), 2**31)
+        store.reserve((Keep.of("o"),), 2**31)
     assert store._slab.numel() == 0
 
 
