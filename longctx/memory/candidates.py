@@ -17,8 +17,8 @@ import numpy as np
 from longctx.cost.kept import Keep, Ladder, Names
 from longctx.cost.peak import BACKWARD, FORWARD, Tables, made_bytes, working
 from longctx.cost.rates import Rates
-from longctx.cost.seconds import Hosted
-from longctx.cost.table import Keepable, Load, Moment, Table, load
+from longctx.cost.seconds import Hosted, priced
+from longctx.cost.table import Keepable, Load, Moment, Table, load, stacked
 from longctx.memory.levels import Activity
 from longctx.options import Offload
 
@@ -63,7 +63,7 @@ def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
 
     def worth(name: str) -> float:
         keepable = layer.by_name[name]
-        return computed_s(load(keepable.spares), rates) / keepable.aligned
+        return float(priced(load(keepable.spares), rates).step) / keepable.aligned
 
     found = [layer.always]
     while True:
@@ -73,16 +73,6 @@ def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
         if not able:
             return tuple(found)
         found.append(kept | {max(able, key=worth)})
-
-
-def computed_s(work: Load, rates: Rates) -> Any:
-    """Returns the seconds of works that run one after the other."""
-    return (
-        work.matmul / rates.flops
-        + work.attention / rates.attention.forward
-        + work.attention_backward / rates.attention.backward
-        + work.nbytes / rates.memory_bytes
-    )
 
 
 @lru_cache(maxsize=16)
@@ -187,9 +177,7 @@ class EachKeep:
     @cached_property
     def again(self) -> Load:
         """What backward of the layer recomputes."""
-        loads = [load(self.layer.again(keep.kept)) for keep in self.keeps]
-        rates: list[Any] = [np.array(of) for of in zip(*loads, strict=True)]
-        return Load(*rates)
+        return stacked([load(self.layer.again(keep.kept)) for keep in self.keeps])
 
     @cached_property
     def hosted(self) -> Hosted:
@@ -249,7 +237,7 @@ class Counted:
     @cached_property
     def again(self) -> Load:
         """What backward of all layers recomputes."""
-        return Load(*(self.found.numbers @ of for of in self.each.again))
+        return self.each.again.each(lambda numbers: self.found.numbers @ numbers)
 
     @cached_property
     def hosted(self) -> Hosted:

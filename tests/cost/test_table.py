@@ -10,12 +10,16 @@ import pytest
 from cost_sizes import LLAMA_8B
 
 from longctx.constants import GIB
+from longctx.cost import rates
 from longctx.cost.kept import ORDER, SETS, Keep, asked, describe, uniform
 from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.seconds import priced
 from longctx.cost.sizes import Batch, Cut, default_head_groups, default_tile_tokens
-from longctx.cost.table import Keepable, Table, load
+from longctx.cost.table import Keepable, Table, Work, load
 from longctx.layer.parts.attention import attention_flops
 from longctx.memory.candidates import candidates, sets
+from longctx.memory.ladder import Budget, Step, choose
+from longctx.memory.levels import pending_levels
 from longctx.model.costs import StepTable
 
 T = 131072
@@ -33,18 +37,19 @@ def test_what_a_byte_spares_above_o_is_the_same() -> None:
     """4096 FLOPs of matmuls, and of q, k and v the norm and the rotation besides."""
     sets = list(SETS.values())[1:]
     for low, high in pairwise(sets):
-        spared = load(TABLE.layer.again(low)).matmul - load(TABLE.layer.again(high)).matmul
+        again = [load(TABLE.layer.again(kept)).at("matmul") for kept in (low, high)]
+        spared = again[0] - again[1]
         kept = TABLE.layer.kept_bytes(high) - TABLE.layer.kept_bytes(low)
         assert spared / kept == pytest.approx(4096, rel=1e-4)
     assert load(TABLE.layer.again(SETS["all"])) == load(())
-    assert load(TABLE.layer.forward).matmul == 2 * T * 218_103_808
+    assert load(TABLE.layer.forward).at("matmul") == 2 * T * 218_103_808
 
 
 def test_without_o_attention_runs_again_and_q_k_v_twice() -> None:
     again = load(TABLE.layer.again(SETS["x"]))
-    assert again.attention == attention_flops(LLAMA_8B, Batch(T, T)) == 2 * 4096 * T**2
+    assert again.at("attention") == attention_flops(LLAMA_8B, Batch(T, T)) == 2 * 4096 * T**2
     once = load(TABLE.layer.again(SETS["o"]))
-    assert again.matmul - once.matmul == TABLE.layer.forward[0].flops
+    assert again.at("matmul") - once.at("matmul") == TABLE.layer.forward[0].flops
     assert TABLE.layer.again_bytes(SETS["x"]) == TABLE.layer.by_name["o"].aligned
     assert TABLE.layer.again_bytes(SETS["o"]) == 0
 
@@ -151,6 +156,7 @@ def test_without_a_look_at_memory(offload, hosts, keep, name) -> None:
     assert uniform(TABLE.layer, 3, keep, offload) == expected
 
 
+RATES = Rates(1e14, 1e10, 1e12, AttentionRates(1e14, 1e14))
 ROUTE = Keepable(name="route", nbytes=2 * T, always=True)
 """What a router chose, say: nothing can recompute it, and no word of --keep names it."""
 
@@ -161,12 +167,37 @@ def test_a_second_keepable_that_must_be_kept_is_in_every_set(keep, offload) -> N
     layer = TABLE.layer + Table(keepables=(ROUTE,))
     wanted = {"x", "route"} | (SETS[keep] if keep != "auto" else set())
     assert asked(keep, layer) >= wanted
-    rates = Rates(1e14, 1e10, 1e12, AttentionRates(1e14, 1e14))
     chosen = None if keep == "auto" else asked(keep, layer)
-    searched = candidates(4, sets(layer, rates), offload, chosen).keeps
+    searched = candidates(4, sets(layer, RATES), offload, chosen).keeps
     for k in (*searched, *uniform(layer, 4, keep, offload)):
         assert k.kept >= wanted
         assert not k.hosted or {"x", "route"} <= k.hosted
+
+
+def test_a_rate_that_is_a_share_of_a_measured_one_is_priced_everywhere(monkeypatch) -> None:
+    """Experts, say, whose grouped matmuls reach 0.6 of a dense one's rate."""
+    monkeypatch.setitem(rates.RATE_SHARES, "grouped", ("matmul", 0.6))
+    grouped = Work(name="experts", flops=6e14, rate="grouped")
+    kept = Keepable(name="z", nbytes=2**20, spares=(grouped,))
+    found = priced(load((grouped, replace(grouped, rate="matmul"))), RATES)
+    assert (found.products, found.attention) == (pytest.approx(6e14 / 0.6e14 + 6e14 / 1e14), 0.0)
+    table = StepTable.of(LLAMA_8B, Batch(T, T))
+    vars(table)["layer"] = table.layer + Table(forward=(grouped,), keepables=(kept,))
+    assert {"x", "z"} == sets(table.layer, RATES)[1]  # 10 s for a MiB
+
+    def seconds(tables: StepTable) -> float:
+        step = Step(
+            count=lambda *of: tables, sizes=LLAMA_8B, batch=Batch(T, T), rates=RATES, keep="x"
+        )
+        levels = [pending_levels(LLAMA_8B.layers, 0, 0, accumulates=False)]
+        return choose(step, levels, Budget(2**50, 2**50)).seconds
+
+    assert seconds(table) - seconds(TABLE) == pytest.approx(32 * 2 * 10, rel=1e-3)
+
+
+def test_work_at_a_rate_that_nobody_knows_is_no_free_work() -> None:
+    with pytest.raises(KeyError, match="grouped"):
+        priced(load((Work(name="experts", flops=1e15, rate="grouped"),)), RATES)
 
 
 def test_a_word_names_what_a_layer_has() -> None:

@@ -222,7 +222,7 @@ def test_a_keepable_is_one_declaration() -> None:
         )
 
     assert not any("product" in kept for kept in sets(having(0.0), H100))
-    worthy = sets(having(load(LAYER.by_name["gate up"].spares).matmul), H100)
+    worthy = sets(having(load(LAYER.by_name["gate up"].spares).at("matmul")), H100)
     first = [next(name for name in b - a) for a, b in zip(worthy, worthy[1:], strict=False)]
     assert first.index("product") < first.index("gate up")
     ladders = candidates(8, worthy, "auto")
