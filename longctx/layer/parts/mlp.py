@@ -54,10 +54,11 @@ class MLP:
         if self._pass.keeps("gate up"):
             T, F = len(o), self._down.weight.shape[1]
             self._kept = [o.new_empty(T, F) for _ in self._inner]
-            self._pass.keep("gate up", **dict(zip(self._inner, self._kept, strict=True)))
+            made = dict(zip(self._inner, self._kept, strict=True))
+            self._pass.keep("gate up", made, of_tiles=True)
         if self._pass.keeps("down") and self._post.weight is not None:
             self._z = o.new_empty(len(o), len(self._down.weight))
-            self._pass.keep("down", down=self._z)
+            self._pass.keep("down", {"down": self._z}, of_tiles=True)
 
     def forward(self, h: Tensor, tile: slice, *, onto: Tensor, out: Tensor) -> None:
         """Adds the MLP's output of a tile, from what it reads, h (t, D), to `onto` (t, D), and
