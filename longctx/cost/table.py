@@ -50,6 +50,12 @@ class Buffer:
     """The keepable that makes it unnecessary when kept."""
 
 
+def lasting(name: str, nbytes: int, *moments: Moment) -> tuple[Buffer, ...]:
+    """Returns the rows of a buffer that outlives a moment. The part that makes it declares it for
+    all moments in which it exists, whichever part computes then."""
+    return tuple(Buffer(name=name, nbytes=nbytes, during=moment) for moment in moments)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Keepable:
     """Saved activations of a layer, which forward may keep and backward else recomputes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from cost_sizes import LLAMA_8B
@@ -16,7 +17,8 @@ from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.seconds import priced
 from longctx.cost.sizes import Batch, Cut, default_head_groups, default_tile_tokens
 from longctx.cost.table import Keepable, Table, Work, load
-from longctx.layer.parts.attention import attention_flops
+from longctx.layer.parts.attention import SelfAttention, attention_flops
+from longctx.layer.parts.mlp import MLP
 from longctx.memory.candidates import candidates, sets
 from longctx.memory.ladder import Budget, Step, choose
 from longctx.memory.levels import pending_levels
@@ -198,6 +200,16 @@ def test_a_rate_that_is_a_share_of_a_measured_one_is_priced_everywhere(monkeypat
 def test_work_at_a_rate_that_nobody_knows_is_no_free_work() -> None:
     with pytest.raises(KeyError, match="grouped"):
         priced(load((Work(name="experts", flops=1e15, rate="grouped"),)), RATES)
+
+
+def test_a_part_declares_what_it_makes_and_nothing_of_other_parts() -> None:
+    """Also what it leaves behind while another part computes."""
+
+    def rows(part: Any, **changes: Any) -> Table:
+        return part.cost(replace(LLAMA_8B, tile_tokens=8192, **changes), Batch(T, T))
+
+    assert rows(SelfAttention, intermediate=100) == rows(SelfAttention)
+    assert rows(MLP, heads=64, kv_heads=64) == rows(MLP)
 
 
 def test_a_word_names_what_a_layer_has() -> None:

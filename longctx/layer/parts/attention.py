@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -31,7 +32,7 @@ from longctx.attention.protocol import QKV, take_turns
 from longctx.cost.fitted import WINDOW_EDGES
 from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.cost.table import Buffer, Keepable, Table, Work, lasting
 from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
 from longctx.layer.lora import adapter_bytes
 from longctx.layer.parts.heads import Group, HeadGroups
@@ -361,9 +362,9 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     """Buffers of attention. Forward has a head group's q, k, v. Backward has these, do, and their
     gradients, which flash-attention sums in fp32 and allocates itself before they are copied,
     unless it writes them in place; q and k once more if they are normed; dk and dv of all groups,
-    and do where a norm follows (key_gradients.py); and the MLP's rounded weight gradients. The
-    projections' backward has a tile of dq, dk, dv, n1 and dn1, the weights of q, k and v in one,
-    and their gradients in fp32."""
+    and do where a norm follows (key_gradients.py); and o's rounded weight gradient, which was
+    summed in fp32 beside the MLP's. The projections' backward has a tile of dq, dk, dv, n1 and dn1,
+    the weights of q, k and v in one, and their gradients in fp32."""
     groups = s.cut(tokens).head_groups
     columns = s.wide + 2 * s.narrow
     held = s.post_norms * min(2, s.heads // s.kv_heads)  # of dk and dv, do holds so many
@@ -372,8 +373,7 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     made *= s.itemsize
     made += 4 * columns if s.itemsize < 4 else 0
     made += (s.wide + s.narrow) * s.itemsize if s.qk_norms else 0
-    weights = s.hidden * ((2 + s.gated) * s.intermediate + s.wide)
-    weights *= s.itemsize * s.trains_weights
+    of_o = s.hidden * s.wide * s.trains_weights
     shared = 8 * (s.wide + s.narrow) // groups * s.itemsize if s.ranks > 1 else 0
     rows = min(tokens, s.cut(tokens).tile_tokens)
     again = (s.wide + s.narrow) * s.wide_norms  # q and k as projected, for the norms' backward
@@ -381,9 +381,9 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     stacked = s.itemsize + 4 * s.trains_weights
     do = tokens * s.wide * s.itemsize * s.post_norms
     dn1 = tokens * s.hidden * s.itemsize * s.parallel
-    lasting = {
+    until_the_end = {
         "dy": s.unit(tokens),
-        "the MLP's gradients": weights,
+        "o's gradient": of_o * s.itemsize,
         "dk, dv": tokens * (2 - held) * s.narrow * s.itemsize,
         "do": do,
         "dn1": dn1,
@@ -400,13 +400,16 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
         Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
         Buffer(name="attention's do", nbytes=do, during="mlp backward"),
         Buffer(name="its input's gradient", nbytes=dn1, during="mlp backward"),
-        *(back(name, nbytes) for name, nbytes in lasting.items()),
+        Buffer(name="o's gradient, fp32", nbytes=4 * of_o, during="mlp backward"),
+        *chain.from_iterable(
+            lasting(name, nbytes, "attention backward", "projections backward")
+            for name, nbytes in until_the_end.items()
+        ),
         back("a head group", tokens * (made // groups + adapter_bytes(s))),
         back("a head group", tokens * group, spared_by="q k v"),
         # Exchanges of the previous and the next group are under way (attention/sharded.py).
         back("exchanges", tokens * shared),
         back("a layer's dense weights", s.dense_bytes),
-        *(last(name, nbytes) for name, nbytes in lasting.items()),
         last("the projections' weights and gradients", s.hidden * columns * stacked),
         last("a tile", tile),
         last("a layer's dense weights", s.dense_bytes),
