@@ -21,12 +21,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 
 from longctx.attention.documents import Documents, Parents
 from longctx.constants import IGNORE_INDEX
@@ -57,6 +57,7 @@ from longctx.model.runtime import Runtime, follows_positions, make_schedule, run
 from longctx.model.shared_prefixes import Sharing, spread
 from longctx.model.shared_prefixes import found as found_prefixes
 from longctx.model.strangers import (
+    asks_for_router_logits,
     changing_hooks,
     is_heard,
     is_ours,
@@ -228,7 +229,7 @@ def causal_forward(
         of_rows = runtime.shards.whole(labels) if runtime.shards else labels
         check_labels(of_rows, kwargs.get("cu_seq_lens_q"), kwargs[PARENTS], ignore_index)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-    whole = None if labels is None or wants_logits else _why_all_logits(self)
+    whole = None if labels is None or wants_logits else _why_all_logits(self, kwargs)
     if labels is None or wants_logits or whole:
         if whole:
             _decline(runtime, "all logits are computed", whole)
@@ -313,8 +314,8 @@ def _logits(
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _why_all_logits(model: Any) -> str | None:
-    reason = why_not_chunked(model)
+def _why_all_logits(model: Any, given: dict[str, Any]) -> str | None:
+    reason = why_not_chunked(model, given)
     return _DOUBLE if reason is None and head_of(model).weight.dtype == torch.float64 else reason
 
 
@@ -377,7 +378,7 @@ def base_forward(
     use_cache: bool | None = None,
     caller: Caller | None = None,
     **kwargs: Any,
-) -> BaseModelOutputWithPast:
+) -> ModelOutput:
     """Runs Hugging Face's forward, with the scheduled layers if they cover the call."""
     inputs = dict(
         input_ids=input_ids,
@@ -407,16 +408,27 @@ def base_forward(
     if runtime.shards is not None:
         _check_shared(inputs, reason)
     if positions is not None:
-        return BaseModelOutputWithPast(
-            last_hidden_state=_scheduled_forward(
-                *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
-                caller=caller,
-            )
+        hidden = _scheduled_forward(
+            *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
+            caller=caller,
         )
+        kind: Any = type(self)
+        return output_class(kind)(last_hidden_state=hidden)
     assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
         _decline(runtime, "Hugging Face's layers run", reason)
     return type(self).forward(self, **inputs)
+
+
+@functools.cache
+def output_class(kind: Any) -> type[ModelOutput]:
+    """Returns the class that a base model's own forward says it returns: what the forward of a
+    causal model reads, as `router_logits`, is an attribute of it."""
+    said = inspect.signature(kind.forward).return_annotation
+    for found in (said, *get_args(said)):  # some say that it may also be a tuple
+        if isinstance(found, type) and issubclass(found, ModelOutput):
+            return found
+    return BaseModelOutputWithPast
 
 
 _CACHE = "a key/value cache"
@@ -453,6 +465,8 @@ def _not_covered(base: Any, inputs: dict[str, Any], caller: Caller) -> str | Non
         return "input_ids and inputs_embeds together, or neither"
     if config.output_attentions or config.output_hidden_states:
         return "output_attentions or output_hidden_states"
+    if asks_for_router_logits(config, inputs):
+        return "output_router_logits"
     tokens = inputs["input_ids"] if embeds is None else embeds
     if mask is not None and getattr(mask, "shape", None) != tokens.shape[:2]:
         return "an attention mask of another shape than the batch"
