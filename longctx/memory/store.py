@@ -256,7 +256,7 @@ class ActivationStore:
         below = self._filled() if self._filled is not None else None
         if below is None:
             alive = self._alive()
-            homes = _homes(saved, alive[-1]) if alive else {}
+            homes = _new_homes(saved, alive[-1]) if alive else {}
             if not homes:
                 return
             below = alive[-1]
@@ -341,7 +341,7 @@ def _always(start: int, stop: int) -> bool:
     return True
 
 
-def _homes(reader: Saved, below: Saved) -> dict[str, str]:
+def _new_homes(reader: Saved, below: Saved) -> dict[str, str]:
     """Maps tensors of the layer below to the reader's whose buffers they get: that of their own
     name, else one of their size class that no other tensor gets. All others wait for buffers until
     the reader's are dropped, so that a layer never holds more than its own."""

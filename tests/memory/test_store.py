@@ -127,7 +127,8 @@ KINDS = (
 
 
 def test_kinds_of_layers_that_alternate_fill_each_others_buffers(monkeypatch) -> None:
-    store, tiles = ActivationStore(CPU), [slice(0, 4), slice(4, 8), slice(8, 10)]
+    device = torch.device(DEVICE)
+    store, tiles = ActivationStore(device), [slice(0, 4), slice(4, 8), slice(8, 10)]
     names = frozenset(name for kind in KINDS for name in kind)
     store.reserve((Keep(names, names),), 2**16)
     copies: list = []
@@ -136,7 +137,7 @@ def test_kinds_of_layers_that_alternate_fill_each_others_buffers(monkeypatch) ->
     for layer in range(6):
         saved.append(store.open(5 - layer))
         for name, shape in KINDS[layer % 2].items():
-            kept = {name: torch.full(shape, float(layer))}
+            kept = {name: torch.full(shape, float(layer), device=device)}
             store.add(saved[-1], name, kept, whole=name == "lse")
             store.send(saved[-1], name)
         store.release(saved[-1])
