@@ -127,7 +127,7 @@ def place(
     runtime = patched.longctx if patched else None
     specs = state_blocks(module, movable=runtime is not None) if specs is None else specs
     layers = sum(spec.layer is not None for spec in specs)
-    ladder = layers * (Keep(),) if ladder is None else ladder
+    ladder = layers * (Keep.of("o"),) if ladder is None else ladder
     kept_bytes: list[int] = []
     if runtime:
         layer = tables_of(patched, tokens).layer

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import NamedTuple
 
+from longctx.cost.table import Table
 from longctx.options import Keeping, Offload
 
 Names = frozenset[str]
@@ -32,14 +33,15 @@ ORDER = ("x", "o", "h", "q k v", "gate up", "down")
 SETS: dict[str, Names] = {
     keep: frozenset(ORDER[: i + 1]) for i, keep in enumerate(("x", "o", "h", "qkv", "all"))
 }
-"""The sets that the words of --keep stand for."""
+"""The choices that the words of --keep name. What a layer must keep besides, and which of these
+names it has, says its table: `asked`."""
 NOTHING: Names = frozenset()
 
 
 class Keep(NamedTuple):
     """What a layer keeps, and which part of it waits on the host."""
 
-    kept: Names = SETS["o"]
+    kept: Names
     hosted: Names = NOTHING
 
     @classmethod
@@ -62,10 +64,19 @@ def in_order(names: Names) -> list[str]:
     return sorted(names, key=lambda name: (known.get(name, len(known)), name))
 
 
-def uniform(layers: int, keep: Keeping, offload: Offload) -> Ladder:
+def asked(keep: Keeping, layer: Table) -> Names:
+    """Returns the set that a word of --keep stands for in a layer of this table: what must be kept,
+    and what the word names of the rest. "all" is everything that spares backward something."""
+    named = SETS["o" if keep == "auto" else keep]
+    if keep == "all":
+        named |= {k.name for k in layer.keepables if any(w.flops or w.nbytes for w in k.spares)}
+    return layer.always | (named & layer.by_name.keys())
+
+
+def uniform(layer: Table, layers: int, keep: Keeping, offload: Offload) -> Ladder:
     """Returns a ladder that ignores how much memory there is: each layer keeps x and o, or what was
     asked for; with `offload` "all" it waits on the host, but for the last layer's."""
-    kept = SETS["o" if keep == "auto" else keep]
+    kept = asked(keep, layer)
     hosted = layers - 1 if offload == "all" else 0
     return hosted * (Keep(kept, kept),) + (layers - hosted) * (Keep(kept),)
 

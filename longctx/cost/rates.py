@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from longctx.cost.fitted import CAPPED_SCORES, SMALL_HEADS, WIDE_HEADS
+from longctx.cost.fitted import CAPPED_SCORES, RATE_SHARES, SMALL_HEADS, WIDE_HEADS
 
 
 class AttentionRates(NamedTuple):
@@ -42,3 +42,20 @@ class Rates(NamedTuple):
     """Bytes read and written on the GPU per second."""
     attention: AttentionRates
     """Rates of the attention backend that runs, for documents as long as the batch's."""
+
+    def of(self, rate: str) -> float:
+        """Returns the FLOP/s of a work's rate: a measured one, or a share of one. Raises KeyError
+        for any other name, since work at no rate would cost nothing."""
+        measured = {
+            "matmul": self.flops,
+            "attention": self.attention.forward,
+            "attention backward": self.attention.backward,
+        }
+        name, share = share_of(rate)
+        return share * measured[name]
+
+
+def share_of(rate: str) -> tuple[str, float]:
+    """Returns the measured rate that a work's rate is a share of, and the share: all of itself, if
+    it is measured."""
+    return RATE_SHARES.get(rate, (rate, 1.0))

@@ -16,15 +16,15 @@ candidate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from longctx.cost.peak import Tables
-from longctx.cost.rates import Rates
-from longctx.cost.table import Load, load
+from longctx.cost.rates import Rates, share_of
+from longctx.cost.table import Load, Work, load
 
 Numbers = Any
 """A number, or an array with an entry for each candidate."""
@@ -104,6 +104,16 @@ class Traffic:
     """(blocks,): the share of the layers that is still to be computed when a block is used."""
 
 
+def priced(work: Load, rates: Rates) -> Seconds:
+    """Returns the seconds of works that run one after the other: FLOPs at their rates, then
+    bytes."""
+    found = {"products": 0.0, "attention": 0.0}
+    for rate, flops in work.flops.items():
+        kind = "attention" if share_of(rate)[0].startswith("attention") else "products"
+        found[kind] = found[kind] + flops / rates.of(rate)
+    return Seconds(**found, memory=work.nbytes / rates.memory_bytes)
+
+
 NO_TRAFFIC = Traffic(
     rising_first=np.zeros(1),
     rising=np.zeros(1),
@@ -129,21 +139,19 @@ def seconds(
     layers."""
     link = rates.link_bytes
 
-    def computed(work: Load) -> Seconds:
-        attention = work.attention / rates.attention.forward
-        attention = attention + work.attention_backward / rates.attention.backward
-        return Seconds(work.matmul / rates.flops, attention, work.nbytes / rates.memory_bytes)
-
     def beside(compute: Seconds, slowest: Numbers, *copies: Numbers) -> Seconds:
         most = np.maximum.reduce(np.broadcast_arrays(*copies))
         slowest = np.maximum(np.maximum(compute.step, slowest), most / link)
         waits = compute.waits + slowest - compute.step
         return compute._replace(waits=waits, link=most / link)
 
-    layer, loss = tables.layer, computed(load(tables.loss.forward))
-    forward = computed(load(layer.forward).times(layers))
-    backward = computed(load(layer.backward).times(layers).plus(again))
-    update = computed(load(tables.update.forward))
+    def of_all(works: Iterable[Work]) -> Load:
+        return load(works).each(lambda number: layers * number)
+
+    layer, loss = tables.layer, priced(load(tables.loss.forward), rates)
+    forward = priced(of_all(layer.forward), rates)
+    backward = priced(of_all(layer.backward).plus(again), rates)
+    update = priced(load(tables.update.forward), rates)
     waits = activation_waits(tables, hosted, rates)
     forward, backward = _waiting(forward, waits[0]), _waiting(backward, waits[1])
     for other in exchanges:

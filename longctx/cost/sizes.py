@@ -73,13 +73,15 @@ class Cut(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """The sizes of all layers' adapters."""
+    """The sizes of all layers' adapters, as a token meets them: an adapter that k of E tokens are
+    given counts k / E times."""
 
-    inputs: int = 0
+    inputs: float = 0
     """Elements per token that they read."""
-    outputs: int = 0
+    outputs: float = 0
     """Elements per token that they add to."""
-    parameters: int = 0
+    parameters: float = 0
+    """Parameters that a token is multiplied by."""
 
 
 class Batch(NamedTuple):

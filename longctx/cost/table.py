@@ -6,13 +6,14 @@ A row stands in the file that computes what it counts. All rows are of one batch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
-Rate = Literal["matmul", "attention", "attention backward"]
+import numpy as np
+
 Moment = Literal[
     "attention forward",
     "mlp forward",
@@ -33,7 +34,8 @@ class Work:
 
     name: str
     flops: float = 0.0
-    rate: Rate = "matmul"
+    rate: str = "matmul"
+    """A name that `Rates.of` (cost/rates.py) knows: a measured rate, or a share of one."""
     nbytes: float = 0.0
 
 
@@ -46,6 +48,12 @@ class Buffer:
     during: Moment
     spared_by: str | None = None
     """The keepable that makes it unnecessary when kept."""
+
+
+def lasting(name: str, nbytes: int, *moments: Moment) -> tuple[Buffer, ...]:
+    """Returns the rows of a buffer that outlives a moment. The part that makes it declares it for
+    all moments in which it exists, whichever part computes then."""
+    return tuple(Buffer(name=name, nbytes=nbytes, during=moment) for moment in moments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,28 +81,45 @@ class Keepable:
         return self.nbytes + ALIGN * self.tensors
 
 
-class Load(NamedTuple):
-    """Works summed by rate: FLOPs, and bytes. Each field is a number, or an array with an entry for
-    each candidate."""
+@dataclass(frozen=True)
+class Load:
+    """Works summed. Each number is one, or an array with an entry for each candidate."""
 
-    matmul: float = 0.0
-    attention: float = 0.0
-    attention_backward: float = 0.0
-    nbytes: float = 0.0
+    flops: Mapping[str, Any]
+    """FLOPs by the name of their rate."""
+    nbytes: Any = 0.0
 
-    def plus(self, other: Load, times: float = 1.0) -> Load:
-        return Load(*(a + times * b for a, b in zip(self, other, strict=True)))
+    def at(self, rate: str) -> Any:
+        """Returns the FLOPs at a rate."""
+        return self.flops.get(rate, 0.0)
 
-    def times(self, n: float) -> Load:
-        return Load(*(n * a for a in self))
+    def each(self, function: Callable[[Any], Any]) -> Load:
+        """Returns the load with `function` applied to all numbers."""
+        flops = {rate: function(number) for rate, number in self.flops.items()}
+        return Load(flops, function(self.nbytes))
+
+    def plus(self, other: Load) -> Load:
+        rates = dict.fromkeys([*self.flops, *other.flops])
+        return Load(
+            {rate: self.at(rate) + other.at(rate) for rate in rates}, self.nbytes + other.nbytes
+        )
 
 
 def load(works: Iterable[Work]) -> Load:
-    total = Load()._asdict()
+    """Returns the sum of these works. Its rates are in the order of the works."""
+    flops: dict[str, float] = {}
+    nbytes = 0.0
     for work in works:
-        total[work.rate.replace(" ", "_")] += work.flops
-        total["nbytes"] += work.nbytes
-    return Load(**total)
+        flops[work.rate] = flops.get(work.rate, 0.0) + work.flops
+        nbytes += work.nbytes
+    return Load(flops, nbytes)
+
+
+def stacked(loads: Sequence[Load]) -> Load:
+    """Returns one load whose numbers are arrays, with an entry for each of these."""
+    rates = dict.fromkeys(rate for of in loads for rate in of.flops)
+    flops = {rate: np.array([of.at(rate) for of in loads]) for rate in rates}
+    return Load(flops, np.array([of.nbytes for of in loads]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +143,11 @@ class Table:
     @cached_property
     def by_name(self) -> dict[str, Keepable]:
         return {keepable.name: keepable for keepable in self.keepables}
+
+    @cached_property
+    def always(self) -> frozenset[str]:
+        """The names of the keepables that must be kept."""
+        return frozenset(keepable.name for keepable in self.keepables if keepable.always)
 
     def work(self, name: str) -> Work:
         """Returns the work of forward that has this name."""

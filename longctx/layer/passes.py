@@ -115,15 +115,38 @@ class Pass:
         """Whether forward keeps the keepable that has this name in cost/kept.py."""
         return self.saved is not None and self.saved.keeps(name)
 
-    def keep(self, name: str, **tensors: Tensor) -> None:
-        """Keeps the tensors of one keepable. Those that go to the host are sent there later."""
+    def keep(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        of_tiles: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """Keeps the tensors of one keepable, by the names under which backward gets them. If they
+        wait on the host, their copies begin now, unless they are still to be written tile by tile
+        (`of_tiles`): then `send` copies each tile. `whole` tensors are not (T, ...), and come back
+        in one piece."""
         if self.saved is not None:
-            self.schedule.store.add(self.saved, name, **tensors)
+            store = self.schedule.store
+            store.add(self.saved, name, tensors, of_tiles=of_tiles, whole=whole)
+            if not of_tiles:
+                store.send(self.saved, *tensors)
 
-    def send(self, *names: str, tile: slice | None = None) -> None:
-        """Starts to copy these tensors, or one tile of them, to the host."""
+    def send(self, tile: slice) -> None:
+        """Starts to copy a tile of all that is kept tile by tile to the host."""
         if self.saved is not None:
-            self.schedule.store.send(self.saved, *names, tile=tile)
+            self.schedule.store.send(self.saved, *self.saved.of_tiles, tile=tile)
+
+    def retire_tile(self, tile: slice) -> None:
+        """Tells the store that backward no longer needs a tile of what was kept tile by tile."""
+        if self.saved is not None:
+            self.retire(tile, *self.saved.of_tiles)
+
+    def retire_all(self, tile: slice) -> None:
+        """Tells the store that backward no longer needs anything of a tile."""
+        if self.saved is not None:
+            self.retire(tile, *self.saved.entries)
 
     def retire(self, tile: slice, *names: str) -> None:
         """Tells the store that backward no longer needs a tile of the tensors of these names."""

@@ -59,9 +59,7 @@ from longctx.layer.weights import Weights
 def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
     """Returns y, and keeps what backward needs in `p.saved`."""
     attention, mlp = SelfAttention(p), MLP(p)
-    qkv: list[Tensor] = []
-    o, lse = attention.forward(x, qkv if p.keeps("q k v") else None)
-    attention.keep(x, o, lse, qkv)
+    o = attention.begin(x)
     mlp.keep(o)
     y = torch.empty_like(x)
 
@@ -69,7 +67,7 @@ def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
         h = attention.output(x, o, tile)
         read = attention.normed(x[tile]) if p.traits.parallel else h
         mlp.forward(read, tile, onto=h, out=y[tile])
-        p.send("h", "gate", "up", "down", tile=tile)
+        p.send(tile)
 
     with annotate("mlp"):
         for tile in each("tile", p.schedule.tiles(len(x))):
@@ -84,17 +82,12 @@ def layer_backward_(
     kept: dict[str, Tensor],
     wants_dx: bool,
 ) -> None:
-    attention = SelfAttention(p, kept.get("h"), kept.get("rstd"))
-    if "o" in kept:
-        o, lse = kept["o"], kept["lse"]
-    else:
-        for tile in p.schedule.tiles(len(x)):
-            p.schedule.store.wait(tile)
-        o, lse = attention.forward(x)
+    attention = SelfAttention(p, kept)
+    o, lse = attention.again(x)
     wants_do = wants_dx or p.grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm")
     dn1 = _tiles_backward_(p, dy, x, o, attention, MLP(p, kept), wants_do)
     if wants_do:
-        dkv = attention.backward_(dy, x, o, lse, SelfAttention.groups_in(kept))
+        dkv = attention.backward_(dy, x, o, lse)
         attention.input_backward_(dy, x, o, dkv, dn1, wants_dx)
 
 
@@ -125,7 +118,7 @@ def _tiles_backward_(
     for tile in each("tile", p.schedule.tiles(len(x))):
         p.schedule.store.wait(tile)
         run(tile)
-        p.retire(tile, "h", "gate", "up", "down")
+        p.retire_tile(tile)
     attention.finish_output()
     mlp.finish()
     return dn1
@@ -147,9 +140,9 @@ class _ScheduledLayer(torch.autograd.Function):
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
-            s.store.add(saved, "x", x=x)
-            s.store.send(saved, "x")  # copied while attention runs, the rest while the MLP runs
-        y = layer_forward(Pass(schedule=s, traits=t, weights=w, saved=saved), x)
+        p = Pass(schedule=s, traits=t, weights=w, saved=saved)
+        p.keep("x", {"x": x})  # copied while attention runs, the rest while the MLP runs
+        y = layer_forward(p, x)
         if saved is not None:
             s.store.release(saved)
         ctx.traits, ctx.schedule, ctx.loras, ctx.saved = t, s, loras, saved

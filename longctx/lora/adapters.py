@@ -25,9 +25,11 @@ from transformers import GenerationConfig, PretrainedConfig, TrainerCallback
 
 from longctx.config import ModelArguments
 from longctx.errors import UserError, counted
+from longctx.lora.quantise import check_all_linear
 from longctx.model.adapters import inside_peft
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.families import base_of
+from longctx.model.matrices import linears
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
 from longctx.system import expanded, installed
@@ -61,10 +63,12 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
             "would be trained apart: leave it out, or train the whole model"
         )
     skeleton = without_storage(config)
-    if skeleton is not None and args.lora_targets:
-        linears = _linears(skeleton)
-        for target in args.lora_targets:
-            _check_target(target, linears, args)
+    if skeleton is None:
+        return
+    check_all_linear(args, skeleton)
+    known = _adaptable(skeleton)
+    for target in args.lora_targets or ():
+        _check_target(target, known, args)
 
 
 def _ends(config: PretrainedConfig) -> tuple[str, ...]:
@@ -72,12 +76,12 @@ def _ends(config: PretrainedConfig) -> tuple[str, ...]:
     return ("embed_tokens", _SCORE) if is_classifier(config) else _ENDS
 
 
-def _check_target(target: str, linears: dict[str, nn.Linear], args: ModelArguments) -> None:
+def _check_target(target: str, known: dict[str, nn.Linear], args: ModelArguments) -> None:
     if target == ALL_LINEAR:
         if len(args.lora_targets or ()) > 1:
             raise UserError(f"--lora_targets {ALL_LINEAR} names all there are: leave out the rest")
         return
-    if target == _SCORE in linears:
+    if target == _SCORE in known:
         raise UserError(
             f"--lora_targets {_SCORE}: the head of rewards is trained as a whole beside the "
             "adapters: leave it out"
@@ -87,8 +91,8 @@ def _check_target(target: str, linears: dict[str, nn.Linear], args: ModelArgumen
             f"--lora_targets {target}: it is trained as a whole, with --lora_modules_to_save "
             f"{target}; an adapter on it would need all logits at once"
         )
-    if not any(_names(target, path) for path in linears):
-        endings = {path.rpartition(".")[2] for path in linears if path not in (*_ENDS, _SCORE)}
+    if not any(_names(target, path) for path in known):
+        endings = {path.rpartition(".")[2] for path in known if path not in (*_ENDS, _SCORE)}
         raise UserError(f"--lora_targets {target}: {_nearest(target, endings)}")
 
 
@@ -116,11 +120,10 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
     return 4 * (total + is_classifier(config) * text.hidden_size)
 
 
-def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+def _adaptable(model: nn.Module) -> dict[str, nn.Linear]:
     """Returns the linear maps that may get adapters, by path: none of what sees images."""
     seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
-    found = model.named_modules()
-    return {path: m for path, m in found if isinstance(m, nn.Linear) and m not in seeing}
+    return {path: linear for path, linear in linears(model).items() if linear not in seeing}
 
 
 def adapted_linears(model: nn.Module, args: ModelArguments) -> dict[str, nn.Linear]:
@@ -128,7 +131,7 @@ def adapted_linears(model: nn.Module, args: ModelArguments) -> dict[str, nn.Line
     targets = args.lora_targets or [ALL_LINEAR]
     return {
         path: linear
-        for path, linear in _linears(model).items()
+        for path, linear in _adaptable(model).items()
         if path not in (*_ENDS, _SCORE)
         and any(target == ALL_LINEAR or _names(target, path) for target in targets)
     }

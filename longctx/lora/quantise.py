@@ -18,6 +18,7 @@ from transformers import BitsAndBytesConfig
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.blocks import decoder_layers
+from longctx.model.matrices import linears, stacks
 from longctx.model.weights import holds_nf4, quantization
 from longctx.system import installed
 
@@ -31,6 +32,19 @@ def check_quantize(args: ModelArguments) -> None:
     if str(args.model_name_or_path).endswith(".gguf"):
         raise UserError(
             "--quantize nf4 and a GGUF file: give the model that the file was made from"
+        )
+
+
+def check_all_linear(args: ModelArguments, model: Any) -> None:
+    """Raises UserError if 4 bits would leave out weights that are no linear maps, most of a model
+    with experts."""
+    if args.quantize == "none":
+        return
+    layers: Any = decoder_layers(model)
+    if stacked := stacks(layers):
+        raise UserError(
+            f"--quantize nf4: layers.{next(iter(stacked))} holds the weights of several experts in "
+            "one parameter, which would stay in 16 bits: leave out --quantize"
         )
 
 
@@ -68,9 +82,7 @@ def quantise_(model: Any, device: torch.device) -> None:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     layers: Any = decoder_layers(model)
-    for path, linear in list(layers.named_modules()):
-        if not isinstance(linear, nn.Linear):
-            continue
+    for path, linear in linears(layers).items():
         made = Linear4bit(
             *(linear.in_features, linear.out_features, linear.bias is not None),
             compute_dtype=linear.weight.dtype,
@@ -88,10 +100,9 @@ def round_to_nf4_(layers: nn.Module) -> None:
     """Linear maps keep their dtype and get the values of 4 bits that a run would compute with."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    for linear in layers.modules():
-        if isinstance(linear, nn.Linear):
-            packed = quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True)
-            linear.weight.data = dequantize_4bit(*packed)
+    for linear in linears(layers).values():
+        packed = quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True)
+        linear.weight.data = dequantize_4bit(*packed)
 
 
 BLOCK, SCALES = 64, 256
@@ -109,18 +120,17 @@ def quantise_shapes_(model: Any) -> None:
         return torch.empty(numel, dtype=dtype, device="meta")
 
     layers: Any = decoder_layers(model)
-    for path, linear in layers.named_modules():
+    for path, linear in linears(layers).items():
         if any(name in f".model.layers.{path}." for name in skipped):
             continue
-        if isinstance(linear, nn.Linear):
-            shape, numel = linear.weight.shape, linear.weight.numel()
-            scales = -(-numel // BLOCK)
-            packed: Any = nn.Parameter(empty(-(-numel // 2), torch.uint8)[:, None], False)
-            packed.quant_state = SimpleNamespace(
-                shape=shape,
-                absmax=empty(scales, torch.uint8 if double else torch.float32),
-            )
-            if double:
-                of_scales = empty(-(-scales // SCALES), torch.float32)
-                packed.quant_state.state2 = SimpleNamespace(absmax=of_scales)
-            linear.weight = packed
+        shape, numel = linear.weight.shape, linear.weight.numel()
+        scales = -(-numel // BLOCK)
+        packed: Any = nn.Parameter(empty(-(-numel // 2), torch.uint8)[:, None], False)
+        packed.quant_state = SimpleNamespace(
+            shape=shape,
+            absmax=empty(scales, torch.uint8 if double else torch.float32),
+        )
+        if double:
+            of_scales = empty(-(-scales // SCALES), torch.float32)
+            packed.quant_state.state2 = SimpleNamespace(absmax=of_scales)
+        linear.weight = packed

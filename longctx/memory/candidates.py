@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.cost.kept import SETS, Keep, Ladder, Names
+from longctx.cost.kept import Keep, Ladder, Names
 from longctx.cost.peak import BACKWARD, FORWARD, Tables, made_bytes, working
 from longctx.cost.rates import Rates
-from longctx.cost.seconds import Hosted
-from longctx.cost.table import Keepable, Load, Moment, Table, load
+from longctx.cost.seconds import Hosted, priced
+from longctx.cost.table import Keepable, Load, Moment, Table, load, stacked
 from longctx.memory.levels import Activity
-from longctx.options import Keeping, Offload
+from longctx.options import Offload
 
 MOST = 32
 """At most so many counts of layers are tried: all of them, else every second, third, and so on."""
@@ -63,9 +63,9 @@ def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
 
     def worth(name: str) -> float:
         keepable = layer.by_name[name]
-        return computed_s(load(keepable.spares), rates) / keepable.aligned
+        return float(priced(load(keepable.spares), rates).step) / keepable.aligned
 
-    found = [frozenset(k.name for k in layer.keepables if k.always)]
+    found = [layer.always]
     while True:
         kept = found[-1]
         able = [k.name for k in layer.keepables if k.name not in kept and k.needs <= kept]
@@ -75,24 +75,16 @@ def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
         found.append(kept | {max(able, key=worth)})
 
 
-def computed_s(work: Load, rates: Rates) -> Any:
-    """Returns the seconds of works that run one after the other."""
-    return (
-        work.matmul / rates.flops
-        + work.attention / rates.attention.forward
-        + work.attention_backward / rates.attention.backward
-        + work.nbytes / rates.memory_bytes
-    )
-
-
 @lru_cache(maxsize=16)
-def candidates(layers: int, kept: tuple[Names, ...], keep: Keeping, offload: Offload) -> Candidates:
-    """Returns all ladders that are scored."""
+def candidates(
+    layers: int, kept: tuple[Names, ...], offload: Offload, asked: Names | None = None
+) -> Candidates:
+    """Returns all ladders that are scored: of the sets `kept`, or with one set if that was asked
+    for."""
     every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
-    if keep == "auto":
+    if asked is None:
         return Candidates.of(_free(layers, kept, counts, offload))
-    asked = SETS[keep] | kept[-1] if keep == "all" else SETS[keep]
     return Candidates.of(_asked(layers, asked, counts))
 
 
@@ -185,9 +177,7 @@ class EachKeep:
     @cached_property
     def again(self) -> Load:
         """What backward of the layer recomputes."""
-        loads = [load(self.layer.again(keep.kept)) for keep in self.keeps]
-        rates: list[Any] = [np.array(of) for of in zip(*loads, strict=True)]
-        return Load(*rates)
+        return stacked([load(self.layer.again(keep.kept)) for keep in self.keeps])
 
     @cached_property
     def hosted(self) -> Hosted:
@@ -247,7 +237,7 @@ class Counted:
     @cached_property
     def again(self) -> Load:
         """What backward of all layers recomputes."""
-        return Load(*(self.found.numbers @ of for of in self.each.again))
+        return self.each.again.each(lambda numbers: self.found.numbers @ numbers)
 
     @cached_property
     def hosted(self) -> Hosted:

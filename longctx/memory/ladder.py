@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.cost.fitted import GAPS
-from longctx.cost.kept import Ladder, runs
+from longctx.cost.kept import Ladder, asked, runs
 from longctx.cost.peak import Tables
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import NO_TRAFFIC, Exchanged, Seconds, Traffic, seconds
@@ -170,7 +170,9 @@ def _cuts(step: Step) -> Iterable[Sizes]:
 def _candidates(step: Step, tables: Tables) -> Candidates:
     if step.given is not None:
         return Candidates.of([runs(step.given[0])])
-    return candidates(step.sizes.layers, sets(tables.layer, step.rates), step.keep, step.offload)
+    layer = tables.layer
+    chosen = None if step.keep == "auto" else asked(step.keep, layer)
+    return candidates(step.sizes.layers, sets(layer, step.rates), step.offload, chosen)
 
 
 def _seconds(step: Step, counted: Counted, traffic: Traffic) -> Seconds:

@@ -5,7 +5,8 @@ host memory is ONE pinned slab used as a stack, whatever the lengths of the rows
 
     slab   | x0 o0 lse0 | x1 o1 lse1 | ... |  free              layer 0 is pushed first, popped last
     GPU    x, o, lse of the layer whose backward runs; filled tile by tile, and refilled with the
-           layer below's when a tensor's tile is not needed any more
+           layer below's when a tensor's tile is not needed any more. A buffer goes on to the tensor
+           of its own name, or to another of its size, also between layers of different kinds
 
 Forward copies out on a stream of its own: x while attention computes, the rest while the MLP does.
 Backward copies in on another stream, in tiles, so that the first tile's computation starts when the
@@ -22,7 +23,7 @@ The slab (slab.py) has exactly the size that the longest batch needs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,9 +38,6 @@ from longctx.errors import UserError
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.slab import PinnedSlab, whole_lines
 
-WHOLE = "lse"
-"""The tensor that is not (T, ...). It is copied up as a whole, with the first tile."""
-
 
 @dataclass(eq=False)
 class Entry:
@@ -51,6 +49,17 @@ class Entry:
     dtype: torch.dtype
     offset: int | None = None
     """Where it starts in the slab, in bytes; None if it lives on the GPU."""
+    of_tiles: bool = False
+    """Whether forward writes and sends it tile by tile."""
+    whole: bool = False
+    """Whether it is not (T, ...), and is copied up as a whole, with the first tile."""
+    sent: int = 0
+    """How many of its rows were sent to the slab."""
+
+    @property
+    def size_class(self) -> tuple[torch.Size, torch.dtype, bool]:
+        """Tensors that agree in it may come back through the same buffer."""
+        return self.shape, self.dtype, self.whole
 
     @property
     def stop(self) -> int:
@@ -71,14 +80,14 @@ class Saved:
         return name in self.keep.kept
 
     @property
+    def of_tiles(self) -> list[str]:
+        """The names of the tensors that forward writes tile by tile."""
+        return [name for name, entry in self.entries.items() if entry.of_tiles]
+
+    @property
     def hosted(self) -> dict[str, Entry]:
         """The tensors in the slab."""
         return {name: e for name, e in self.entries.items() if e.offset is not None}
-
-    @property
-    def specs(self) -> list[tuple[str, torch.Size, torch.dtype]]:
-        """Names, shapes and dtypes of the buffers through which the tensors come back."""
-        return [(name, entry.shape, entry.dtype) for name, entry in self.hosted.items()]
 
 
 class ActivationStore:
@@ -92,12 +101,17 @@ class ActivationStore:
     def __init__(self, device: torch.device, host_limit_gib: float | None = None) -> None:
         self.device = device
         self.host_limit_gib = host_limit_gib
-        self.ladder: Ladder = (Keep(),)
+        self.ladder: Ladder = ()
         self._pinned = PinnedSlab(0, device)
         self._lent: Tensor | None = None
         self._is_free: Callable[[int, int], bool] = _always
         self._stack: list[weakref.ref[Saved]] = []
         self._buffers: dict[str, Tensor] = {}
+        """What `_reader` reads, by name."""
+        self._next: dict[str, Tensor] = {}
+        """The buffers of `_filled`: those of `_buffers` that go on to it, by its names."""
+        self._homes: dict[str, str] = {}
+        """Maps names of `_filled` to those of the reader's whose buffers they get."""
         # Whose backward reads the buffers, and who they are filled for: held by autograd's graph
         # alone, so that what is left of a step that ran out of memory goes with its graph.
         self._reader: weakref.ref[Saved] | None = None
@@ -146,12 +160,20 @@ class ActivationStore:
         self._stack = [weakref.ref(s) for s in [*self._alive(), saved]]
         return saved
 
-    def add(self, saved: Saved, kept: str, **tensors: Tensor) -> None:
-        """Keeps the tensors of the keepable `kept`, (T, ...) each and lse (H, T), until `load`.
-        Those that the ladder wants on the host get a place there, if the slab has room: it may not
-        after more forwards than backwards."""
+    def add(
+        self,
+        saved: Saved,
+        kept: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        of_tiles: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """Keeps the tensors of the keepable `kept` until `load`: (T, ...) each, unless they are
+        `whole`. Those that the ladder wants on the host get a place there, if the slab has room: it
+        may not after more forwards than backwards."""
         for name, tensor in tensors.items():
-            entry = Entry(tensor, tensor.shape, tensor.dtype)
+            entry = Entry(tensor, tensor.shape, tensor.dtype, of_tiles=of_tiles, whole=whole)
             if kept in saved.keep.hosted:
                 entry.offset = _top(self._alive())
                 fits = entry.stop <= self._slab.numel()
@@ -173,10 +195,19 @@ class ActivationStore:
                 assert tensor is not None
                 rows = slice(None) if tile is None else tile
                 host[rows].copy_(tensor[rows], non_blocking=True)
+                entry.sent += len(tensor[rows])
 
     def release(self, saved: Saved) -> None:
-        """Ends forward's use of the tensors: their memory may be reused once the copies are out."""
+        """Ends forward's use of the tensors: their memory may be reused once the copies are out.
+        Raises RuntimeError for a tensor that waits on the host and was not sent there: backward
+        would read what the slab held before."""
         hosted = saved.hosted
+        for name, entry in hosted.items():
+            if entry.sent < entry.shape[0]:
+                raise RuntimeError(
+                    f"{entry.shape[0] - entry.sent} of {entry.shape[0]} rows of {name!r} wait on "
+                    "the host and were never sent there"
+                )
         if hosted and self._out is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._out)
         for entry in hosted.values():
@@ -197,19 +228,21 @@ class ActivationStore:
         saved.used = True
         if self._filled is not None and self._filled() is not saved:
             self._abandon()
-        if saved.specs:
+        hosted = saved.hosted
+        if hosted:
             if self._filled is None:
-                self._buffers = {
-                    name: torch.empty(shape, dtype=dtype, device=self.device)
-                    for name, shape, dtype in saved.specs
-                }
-                self._fill_begin(saved)
+                self._fill_begin(saved, homes={})
+            for name, entry in hosted.items():
+                if name not in self._next:
+                    made = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+                    self._next[name] = made
             for tile in tiles:
-                self._fill(saved, tile, saved.hosted)
+                self._fill(saved, tile, hosted)
+            self._buffers, self._next = self._next, {}
             self._reader, self._filled = self._watched(saved), None
             self._ready, self._coming_ready = self._coming_ready, {}
         on_gpu = {n: e.tensor for n, e in saved.entries.items() if e.tensor is not None}
-        return on_gpu | (self._buffers if saved.specs else {})
+        return on_gpu | (self._buffers if hosted else {})
 
     def wait(self, tile: slice) -> None:
         ready = self._ready.pop(tile.start, None)
@@ -218,25 +251,23 @@ class ActivationStore:
 
     def retire(self, saved: Saved, tile: slice, *names: str) -> None:
         """Ends the layer's use of a tile of these tensors. The layer below's take their place."""
-        names = tuple(name for name in names if name in saved.hosted)
-        if not names:
+        if not any(name in saved.hosted for name in names):
             return
         below = self._filled() if self._filled is not None else None
         if below is None:
             alive = self._alive()
-            if not alive or alive[-1].specs != saved.specs:
+            homes = _new_homes(saved, alive[-1]) if alive else {}
+            if not homes:
                 return
             below = alive[-1]
-            self._fill_begin(below)
-        self._fill(below, tile, names)
+            self._fill_begin(below, homes)
+        self._fill(below, tile, [name for name, home in self._homes.items() if home in names])
 
     def finish(self, saved: Saved) -> None:
         """Ends a layer's backward. After that of the first layer the buffers are dropped."""
-        if saved.specs:
-            self._reader = None
+        if saved.hosted:
+            self._reader, self._buffers = None, {}
         saved.entries = {}
-        if self._filled is None:
-            self._buffers = {}
 
     def _watched(self, saved: Saved) -> weakref.ref[Saved]:
         """A reference by which the store learns that a graph was dropped before its backward was
@@ -253,11 +284,12 @@ class ActivationStore:
         if self._in is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._in)
         self._reader, self._filled = None, None
-        self._buffers, self._ready = {}, {}
+        self._buffers, self._next, self._homes, self._ready = {}, {}, {}, {}
         self._coming, self._coming_ready = set(), {}
 
-    def _fill_begin(self, saved: Saved) -> None:
+    def _fill_begin(self, saved: Saved, homes: dict[str, str]) -> None:
         self._filled, self._coming, self._coming_ready = self._watched(saved), set(), {}
+        self._homes, self._next = homes, {n: self._buffers[home] for n, home in homes.items()}
         if self._in is not None:
             self._in.wait_stream(self._out)
 
@@ -265,14 +297,14 @@ class ActivationStore:
         """Starts the copies of these tensors' tiles, except those that are on their way."""
         entries = saved.hosted
         missing = [name for name in names if (name, tile.start) not in self._coming]
-        missing = [name for name in missing if name != WHOLE or tile.start == 0]
+        missing = [name for name in missing if not entries[name].whole or tile.start == 0]
         if not missing:
             return
         with annotate("offload in"), _after_compute(self._in):
             for name in missing:
-                rows = slice(None) if name == WHOLE else tile
+                rows = slice(None) if entries[name].whole else tile
                 host = self._host(entries[name])
-                self._buffers[name][rows].copy_(host[rows], non_blocking=True)
+                self._next[name][rows].copy_(host[rows], non_blocking=True)
                 self._coming.add((name, tile.start))
             if self._in is not None:
                 self._coming_ready[tile.start] = self._in.record_event()
@@ -281,7 +313,8 @@ class ActivationStore:
         """Returns what layers keep on the GPU now, the buffers of backward included."""
         kept = [saved for ref in self._stack if (saved := ref()) is not None]
         tensors = [entry.tensor for saved in kept for entry in saved.entries.values()]
-        return [*self._buffers.values(), *(t for t in tensors if t is not None)]
+        buffers = [*self._buffers.values(), *self._next.values()]
+        return [*buffers, *(t for t in tensors if t is not None)]
 
     # --- the slab --------------------------------------------------------------------------
 
@@ -306,6 +339,25 @@ class ActivationStore:
 
 def _always(start: int, stop: int) -> bool:
     return True
+
+
+def _new_homes(reader: Saved, below: Saved) -> dict[str, str]:
+    """Maps tensors of the layer below to the reader's whose buffers they get: that of their own
+    name, else one of their size class that no other tensor gets. All others wait for buffers until
+    the reader's are dropped, so that a layer never holds more than its own."""
+    given, wanted = reader.hosted, below.hosted
+    homes = {
+        name: name
+        for name, entry in wanted.items()
+        if name in given and given[name].size_class == entry.size_class
+    }
+    free = [name for name in given if name not in homes]
+    for name, entry in wanted.items():
+        alike = (other for other in free if given[other].size_class == entry.size_class)
+        if name not in homes and (home := next(alike, None)) is not None:
+            homes[name] = home
+            free.remove(home)
+    return homes
 
 
 def _top(alive: list[Saved]) -> int:

@@ -39,6 +39,8 @@ class Applied(NamedTuple):
     b: Tensor  # (O, r)
     scale: float
     dropout: float
+    share: float = 1.0
+    """The share of the layer's tokens that it is applied to."""
 
 
 def with_adapters(
@@ -48,10 +50,10 @@ def with_adapters(
     projection name. `seed` gives the pass's seed, and is called only if masks are drawn."""
     tensors: dict[str, Tensor] = {}
     loras: dict[str, Lora] = {}
-    for name, (a, b, scale, dropout) in adapters.items():
-        tensors |= {f"{name}_a": a, f"{name}_b": b}
-        own = hash((seed(), layer, *name.encode())) if dropout else 0
-        loras[name] = Lora(scale=scale, dropout=dropout, seed=own)
+    for name, x in adapters.items():
+        tensors |= {f"{name}_a": x.a, f"{name}_b": x.b}
+        own = hash((seed(), layer, *name.encode())) if x.dropout else 0
+        loras[name] = Lora(scale=x.scale, dropout=x.dropout, seed=own)
     return weights._replace(**tensors), loras
 
 

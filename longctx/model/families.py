@@ -118,6 +118,15 @@ def kv_heads(config: Any) -> int:
     return count
 
 
+MLP_WIDTH = "intermediate_size"
+
+
+def mlp_width(config: Any) -> int:
+    """Returns F, the features between the matmuls of a layer's MLP."""
+    width: int = getattr(config, MLP_WIDTH)
+    return width
+
+
 @dataclass(frozen=True, kw_only=True)
 class NormClass:
     """The class of a family's norms."""
@@ -207,7 +216,7 @@ class Family:
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Returns the shape of the weight of each linear layer and norm of a layer, by path."""
-        D, F, d = config.hidden_size, config.intermediate_size, head_dim(config)
+        D, F, d = config.hidden_size, mlp_width(config), head_dim(config)
         q, kv = d * config.num_attention_heads, d * kv_heads(config)
         rows = dict(q=q, k=kv, v=kv, o=D, gate=F, up=F, down=D)
         if "k" not in self.linears:

@@ -22,12 +22,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 
 from longctx.attention.documents import Documents, Parents
 from longctx.attention.padding import sorted_rows
@@ -68,6 +68,7 @@ from longctx.model.runtime import Runtime, follows_positions, make_schedule, run
 from longctx.model.shared_prefixes import Sharing, spread
 from longctx.model.shared_prefixes import found as found_prefixes
 from longctx.model.strangers import (
+    asks_for_router_logits,
     changing_hooks,
     has_known_loss,
     is_classifier,
@@ -230,7 +231,7 @@ def causal_forward(
         targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
     trains_padding = targets is not None and labels_on_padding(targets, attention_mask)
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-    whole = None if labels is None or wants_logits else _why_all_logits(self)
+    whole = None if labels is None or wants_logits else _why_all_logits(self, kwargs)
     if labels is None or wants_logits or whole:
         if whole:
             _decline(runtime, "all logits are computed", whole)
@@ -327,8 +328,8 @@ def _vocab(head: Any) -> int:
     return int(head.out_features) if weight is None else len(weight)
 
 
-def _why_all_logits(model: Any) -> str | None:
-    reason = why_not_chunked(model)
+def _why_all_logits(model: Any, given: dict[str, Any]) -> str | None:
+    reason = why_not_chunked(model, given)
     if reason is None and look(head_of(model), "weight").dtype == torch.float64:
         return _DOUBLE
     return reason
@@ -406,7 +407,7 @@ def base_forward(
     use_cache: bool | None = None,
     caller: Caller | None = None,
     **kwargs: Any,
-) -> BaseModelOutputWithPast:
+) -> ModelOutput:
     """Runs Hugging Face's forward, with the scheduled layers if they cover the call."""
     inputs = dict(
         input_ids=input_ids,
@@ -439,13 +440,13 @@ def base_forward(
     if runtime.shards is not None:
         _check_shared(inputs, reason)
     if positions is not None:
-        return BaseModelOutputWithPast(
-            last_hidden_state=_scheduled_forward(
-                *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
-                caller=caller,
-                padding=padding,
-            )
+        hidden = _scheduled_forward(
+            *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
+            caller=caller,
+            padding=padding,
         )
+        kind: Any = type(self)
+        return output_class(kind)(last_hidden_state=hidden)
     assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
         _decline(runtime, "Hugging Face's layers run", reason)
@@ -463,6 +464,17 @@ def _restarting(inputs: dict[str, Any], bounds: Tensor | None) -> Any:
     shape = (inputs["inputs_embeds"][..., 0] if tokens is None else tokens).shape
     found = Documents.from_bounds(bounds.tolist(), shape.numel(), bounds.device)
     return found.position_ids().view(shape)
+
+
+@functools.cache
+def output_class(kind: Any) -> type[ModelOutput]:
+    """Returns the class that a base model's own forward says it returns: what the forward of a
+    causal model reads, as `router_logits`, is an attribute of it."""
+    said = inspect.signature(kind.forward).return_annotation
+    for found in (said, *get_args(said)):  # some say that it may also be a tuple
+        if isinstance(found, type) and issubclass(found, ModelOutput):
+            return found
+    return BaseModelOutputWithPast
 
 
 _CACHE = "a key/value cache"
@@ -499,6 +511,8 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
         return "input_ids and inputs_embeds together, or neither"
     if config.output_attentions or config.output_hidden_states:
         return "output_attentions or output_hidden_states"
+    if asks_for_router_logits(config, inputs):
+        return "output_router_logits"
     tokens = inputs["input_ids"] if embeds is None else embeds
     if mask is not None and getattr(mask, "shape", None) != tokens.shape[:2]:
         return "an attention mask of another shape than the batch"

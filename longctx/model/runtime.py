@@ -51,6 +51,7 @@ from longctx.model.families import (
     layer_adapters,
     layer_norm_spec,
     layer_weights,
+    mlp_width,
     model_traits,
     query_scale,
     rotary_embeddings,
@@ -172,12 +173,14 @@ class Runtime:
         is copied over a link there is nothing to weigh: it is all one memory."""
         device, document = self.store.device, min(tokens, self.args.seq_len or tokens)
         keep, offload = self.args.keep, self.args.offload_activations
+        batch = Batch(tokens, document, self.passes)
         given, rates = None, NO_RATES
         if device.type == "cuda":
             rates = gpu_rates(device, self.dtype, self.backend, document, *sizes.scores)
         else:
-            given = uniform(sizes.layers, keep, offload), next(iter(sizes.cuts(tokens)))
-        batch = Batch(tokens, document, self.passes)
+            cut = next(iter(sizes.cuts(tokens)))
+            layer = StepTable.of(cut, batch).layer
+            given = uniform(layer, sizes.layers, keep, offload), cut
         return Step(
             count=StepTable.of,
             sizes=sizes,
@@ -191,7 +194,7 @@ class Runtime:
     def pieces(self, tokens: int, config: Any) -> tuple[int, int]:
         """Tokens of a tile, and head groups, of one batch."""
         tile_tokens = self.args.tile_tokens or default_tile_tokens(
-            config.intermediate_size, has_post_norms(config)
+            mlp_width(config), has_post_norms(config)
         )
         groups = self.args.head_groups or default_head_groups(tokens, kv_heads(config), self.ranks)
         if self.cut is None or tokens > self.reserved_tokens:
@@ -235,7 +238,7 @@ def model_sizes(
     return Sizes(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=mlp_width(config),
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
         head_dim=base.layers[0].self_attn.head_dim,
@@ -250,9 +253,9 @@ def model_sizes(
         gated="gate" in family.linears,
         parallel=family.layer_traits(config)[0].parallel,
         adapted=Adapted(
-            inputs=sum(x.a.shape[1] for x in adapters),
-            outputs=sum(len(x.b) for x in adapters),
-            parameters=sum(x.a.numel() + x.b.numel() for x in adapters),
+            inputs=sum(x.share * x.a.shape[1] for x in adapters),
+            outputs=sum(x.share * len(x.b) for x in adapters),
+            parameters=sum(x.share * (x.a.numel() + x.b.numel()) for x in adapters),
         ),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -142,11 +143,23 @@ def _heard(kind: Any, family: Any) -> frozenset[str]:
     return frozenset(names | TransformersKwargs.__annotations__.keys() | {"return_dict"})
 
 
-def why_not_chunked(model: PreTrainedModel) -> str | None:
-    """The same for lm_head and the loss, which need all logits then."""
+def asks_for_router_logits(config: Any, given: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Whether a call, or else the configuration, asks for the logits of routers. The model's own
+    forward then adds an auxiliary loss to its loss."""
+    asked = given.get("output_router_logits")
+    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+
+
+def why_not_chunked(
+    model: PreTrainedModel, given: Mapping[str, Any] = MappingProxyType({})
+) -> str | None:
+    """The same for lm_head and the loss of a call with the arguments `given`, which need all logits
+    then."""
     found = _problems(head_of(model), LINEAR, "lm_head", patched=True, hooks=_AFTER)
     if reason := _own_loss(model):
         return reason
+    if asks_for_router_logits(model.config, given):
+        return "output_router_logits, and the auxiliary loss of routers"
     if getattr(model.config, "final_logit_softcapping", None) != logits_cap(model):
         return "a cap of logits"
     if any(changing_hooks(model.lm_head)):
@@ -240,11 +253,13 @@ def _problems(
 
 
 def _undeclared(module: nn.Module, children: frozenset[str], where: str) -> Iterator[str]:
-    """A submodule that the schedule does not know, or a parameter of the module's own: the module's
-    forward may compute with it, as Cohere's attention does with norms of q and k."""
+    """A submodule that the schedule does not know, or a parameter or buffer of the module's own:
+    its forward may compute with it, as Cohere's attention does with norms of q and k, and routers
+    with the bias by which they choose."""
     found = [name for name, child in module._modules.items() if child is not None]
     found = [name for name in found if name not in children]
-    found += [name for name, value in module._parameters.items() if value is not None]
+    for own in (module._parameters, module._buffers):
+        found += [name for name, value in own.items() if value is not None]
     for name in found:
         yield f"{where}.{name}, which the schedule does not know"
 

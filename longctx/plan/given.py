@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longctx.cost.kept import ORDER, Keep, Ladder, in_order
-from longctx.cost.sizes import Cut, Sizes
+from longctx.cost.kept import Keep, Ladder, in_order
+from longctx.cost.sizes import Batch, Cut, Sizes
 from longctx.errors import UserError
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.place import KINDS, Place
 from longctx.memory.states import BlockSpec
+from longctx.model.costs import StepTable
 from longctx.plan.predict import Plan, Run
 from longctx.recipe import read_text
 
@@ -67,6 +68,13 @@ class Given:
         kept = sizes.layers if run.model.class_type == "custom" else 0
         if len(self.ladder) != kept:
             raise UserError(f"--plan {self.path} keeps {len(self.ladder)} of {kept} layers")
+        layer = StepTable.of(sizes, Batch(run.tokens, run.tokens)).layer
+        for keep in self.ladder:
+            if wrong := (keep.kept - layer.by_name.keys()) | (layer.always - keep.kept):
+                raise UserError(
+                    f"--plan {self.path} keeps other activations than layers of this model can or "
+                    f"must ({', '.join(in_order(wrong))}): plan again"
+                )
 
     def check_blocks(self, specs: Sequence[BlockSpec]) -> None:
         """Raises UserError if the model has other blocks than the plan places, or if something that
@@ -144,7 +152,7 @@ def _whole(number: Any, least: int = 0) -> int:
 def _ladder(layers: Sequence[tuple[list[str], list[str]]]) -> Ladder:
     ladder = tuple(Keep(frozenset(kept), frozenset(hosted)) for kept, hosted in layers)
     for kept, hosted in ladder:
-        if not hosted <= kept <= {*ORDER} or "x" not in kept:
+        if not hosted <= kept:
             raise ValueError(kept, hosted)  # what is not kept waits nowhere
     return ladder
 

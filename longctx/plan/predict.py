@@ -38,7 +38,15 @@ from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
-from longctx.model.families import family_of, has_windows, head_dim, kv_heads, score_cap
+from longctx.model.families import (
+    MLP_WIDTH,
+    family_of,
+    has_windows,
+    head_dim,
+    kv_heads,
+    mlp_width,
+    score_cap,
+)
 from longctx.model.runtime import check_shares, model_sizes
 from longctx.model.vision import PREFIXES, rest_
 from longctx.options import PatchOptions
@@ -116,7 +124,7 @@ class Subject:
         UserError for a configuration of which no model can be made, or that the plan cannot
         read."""
         text = config.get_text_config()
-        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        needed = ("hidden_size", MLP_WIDTH, "num_hidden_layers", "num_attention_heads")
         for name in (*needed, "vocab_size"):
             if not isinstance(getattr(text, name, None), int):
                 raise UserError(f"the model's config has no {name}, which the plan needs")
@@ -181,7 +189,7 @@ class Subject:
         return Sizes(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
+            intermediate=mlp_width(config),
             heads=config.num_attention_heads,
             kv_heads=kv_heads(config),
             head_dim=head_dim(config),

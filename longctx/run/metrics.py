@@ -25,6 +25,7 @@ from longctx.cost.machines import peak_flops
 from longctx.engines.collectives import whole_numel
 from longctx.model.families import head_dim, windows
 from longctx.model.look import look
+from longctx.model.matrices import active_shares
 from longctx.model.vision import at_rest
 
 
@@ -34,15 +35,17 @@ def device_peak_flops(device: torch.device) -> float | None:
 
 
 def parameters_in_matmuls(model: PreTrainedModel) -> int:
-    """As MFU counts them: all but the input embedding (a tied lm_head counts) and what sees images,
-    whole over all processes."""
+    """As MFU counts them: all that a token meets but the input embedding (a tied lm_head counts)
+    and what sees images, whole over all processes."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = lm_head is not None and look(lm_head, "weight") is look(embedding, "weight")
     resting = {p for module in at_rest(model) for p in module.parameters()}
     counted = [p for p in model.parameters() if p not in resting]
     counted = [p for p in counted if tied or p is not look(embedding, "weight")]
-    frozen = sum(whole_numel(p) for p in counted if not p.requires_grad)
-    return matmul_parameters(sum(map(whole_numel, counted)), frozen)
+    shares = active_shares(model, model.config.get_text_config())
+    active = {p: round(whole_numel(p) * shares.get(p, 1.0)) for p in counted}
+    frozen = sum(numel for p, numel in active.items() if not p.requires_grad)
+    return matmul_parameters(sum(active.values()), frozen)
 
 
 def squared_lengths(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  # (B, S)

@@ -30,7 +30,7 @@ from transformers.loss import loss_utils
 from longctx.attention import backends, cross, flash4, prefixes, protocol, sharded
 from longctx.config import ModelArguments
 from longctx.constants import GIB
-from longctx.cost.kept import SETS
+from longctx.cost.kept import asked
 from longctx.cost.sizes import Batch
 from longctx.engines import Engine
 from longctx.engines.collectives import local_shard
@@ -42,6 +42,7 @@ from longctx.memory.held import HeldGradient
 from longctx.model import distillation, head, log_probs, loss, pieces
 from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part
+from longctx.options import Keeping
 from longctx.run.trainer import LongTrainer
 
 _RECORDED = 100_000
@@ -149,8 +150,9 @@ def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
     ladder = missing * ladder[:1] + ladder
     here = [layer.kept_bytes(keep.on_gpu) for keep in ladder]
 
-    def less(name: str) -> int:
-        return sum(here) - sum(layer.kept_bytes(keep.on_gpu & SETS[name]) for keep in ladder)
+    def less(word: Keeping) -> int:
+        kept = asked(word, layer)
+        return sum(here) - sum(layer.kept_bytes(keep.on_gpu & kept) for keep in ladder)
 
     return {"host": sum(here[:-1]), "o": less("o"), "x": less("x")}
 

@@ -24,7 +24,7 @@ def test_model_flops_are_those_of_the_table(document: int) -> None:
         wide=s.wide,
         squared=s.layers * (tokens // document) * squared_length(document),
     )
-    assert flops == 3 * s.layers * (layer.matmul + layer.attention) + loss.matmul
+    assert flops == 3 * s.layers * (layer.at("matmul") + layer.at("attention")) + loss.at("matmul")
 
 
 def test_pairs_of_a_window() -> None:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 T, LAYERS = 512, 3
 CPU = torch.device("cpu")
+X_O = Keep.of("o")
 OF_THE_MODEL = ("weights", "AdamW's states", "gradients", "libraries", "the embedding's gradient")
 
 
@@ -93,14 +94,14 @@ def test_weights_states_and_gradients_of_each_phase() -> None:
     """Gradients come while activations go, and are gone in the next forward."""
     model = llama(torch.bfloat16, layers=LAYERS)
     parameters = sum(p.numel() for p in model.parameters())
-    found = {phase.name: phase.buffers for phase in phases_of(model, Keep())}
+    found = {phase.name: phase.buffers for phase in phases_of(model, X_O)}
     assert all(b["weights"] == 2 * parameters for b in found.values())
     assert all(b["AdamW's states"] == 10 * parameters for b in found.values())
     assert [found[name]["gradients"] for name in ("forward", "loss")] == [0, 0]
     assert found["update"]["gradients"] == 2 * parameters
     embedding = found["embedding"]
     assert embedding["gradients"] + embedding["the embedding's gradient"] == 2 * parameters
-    added = {phase.name: phase.buffers for phase in phases_of(model, Keep(), accumulates=True)}
+    added = {phase.name: phase.buffers for phase in phases_of(model, X_O, accumulates=True)}
     assert {b["gradients"] for name, b in added.items() if name != "embedding"} == {4 * parameters}
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from cost_sizes import LLAMA_8B
 
 from longctx.constants import GIB
-from longctx.cost.kept import ORDER, SETS, Keep, describe, uniform
+from longctx.cost import rates
+from longctx.cost.kept import ORDER, SETS, Keep, asked, describe, uniform
+from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.seconds import priced
 from longctx.cost.sizes import Batch, Cut, default_head_groups, default_tile_tokens
-from longctx.cost.table import load
-from longctx.layer.parts.attention import attention_flops
+from longctx.cost.table import Keepable, Table, Work, load
+from longctx.layer.parts.attention import SelfAttention, attention_flops
+from longctx.layer.parts.mlp import MLP
+from longctx.memory.candidates import candidates, sets
+from longctx.memory.ladder import Budget, Step, choose
+from longctx.memory.levels import pending_levels
 from longctx.model.costs import StepTable
 
 T = 131072
@@ -31,18 +39,19 @@ def test_what_a_byte_spares_above_o_is_the_same() -> None:
     """4096 FLOPs of matmuls, and of q, k and v the norm and the rotation besides."""
     sets = list(SETS.values())[1:]
     for low, high in pairwise(sets):
-        spared = load(TABLE.layer.again(low)).matmul - load(TABLE.layer.again(high)).matmul
+        again = [load(TABLE.layer.again(kept)).at("matmul") for kept in (low, high)]
+        spared = again[0] - again[1]
         kept = TABLE.layer.kept_bytes(high) - TABLE.layer.kept_bytes(low)
         assert spared / kept == pytest.approx(4096, rel=1e-4)
     assert load(TABLE.layer.again(SETS["all"])) == load(())
-    assert load(TABLE.layer.forward).matmul == 2 * T * 218_103_808
+    assert load(TABLE.layer.forward).at("matmul") == 2 * T * 218_103_808
 
 
 def test_without_o_attention_runs_again_and_q_k_v_twice() -> None:
     again = load(TABLE.layer.again(SETS["x"]))
-    assert again.attention == attention_flops(LLAMA_8B, Batch(T, T)) == 2 * 4096 * T**2
+    assert again.at("attention") == attention_flops(LLAMA_8B, Batch(T, T)) == 2 * 4096 * T**2
     once = load(TABLE.layer.again(SETS["o"]))
-    assert again.matmul - once.matmul == TABLE.layer.forward[0].flops
+    assert again.at("matmul") - once.at("matmul") == TABLE.layer.forward[0].flops
     assert TABLE.layer.again_bytes(SETS["x"]) == TABLE.layer.by_name["o"].aligned
     assert TABLE.layer.again_bytes(SETS["o"]) == 0
 
@@ -146,4 +155,65 @@ def test_the_order_of_names() -> None:
 @pytest.mark.parametrize(("keep", "name"), [("auto", "o"), ("x", "x"), ("all", "all")])
 def test_without_a_look_at_memory(offload, hosts, keep, name) -> None:
     expected = hosts * (Keep.of(name, name),) + (3 - hosts) * (Keep.of(name),)
-    assert uniform(3, keep, offload) == expected
+    assert uniform(TABLE.layer, 3, keep, offload) == expected
+
+
+RATES = Rates(1e14, 1e10, 1e12, AttentionRates(1e14, 1e14))
+ROUTE = Keepable(name="route", nbytes=2 * T, always=True)
+"""What a router chose, say: nothing can recompute it, and no word of --keep names it."""
+
+
+@pytest.mark.parametrize("keep", ["auto", *SETS])
+@pytest.mark.parametrize("offload", ["none", "auto", "all"])
+def test_a_second_keepable_that_must_be_kept_is_in_every_set(keep, offload) -> None:
+    layer = TABLE.layer + Table(keepables=(ROUTE,))
+    wanted = {"x", "route"} | (SETS[keep] if keep != "auto" else set())
+    assert asked(keep, layer) >= wanted
+    chosen = None if keep == "auto" else asked(keep, layer)
+    searched = candidates(4, sets(layer, RATES), offload, chosen).keeps
+    for k in (*searched, *uniform(layer, 4, keep, offload)):
+        assert k.kept >= wanted
+        assert not k.hosted or {"x", "route"} <= k.hosted
+
+
+def test_a_rate_that_is_a_share_of_a_measured_one_is_priced_everywhere(monkeypatch) -> None:
+    """Experts, say, whose grouped matmuls reach 0.6 of a dense one's rate."""
+    monkeypatch.setitem(rates.RATE_SHARES, "grouped", ("matmul", 0.6))
+    grouped = Work(name="experts", flops=6e14, rate="grouped")
+    kept = Keepable(name="z", nbytes=2**20, spares=(grouped,))
+    found = priced(load((grouped, replace(grouped, rate="matmul"))), RATES)
+    assert (found.products, found.attention) == (pytest.approx(6e14 / 0.6e14 + 6e14 / 1e14), 0.0)
+    table = StepTable.of(LLAMA_8B, Batch(T, T))
+    vars(table)["layer"] = table.layer + Table(forward=(grouped,), keepables=(kept,))
+    assert {"x", "z"} == sets(table.layer, RATES)[1]  # 10 s for a MiB
+
+    def seconds(tables: StepTable) -> float:
+        step = Step(
+            count=lambda *of: tables, sizes=LLAMA_8B, batch=Batch(T, T), rates=RATES, keep="x"
+        )
+        levels = [pending_levels(LLAMA_8B.layers, 0, 0, accumulates=False)]
+        return choose(step, levels, Budget(2**50, 2**50)).seconds
+
+    assert seconds(table) - seconds(TABLE) == pytest.approx(32 * 2 * 10, rel=1e-3)
+
+
+def test_work_at_a_rate_that_nobody_knows_is_no_free_work() -> None:
+    with pytest.raises(KeyError, match="grouped"):
+        priced(load((Work(name="experts", flops=1e15, rate="grouped"),)), RATES)
+
+
+def test_a_part_declares_what_it_makes_and_nothing_of_other_parts() -> None:
+    """Also what it leaves behind while another part computes."""
+
+    def rows(part: Any, **changes: Any) -> Table:
+        return part.cost(replace(LLAMA_8B, tile_tokens=8192, **changes), Batch(T, T))
+
+    assert rows(SelfAttention, intermediate=100) == rows(SelfAttention)
+    assert rows(MLP, heads=64, kv_heads=64) == rows(MLP)
+
+
+def test_a_word_names_what_a_layer_has() -> None:
+    parallel = StepTable.of(replace(LLAMA_8B, parallel=True), Batch(T, T)).layer
+    assert asked("h", parallel) == asked("o", parallel) == SETS["o"]
+    normed = StepTable.of(replace(LLAMA_8B, post_norms=True), Batch(T, T)).layer
+    assert asked("all", normed) == SETS["all"] | {"down"}

@@ -222,10 +222,10 @@ def test_a_keepable_is_one_declaration() -> None:
         )
 
     assert not any("product" in kept for kept in sets(having(0.0), H100))
-    worthy = sets(having(load(LAYER.by_name["gate up"].spares).matmul), H100)
+    worthy = sets(having(load(LAYER.by_name["gate up"].spares).at("matmul")), H100)
     first = [next(name for name in b - a) for a, b in zip(worthy, worthy[1:], strict=False)]
     assert first.index("product") < first.index("gate up")
-    ladders = candidates(8, worthy, "auto", "auto")
+    ladders = candidates(8, worthy, "auto")
     assert any("product" in keep.hosted for keep in ladders.keeps)
 
 
@@ -272,7 +272,7 @@ def test_seconds_are_told_to_three_digits() -> None:
 
 
 def test_ladders_of_deep_models_stay_few() -> None:
-    found = candidates(300, sets(LAYER, H100), "auto", "auto")
+    found = candidates(300, sets(LAYER, H100), "auto")
     assert len(found.layers) < 20_000
     ladder: Ladder = found.ladder(len(found.layers) - 1)
     assert len(ladder) == 300

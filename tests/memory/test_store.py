@@ -33,19 +33,19 @@ def test_a_slab_has_exactly_its_size() -> None:
 
 def test_a_slab_grows_only_when_it_must() -> None:
     store = ActivationStore(CPU)
-    store.reserve((Keep(),), 3000)
+    store.reserve((Keep.of("o"),), 3000)
     first = store._slab
     assert first.numel() == 3000
-    store.reserve((Keep(),), 1500)
+    store.reserve((Keep.of("o"),), 1500)
     assert store._slab is first
-    store.reserve((Keep(),), 4000)
+    store.reserve((Keep.of("o"),), 4000)
     assert store._slab.numel() == 4000
 
 
 def test_host_memory_that_is_short_is_named_before_it_is_taken() -> None:
     store = ActivationStore(CPU, host_limit_gib=1.0)
     with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
-        store.reserve((Keep(),), 2**31)
+        store.reserve((Keep.of("o"),), 2**31)
     assert store._slab.numel() == 0
 
 
@@ -74,7 +74,9 @@ def test_every_tile_is_waited_for_though_the_layer_below_comes_early(monkeypatch
     for layer in range(3):
         saved.append(store.open(2 - layer))
         kept = {name: torch.full((10, 2), float(layer)) for name in names}
-        store.add(saved[-1], "h", **kept)
+        lse = kept.pop("lse")
+        store.add(saved[-1], "h", kept)
+        store.add(saved[-1], "h", {"lse": lse}, whole=True)
         store.send(saved[-1], *names)
         store.release(saved[-1])
     copies: list = []
@@ -99,6 +101,64 @@ def test_every_tile_is_waited_for_though_the_layer_below_comes_early(monkeypatch
         store.retire(this, tiles[0], "lse", "x", "o")
         store.finish(this)
     assert len(copies) == 3 * (3 * len(tiles) + 1)  # lse comes whole
+
+
+def test_a_tensor_that_was_not_sent_is_no_garbage_in_backward() -> None:
+    store = ActivationStore(CPU)
+    store.reserve((Keep.of("o", "o"),), 2**16)
+    saved = store.open(0)
+    store.add(saved, "x", {"x": torch.ones(10, 2)})
+    store.send(saved, "x")
+    store.add(saved, "o", {"o": torch.ones(10, 2)}, of_tiles=True)
+    with pytest.raises(RuntimeError, match="10 of 10 rows of 'o' wait on the host and were never"):
+        store.release(saved)
+    store.send(saved, "o", tile=slice(0, 8))
+    with pytest.raises(RuntimeError, match="2 of 10 rows of 'o'"):
+        store.release(saved)
+    store.send(saved, "o", tile=slice(8, 10))
+    store.release(saved)
+
+
+KINDS = (
+    {"x": (10, 2), "o": (10, 4), "lse": (3, 10)},
+    {"x": (10, 2), "state": (10, 4), "route": (10, 1)},
+)
+"""What two kinds of layers keep. A state takes the buffer of o, and o that of a state."""
+
+
+def test_kinds_of_layers_that_alternate_fill_each_others_buffers(monkeypatch) -> None:
+    device = torch.device(DEVICE)
+    store, tiles = ActivationStore(device), [slice(0, 4), slice(4, 8), slice(8, 10)]
+    names = frozenset(name for kind in KINDS for name in kind)
+    store.reserve((Keep(names, names),), 2**16)
+    copies: list = []
+    host = store._host
+    saved = []
+    for layer in range(6):
+        saved.append(store.open(5 - layer))
+        for name, shape in KINDS[layer % 2].items():
+            kept = {name: torch.full(shape, float(layer), device=device)}
+            store.add(saved[-1], name, kept, whole=name == "lse")
+            store.send(saved[-1], name)
+        store.release(saved[-1])
+    monkeypatch.setattr(store, "_host", lambda entry: copies.append(entry) or host(entry))
+    for layer, this in reversed([*enumerate(saved)]):
+        entries, own = this.entries, 4 * sum(e.shape.numel() for e in this.entries.values())
+        early = {name for name, entry in entries.items() if entry in copies}
+        assert early == (set() if layer == 5 else {"x", "o"} if layer % 2 == 0 else {"x", "state"})
+        kept = store.load(this, tiles)
+        for tile in tiles:
+            store.wait(tile)
+            for name, tensor in kept.items():
+                rows = slice(None) if name == "lse" else tile
+                assert bool((tensor[rows] == layer).all()), (layer, name)
+                if name != "lse" or tile is tiles[-1]:
+                    tensor[rows] = -1.0  # backward computes in place
+            store.retire(this, tile, *(name for name in kept if name != "lse"))
+        storages = {t.untyped_storage() for t in store.tensors_on_gpu()}
+        assert sum(storage.nbytes() for storage in storages) == own
+        store.finish(this)
+    assert store.tensors_on_gpu() == []
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from longctx.attention.documents import Documents
 from longctx.config import ModelArguments
-from longctx.cost.kept import SETS
+from longctx.cost.kept import SETS, asked
 from longctx.cost.table import load
 from longctx.kernels.rms_norm import rms_norm_forward
 from longctx.layer import norm_spec
@@ -103,10 +103,10 @@ def test_every_product_is_computed_as_often_as_the_schedule_says(step: Step, aga
     assert backward.get_total_flops() == LAYERS * 2 * T * (again + 2 * (QKV + OUT + MLP))
     tables = tables_of(step.model, T)
     kept = SETS[step.model.longctx.args.keep]
-    assert load(tables.layer.again(kept)).matmul == 2 * T * again
-    assert load(tables.layer.forward).matmul == 2 * T * (QKV + OUT + MLP)
-    assert load(tables.layer.backward).matmul == 2 * T * 2 * (QKV + OUT + MLP)
-    assert load(tables.loss.forward).matmul == loss_flops
+    assert load(tables.layer.again(kept)).at("matmul") == 2 * T * again
+    assert load(tables.layer.forward).at("matmul") == 2 * T * (QKV + OUT + MLP)
+    assert load(tables.layer.backward).at("matmul") == 2 * T * 2 * (QKV + OUT + MLP)
+    assert load(tables.loss.forward).at("matmul") == loss_flops
 
 
 ALL_CUTS = [(groups, keep) for groups in (1, K) for keep in ("x", "o", "all")]
@@ -126,12 +126,12 @@ def test_the_table_has_every_product_of_a_family(kind, head_groups, keep) -> Non
     tables = tables_of(step.model, T)
     with FlopCounterMode(display=False) as forward:
         loss = step.forward()
-    planned = LAYERS * load(tables.layer.forward).matmul + load(tables.loss.forward).matmul
-    assert forward.get_total_flops() == planned
+    layer, head = load(tables.layer.forward), load(tables.loss.forward)
+    assert forward.get_total_flops() == LAYERS * layer.at("matmul") + head.at("matmul")
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    layer = load(tables.layer.backward), load(tables.layer.again(SETS[keep]))
-    assert backward.get_total_flops() == LAYERS * sum(work.matmul for work in layer)
+    works = load(tables.layer.backward), load(tables.layer.again(asked(keep, tables.layer)))
+    assert backward.get_total_flops() == LAYERS * sum(work.at("matmul") for work in works)
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,16 @@ from small_model import CPU, packed_batch, tiny_config
 from torch import nn
 from torch.utils.data import default_collate
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from longctx.config import TrainArguments
 from longctx.errors import UserError
 from longctx.model.families import FAMILIES, Family, part_of
+from longctx.model.forwards import output_class
 from longctx.model.patch import patch_as
-from longctx.model.strangers import why_not_scheduled
+from longctx.model.strangers import asks_for_router_logits, why_not_scheduled
 from longctx.options import PatchOptions
 from longctx.run.trainer import LongTrainer
 
@@ -444,6 +446,50 @@ def test_the_schedule_runs_again_after_hidden_states_were_asked_for() -> None:
     _, ours = models()
     assert ours(**packed_batch(), output_hidden_states=True).hidden_states
     assert why_not_scheduled(ours.model) is None
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_an_auxiliary_loss_of_routers_is_not_lost(configured, capsys) -> None:
+    """Hugging Face's forward adds it, so it runs, whatever asks for it; also where it would add
+    nothing. A call may say no."""
+    _, ours = models()
+    ours.config.output_router_logits = configured
+    more = {} if configured else {"output_router_logits": True}
+    ours(**packed_batch(), **more).loss.backward()
+    out = capsys.readouterr().out
+    assert out.count("for calls with output_router_logits") == 2  # the layers and the loss
+    assert not asks_for_router_logits(ours.config, {"output_router_logits": False})
+    ours.longctx.strict = True
+    with pytest.raises(UserError, match=r"output_router_logits.*\(strict=True\)"):
+        ours(**packed_batch(), **more)
+
+
+def test_a_base_models_output_has_the_class_that_its_own_forward_returns() -> None:
+    class Mixture:
+        def forward(self):
+            pass
+
+    Mixture.forward.__annotations__["return"] = tuple | MoeModelOutputWithPast
+    assert output_class(Mixture) is MoeModelOutputWithPast
+    for family in FAMILIES.values():
+        home = import_module(family.home)
+        kind = getattr(home, family.known("Model")[0].rpartition(".")[2])
+        assert output_class(kind) is BaseModelOutputWithPast
+    assert (
+        type(models()[1].model(packed_batch()["input_ids"], use_cache=False))
+        is BaseModelOutputWithPast
+    )
+
+
+@pytest.mark.parametrize("name", ["", "layers.1", "layers.1.self_attn", "layers.0.mlp"])
+def test_a_buffer_of_a_modules_own_is_a_stranger(name) -> None:
+    """The bias by which GLM-4's router chooses is one: no gradient reaches it."""
+    ours = models()[1].model
+    assert why_not_scheduled(ours) is None
+    ours.get_submodule(name).register_buffer("e_score_correction_bias", torch.zeros(4))
+    where = f"model.{name}".rstrip(".")
+    said = f"{where}.e_score_correction_bias, which the schedule does not know"
+    assert why_not_scheduled(ours) == said
 
 
 def test_without_use_cache_the_fallback_still_sees_documents() -> None:

@@ -96,8 +96,6 @@ def test_what_is_no_plan(tmp_path, text, says) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layers": [[["y"], []]]},
-        {"layers": [[["o"], []]]},
         {"layers": [[["x", "o"]]]},
         {"layers": [[["x", "o"], ["h"]]]},
         {"layers": [["x", None]]},
@@ -124,6 +122,17 @@ def test_a_damaged_plan(tmp_path, changes) -> None:
 def test_a_plan_that_keeps_other_layers(tmp_path) -> None:
     found = read_given(file_of(planned(), tmp_path / "plan.json", layers=[[["x", "o"], []]]))
     with pytest.raises(UserError, match="keeps 1 of 4 layers"):
+        found.check(run(), SUBJECT.sizes(run()))
+
+
+@pytest.mark.parametrize(
+    ("kept", "named"),
+    [(["x", "y"], "y"), (["o"], "x"), (["x", "o", "down"], "down")],  # no norm reads a Llama's
+    ids=["unknown", "without-x", "of-another-family"],
+)
+def test_a_plan_that_keeps_other_activations(tmp_path, kept, named) -> None:
+    found = read_given(file_of(planned(), tmp_path / "plan.json", layers=[[kept, []]] * 4))
+    with pytest.raises(UserError, match=rf"can or must \({named}\): plan again"):
         found.check(run(), SUBJECT.sizes(run()))
 
 

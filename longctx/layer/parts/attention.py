@@ -19,8 +19,10 @@ The letters are those of layer/__init__.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from longctx.attention.protocol import QKV, take_turns
 from longctx.cost.fitted import WINDOW_EDGES
 from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.cost.table import Buffer, Keepable, Table, Work, lasting
 from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
 from longctx.layer.lora import adapter_bytes
 from longctx.layer.parts.heads import Group, HeadGroups
@@ -40,14 +42,15 @@ from longctx.layer.passes import Pass
 
 
 class SelfAttention:
-    """The block in one pass. `h` (T, D) is the block's result, or z where a norm follows, if
-    forward keeps it."""
+    """The block in one pass. `kept` has what forward kept: among it h (T, D), the block's result,
+    or z where a norm follows."""
 
-    def __init__(self, p: Pass, h: Tensor | None = None, rstd: Tensor | None = None) -> None:
+    def __init__(self, p: Pass, kept: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         self._pass, self._schedule, self._weights = p, p.schedule, p.weights
-        self._heads = HeadGroups(p, rstd)
+        self._kept = kept
+        self._heads = HeadGroups(p, kept.get("rstd"))
         self._post = Norm(p, "post1")
-        self.h = h
+        self.h = kept.get("h")
         self._do: Tensor | None = None
         self._d_o = None if p.gradients is None else p.gradients.projection("o")
 
@@ -56,6 +59,13 @@ class SelfAttention:
     def normed(self, x: Tensor) -> Tensor:  # (t, D) -> (t, D)
         """Returns n1, which an MLP beside attention reads, too."""
         return self._heads.normed(x)
+
+    def begin(self, x: Tensor) -> Tensor:  # (T, D) -> (T, H d)
+        """Returns o, and keeps what forward keeps of the whole row."""
+        qkv: list[Tensor] = []
+        o, lse = self.forward(x, qkv if self._pass.keeps("q k v") else None)
+        self._keep(x, o, lse, qkv)
+        return o
 
     def forward(
         self,
@@ -88,19 +98,19 @@ class SelfAttention:
         self._heads.forget_inner()
         return o, lse
 
-    def keep(self, x: Tensor, o: Tensor, lse: Tensor, qkv: Sequence[Tensor]) -> None:
+    def _keep(self, x: Tensor, o: Tensor, lse: Tensor, qkv: Sequence[Tensor]) -> None:
         """Keeps the activations of the whole row, and allocates h where it is kept."""
         p = self._pass
         if p.keeps("o"):
-            p.keep("o", o=o, lse=lse)
+            p.keep("o", {"o": o})
+            p.keep("o", {"lse": lse}, whole=True)
             if self._heads.wide_norms is not None and self._heads.wide_norms.rstd is not None:
-                p.keep("o", rstd=self._heads.wide_norms.rstd)
+                p.keep("o", {"rstd": self._heads.wide_norms.rstd})
         if p.keeps("q k v"):
-            p.keep("q k v", **{_part(i): part for i, part in enumerate(qkv)})
-        p.send("o", "lse", "rstd", *map(_part, range(len(qkv))))
+            p.keep("q k v", {_part(i): part for i, part in enumerate(qkv)})
         if p.keeps("h") and not p.traits.parallel:
             self.h = torch.empty_like(x, dtype=x.dtype if self._post.weight is None else o.dtype)
-            p.keep("h", h=self.h)
+            p.keep("h", {"h": self.h}, of_tiles=True)
 
     @annotated("projections")
     def output(self, x: Tensor, o: Tensor, tile: slice) -> Tensor:
@@ -115,6 +125,14 @@ class SelfAttention:
         return x[tile] + self._post.forward(z)
 
     # --- backward --------------------------------------------------------------------------
+
+    def again(self, x: Tensor) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
+        """Returns o and lse, kept or else recomputed from all of x."""
+        if "o" in self._kept:
+            return self._kept["o"], self._kept["lse"]
+        for tile in self._schedule.tiles(len(x)):
+            self._schedule.store.wait(tile)
+        return self.forward(x)
 
     @annotated("projections")
     def output_again(self, x: Tensor, o: Tensor, tile: slice) -> tuple[Tensor, Tensor | None]:
@@ -152,13 +170,12 @@ class SelfAttention:
         x: Tensor,  # (T, D)
         o: Tensor,  # (T, H d), overwritten by dq
         lse: Tensor,  # (H, T)
-        kept: Sequence[Tensor],  # (T, (h + 2 k) d) of each group, or empty
     ) -> KeyGradients:
         """Computes dq, dk, dv as the projections' outputs need them, one head group at a time, and
         the gradients of the norms of q and k."""
         s, t, heads = self._schedule, self._pass.traits, self._heads
         dkv = KeyGradients(list(heads), self._do, self._weights.q.weight, x.shape[0])
-        output_grad = self._output_grad(dh)
+        output_grad, kept = self._output_grad(dh), self._kept_groups()
 
         def run(i: int, group: Group) -> Iterator[None]:
             qkv = kept[i] if kept else heads.project(x, group)
@@ -182,6 +199,11 @@ class SelfAttention:
         for norm in heads.qk_norms:
             norm.finish()
         return dkv
+
+    def _kept_groups(self) -> list[Tensor]:  # (T, (h + 2 k) d) each
+        """Returns each group's kept q, k, v; an empty list if forward kept none."""
+        kept = self._kept
+        return [kept[_part(i)] for i in range(len(kept)) if _part(i) in kept]
 
     def _output_grad(self, dh: Tensor) -> Callable[[Group], Tensor]:
         """Returns what gives do (T, h d) of a group: of those that are held, or made from dh."""
@@ -243,7 +265,7 @@ class SelfAttention:
         for i, tile in enumerate(each("tile", tiles)):
             run(tile)
             if i < len(tiles) // 2:
-                self._pass.retire(tile, "lse", "rstd", "x", "o")
+                self._pass.retire_all(tile)
         norm.finish()
         if heads.wide_norms is not None:
             heads.wide_norms.finish()
@@ -261,11 +283,6 @@ class SelfAttention:
         )
 
     # --- what it keeps, and what it costs --------------------------------------------------
-
-    @staticmethod
-    def groups_in(kept: dict[str, Tensor]) -> list[Tensor]:
-        """Returns each group's kept q, k, v; an empty list if forward kept none."""
-        return [kept[_part(i)] for i in range(len(kept)) if _part(i) in kept]
 
     @staticmethod
     def cost(s: Sizes, batch: Batch) -> Table:
@@ -345,9 +362,9 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     """Buffers of attention. Forward has a head group's q, k, v. Backward has these, do, and their
     gradients, which flash-attention sums in fp32 and allocates itself before they are copied,
     unless it writes them in place; q and k once more if they are normed; dk and dv of all groups,
-    and do where a norm follows (key_gradients.py); and the MLP's rounded weight gradients. The
-    projections' backward has a tile of dq, dk, dv, n1 and dn1, the weights of q, k and v in one,
-    and their gradients in fp32."""
+    and do where a norm follows (key_gradients.py); and o's rounded weight gradient, which was
+    summed in fp32 beside the MLP's. The projections' backward has a tile of dq, dk, dv, n1 and dn1,
+    the weights of q, k and v in one, and their gradients in fp32."""
     groups = s.cut(tokens).head_groups
     columns = s.wide + 2 * s.narrow
     held = s.post_norms * min(2, s.heads // s.kv_heads)  # of dk and dv, do holds so many
@@ -356,8 +373,7 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     made *= s.itemsize
     made += 4 * columns if s.itemsize < 4 else 0
     made += (s.wide + s.narrow) * s.itemsize if s.qk_norms else 0
-    weights = s.hidden * ((2 + s.gated) * s.intermediate + s.wide)
-    weights *= s.itemsize * s.trains_weights
+    of_o = s.hidden * s.wide * s.trains_weights
     shared = 8 * (s.wide + s.narrow) // groups * s.itemsize if s.ranks > 1 else 0
     rows = min(tokens, s.cut(tokens).tile_tokens)
     again = (s.wide + s.narrow) * s.wide_norms  # q and k as projected, for the norms' backward
@@ -365,9 +381,9 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     stacked = s.itemsize + 4 * s.trains_weights
     do = tokens * s.wide * s.itemsize * s.post_norms
     dn1 = tokens * s.hidden * s.itemsize * s.parallel
-    lasting = {
+    until_the_end = {
         "dy": s.unit(tokens),
-        "the MLP's gradients": weights,
+        "o's gradient": of_o * s.itemsize,
         "dk, dv": tokens * (2 - held) * s.narrow * s.itemsize,
         "do": do,
         "dn1": dn1,
@@ -384,13 +400,16 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
         Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
         Buffer(name="attention's do", nbytes=do, during="mlp backward"),
         Buffer(name="its input's gradient", nbytes=dn1, during="mlp backward"),
-        *(back(name, nbytes) for name, nbytes in lasting.items()),
+        Buffer(name="o's gradient, fp32", nbytes=4 * of_o, during="mlp backward"),
+        *chain.from_iterable(
+            lasting(name, nbytes, "attention backward", "projections backward")
+            for name, nbytes in until_the_end.items()
+        ),
         back("a head group", tokens * (made // groups + adapter_bytes(s))),
         back("a head group", tokens * group, spared_by="q k v"),
         # Exchanges of the previous and the next group are under way (attention/sharded.py).
         back("exchanges", tokens * shared),
         back("a layer's dense weights", s.dense_bytes),
-        *(last(name, nbytes) for name, nbytes in lasting.items()),
         last("the projections' weights and gradients", s.hidden * columns * stacked),
         last("a tile", tile),
         last("a layer's dense weights", s.dense_bytes),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.cost.table import Buffer, Keepable, Table, Work, lasting
 from longctx.kernels.activation import activation_backward_, activation_forward
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.linear import weight_sums
@@ -54,10 +54,11 @@ class MLP:
         if self._pass.keeps("gate up"):
             T, F = len(o), self._down.weight.shape[1]
             self._kept = [o.new_empty(T, F) for _ in self._inner]
-            self._pass.keep("gate up", **dict(zip(self._inner, self._kept, strict=True)))
+            made = dict(zip(self._inner, self._kept, strict=True))
+            self._pass.keep("gate up", made, of_tiles=True)
         if self._pass.keeps("down") and self._post.weight is not None:
             self._z = o.new_empty(len(o), len(self._down.weight))
-            self._pass.keep("down", down=self._z)
+            self._pass.keep("down", {"down": self._z}, of_tiles=True)
 
     def forward(self, h: Tensor, tile: slice, *, onto: Tensor, out: Tensor) -> None:
         """Adds the MLP's output of a tile, from what it reads, h (t, D), to `onto` (t, D), and
@@ -186,13 +187,15 @@ class MLP:
 
 def _mlp_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     """Buffers of the MLP. A tile has gate, up and their product, and h, n2 and their gradients; an
-    MLP without a gate activates in place. Backward also has the weight gradients of gate, up, down
-    and o in fp32, one of them rounded."""
+    MLP without a gate activates in place. Backward also has the weight gradients of gate, up and
+    down in fp32, one of them rounded; all of them are there, rounded, until the layer's backward
+    ends."""
     rows = min(tokens, s.cut(tokens).tile_tokens)
     wide, narrow = (rows * size * s.itemsize for size in (s.intermediate, s.hidden))
     masked = 2 * wide if s.drops else 0  # the masked input of down and the dropout mask
     summed = 4 * (2 + s.gated) + s.itemsize
-    gradients = s.hidden * (summed * s.intermediate + 4 * s.wide) * s.trains_weights
+    weights = s.hidden * s.intermediate * s.trains_weights
+    rounded = (2 + s.gated) * weights * s.itemsize
 
     def back(name: str, nbytes: int, spared_by: str | None = None) -> Buffer:
         return Buffer(name=name, nbytes=nbytes, during="mlp backward", spared_by=spared_by)
@@ -206,7 +209,8 @@ def _mlp_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
         forward("a tile", wide * s.gated, spared_by="gate up"),
         forward("a tile", 2 * narrow * s.post_norms),
         back("dy", s.unit(tokens)),
-        back("the MLP's gradients, fp32", gradients),
+        back("the MLP's gradients, fp32", summed * weights),
+        *lasting("the MLP's gradients", rounded, "attention backward", "projections backward"),
         back("a tile", wide + 2 * narrow + masked + rows * adapter_bytes(s)),
         back("a tile", (1 + s.gated) * wide + 2 * narrow, spared_by="gate up"),
         back("a tile", narrow * s.post_norms),
