@@ -86,7 +86,7 @@ def _why_joined(specimen: Specimen, eps: float) -> str | None:
     }
     for what, (error, most) in found.items():
         if not error <= most:  # not a number is no answer
-            return f"{what}, by {100 * error:.2g}%"
+            return f"{what}, by {100 * error:.3g}%"
     return None
 
 

@@ -26,6 +26,7 @@ from longctx.model.classes import (
     auto_class,
     class_of,
     is_classifier,
+    taken_by,
 )
 from longctx.model.families import FAMILIES, has_windows, head_dim, not_known, score_cap
 from longctx.model.patch import patch_as
@@ -120,7 +121,7 @@ def weights_bytes(args: ModelArguments, config: PretrainedConfig, device: torch.
         return 0
     try:
         with torch.device("meta"):  # not `from_config`, which under ZeRO-3 shards what it makes
-            model = kind(config)
+            model = kind(taken_by(kind, config))
     except Exception as error:
         raise unreadable(args.source, error, "its config.json: ") from error
     return sum(p.numel() for p in model.parameters()) * _dtype(args.dtype, device).itemsize
