@@ -43,6 +43,13 @@ def class_of(config: Any) -> Any | None:
     return known.get(type(config), None)
 
 
+def taken_by(kind: Any, config: Any) -> Any:
+    """Returns the part of a configuration of which models of a class are made: the text's of one
+    that also sees images, if the class is that of its language model alone."""
+    text = config.sub_configs.get("text_config")
+    return config.get_text_config() if text and kind.config_class is text else config
+
+
 def own_class_of(config: Any) -> Any | None:
     """Returns the class of a configuration's models in code that came with it, if it names one.
     That code runs: call it where it may."""
@@ -67,7 +74,7 @@ def on_meta(kind: Any, config: Any, dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     try:
         with set_zero3_state(), torch.device("meta"):
-            return kind(config)
+            return kind(taken_by(kind, config))
     finally:
         torch.set_default_dtype(before)
 

@@ -29,7 +29,7 @@ FIRST, SECOND = 75, 70
 """Tokens of the documents: together more than two of the chunks of 64 in which kernels run
 recurrences, and no multiple of anything."""
 NEAR = 8
-"""Tokens after the border, all of which a leak reaches: a convolution the first of them."""
+"""Tokens from the border on, some of which a leak reaches: a convolution's the first ones."""
 SLACK = 4.0
 """Times the rounding, which another draw may exceed."""
 SHORT = 16
@@ -78,7 +78,7 @@ def _why_joined(specimen: Specimen, eps: float) -> str | None:
     equal = SLACK * _apart(alone).max() + eps / 2
     found = {
         "with the first of two documents the second changes": (_apart(second).min(), equal),
-        "with the second of two documents the first changes": (_apart(first).min(), equal),
+        "with the second of two documents the first changes": (_apart(first.flip(1)).min(), equal),
         "the second of two documents is another than alone": (
             _typical(second, alone).min(),
             SLACK * (_typical(first, alone).max() + eps),
@@ -86,7 +86,7 @@ def _why_joined(specimen: Specimen, eps: float) -> str | None:
     }
     for what, (error, most) in found.items():
         if not error <= most:  # not a number is no answer
-            return f"{what}, by {100 * error:.2g}%"
+            return f"{what}, by {100 * error:.3g}%"
     return None
 
 
@@ -100,7 +100,7 @@ def _hidden(specimen: Specimen, *documents: Tensor) -> Tensor:  # (B, S) each ->
 
 
 def _apart(states: Tensor) -> Tensor:  # (2 P, S, D) -> (P,)
-    """Returns how far the tokens near the border are from each other in each pair of rows."""
+    """Returns how far tokens near the border, the first ones, are apart in each pair of rows."""
     return _errors(states[::2], states[1::2])[:, :NEAR].amax(1)
 
 

@@ -7,7 +7,7 @@ little memory, whatever size the model has and whatever engine will share it out
     weights   large ones are views of one stretch of noise, so that all together take POOL_NUMBERS
               numbers; small ones are initialised as transformers does, and then moved a little, so
               that no gate is shut and no recurrence forgets at once
-    dropout   none
+    dropout   none, nor other noise of training
     head      none: a call returns the hidden states that the head would get
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.model.classes import on_meta
+from longctx.model.classes import on_meta, taken_by
 
 POOL_NUMBERS = 1 << 22
 LARGE = 1 << 16
@@ -35,7 +35,7 @@ def outline(config: Any, kind: Any, attention: str | None, dtype: torch.dtype) -
     """Makes a model of the class `kind` without weights; `attention` is Hugging Face's name of its
     attention, None for Hugging Face's choice. The configuration stays as it is. Raises whatever the
     class raises."""
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(taken_by(kind, config))
     config.dtype, config.use_cache = dtype, False
     if attention is not None:
         config._attn_implementation = attention
@@ -49,7 +49,7 @@ class Specimen:
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self.device = model, device
         _shorten(model)
-        _drop_nothing(model)
+        _draw_nothing(model)
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(0)
@@ -104,10 +104,11 @@ def _settings(module: nn.Module) -> Iterator[Any]:
             yield name
 
 
-def _drop_nothing(model: nn.Module) -> None:
+def _draw_nothing(model: nn.Module) -> None:
     for module in model.modules():
         for name, value in vars(module).items():
-            if (name == "p" or "drop" in name) and isinstance(value, float):
+            draws = name == "p" or any(part in name for part in ("drop", "jitter", "noise"))
+            if draws and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

@@ -33,7 +33,9 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def build(tmp_path: Path, corpus: Path):
-    def build(files=None, tokenizer=None, seq_len=64, vocab_size=None, seed=0, **options):
+    def build(
+        files=None, tokenizer=None, seq_len=64, vocab_size=None, seed=0, alone=False, **options
+    ):
         args = DataArguments(cache_dir=str(tmp_path / "cache"), **options)
         if files is None and not args.dataset_name:
             files = [corpus]
@@ -44,6 +46,7 @@ def build(tmp_path: Path, corpus: Path):
             seq_len=seq_len,
             vocab_size=vocab_size,
             seed=seed,
+            one_document=alone,
         )
 
     return build
@@ -62,6 +65,29 @@ def documents_in(rows) -> list[list[int]]:
         starts = [i for i, p in enumerate(row["position_ids"]) if p == 0] + [len(row["labels"])]
         pieces += [row["input_ids"][a:b] for a, b in zip(starts, starts[1:], strict=False)]
     return sorted(piece for piece in pieces if piece[0] != pad)
+
+
+@pytest.mark.parametrize("long_documents", ["split", "truncate"])
+def test_rows_of_one_document_hold_what_packed_ones_do(build, long_documents, capsys):
+    packed = build(long_documents=long_documents)
+    rows = build(alone=True, long_documents=long_documents)
+    assert documents_in(rows) == documents_in(packed)
+    for row in rows:
+        assert row["position_ids"] == [*range(len(row["input_ids"]))] and len(row["documents"]) == 1
+        assert row["labels"][0] == -100 and len(row["labels"]) == len(row["input_ids"]) <= 64
+    said, _ = capsys.readouterr()
+    assert f"{len(rows):,} rows of up to 64, one document in each (" in said
+    again = build(alone=True, long_documents=long_documents)
+    assert again.cache_files == rows.cache_files != packed.cache_files
+    assert said.splitlines()[-1] == capsys.readouterr().out.strip()
+
+
+def test_a_stream_of_one_document_a_row_has_rows_of_one_length(build, tmp_path):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", [{"text": "word " * n} for n in (3, 6, 9)])
+    rows = [*build(alone=True, dataset_name=str(tmp_path / "data"), streaming=True)]
+    assert [len(row["input_ids"]) for row in rows] == [64, 64, 64]
+    assert len(documents_in(rows)) == 3 and all(len(row["documents"]) == 1 for row in rows)
 
 
 def test_rows_hold_the_text(build, corpus, capsys):

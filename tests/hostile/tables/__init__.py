@@ -8,7 +8,7 @@ from hostile.cases import Case
 
 TABLES = (
     *("flags", "recipes", "data", "templates", "configs", "models", "checkpoints", "merges"),
-    *("paths", "disks", "signals", "reports", "commands", "shells", "tasks"),
+    *("paths", "disks", "signals", "reports", "commands", "shells", "tasks", "documents"),
 )
 
 CASES: list[Case] = [
