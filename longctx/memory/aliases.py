@@ -24,7 +24,7 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
 def is_seen(x: Tensor, holders: int = 1, *, owners: int = 1) -> bool:
     """Whether others see the memory of a tensor that `holders` references in C++ hold, its Python
     object included; `owners` tensors share its storage by right."""
-    return x._use_count() > holders or _sharers(x) > owners  # type: ignore[attr-defined]
+    return x._use_count() > holders or sharers(x) > owners  # type: ignore[attr-defined]
 
 
 def any_is_seen(tensors: Iterable[tuple[Tensor, int]], beside: Iterable[Tensor] = ()) -> bool:
@@ -39,7 +39,7 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _sharers(x: Tensor) -> int:
+def sharers(x: Tensor) -> int:
     """The number of tensors that share the storage."""
     storage = x.untyped_storage()  # which holds it too
     count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

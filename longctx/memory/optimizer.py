@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.errors import UserError
+from longctx.errors import UserError, print_rank0
 from longctx.kernels.adamw import join_master, weight_checksums
 from longctx.memory.by_parameter import StatesByParameter
 from longctx.memory.gradients import WatchedGradients
@@ -68,6 +68,7 @@ class ExactAdamW(torch.optim.Optimizer):
             for i, parameter in enumerate(block.parameters[: len(block.ranges)])
         }
         self._strangers: list[nn.Parameter] = []
+        self._said_seen = False
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         _check_numbers(defaults)
         super().__init__(params, defaults)
@@ -157,9 +158,19 @@ class ExactAdamW(torch.optim.Optimizer):
             self._outstand(parameter, group)
         self.gradients.end()
         self.stream.begin_updates()
-        if seen:  # others would see that the update is late
-            self.stream.flush()
+        if seen:
+            self._end_seen_updates()
         return loss
+
+    def _end_seen_updates(self) -> None:
+        """Ends updates that others would see to be late."""
+        if not self._said_seen and any(b.update is not None for b in self.stream.blocks):
+            self._said_seen = True
+            print_rank0(
+                "updates end within optimizer.step, not while the next forward runs: a view of a "
+                "weight, gradient or state is kept (parameter.data, a state dict)"
+            )
+        self.stream.flush()
 
     def _place(self, parameter: nn.Parameter) -> tuple[Block, int]:
         """Raises UserError for a parameter without states."""

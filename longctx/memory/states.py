@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx.kernels.adamw import CHECKED, drop_stale_, weight_checksums
-from longctx.memory.aliases import is_seen
+from longctx.memory.aliases import is_seen, sharers
 from longctx.memory.guard import Settle, guard, release, unguarded
 from longctx.memory.held import Held
 from longctx.memory.place import BlockSizes, Place
@@ -244,7 +244,8 @@ class Block:
             view = flat[start : start + x.nbytes]
             if flat is self.host_weight:
                 view = torch.from_numpy(view.numpy())
-            views.append(view.view(x.dtype).view(x.shape))
+            # Detached, since a view holds its base, which would count as somebody's (aliases.py).
+            views.append(view.view(x.dtype).view(x.shape).detach())
             start += part.nbytes
         return views
 
@@ -342,12 +343,22 @@ class Block:
         return state.detach()
 
     def is_lent(self) -> bool:
-        """Whether somebody has kept states of the block, which are on the host or updated late."""
+        """Whether somebody has kept views of weights or states that are updated late."""
         if self.place.all_on_gpu:
             return False
         self._lent = [state for state in self._lent if is_seen(state)]
         own = [self.exp_avg, self.exp_avg_sq, self.remainder] if self.place.states else []
-        return bool(self._lent) or any(is_seen(x) for x in [*own, self.checksums] if x is not None)
+        states = (x for x in [*own, self.checksums] if x is not None)
+        return bool(self._lent) or self.weights_are_seen() or any(map(is_seen, states))
+
+    def weights_are_seen(self) -> bool:
+        """Whether somebody has kept views of trained weights where they live."""
+        trained = self.parameters[: len(self.ranges)]
+        if self.streams:  # `parameter.data` shares the home's storage while it is there
+            homes = self._home_views[: len(trained)]
+            return any(sharers(home) > 1 + (self.weight is None) for home in homes)
+        with unguarded():
+            return any(sharers(parameter) > 1 for parameter in trained)
 
     def tensors(self) -> list[Tensor]:
         """The states, and what an update on its way still reads."""

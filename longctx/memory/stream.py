@@ -139,9 +139,13 @@ class StateStream:
     def _close(self) -> None:
         """Ends the use of the block that computed. Others may then read and write its weights where
         they live, which is not where they are."""
-        if self._opened is not None and self._opened.streams:
-            self._opened.close(self.settle)
-        self._opened = None
+        block, self._opened = self._opened, None
+        if block is None or not block.streams:
+            return
+        if block.weights_are_seen():  # by views, which nobody can close
+            self.drop(block)
+        else:
+            block.close(self.settle)
 
     def _end_backward(self) -> None:
         self._in_backward = False

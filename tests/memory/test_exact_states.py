@@ -52,7 +52,7 @@ def deterministic() -> Iterator[None]:
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     leave, after, mark, settle = Block.leave, Lane.after, Compute.mark, guarding.settle
-    are_seen = WatchedGradients.are_seen
+    are_seen, is_lent = WatchedGradients.are_seen, Block.is_lent
     poison = SimpleNamespace(dropped=True)
     """Whether weights that were dropped are overwritten."""
 
@@ -94,7 +94,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         assert not are_seen(gradients), "an update would be made at once for nobody's sake"
         return False
 
+    def lent_to_nobody(block: Block) -> bool:
+        """Graphs of dropped forwards through Hugging Face's layers hold weights on the GPU."""
+        assert not (block.streams and is_lent(block)), "an update would be made at once"
+        return False
+
     monkeypatch.setattr(WatchedGradients, "are_seen", seen_by_nobody)
+    monkeypatch.setattr(Block, "is_lent", lent_to_nobody)
     monkeypatch.setattr(Lane, "after", lambda lane, *marks: late(after, lane, *marks))
     monkeypatch.setattr(Compute, "mark", mark_late)
     monkeypatch.setattr(storing, "_after_compute", partial(late, storing._after_compute))

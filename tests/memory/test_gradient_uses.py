@@ -49,9 +49,15 @@ class Told(nn.Module):
 class Loop:
     """A model, its optimizer, and the steps of a training loop. `seen` is compared."""
 
-    def __init__(self, where: str | None, dtype: torch.dtype = FP32, batches: int = 1) -> None:
+    def __init__(
+        self,
+        where: str | None,
+        dtype: torch.dtype = FP32,
+        batches: int = 1,
+        shapes: list[tuple[int, ...]] = SHAPES,
+    ) -> None:
         torch.manual_seed(0)
-        self.model = nn.ModuleList(Told(shape, dtype) for shape in SHAPES)
+        self.model = nn.ModuleList(Told(shape, dtype) for shape in shapes)
         self.seen: list[Any] = []
         self.drawn = torch.Generator().manual_seed(1)
         groups = [{"params": [*self.model.parameters()]}]
@@ -83,7 +89,8 @@ class Loop:
 
     def backward(self) -> None:
         total = torch.zeros((), device=DEVICE, dtype=self.w.dtype)
-        for layer, shape in zip(self.model, SHAPES, strict=True):
+        for layer in self.model:
+            shape = layer.weight.shape
             grad = (torch.randint(-64, 65, shape, generator=self.drawn) / 32).to(DEVICE)
             total = layer(total, grad)  # in 7 bits: sums of several have 8
         total.backward()
@@ -557,7 +564,7 @@ def test_a_large_gradient_that_comes_up_is_told_once(monkeypatch, capsys) -> Non
         loop.other.grad[:3] = 0
         loop.step()
         loop.zero()
-    told = [line for line in capsys.readouterr().out.splitlines() if "gradient" in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if line[:6] == "a grad"]
     assert told == ["a gradient of (40, 33) stays on the GPU, 0.00 GiB: a view of it was made"]
 
 
@@ -569,6 +576,20 @@ def test_reading_a_gradient_moves_it_once() -> None:
     assert loop.g.held.here is None
     loop.g[0].sum()
     assert loop.g.held.here is not None and loop.other.grad.held.here is None
+
+
+def test_updates_that_are_not_late_are_told_once(capsys) -> None:
+    """More blocks than begin to move within the step."""
+    for keeps in (False, True):
+        loop = Loop("host", shapes=SHAPES * 2)
+        kept = loop.w.data if keeps else None
+        for _ in range(3):
+            loop.backward()
+            loop.step()
+            assert keeps == all(block.update is None for block in loop.optimizer.stream.blocks)
+            loop.zero()
+        told = [x for x in capsys.readouterr().out.splitlines() if "within optimizer.step" in x]
+        assert len(told) == keeps and (kept is not None) == keeps
 
 
 # --- states ----------------------------------------------------------------------------------
@@ -627,6 +648,66 @@ def test_states_that_somebody_keeps_are_those_of_now(view) -> None:
         x.step()
 
     assert_as_torchs(loop, FP32, 1, 1e-6)
+
+
+# --- weights ---------------------------------------------------------------------------------
+
+
+def weights_are_read(x: Loop, kept: list[Tensor]) -> None:
+    for _ in range(3):
+        x.backward()
+        x.step()
+        for weight in kept:
+            x.see(weight)
+        x.zero()
+
+
+def weights_are_written_after_the_step(x: Loop, kept: list[Tensor]) -> None:
+    for _ in range(3):
+        x.backward()
+        x.step()
+        x.zero()
+        for weight in kept:
+            weight[:3] = 0.5
+
+
+def weights_are_written_before_the_step(x: Loop, kept: list[Tensor]) -> None:
+    for _ in range(3):
+        x.backward()
+        for weight in kept:
+            weight.mul_(0.5)
+        x.step()
+        x.zero()
+
+
+def weights_are_written_after_a_forward(x: Loop, kept: list[Tensor]) -> None:
+    with torch.no_grad():
+        for n in range(3):
+            for layer, shape in zip(x.model, SHAPES, strict=True):
+                ones = torch.ones(shape, device=DEVICE, dtype=x.w.dtype)
+                x.see(layer(torch.zeros((), device=DEVICE), ones))
+            for weight in kept:
+                weight.fill_(n)
+
+
+@pytest.mark.parametrize("view", [lambda p: p.data, lambda p: p.detach().view(-1)[3:]])
+@pytest.mark.parametrize(
+    "use",
+    [
+        weights_are_read,
+        weights_are_written_after_the_step,
+        weights_are_written_before_the_step,
+        weights_are_written_after_a_forward,
+    ],
+)
+def test_weights_that_somebody_keeps_are_those_of_now(use, view) -> None:
+    def loop(x: Loop) -> None:
+        use(x, [view(p) for p in x.model.parameters()])
+
+    assert_as_torchs(loop, FP32, 1, 1e-6)
+
+
+# --- what is refused -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
