@@ -69,6 +69,8 @@ def with_ends(
     one more turn; it returns None if the template refuses that.
     """
     text, spans = rendered[0], [*rendered[1]]
+    if not any(text[start:end].strip() for start, end in spans):
+        return rendered  # no answer, so no end of one
     added: dict[int, str] = {}
     for words_of_turn, owned in _spans_of_turns(rendered, words):
         ended = [i for i in owned if _is_ended(text[slice(*spans[i])], words_of_turn, tokens)]

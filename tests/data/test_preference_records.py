@@ -362,3 +362,22 @@ def test_garbage_is_read_or_refused_in_one_line(record, rows):
     if document.kind == "chat_answers":
         assert content["prompt"] and content["prompt"][-1]["role"] != "assistant"
         assert all(answer[0]["role"] == "assistant" for answer in content["answers"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected", "answers"),
+    [
+        ("Why so? ", "Why so? Yes.", "Why so? No.", ["Yes.", "No."]),
+        ("Why?", "Why? Yes.", "Why? No.", [" Yes.", " No."]),
+        ("Hi", "Hi you", "Hi there", ["Hi you", "Hi there"]),
+        ("Why so? ", "Why so? Yes.", "No.", ["Why so? Yes.", "No."]),
+        ("Why so? ", "Why so? ", "Why so? No.", ["Why so? ", "Why so? No."]),
+    ],
+    ids=["both", "a question", "a greeting", "one", "nothing else"],
+)
+@pytest.mark.parametrize("rows", ["pairs", "rated"])
+def test_a_prompt_that_both_answers_repeat_is_cut(rows, prompt, chosen, rejected, answers):
+    record = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    document = as_document(record, "f:1", rows=rows)
+    assert document and document.content["prompt"] == prompt
+    assert document.content["answers"] == answers

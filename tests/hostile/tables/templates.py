@@ -29,7 +29,7 @@ TEMPLATES = {
     "an undefined function": ("{{ nothing() }}", fails(REFUSED + ".*undefined")),
     "empty": ("", fails("chat template")),
     "blanks": (" \n ", fails(r"chat\.jsonl:1")),
-    "only text": ("hello", fails(r"chat\.jsonl:1: .* marks no token")),
+    "only text": ("hello", fails(r"chat\.jsonl:1: .* does not show all of `content`")),
     "only the last turn": ("{{ messages[-1].content }}", fails("rewrites earlier turns")),
     "turns upside down": (PLAIN.replace("messages", "messages[::-1]") + ASKED, fails("rewrites")),
     "no generation prompt": (PLAIN, works("3 documents")),
@@ -41,7 +41,7 @@ TEMPLATES = {
     "markers within markers": (
         LOOP
         + "{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}{% endfor %}",
-        works("3 documents"),
+        fails("does not show all of `content` of turn 2"),
     ),
     "binary": (b"\xff\xfe\x00", fails("broken|chat template")),
     "NUL bytes": (b"{{ messages }}\0", fails(r"chat\.jsonl:1|broken")),
@@ -152,8 +152,114 @@ FAMILIES = {
     ),
 }
 
+MARKED = "{% generation %}{{ m.content }}{% endgeneration %}"
+ANSWER = "{% if m.role == 'assistant' %}"
+ROLES = (
+    LOOP
+    + "{{ '### ' + m.role + ': ' }}{{ WORDS }}{{ '\n' }}{% endfor %}"
+    + ("{% if add_generation_prompt %}{{ '### assistant: ' }}{% endif %}")
+)
+HUMAN = ROLES.replace("WORDS", "m.content")
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {"x": None}}}]
+CUT = "m.content.split('</think>')[-1]"
+THOUGHT = [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}]
+LISTS = [{**turn, "content": [{"type": "text", "text": "words"}]} for turn in CHAT]
+LOST = fails(r"chat\.jsonl:1: the chat template does not show all of `content` of turn 2")
+PROMPTED = PLAIN + ASKED
+ENDS = {
+    "an answer without an end": (template(HUMAN), works("the template ends none, so .* is added")),
+    "an answer of its own end": (
+        template(HUMAN, CHAT[0], {"role": "assistant", "content": "b<|im_end|>"}),
+        works("the template ends none"),
+    ),
+    "an answer that ends with the next role": (
+        template(PROMPTED.replace("<|im_end|>", "")),
+        works("the token of the next turn ends it"),
+    ),
+    "markers that close before the end": (
+        template(
+            PLAIN.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+        ),
+        works("markers say what is trained"),
+    ),
+    "markers without an end": (
+        template(
+            LOOP + ANSWER + "{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
+            "{{ m.content }}{% endif %}{% endfor %}"
+        ),
+        works("the template ends none"),
+    ),
+    "a header without a generation prompt": (template(PLAIN, *CHAT, *CHAT), works("3 documents")),
+    "reasoning that is cut": (template(ROLES.replace("WORDS", CUT), *THOUGHT), LOST),
+    "reasoning that is cut, and not trained": (
+        template(ROLES.replace("WORDS", CUT), THOUGHT[0], THOUGHT[1] | {"train": False}, *CHAT),
+        works("3 documents"),
+    ),
+    "reasoning that is cut, in markers": (
+        template(
+            LOOP + ANSWER + "{% generation %}{{ " + CUT + " }}{% endgeneration %}{% endif %}"
+            "{% endfor %}",
+            *THOUGHT,
+        ),
+        LOST,
+    ),
+    "half of an answer": (template(ROLES.replace("WORDS", "m.content[:4]")), LOST),
+    "an answer in capitals": (template(ROLES.replace("WORDS", "m.content | upper")), LOST),
+    "an answer on one line": (
+        template(ROLES.replace("WORDS", "m.content | replace('\n', ' ')")),
+        works("3 documents"),
+    ),
+    "an answer as JSON": (
+        template(
+            ROLES.replace("WORDS", "m.content | tojson"),
+            CHAT[0],
+            {"role": "assistant", "content": 'he said "no"'},
+        ),
+        LOST,
+    ),
+    "parts of an answer alone": (
+        template(
+            LOOP + "{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>{% endfor %}", *LISTS
+        ),
+        LOST,
+    ),
+    "text beside a call": (
+        template(
+            ROLES.replace("WORDS", "m.tool_calls | tojson if m.tool_calls else m.content"),
+            CHAT[0],
+            CHAT[1] | {"tool_calls": CALL},
+        ),
+        LOST,
+    ),
+    "a call of null": (
+        template(
+            ROLES.replace("WORDS", "m.content + (m.tool_calls | tojson if m.tool_calls else '')"),
+            CHAT[0],
+            CHAT[1] | {"tool_calls": CALL},
+        ),
+        works("3 documents"),
+    ),
+    "a prompt that opens reasoning": (
+        template(PLAIN + ASKED.replace("{% endif %}", "<think>{% endif %}")),
+        fails("ends the prompt with '<think>', and the answer begins with 'an answer"),
+    ),
+    "a prompt of another role": (
+        template(PLAIN + ASKED.replace("assistant", "bot")),
+        fails("ends the prompt with 'bot"),
+    ),
+    "a prompt that never is": (
+        template(PLAIN + "{% if add_generation_prompt and false %}{% endif %}"),
+        works("3 documents"),
+    ),
+    "an answer before all": (
+        template(LOOP + "{{ m.content }}{% endfor %}", CHAT[1]),
+        fails("shows no prompt before the first answer"),
+    ),
+}
+
 CASES = (
-    table(
+    table("ends", {name: (*row, *LESS) for name, row in ENDS.items()})
+    + table(
         "templates", {name: (template(text), end, *LESS) for name, (text, end) in TEMPLATES.items()}
     )
     + table("families", {name: (*row, *LESS) for name, row in FAMILIES.items()})
