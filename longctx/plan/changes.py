@@ -34,6 +34,8 @@ RANK = 16
 """Of the adapters that are tried."""
 GPUS = (2, 4, 8)
 FSDP2 = "--fsdp true --fsdp_config fsdp2"
+_MAKES = ("lora_r", "quantize", "dropout")
+"""Options that make another model."""
 Options = dict[str, Any]
 
 
@@ -68,9 +70,15 @@ class _Search:
     machine: Machine
     host_bytes: int
 
+    @cached_property
+    def _subjects(self) -> dict[Any, Subject]:
+        """Models with other adapters, other 4-bit weights or no dropout, by these options."""
+        return {}
+
     def tried(self, options: Options) -> Plan:
         host = max(self.host_bytes, int((options.get("host_memory_gib") or 0) * GIB))
-        return plan(self.subject, self.run.having(**options), self.machine, host)
+        subject, run = self._with(options)
+        return plan(subject, run, self.machine, host)
 
     @cached_property
     def single(self) -> list[Options]:
@@ -164,8 +172,12 @@ class _Search:
 
     def _with(self, options: Options) -> tuple[Subject, Run]:
         run = self.run.having(**options)
-        adapts = {"lora_r", "quantize"} & self._changed(options).keys()
-        return self.subject.adapted(run.model) if adapts else self.subject, run
+        made = tuple(run.value(name) for name in _MAKES)
+        if made == tuple(self.run.value(name) for name in _MAKES):
+            return self.subject, run
+        if made not in self._subjects:
+            self._subjects[made] = self.subject.adapted(run.model)
+        return self._subjects[made], run
 
     def _way(self, options: Options) -> Iterator[Change]:
         """Yields the run with these options, if need be with flags that need less memory."""
@@ -214,6 +226,10 @@ def _known(subject: Subject, run: Run) -> Iterator[Options]:
         yield {"place": "auto"}
     if run.model.class_type != "custom":
         yield {"class_type": "custom", "attn_backend": "auto"}
+        return
+    if not subject.schedules(run):
+        if subject.drops:
+            yield {"dropout": 0}
         return
     yield {"offload_activations": "auto"}
     yield {"keep": "auto"}

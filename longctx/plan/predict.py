@@ -8,8 +8,10 @@ then takes about 20 ms.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,8 +38,11 @@ from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
 from longctx.model.classes import auto_class
 from longctx.model.costs import StepTable
-from longctx.model.families import FAMILIES, has_windows, head_dim, kv_heads, score_cap
-from longctx.model.runtime import check_shares, model_sizes
+from longctx.model.declined import is_dropout, set_dropout_
+from longctx.model.families import base_of, has_windows, score_cap
+from longctx.model.peers import peer_sizes
+from longctx.model.runtime import check_shares, chunks_loss, model_sizes
+from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import PREFIXES, rest_
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
@@ -112,6 +117,9 @@ class Subject:
         """Makes the model, with the adapters and the 4-bit weights that `args` ask for. Raises
         UserError for a configuration of which no model can be made, or that the plan cannot
         read."""
+        if args is not None and args.dropout is not None:
+            config = copy.deepcopy(config)
+            set_dropout_(config, args.dropout)
         text = config.get_text_config()
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in (*needed, "vocab_size"):
@@ -126,6 +134,10 @@ class Subject:
         except Exception as error:  # a file's values raise as many types as there are checks
             raise UserError(f"no model can be made of this config: {one_line(error)}") from error
         rest_(self.model)
+        base = base_of(self.model)
+        self.why_not = None if base is None else why_not_scheduled(base, training=True)
+        """Why Hugging Face's layers would run under --class_type custom; None where ours do."""
+        self._chunks_loss = chunks_loss(self.model)
         if args is not None and args.quantize != "none":
             quantise_shapes_(self.model)
         if args is not None and args.lora_r is not None:
@@ -144,28 +156,31 @@ class Subject:
         """Returns the same model with other adapters and 4-bit weights."""
         return Subject(self._whole, args)
 
+    def schedules(self, run: Run) -> bool:
+        """Whether our schedule runs the layers, by the run's options and the configuration."""
+        return run.model.class_type == "custom" and self.why_not is None
+
+    def declined(self, run: Run) -> str | None:
+        """Returns what is said of a run of class_type custom whose layers are Hugging Face's."""
+        if run.model.class_type != "custom" or self.why_not is None:
+            return None
+        ours = "; with --dropout 0 ours do" if self.drops else ""
+        return f"Hugging Face's layers run for calls with {self.why_not}{ours}"
+
+    @cached_property
+    def drops(self) -> bool:
+        """Whether our schedule would run without the configuration's dropouts."""
+        return self.why_not is not None and is_dropout(self._whole, self.why_not)
+
     def sizes(self, run: Run) -> Sizes:
-        if run.model.class_type == "custom":
+        if self.schedules(run):
             sizes = model_sizes(inside_peft(self.model), run.model.patch_options, DTYPE)
-            return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
-        config, family = self.config, FAMILIES.get(self.config.model_type)
-        return Sizes(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=kv_heads(config),
-            head_dim=head_dim(config),
-            vocab=config.vocab_size,
-            itemsize=DTYPE.itemsize,
-            ranks=run.sequence_parallel_size,
-            head_groups=1,
-            caps_scores=score_cap(config) is not None,
-            gated=family is None or "gate" in family.linears,
-            class_type=run.model.class_type,
-            trained=self.trained,
-            exact=run.exact,
-        )
+        else:
+            ours = run.model.class_type == "custom"
+            class_type = "vanilla" if ours else run.model.class_type
+            chunks = ours and self._chunks_loss
+            sizes = peer_sizes(self.model, class_type, DTYPE.itemsize, chunks_loss=chunks)
+        return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,14 +244,14 @@ def plan(
     """Returns the plan of a run. `host_bytes` are free on the host, for all processes together.
     `having` changes the step that is chosen for, as a given plan does. Raises UserError for a run
     that no machine can do."""
-    backend = _backend(run, machine, subject.config)
+    backend = _backend(subject, run, machine)
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     step, engine = having(_step(subject, run, machine, backend)), run.engine
     accumulates = run.gradient_accumulation_steps > 1
     if engine is not None:
         decision = _decide_sharded(subject, step, run, machine, budget, engine)
     elif run.exact:
-        movable = _patched(run) and run.gpus == 1
+        movable = subject.schedules(run) and run.gpus == 1
         head_movable = run.task == "sft"  # whose loss is done with lm_head in forward
         specs = state_blocks(subject.model, movable=movable, head_movable=head_movable)
         decision = decide(
@@ -245,12 +260,11 @@ def plan(
             placement=run.place,
             accumulates=accumulates,
             several=run.gpus > 1,
-            needs=step,
+            step=step,
         )
     else:
         decision = _as_weights(subject, step, run, budget)
     chosen = decision.chosen
-    assert chosen is not None
     _check_ranks(chosen.sizes, run.tokens)
     standing = (
         PlacedStates(decision.blocks, decision.places, accumulates=accumulates)
@@ -300,9 +314,9 @@ def longest(
     return found
 
 
-def _backend(run: Run, machine: Machine, config: Any) -> str:
-    asked = run.model.attn_backend
-    if _patched(run):
+def _backend(subject: Subject, run: Run, machine: Machine) -> str:
+    asked, config = run.model.attn_backend, subject.config
+    if subject.schedules(run):
         needs = dict(windows=has_windows(config), softcap=score_cap(config) is not None)
         unfit = {name: lacks(name, **needs) for name in machine.attention}
         if asked == "auto":
@@ -342,10 +356,6 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
     return Budget(gpu, host), limit
 
 
-def _patched(run: Run) -> bool:
-    return bool(run.model.class_type == "custom")
-
-
 def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     """Returns the step that the runtime of a patched model would choose for (model/runtime.py)."""
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
@@ -354,7 +364,7 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens)
     rates = machine.rates(backend, document, *sizes.scores)
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
-    if not _patched(run):
+    if not subject.schedules(run):
         return step
     return replace(step, keep=run.model.keep, offload=run.model.offload_activations)
 

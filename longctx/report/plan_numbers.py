@@ -116,7 +116,7 @@ def _states(planned: Plan) -> str:
 
 
 def _kept(planned: Plan) -> str:
-    if planned.run.model.class_type != "custom":
+    if planned.sizes.class_type != "custom":
         return "kept for backward: layers' inputs"
     tokens, ladder = planned.run.tokens, planned.decision.kept.ladder
     return f"{describe(ladder)}; {planned.sizes.cut(tokens).of(tokens, planned.sizes.vocab)}"

@@ -136,6 +136,8 @@ class Foreseen:
         fixes = [f"{flags} ({change.seconds.step:.3g} s a step)" for flags, change in found]
         lacks = shortage(self.subject, self.planned, self.host_bytes)
         problem = lacks.line if lacks else self.planned.problem
+        if declined := self.subject.declined(run):
+            problem = f"{problem}; {declined}"
         fix = f"it fits with {', or '.join(fixes)}" if fixes else "no flag makes it fit"
         raise UserError(f"this run does not fit: {problem}; {fix}")
 
@@ -226,6 +228,8 @@ def as_planned(planned: Plan, ladder: Ladder, places: list[Place] | None) -> boo
     """Whether the run keeps what it was planned to keep, where it was planned."""
     decision = planned.decision
     same = places is None or places == [*decision.places]
+    if planned.sizes.class_type != "custom":
+        return same  # Hugging Face's layers keep their inputs, in nobody's store
     return same and tuple(ladder) == tuple(decision.kept.ladder)
 
 
