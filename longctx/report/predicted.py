@@ -10,6 +10,7 @@ those of one process.
 from __future__ import annotations
 
 import copy
+import re
 import statistics
 from collections.abc import Sized
 from dataclasses import dataclass, replace
@@ -116,6 +117,11 @@ def why_unknown_here(machine: Machine | None, model_args: ModelArguments) -> str
     return None
 
 
+def _launched(flags: str) -> str:
+    """Returns flags of `longctx plan` as those of a run, whose launcher starts the processes."""
+    return re.sub(r"--gpus (\d+)", r"torchrun --nproc_per_node \1", flags)
+
+
 @dataclass
 class Foreseen:
     """A run's prediction."""
@@ -133,7 +139,9 @@ class Foreseen:
             return
         run, machine = self.planned.run, self.machine
         found = changes(self.subject, run, machine, self.host_bytes, host_grows=False)
-        fixes = [f"{flags} ({change.seconds.step:.3g} s a step)" for flags, change in found]
+        fixes = [
+            f"{_launched(flags)} ({change.seconds.step:.3g} s a step)" for flags, change in found
+        ]
         lacks = shortage(self.subject, self.planned, self.host_bytes)
         problem = lacks.line if lacks else self.planned.problem
         if declined := self.subject.declined(run):
