@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from longctx.attention.backends import BACKENDS, lacks
 from longctx.config import ModelArguments
 from longctx.constants import GIB
-from longctx.cost.fitted import PROCESS_BYTES
+from longctx.cost.fitted import ADAPTER_LAUNCHES, LAUNCH_S, LAUNCHES, PROCESS_BYTES
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
 from longctx.cost.seconds import Exchanged, Seconds
@@ -228,6 +228,16 @@ class Plan:
     def step_s(self) -> float:
         """Seconds of a step, to three digits, as they are shown and as plans are compared."""
         return float(displayed(self.seconds.step))
+
+    @property
+    def launches_s(self) -> float:
+        """Seconds in which Python may launch a step's kernels, which are not in `step_s`; 0.0 where
+        the kernels themselves take longer."""
+        adapters = ADAPTER_LAUNCHES if self.sizes.rank else 0
+        passes = self.run.gradient_accumulation_steps
+        launched = passes * self.sizes.layers * (LAUNCHES + adapters) * LAUNCH_S
+        computed = self.seconds.products + self.seconds.attention + self.seconds.memory
+        return launched if computed < launched else 0.0
 
     @property
     def tokens_per_s(self) -> float:

@@ -47,8 +47,6 @@ SAMPLED_ROWS = 16
 """Of the data, for the length of its documents."""
 OFF = 0.05
 """What is predicted worse is said."""
-FEWEST_TOKENS = 4096
-"""Of a batch: below, launches take longer than what they launch, and nobody counts them."""
 
 
 def foresee(
@@ -260,8 +258,8 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
     if not as_planned:
         other = "the run placed states and activations by other free memory than was planned with"
         whys = dict.fromkeys(whys, other)
-    if planned.run.tokens < FEWEST_TOKENS:
-        whys["step_s"] = f"batches below {FEWEST_TOKENS} tokens wait for launches, not planned"
+    if planned.launches_s:
+        whys["step_s"] = "a step as short as this one waits for launches, which are not planned"
     rows = (
         ("gpu_gib", "GPU", "GiB", planned.gpu_bytes / GIB, 0.1),
         ("host_gib", "host", "GiB", planned.rank_host_bytes / GIB, 1.0),

@@ -12,13 +12,16 @@ from small_plan import card, run
 
 from longctx.config import ModelArguments
 from longctx.constants import GIB
+from longctx.cost.machines import MACHINES
 from longctx.errors import UserError
 from longctx.lora.adapters import with_lora
 from longctx.model.blocks import state_blocks
 from longctx.model.declined import is_dropout, set_dropout_, why_declined
 from longctx.model.patch import patch_custom
 from longctx.plan.changes import changes
-from longctx.plan.predict import Plan, Subject, plan
+from longctx.plan.predict import Plan, Run, Subject, plan
+from longctx.report.plan_numbers import Answer, as_json
+from longctx.report.plan_text import figures
 from longctx.run import states
 from longctx.run.loading import load_config
 from longctx.run.loop import _Placing
@@ -133,3 +136,24 @@ def test_adapters_of_any_family_are_found() -> None:
     model = with_lora(subject.model, ModelArguments(lora_r=8, lora_targets=["q_proj"]))
     found = states.peer_sizes(model, "vanilla", 2)
     assert found.rank == 8 and found.adapted.inputs == 8 * 4096
+
+
+LAUNCHED = {  # preset, tokens, options; whether launches may take longer
+    "QLoRA, 2048": ("llama-3.1-8b", 2048, {"lora_r": 16, "quantize": "nf4"}, True),
+    "QLoRA, 8192": ("llama-3.1-8b", 8192, {"lora_r": 16, "quantize": "nf4"}, True),
+    "1B, 8192": ("llama-3.2-1b", 8192, {}, True),
+    "8B, 8192": ("llama-3.1-8b", 8192, {}, False),
+    "1B, 131072": ("llama-3.2-1b", 131072, {}, False),
+    "QLoRA, 65536": ("llama-3.1-8b", 65536, {"lora_r": 16, "quantize": "nf4"}, False),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_plan_says_where_launches_may_take_longer(name) -> None:
+    preset, tokens, options, says = LAUNCHED[name]
+    asked = ModelArguments(preset=preset, seq_len=tokens, **options)
+    subject = Subject(load_config(asked, vocab_size=1), asked)
+    found = plan(subject, Run(model=asked), MACHINES["h100"], 256 * GIB)
+    assert bool(found.launches_s) == says
+    lines = dict(figures(as_json(Answer(plan=found, host_bytes=256 * GIB))))
+    assert ("launches" in lines) == says
