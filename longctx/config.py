@@ -106,6 +106,11 @@ class ModelArguments:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
         "auto", "Dtype of the weights; auto: bfloat16 on a GPU, else float32."
     )
+    dropout: float | None = _option(
+        None,
+        "0 sets the model's dropouts to 0, for the run and in what it saves. With dropout in its "
+        "config.json Hugging Face's layers run, also under custom. Default: as config.json says.",
+    )
     keep: Keeping = _option(
         "auto",
         "custom: activations kept per layer, x, o, h, qkv or all. The layer's input x, attention's "

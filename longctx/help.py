@@ -31,7 +31,7 @@ GROUPS: dict[str, Group] = {
     "model": Group(
         "model_name_or_path preset class_type seq_len rope_scaling extend_context attn_backend "
         "dtype trust_remote_code",
-        "tokenizer_name torch_compile torch_compile_backend torch_compile_mode tf32",
+        "dropout tokenizer_name torch_compile torch_compile_backend torch_compile_mode tf32",
     ),
     "data": Group(
         "train_file eval_file dataset_name dataset_split streaming long_documents show_example",

@@ -97,6 +97,7 @@ RANGES: dict[str, Range] = {
     "weight_decay": Range(0, 100),
     "label_smoothing": Range(0, 0.5, open_high=True),  # at a half both answers are as good
     **dict.fromkeys(("ld_alpha", "distill_beta"), Range(0, 1)),
+    "dropout": Range(0, 0),  # the schedule has none, and nobody asks for more of it
     "adam_epsilon": Range(0, 1, open_low=True),
     "neftune_noise_alpha": Range(0, 1000),
     "dataloader_num_workers": Range(0, 1024),

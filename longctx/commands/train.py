@@ -52,7 +52,7 @@ from longctx.run.loading import (
     saved_bytes,
 )
 from longctx.run.oom import explained_oom, explained_oom_of_weights
-from longctx.run.options import check_rows, check_towers, parse_args
+from longctx.run.options import check_layers, check_rows, check_towers, parse_args
 from longctx.run.reference import References, check_reference
 from longctx.run.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.run.trackers import tracked_as, tracked_name
@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
         rewards=args.task == "reward",
     )
     check_towers(config, engine, args.world_size)
+    check_layers(model_args, args, config)
     teacher = None
     if args.task == "distill":
         teacher = check_teacher(model_args, args, config, tokenizer, engine)

@@ -80,6 +80,12 @@ BESIDE = 3.9
 """As often as they take on links of their own, exchanges of shared rows make the computation
 longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
 to 425984 tokens)."""
+LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 250, 280, 40e-6
+"""Kernels of a layer in forward and backward, those of its adapters besides, and seconds in which
+Python launches one. A plan counts none of them, and says so where a layer computes for less. Chosen
+so that these steps on an H100 are among those: QLoRA of 8B took 0.64 s for 2048 tokens (0.162
+predicted) and 0.83 s for 8192 (0.621), Llama-3.2-1B 0.208 s for 8192 (0.145). In no results file
+yet."""
 DEQUANTISE = 3.5
 """A byte that bitsandbytes makes dense takes as long as so many that are read or written: 0.096 ms
 for 14336 x 4096 on an H200. No results file holds that."""

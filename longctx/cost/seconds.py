@@ -9,9 +9,9 @@
                 that take longer than the computation beside them
 
 The first three are counts divided by the machine's rate for them. Kernel launches are not counted,
-so a step of fewer than about 4096 tokens takes longer than predicted. One function serves both the
-search for a ladder and the prediction: its fields are numbers, or arrays with an entry for each
-candidate.
+so steps of short rows and small models take longer than predicted (`Plan.launches_s`). One function
+serves both the search for a ladder and the prediction: its fields are numbers, or arrays with an
+entry for each candidate.
 """
 
 from __future__ import annotations

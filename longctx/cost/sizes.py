@@ -144,6 +144,8 @@ class Sizes:
     """Whether exact AdamW updates them, with fp32 states; else torch's, in the weights' dtype."""
     class_type: str = "custom"
     """Whose layers run: ours (custom), Hugging Face's (vanilla) or Liger-Kernel's (liger)."""
+    chunks_loss: bool = True
+    """Whether our loss runs, which makes logits in chunks."""
     tile_tokens: int | None = None
     """None: `default_tile_tokens`."""
     head_groups: int | None = None

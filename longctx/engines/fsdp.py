@@ -55,12 +55,16 @@ class FSDP2(Engine):
         """With the names that transformers gives to settings: `fsdp_version` is `version`."""
         found = read_settings("fsdp_config", options.fsdp_config)
         self.settings = {name.removeprefix("fsdp_"): value for name, value in found.items()}
-        self._offloads = is_true("fsdp_config", self.settings, "cpu_offload")
         _check_version(self.settings.get("version", 2))
+        asked = not means_no(options.fsdp)
+        settings = _of_words(options.fsdp) | self.settings if asked else {}
+        self._offloads = is_true("fsdp_config", settings, "cpu_offload") or _launched("OFFLOAD")
+        # transformers always hands accelerate a word on this one, the launcher's counts alone.
+        keeps = settings.get("reshard_after_forward", True) if asked else _launched("RESHARD")
+        self._reshards = str(keeps).lower() in ("true", "1", "yes", "on")
 
     def layout(self, processes: int, passes: int) -> Layout:
-        launched = parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
-        return fully_shard_layout(self._offloads or launched, processes)
+        return fully_shard_layout(self._offloads, processes, reshards=self._reshards)
 
     def prepare(self, flags: Namespace) -> None:
         super().prepare(flags)
@@ -79,6 +83,8 @@ class FSDP2(Engine):
             )
         given = args.fsdp_plugin_args or {}
         _check_version(given.get("fsdp_version", os.environ.get("FSDP_VERSION", "2")))
+        self._reshards = bool(given.get("reshard_after_forward", self._reshards))
+        self._offloads = bool(given.get("cpu_offload", self._offloads))
 
     def share_rows(self, args: TrainArguments, attention: str | None = None) -> None:
         super().share_rows(args, attention)
@@ -152,8 +158,10 @@ class FSDP2(Engine):
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
-        head = head_numel(model)
-        return gathering_pending(pending_bytes(shards), gathered_bytes(model), head)
+        head, stay = head_numel(model), 0
+        if not self._reshards:  # nothing is given back between forward and backward
+            stay = 2 * sum(p.numel() for p in model.parameters())
+        return gathering_pending(pending_bytes(shards), gathered_bytes(model), head, stay)
 
     def resume_problem(self, checkpoint: Path, args: TrainArguments) -> str | None:
         # accelerate would go on with an optimizer that starts from zero.
@@ -174,6 +182,38 @@ class FSDP2(Engine):
         if trainer.args.should_save:
             trainer.model.config.dtype = dtype
             trainer._save(str(path), {name: w.to(dtype) for name, w in weights.items()})
+
+
+def _launched(setting: str) -> bool:
+    """What `accelerate launch` says of a setting of its YAML."""
+    names = {"OFFLOAD": "FSDP_OFFLOAD_PARAMS", "RESHARD": "FSDP_RESHARD_AFTER_FORWARD"}
+    return bool(parse_flag_from_env(names[setting], setting == "RESHARD"))
+
+
+_WORDS = {
+    "full_shard": {"reshard_after_forward": True},
+    "shard_grad_op": {"reshard_after_forward": False},
+    "offload": {"cpu_offload": True},
+    "auto_wrap": {},
+}
+"""What transformers makes of the words of `--fsdp`, under FSDP2; fsdp_config wins."""
+
+
+def _of_words(asked: Any) -> dict[str, bool]:
+    """Returns the settings that `--fsdp "full_shard auto_wrap offload"` asks for. Raises UserError
+    for a word that FSDP2 has not."""
+    if asked is True or str(asked).lower() == "true":
+        return {}
+    words = [getattr(word, "value", word) for word in asked] if isinstance(asked, list) else None
+    found: dict[str, bool] = {}
+    for word in words or str(asked).split():
+        if word not in _WORDS:
+            raise UserError(
+                f"--fsdp: {shortened(str(word), 40)} is no word of FSDP2: write --fsdp true, or of "
+                f"{', '.join(_WORDS)}"
+            )
+        found |= {name: value for name, value in _WORDS[word].items() if name not in found}
+    return found
 
 
 def _check_version(version: Any) -> None:

@@ -136,11 +136,11 @@ class Layout:
         return 0.0
 
 
-def gathering_pending(shards: Pending, gathered: int, head: int) -> Pending:
+def gathering_pending(shards: Pending, gathered: int, head: int, stay: int = 0) -> Pending:
     """FSDP2's, of shards in fp32. What is gathered comes on a stream of its own, whose memory the
     computation cannot use when it is free again. lm_head's gradient (`head` parameters) is summed
-    in fp32, and copied for it."""
-    return shards._replace(states=shards.states + 2 * gathered + FP32 * head)
+    in fp32, and copied for it. `stay` bytes are gathered in forward and wait for backward."""
+    return shards._replace(states=shards.states + 2 * gathered + FP32 * head + stay)
 
 
 def moments_bytes(numel: int, processes: int) -> int:
@@ -159,6 +159,13 @@ class FullyShard(Layout):
     """FSDP2: fp32 shards; layers, the embedding, and final norm with lm_head are its groups."""
 
     name: str = "FSDP2"
+    reshards: bool = True
+    """Whether a layer's gathered weights are freed after its forward, and gathered again."""
+
+    def _gathered(self, p: Parameters, numel: int) -> Buffers:
+        """What is gathered, with its copy; all weights where none are freed before backward."""
+        more = 0 if self.reshards else p.total
+        return {"gathered weights": BF16 * (2 * numel + more)}
 
     def standing(self, p: Parameters) -> Buffers:
         if self.offloads:
@@ -169,15 +176,15 @@ class FullyShard(Layout):
         return 0 if self.offloads else FP32 * numel // self.processes
 
     def forward(self, p: Parameters) -> Buffers:
-        return {"gathered weights": 2 * BF16 * p.layer}
+        return self._gathered(p, p.layer)
 
     def loss(self, p: Parameters) -> Buffers:
         """They stay until backward."""
-        return {"gathered weights": 2 * BF16 * p.output}
+        return self._gathered(p, p.output)
 
     def backward(self, p: Parameters, above: int) -> Buffers:
         return {
-            "gathered weights": 2 * BF16 * p.layer,
+            **self._gathered(p, p.layer),
             "gradients to sum, fp32": FP32 * above,
         }
 
@@ -195,11 +202,12 @@ class FullyShard(Layout):
     def pending(self, p: Parameters) -> Pending:
         shards = Pending(self.late(p), 0 if self.offloads else FP32 * self.shard(p))
         gathered = gathered_bytes(2 * p.layer, p.output)
-        return gathering_pending(shards, gathered, p.output)
+        stay = 0 if self.reshards else BF16 * p.total
+        return gathering_pending(shards, gathered, p.output, stay)
 
     def gathers(self, p: Parameters, passes: int) -> int:
         """In forward and again in backward, but lm_head."""
-        times = 2 * p.total - p.head
+        times = 2 * p.total - p.head if self.reshards else p.total
         return passes * BF16 * times * (self.processes - 1) // self.processes
 
     def reduces(self, p: Parameters, passes: int) -> int:
@@ -453,6 +461,6 @@ def zero_layout(settings: Mapping[str, Any], processes: int, passes: int) -> Zer
     )
 
 
-def fully_shard_layout(offloads: bool, processes: int) -> FullyShard:
+def fully_shard_layout(offloads: bool, processes: int, *, reshards: bool = True) -> FullyShard:
     name = "FSDP2 with CPU offload" if offloads else "FSDP2"
-    return FullyShard(name=name, processes=processes, offloads=offloads)
+    return FullyShard(name=name, processes=processes, offloads=offloads, reshards=reshards)

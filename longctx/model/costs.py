@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from longctx.cost.fitted import PEERS
+from longctx.cost.fitted import DEQUANTISE, PEERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.layer.linear import dense_cost
@@ -77,13 +77,39 @@ def peer_layer_cost(s: Sizes, batch: Batch) -> Table:
     )
 
 
+def peer_adapters_cost(s: Sizes, batch: Batch) -> Table:
+    """The cost of one layer's share of PEFT's adapters and of bitsandbytes' weights, by count: no
+    row was measured. Each adapted map makes its own fp32 copy of x, which waits for backward, with
+    dropout the mask too. u B' is made in fp32, scaled, added to y and rounded: 28 bytes an element.
+    A weight of 4 bits is made dense alone, for as long as its matmul runs."""
+    adapted = s.adapted
+    inputs, outputs = (batch.tokens * n / s.layers for n in (adapted.inputs, adapted.outputs))
+    saved = int((4 + s.drops) * inputs)
+    flops = 2 * batch.tokens * adapted.parameters / s.layers
+    dense = s.hidden * s.intermediate * s.itemsize if s.dense_bytes else 0
+    works = (
+        Work(name="adapters", flops=flops, nbytes=10 * inputs + 28 * outputs),
+        Work(name="quantised weights made dense", nbytes=int(DEQUANTISE * s.dense_bytes)),
+    )
+    return Table(
+        forward=works,
+        backward=(*works, Work(name="adapters", flops=2 * flops, nbytes=10 * (inputs + outputs))),
+        buffers=(
+            Buffer(name="inputs of adapters, fp32", nbytes=saved, during="mlp backward"),
+            Buffer(name="a dense weight", nbytes=dense, during="mlp forward"),
+            Buffer(name="a dense weight", nbytes=dense, during="mlp backward"),
+        ),
+    )
+
+
 def peer_loss_cost(s: Sizes, batch: Batch) -> Table:
     """The cost of a loss that holds all logits with their gradients in bf16 and fp32, or of
     Liger-Kernel's fused loss, which computes in pieces (h200_kernels.json)."""
     tokens, unit = batch.tokens, s.unit(batch.tokens)
     buffers = {"logits": 12 * tokens * s.vocab + unit}
     if s.class_type == "liger":
-        buffers = {"lm_head's gradient": s.hidden * s.vocab * s.itemsize, "logits": 2 * unit}
+        head = s.hidden * s.vocab * s.itemsize * s.trains_head
+        buffers = {"lm_head's gradient": head, "logits": 2 * unit}
     return Table(
         forward=loss_cost(s, batch).forward,
         buffers=tuple(Buffer(name=k, nbytes=n, during="loss") for k, n in buffers.items()),
@@ -108,7 +134,7 @@ class StepTable:
     def layer(self) -> Table:
         s, batch = self.sizes, self.batch
         if s.class_type != "custom":
-            return peer_layer_cost(s, batch) + adapters_cost(s, batch)
+            return peer_layer_cost(s, batch) + peer_adapters_cost(s, batch)
         parts = SelfAttention.cost(s, batch) + MLP.cost(s, batch)
         return parts + adapters_cost(s, batch) + dense_cost(s)
 
@@ -116,7 +142,7 @@ class StepTable:
     def loss(self) -> Table:
         if self.batch.scored is not None:
             return scoring_cost(self.sizes, self.batch)
-        count = loss_cost if self.sizes.class_type == "custom" else peer_loss_cost
+        count = loss_cost if self.sizes.chunks_loss else peer_loss_cost
         return count(self.sizes, self.batch)
 
     @cached_property

@@ -114,7 +114,7 @@ def head_dim(config: Any) -> int:
 
 
 def kv_heads(config: Any) -> int:
-    count: int = config.num_key_value_heads or config.num_attention_heads
+    count: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return count
 
 

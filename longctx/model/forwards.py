@@ -449,7 +449,7 @@ def base_forward(
         return output_class(kind)(last_hidden_state=hidden)
     assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
-        _decline(runtime, "Hugging Face's layers run", reason)
+        _decline(runtime, _LAYERS, reason)
     if attention_mask is None and reason != _CACHE:
         inputs["position_ids"] = four_rows(self, _restarting(inputs, bounds))
     return type(self).forward(self, **inputs)
@@ -509,8 +509,6 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
         return ", ".join(sorted(unknown))
     if (inputs["input_ids"] is None) == (embeds is None):
         return "input_ids and inputs_embeds together, or neither"
-    if config.output_attentions or config.output_hidden_states:
-        return "output_attentions or output_hidden_states"
     if asks_for_router_logits(config, inputs):
         return "output_router_logits"
     tokens = inputs["input_ids"] if embeds is None else embeds
@@ -710,17 +708,33 @@ def _runtime(model: Any) -> Runtime:
 def _decline(runtime: Runtime, what: str, reason: str) -> None:
     """Reports once what Hugging Face's code does instead of ours; in training `strict` forbids
     it."""
-    line = f"{what} for calls with {reason}"
+    line = _instead(what, reason)
     if runtime.strict and torch.is_grad_enabled():
         raise UserError(f"{line} (strict=True)")
     _say(runtime, line)
 
 
-def _say(runtime: Runtime, line: str) -> None:
-    """Prints a line once."""
+def foretell(model: Any, is_dropout: Callable[[str], bool] = lambda reason: False) -> None:
+    """Says of a patched model that Hugging Face's layers will run in training, if they will: at its
+    first call nothing more is said. `is_dropout` tells whether --dropout 0 would help."""
+    base = base_of(model)
+    if base is not None and (reason := why_not_scheduled(base, training=True)):
+        ours = "; with --dropout 0 ours do" if is_dropout(reason) else ""
+        _say(_runtime(base), _instead(_LAYERS, reason), ours)
+
+
+_LAYERS = "Hugging Face's layers run"
+
+
+def _instead(what: str, reason: str) -> str:
+    return f"{what} for calls with {reason}"
+
+
+def _say(runtime: Runtime, line: str, more: str = "") -> None:
+    """Prints a line once, the first time with what `more` is known."""
     if line not in runtime.warned:
         runtime.warned.add(line)
-        print_rank0(f"custom: {line}")
+        print_rank0(f"custom: {line}{more}")
 
 
 def _check_untraced() -> None:

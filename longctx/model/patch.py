@@ -114,6 +114,7 @@ def patch(
     said = patch_custom(inner, args, base_of(inner).device)  # type: ignore[union-attr]
     print_rank0(f"longctx {said}; keep={args.keep}, offload_activations={args.offload_activations}")
     base_of(inner).longctx.strict = strict  # type: ignore[union-attr]
+    forwards.foretell(inner)
     return model
 
 

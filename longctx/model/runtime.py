@@ -59,6 +59,7 @@ from longctx.model.families import (
     windows,
 )
 from longctx.model.look import look
+from longctx.model.strangers import why_not_chunked
 from longctx.options import PatchOptions
 
 logger = logging.getLogger("longctx")
@@ -266,7 +267,13 @@ def model_sizes(
         drops=any(x.dropout for x in adapters),
         tile_tokens=args.tile_tokens,
         head_groups=args.head_groups,
+        chunks_loss=chunks_loss(model),
     )
+
+
+def chunks_loss(model: Any) -> bool:
+    """Whether our loss runs; else a step holds all logits. Other heads than lm_head are small."""
+    return head_of(model) is None or why_not_chunked(model) is None
 
 
 def _remake(args: PatchOptions, settings: dict[str, Any]) -> Runtime:

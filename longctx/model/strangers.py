@@ -112,14 +112,16 @@ def is_ours(module: nn.Module) -> bool:
     return type(vars(module).get("forward")).__module__ == _FORWARDS
 
 
-def why_not_scheduled(base: PreTrainedModel) -> str | None:
-    """The first thing that the schedule would pass by, in a few words; None if there is none.
+def why_not_scheduled(base: PreTrainedModel, *, training: bool = False) -> str | None:
+    """The first thing that the schedule would pass by, in a few words; None if there is none. With
+    `training` dropout counts in a model that is in evaluation mode now, too.
 
     Looked for on every forward, in 4 ms for 32 layers: adapters and hooks come and go. A module
-    that lacks what its class sets is a stranger, too: nn.Module's AttributeError names it.
+    that lacks what its class sets is a stranger, too: nn.Module's AttributeError names it. A model
+    that is not patched yet must have none of our forwards, a patched one all of them.
     """
     try:
-        return next(_strangers(base), None)
+        return next(_strangers(base, training), None)
     except (AttributeError, KeyError) as error:
         return f"a module that is not whole: {one_line(error)}"
 
@@ -155,7 +157,9 @@ def why_not_chunked(
 ) -> str | None:
     """The same for lm_head and the loss of a call with the arguments `given`, which need all logits
     then."""
-    found = _problems(head_of(model), LINEAR, "lm_head", patched=True, hooks=_AFTER)
+    head = head_of(model)
+    patched = head is not None and is_ours(head)
+    found = _problems(head, LINEAR, "lm_head", patched=patched, hooks=_AFTER)
     if reason := _own_loss(model):
         return reason
     if asks_for_router_logits(model.config, given):
@@ -182,13 +186,15 @@ def _own_loss(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _strangers(base: Any) -> Iterator[str]:
-    config, family, dtype = base.config, known_family(base), base.dtype
-    yield from _problems(base, family.known("Model"), "model", patched=True)
+def _strangers(base: Any, training: bool) -> Iterator[str]:
+    config, family, dtype, patched = base.config, known_family(base), base.dtype, is_ours(base)
+    if config.output_attentions or config.output_hidden_states:
+        yield "output_attentions or output_hidden_states"
+    yield from _problems(base, family.known("Model"), "model", patched=patched)
     yield from _undeclared(base, _IN_BASE, "model")
-    yield from _dropouts(base, "model")
+    yield from _dropouts(base, "model", training)
     yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
-    yield from _problems(base.norm, family.norm_classes, "model.norm", patched=True)
+    yield from _problems(base.norm, family.norm_classes, "model.norm", patched=patched)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
     yield from _other_dtypes([base.norm], dtype, "model.norm")
     _ = rotary_embeddings(base), final_norm_spec(base)
@@ -206,16 +212,16 @@ def _strangers(base: Any) -> Iterator[str]:
     shapes = family.shapes(config)
     for i, layer in enumerate(base.layers):
         where = f"model.layers.{i}"
-        yield from _problems(layer, layer_class, where, patched=True)
+        yield from _problems(layer, layer_class, where, patched=patched)
         parts = {name: part_of(layer, name) for name in family.in_layer}
         for name, known in family.in_layer.items():
             yield from _problems(parts[name], known, f"{where}.{name}")
         for name, children in family.children.items():
             module, path = parts[name] if name else layer, f"{where}.{name}".rstrip(".")
             yield from _undeclared(module, children, path)
-            yield from _dropouts(module, path)
+            yield from _dropouts(module, path, training)
         for name in family.dropouts:
-            yield from _dropouts(parts[name], f"{where}.{name}")
+            yield from _dropouts(parts[name], f"{where}.{name}", training)
         for name, shape in shapes.items():
             yield from _other_shape(parts[name], shape, f"{where}.{name}")
         linears = family.linears.values()
@@ -264,9 +270,9 @@ def _undeclared(module: nn.Module, children: frozenset[str], where: str) -> Iter
         yield f"{where}.{name}, which the schedule does not know"
 
 
-def _dropouts(module: nn.Module, where: str) -> Iterator[str]:
+def _dropouts(module: nn.Module, where: str, training: bool) -> Iterator[str]:
     """What a module drops in training: a Dropout's p, or an attribute that has it in its name."""
-    if not module.training:
+    if not (training or module.training):
         return
     state = vars(module)
     if type(module) is nn.Dropout and state["p"]:

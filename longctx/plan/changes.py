@@ -2,27 +2,29 @@
 
     1. flags alone        the same training: one flag, two or three together, the fastest first.
                           `auto` already looks at every place and at all that may be kept
-    2. LoRA, then QLoRA   other training
-    3. a shorter row      the longest that fits: other data. Where none does, and adapters alone do
+    2. these GPUs         of several: fewer of them, a row that they share, ZeRO-3 with CPU offload
+    3. LoRA, then QLoRA   other training; on several GPUs without an engine
+    4. a shorter row      the longest that fits: other data. Where none does, and adapters alone do
                           not fit either, the longest under each
-    4. more GPUs          2, 4 or 8 of them share each row under FSDP2
-    5. a larger host
+    5. more GPUs          2, 4 or 8 of them share each row under FSDP2
+    6. a larger host
 
-Where flags alone are enough, 2, 4 and 5 are left out. What a way of 2, 4 or 5 needs of the flags of
-1 is part of it. 4 and 5 are for machines that are still to be rented.
+Where flags alone are enough, the others but 4 are left out, and where these GPUs are enough, 5 and
+6. What a way needs of the flags of 1 is part of it. 5 and 6 are for machines that are still to be
+rented.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from longctx.constants import GIB
 from longctx.cost.machines import Machine
-from longctx.engines.layout import FullyShard
+from longctx.engines.layout import FullyShard, Zero
 from longctx.errors import UserError
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
 from longctx.plan.shortage import least_host_gib
@@ -34,6 +36,9 @@ RANK = 16
 """Of the adapters that are tried."""
 GPUS = (2, 4, 8)
 FSDP2 = "--fsdp true --fsdp_config fsdp2"
+ZERO3 = "--deepspeed zero3_cpu"
+_MAKES = ("lora_r", "quantize", "dropout")
+"""Options that make another model."""
 Options = dict[str, Any]
 
 
@@ -52,11 +57,12 @@ def changes(
     search = _Search(subject, run, machine, host_bytes)
     if found := search.flags_alone(host_grows):
         return found + search.shorter_rows([{}])
-    ways = [*search.adapters()]
+    here = [*search.these_gpus()]
+    ways = [*here, *search.adapters()]
     ways += search.shorter_rows([{}]) or (
         [] if ways else search.shorter_rows(search.kinds_of_adapters)
     )
-    if host_grows:
+    if host_grows and not here:
         ways += [*search.more_gpus(), *search.larger_host()]
     return ways
 
@@ -67,12 +73,16 @@ class _Search:
     run: Run
     machine: Machine
     host_bytes: int
-    _adapted: dict[Any, Subject] = field(default_factory=dict)
-    """The same model with other adapters, by their rank and the weights' bits."""
+
+    @cached_property
+    def _subjects(self) -> dict[Any, Subject]:
+        """Models with other adapters, other 4-bit weights or no dropout, by these options."""
+        return {}
 
     def tried(self, options: Options) -> Plan:
         host = max(self.host_bytes, int((options.get("host_memory_gib") or 0) * GIB))
-        return plan(self.subject, self.run.having(**options), self.machine, host)
+        subject, run = self._with(options)
+        return plan(subject, run, self.machine, host)
 
     @cached_property
     def single(self) -> list[Options]:
@@ -116,9 +126,8 @@ class _Search:
     def kinds_of_adapters(self) -> list[Options]:
         """LoRA and QLoRA, as far as the run has them not yet."""
         model = self.run.model
-        if self.run.sequence_parallel_size > 1 or self.run.gpus > 1:
-            return []
-        beside: Options = {"engine": None}  # what adapters are planned with, and a run takes
+        # what adapters are planned with, and a run takes
+        beside: Options = {"engine": None, "sequence_parallel_size": 1}
         if model.class_type != "custom":
             beside |= {"class_type": "custom", "attn_backend": "auto"}
         lora = [{**beside, "lora_r": RANK}] if model.lora_r is None else []
@@ -136,16 +145,35 @@ class _Search:
                 rows.append(Change(_words(changed), found))
         return rows
 
-    def more_gpus(self) -> Iterator[Change]:
-        """The fewest GPUs of one host that can share each row."""
+    @cached_property
+    def _shards(self) -> bool:
+        """Whether an engine may train the run, with rows that GPUs share."""
         run = self.run
         adapted = run.model.lora_r is not None
-        if run.engine is not None or adapted or not run.exact or run.task != "sft":
+        ours = run.model.class_type == "custom" and not self.subject.sees
+        return ours and run.exact and not adapted and run.task == "sft"
+
+    def these_gpus(self) -> Iterator[Change]:
+        """What the GPUs that are there can do together, or the most of them that can."""
+        gpus = self.run.gpus
+        if gpus == 1:
             return
-        if run.model.class_type != "custom" or self.subject.sees:
-            return
-        for gpus in GPUS:
-            found = [*self._way(_sharing(gpus))] if gpus > run.gpus else []
+        if self._shards:
+            together = (_sharing(gpus), _offloading(gpus, 1), _offloading(gpus, gpus))
+            found = [change for options in together for change in self._way(options)]
+            yield from sorted(found, key=lambda change: -change.plan.tokens_per_s)
+        for fewer in (*(n for n in reversed(GPUS) if n < gpus), 1):
+            # each with a copy of everything, or sharing rows
+            kinds = [_alone(fewer)] + ([_sharing(fewer)] if self._shards and fewer > 1 else [])
+            found = [change for options in kinds for change in self._way(options)]
+            yield from found[:1]
+            if found:
+                return
+
+    def more_gpus(self) -> Iterator[Change]:
+        """The fewest GPUs of one host that can share each row."""
+        for gpus in GPUS if self._shards else ():
+            found = [*self._way(_sharing(gpus))] if gpus > self.run.gpus else []
             yield from found
             if found:
                 return
@@ -166,22 +194,22 @@ class _Search:
 
     def _with(self, options: Options) -> tuple[Subject, Run]:
         run = self.run.having(**options)
-        if not {"lora_r", "quantize"} & self._changed(options).keys():
+        made = tuple(run.value(name) for name in _MAKES)
+        if made == tuple(self.run.value(name) for name in _MAKES):
             return self.subject, run
-        adapters = run.model.lora_r, run.model.quantize
-        if adapters not in self._adapted:
-            self._adapted[adapters] = self.subject.adapted(run.model)
-        return self._adapted[adapters], run
+        if made not in self._subjects:
+            self._subjects[made] = self.subject.adapted(run.model)
+        return self._subjects[made], run
 
     def _way(self, options: Options) -> Iterator[Change]:
         """Yields the run with these options, if need be with flags that need less memory."""
-        options = self._changed(options)
         try:
             for flags in self.flags:
-                subject, run = self._with({**flags, **options})
+                changed = self._changed({**flags, **options})
+                subject, run = self._with(changed)
                 planned = plan(subject, run, self.machine, self.host_bytes)
-                if planned.fits:
-                    yield Change(_words({**flags, **options}), planned)
+                if changed and planned.fits:
+                    yield Change(_words(changed), planned)
                     return
         except UserError:  # not for this model, nor for this class of layers
             return
@@ -196,6 +224,19 @@ def _sharing(gpus: int) -> Options:
         "place": "auto",
         "gpu_memory_gib": None,
     }
+
+
+def _alone(gpus: int) -> Options:
+    """Each of several GPUs holds everything, or there is one."""
+    return {"gpus": gpus, "engine": None, "sequence_parallel_size": 1}
+
+
+def _offloading(gpus: int, ranks: int) -> Options:
+    """ZeRO-3 with CPU offload, as zero3_cpu asks for it."""
+    layout = Zero(
+        name="ZeRO-3 with CPU offload", processes=gpus, offloads_weights=True, offloads_states=True
+    )
+    return {**_sharing(gpus), "engine": layout, "sequence_parallel_size": ranks}
 
 
 def _candidates(subject: Subject, run: Run) -> Iterator[Options]:
@@ -221,6 +262,10 @@ def _known(subject: Subject, run: Run) -> Iterator[Options]:
     if run.model.class_type != "custom":
         yield {"class_type": "custom", "attn_backend": "auto"}
         return
+    if not subject.schedules(run):
+        if subject.drops:
+            yield {"dropout": 0}
+        return
     yield {"offload_activations": "auto"}
     yield {"keep": "auto"}
     yield {"head_groups": subject.sizes(run).kv_heads}
@@ -233,7 +278,9 @@ def _words(options: Options) -> str:
         if name == "exact":
             return "--optimizer_states fp32"
         if name == "engine":
-            return FSDP2 if value else "without --deepspeed and --fsdp"
+            if value is None:
+                return "without --deepspeed and --fsdp"
+            return ZERO3 if isinstance(value, Zero) else FSDP2
         return f"without --{name}" if value is None else f"--{name} {value}"
 
     return " ".join(said(name, value) for name, value in options.items())

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from longctx.constants import GIB
 from longctx.cost.kept import Ladder
 from longctx.cost.peak import peak, phases
 from longctx.cost.seconds import NO_TRAFFIC
 from longctx.cost.sizes import Sizes
 from longctx.memory.ladder import Budget, Chosen, Step, choose, gaps
-from longctx.memory.levels import ORDERS, Activity, Levels
+from longctx.memory.levels import ORDERS, Levels
 from longctx.memory.place import BlockSizes, Place, PlacedStates, Placement, usable_bytes
 from longctx.memory.settle import HostRoom
 from longctx.memory.states import BlockSpec
@@ -33,29 +31,11 @@ def gpu_budget(free: int, limit_gib: float | None) -> int:
     return usable_bytes(min(free, int(limit_gib * GIB)) if limit_gib else free)
 
 
-def estimated_work(
-    tokens: int,
-    *,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    vocab: int,
-    itemsize: int,
-    liger: bool,
-) -> int:
-    """Returns the bytes that a step of a model without our patch needs besides its states: the
-    checkpoints of all layers, the activations and gradients of one layer, and, except with
-    Liger-Kernel, the logits in bf16 and fp32 with their gradient."""
-    layer = 2 * (12 * hidden + 6 * intermediate) * itemsize
-    kept = layers * hidden * itemsize
-    return tokens * (layer + kept + (0 if liger else 10 * vocab))
-
-
 class Kept(NamedTuple):
-    """What layers keep from forward to backward. A model without our patch keeps nothing here."""
+    """What layers keep from forward to backward."""
 
-    ladder: Ladder = ()
-    hosted: tuple[int, ...] = ()
+    ladder: Ladder
+    hosted: tuple[int, ...]
     """The bytes that each layer keeps on the host."""
 
 
@@ -71,13 +51,12 @@ class Decision:
     budget: Budget
     needed_bytes: int
     """Bytes of the GPU: the budget if it is enough, else the least that is needed."""
-    chosen: Chosen | None
-    """The choice for a patched model. None for any other, whose needs are estimated."""
+    chosen: Chosen
 
     @property
-    def sizes(self) -> Sizes | None:
-        """The sizes of a patched model, with the cut that was chosen; None for any other model."""
-        return None if self.chosen is None else self.chosen.sizes
+    def sizes(self) -> Sizes:
+        """The sizes of the model, with the cut that was chosen."""
+        return self.chosen.sizes
 
     def placement_problem(self, asked: Placement) -> str | None:
         """Returns why nothing can wait on the host if that was asked for; None if something can."""
@@ -93,7 +72,7 @@ class Decision:
         if self.needed_bytes <= self.budget.gpu:
             return None
         fix = "a shorter --seq_len or smaller --per_device_train_batch_size"
-        if self.sizes is None:
+        if self.sizes.class_type != "custom" and not self.sizes.chunks_loss:
             fix = f"--class_type custom, whose weights can wait on the host, or {fix}"
         return (
             f"{self.needed_bytes / GIB:.1f} GiB of GPU memory are needed at least and "
@@ -118,28 +97,14 @@ def decide(
     placement: Placement,
     accumulates: bool,
     several: bool = False,
-    needs: Step | int,
+    step: Step,
 ) -> Decision:
     """Returns the decision for exact states. `accumulates` says that a step has several batches,
-    `several` that several processes average their gradients. `needs` is the step of a patched
-    model, or the bytes that any other model's step works with."""
+    `several` that several processes average their gradients."""
     blocks = [spec.sizes(accumulates=accumulates) for spec in specs]
     levels = _levels(tuple(blocks), placement, accumulates, several)
-    if isinstance(needs, Step):
-        chosen = choose(needs, levels, budget)
-        return decided(specs, blocks, chosen, budget, keeping(needs, chosen), accumulates)
-    level, missing = levels[0].lowest(_constant(needs, levels[0].layers), budget.gpu)
-    places = levels[0].places(int(level[0]))
-    return Decision(
-        specs=specs,
-        blocks=blocks,
-        places=places,
-        kept=Kept(),
-        host=HostRoom(specs, places, accumulates=accumulates),
-        budget=budget,
-        needed_bytes=budget.gpu + int(missing[0]),
-        chosen=None,
-    )
+    chosen = choose(step, levels, budget)
+    return decided(specs, blocks, chosen, budget, keeping(step, chosen), accumulates)
 
 
 @lru_cache(maxsize=2)
@@ -214,9 +179,3 @@ def keeping(step: Step, chosen: Chosen) -> Kept:
     """Returns a ladder with the bytes that it keeps on the host."""
     layer = step.count(chosen.sizes, step.batch).layer
     return Kept(chosen.ladder, tuple(layer.kept_bytes(keep.hosted) for keep in chosen.ladder))
-
-
-def _constant(nbytes: int, layers: int) -> Activity:
-    """Returns an activity of the same bytes at each moment."""
-    each = np.full((1, layers), nbytes)
-    return Activity(forward=each, loss=each[:, 0], backward=each, embedding=nbytes)

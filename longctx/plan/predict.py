@@ -8,6 +8,7 @@ then takes about 20 ms.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from transformers import PretrainedConfig
 from longctx.attention.backends import BACKENDS, lacks
 from longctx.config import ModelArguments
 from longctx.constants import GIB
-from longctx.cost.fitted import PROCESS_BYTES
+from longctx.cost.fitted import ADAPTER_LAUNCHES, LAUNCH_S, LAUNCHES, PROCESS_BYTES
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
 from longctx.cost.seconds import Exchanged, Seconds
@@ -38,16 +39,11 @@ from longctx.model.adapters import inside_peft
 from longctx.model.blocks import state_blocks
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
-from longctx.model.families import (
-    MLP_WIDTH,
-    family_of,
-    has_windows,
-    head_dim,
-    kv_heads,
-    mlp_width,
-    score_cap,
-)
-from longctx.model.runtime import check_shares, model_sizes
+from longctx.model.declined import is_dropout, set_dropout_
+from longctx.model.families import MLP_WIDTH, base_of, has_windows, score_cap
+from longctx.model.peers import peer_sizes
+from longctx.model.runtime import check_shares, chunks_loss, model_sizes
+from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import PREFIXES, rest_
 from longctx.options import PatchOptions
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
@@ -123,6 +119,9 @@ class Subject:
         """Makes the model, with the adapters and the 4-bit weights that `args` ask for. Raises
         UserError for a configuration of which no model can be made, or that the plan cannot
         read."""
+        if args is not None and args.dropout is not None:
+            config = copy.deepcopy(config)
+            set_dropout_(config, args.dropout)
         text = config.get_text_config()
         needed = ("hidden_size", MLP_WIDTH, "num_hidden_layers", "num_attention_heads")
         for name in (*needed, "vocab_size"):
@@ -138,6 +137,10 @@ class Subject:
         if self.model is None:
             raise UserError(f"transformers has no class for models of type {config.model_type!r}")
         rest_(self.model)
+        base = base_of(self.model)
+        self.why_not = None if base is None else why_not_scheduled(base, training=True)
+        """Why Hugging Face's layers would run under --class_type custom; None where ours do."""
+        self._chunks_loss = chunks_loss(self.model)
         if args is not None and args.quantize != "none":
             quantise_shapes_(self.model)
         if args is not None and args.lora_r is not None:
@@ -171,38 +174,39 @@ class Subject:
         """Returns the same model with other adapters and 4-bit weights."""
         return Subject(self._whole, args)
 
+    def schedules(self, run: Run) -> bool:
+        """Whether our schedule runs the layers, by the run's options and the configuration."""
+        return run.model.class_type == "custom" and self.why_not is None
+
+    def declined(self, run: Run) -> str | None:
+        """Returns what is said of a run of class_type custom whose layers are Hugging Face's."""
+        if run.model.class_type != "custom" or self.why_not is None:
+            return None
+        ours = "; with --dropout 0 ours do" if self.drops else ""
+        return f"Hugging Face's layers run for calls with {self.why_not}{ours}"
+
+    @cached_property
+    def drops(self) -> bool:
+        """Whether our schedule would run without the configuration's dropouts."""
+        return self.why_not is not None and is_dropout(self._whole, self.why_not)
+
     @cached_property
     def _scheduled(self) -> Sizes:
         """The dimensions that the schedule sees, whatever the options of a run."""
         return model_sizes(inside_peft(self.model), PatchOptions(), DTYPE)
 
     def sizes(self, run: Run) -> Sizes:
-        if run.model.class_type == "custom":
-            return replace(
-                self._scheduled,
-                ranks=run.sequence_parallel_size,
-                exact=run.exact,
-                tile_tokens=run.model.tile_tokens,
-                head_groups=run.model.head_groups,
+        if self.schedules(run):
+            model = run.model
+            sizes = replace(
+                self._scheduled, tile_tokens=model.tile_tokens, head_groups=model.head_groups
             )
-        config, family = self.config, family_of(self.config)
-        return Sizes(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            intermediate=mlp_width(config),
-            heads=config.num_attention_heads,
-            kv_heads=kv_heads(config),
-            head_dim=head_dim(config),
-            vocab=config.vocab_size,
-            itemsize=DTYPE.itemsize,
-            ranks=run.sequence_parallel_size,
-            head_groups=1,
-            caps_scores=score_cap(config) is not None,
-            gated=family is None or "gate" in family.linears,
-            class_type=run.model.class_type,
-            trained=self.trained,
-            exact=run.exact,
-        )
+        else:
+            ours = run.model.class_type == "custom"
+            class_type = "vanilla" if ours else run.model.class_type
+            chunks = ours and self._chunks_loss
+            sizes = peer_sizes(self.model, class_type, DTYPE.itemsize, chunks_loss=chunks)
+        return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +256,16 @@ class Plan:
         return float(displayed(self.seconds.step))
 
     @property
+    def launches_s(self) -> float:
+        """Seconds in which Python may launch a step's kernels, which are not in `step_s`; 0.0 where
+        the kernels themselves take longer."""
+        adapters = ADAPTER_LAUNCHES if self.sizes.rank else 0
+        passes = self.run.gradient_accumulation_steps
+        launched = passes * self.sizes.layers * (LAUNCHES + adapters) * LAUNCH_S
+        computed = self.seconds.products + self.seconds.attention + self.seconds.memory
+        return launched if computed < launched else 0.0
+
+    @property
     def tokens_per_s(self) -> float:
         return self.step_tokens / self.step_s
 
@@ -280,14 +294,14 @@ def plan(
 def _planned(
     subject: Subject, run: Run, machine: Machine, host_bytes: int, having: Callable[[Step], Step]
 ) -> Plan:
-    backend = _backend(run, machine, subject.config)
+    backend = _backend(subject, run, machine)
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     step, engine = having(_step(subject, run, machine, backend)), run.engine
     accumulates = run.gradient_accumulation_steps > 1
     if engine is not None:
         decision = _decide_sharded(subject, step, run, machine, budget, engine)
     elif run.exact:
-        movable = _patched(run) and run.gpus == 1
+        movable = subject.schedules(run) and run.gpus == 1
         head_movable = run.task == "sft"  # whose loss is done with lm_head in forward
         specs = subject.blocks(movable=movable, head_movable=head_movable)
         decision = decide(
@@ -296,12 +310,11 @@ def _planned(
             placement=run.place,
             accumulates=accumulates,
             several=run.gpus > 1,
-            needs=step,
+            step=step,
         )
     else:
         decision = _as_weights(subject, step, run, budget)
     chosen = decision.chosen
-    assert chosen is not None
     _check_ranks(chosen.sizes, run.tokens)
     standing = (
         PlacedStates(decision.blocks, decision.places, accumulates=accumulates)
@@ -351,9 +364,9 @@ def longest(
     return found
 
 
-def _backend(run: Run, machine: Machine, config: Any) -> str:
-    asked = run.model.attn_backend
-    if _patched(run):
+def _backend(subject: Subject, run: Run, machine: Machine) -> str:
+    asked, config = run.model.attn_backend, subject.config
+    if subject.schedules(run):
         needs = dict(windows=has_windows(config), softcap=score_cap(config) is not None)
         unfit = {name: lacks(name, **needs) for name in machine.attention}
         if asked == "auto":
@@ -393,10 +406,6 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
     return Budget(gpu, host), limit
 
 
-def _patched(run: Run) -> bool:
-    return bool(run.model.class_type == "custom")
-
-
 def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     """Returns the step that the runtime of a patched model would choose for (model/runtime.py)."""
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
@@ -405,7 +414,7 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens)
     rates = machine.rates(backend, document, *sizes.scores)
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
-    if not _patched(run):
+    if not subject.schedules(run):
         return step
     return replace(step, keep=run.model.keep, offload=run.model.offload_activations)
 

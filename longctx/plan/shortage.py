@@ -50,11 +50,14 @@ def shortage(subject: Subject, planned: Plan, host_bytes: int) -> Shortage | Non
         lacks = max(decision.needed_bytes - decision.budget.gpu, most.nbytes - roomy.gpu_limit)
         if lacks <= 0:
             return None
+        needed = roomy.gpu_limit + lacks
+        # Beside the peak: the allocator's gaps, and what an engine's first steps may claim at once.
+        room = "left free" if run.engine is None else "room for gathered weights and first sums"
         return Shortage(
             memory="GPU",
-            needed=roomy.gpu_limit + lacks,
+            needed=needed,
             available=roomy.gpu_limit,
-            holds=most.groups,
+            holds={**most.groups, room: needed - most.nbytes},
             plan=roomy,
         )
     least = least_host_gib(subject, run, machine, host_bytes)

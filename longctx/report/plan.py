@@ -34,7 +34,7 @@ from longctx.report.plan_page import write_html
 from longctx.report.plan_run import check_dtype, check_known, run_of, unplanned, with_answers
 from longctx.report.plan_text import show
 from longctx.run.loading import load_config
-from longctx.run.options import check_towers, parse_planned
+from longctx.run.options import check_layers, check_towers, parse_planned
 from longctx.writing import check_writable
 
 SWEEP_FROM = 4096
@@ -53,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
         config = load_config(model_args, vocab_size=VOCAB_SIZE)
         check_towers(config, engine, args.gpus)
+        check_layers(model_args, train_args, config)
         subject = Subject(config, model_args)
     machine = machine_named(args.gpu) if args.gpu else this_machine()
     run = run_of(model_args, train_args, engine, args.gpus, args.document_tokens)
+    if declined := subject.declined(run):
+        print(printable(declined), file=sys.stderr)
     for line in unplanned(train_args, args.answer_tokens):
         print(printable(line), file=sys.stderr)
     run = with_answers(run, args.answer_tokens)

@@ -68,6 +68,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
             for name, value in planned.seconds._asdict().items()
             if name != "link"
         },
+        "launches_s": round(planned.launches_s, 4),
         "link_s": round(planned.seconds.link, 4),
         "phases": [
             {"phase": phase.name, "gib": _gib(phase.nbytes), "buffers": _gibs(phase.buffers)}
@@ -116,7 +117,7 @@ def _states(planned: Plan) -> str:
 
 
 def _kept(planned: Plan) -> str:
-    if planned.run.model.class_type != "custom":
+    if planned.sizes.class_type != "custom":
         return "kept for backward: layers' inputs"
     tokens, ladder = planned.run.tokens, planned.decision.kept.ladder
     return f"{describe(ladder)}; {planned.sizes.cut(tokens).of(tokens, planned.sizes.vocab)}"

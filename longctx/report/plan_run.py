@@ -23,11 +23,6 @@ def check_known(
     model_args: ModelArguments, args: TrainArguments, who: str = "longctx plan"
 ) -> None:
     """Raises UserError for runs that the plan does not know."""
-    if model_args.lora_r is not None and model_args.class_type != "custom":
-        raise UserError(
-            f"{who} knows adapters of --class_type custom, not of {model_args.class_type}: leave "
-            "out --lora_r or --class_type"
-        )
     if model_args.class_type != "custom" and not args.gradient_checkpointing:
         raise UserError(
             f"{who} knows --class_type {model_args.class_type} with checkpointing by layer: "

@@ -10,6 +10,7 @@ those of one process.
 from __future__ import annotations
 
 import copy
+import re
 import statistics
 from collections.abc import Sized
 from dataclasses import dataclass, replace
@@ -46,8 +47,6 @@ SAMPLED_ROWS = 16
 """Of the data, for the length of its documents."""
 OFF = 0.05
 """What is predicted worse is said."""
-FEWEST_TOKENS = 4096
-"""Of a batch: below, launches take longer than what they launch, and nobody counts them."""
 
 
 def foresee(
@@ -116,6 +115,11 @@ def why_unknown_here(machine: Machine | None, model_args: ModelArguments) -> str
     return None
 
 
+def _launched(flags: str) -> str:
+    """Returns flags of `longctx plan` as those of a run, whose launcher starts the processes."""
+    return re.sub(r"--gpus (\d+)", r"torchrun --nproc_per_node \1", flags)
+
+
 @dataclass
 class Foreseen:
     """A run's prediction."""
@@ -133,9 +137,13 @@ class Foreseen:
             return
         run, machine = self.planned.run, self.machine
         found = changes(self.subject, run, machine, self.host_bytes, host_grows=False)
-        fixes = [f"{flags} ({change.seconds.step:.3g} s a step)" for flags, change in found]
+        fixes = [
+            f"{_launched(flags)} ({change.seconds.step:.3g} s a step)" for flags, change in found
+        ]
         lacks = shortage(self.subject, self.planned, self.host_bytes)
         problem = lacks.line if lacks else self.planned.problem
+        if declined := self.subject.declined(run):
+            problem = f"{problem}; {declined}"
         fix = f"it fits with {', or '.join(fixes)}" if fixes else "no flag makes it fit"
         raise UserError(f"this run does not fit: {problem}; {fix}")
 
@@ -226,6 +234,8 @@ def as_planned(planned: Plan, ladder: Ladder, places: list[Place] | None) -> boo
     """Whether the run keeps what it was planned to keep, where it was planned."""
     decision = planned.decision
     same = places is None or places == [*decision.places]
+    if planned.sizes.class_type != "custom":
+        return same  # Hugging Face's layers keep their inputs, in nobody's store
     return same and tuple(ladder) == tuple(decision.kept.ladder)
 
 
@@ -248,8 +258,8 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
     if not as_planned:
         other = "the run placed states and activations by other free memory than was planned with"
         whys = dict.fromkeys(whys, other)
-    if planned.run.tokens < FEWEST_TOKENS:
-        whys["step_s"] = f"batches below {FEWEST_TOKENS} tokens wait for launches, not planned"
+    if planned.launches_s:
+        whys["step_s"] = "a step as short as this one waits for launches, which are not planned"
     rows = (
         ("gpu_gib", "GPU", "GiB", planned.gpu_bytes / GIB, 0.1),
         ("host_gib", "host", "GiB", planned.rank_host_bytes / GIB, 1.0),

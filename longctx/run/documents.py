@@ -17,12 +17,12 @@ from longctx.config import ModelArguments, TrainArguments
 from longctx.engines.collectives import any_rank
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.model.classes import class_of, own_class_of
-from longctx.model.families import FAMILIES, base_of
+from longctx.model.declined import why_declined
+from longctx.model.families import FAMILIES
 from longctx.model.packed import why_joined, with_short_windows
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.specimen import Specimen, outline
-from longctx.model.strangers import why_not_scheduled
 from longctx.run.loading import attention_name, compute_dtype
 
 
@@ -69,8 +69,9 @@ def _why_joined(
     shortened = copy.deepcopy(config)
     tried = [config, *([shortened] if with_short_windows(shortened) else [])]
     try:
-        if model_args.class_type == "custom" and _is_scheduled(model_args, config, kind, dtype):
-            return None
+        ours = model_args.class_type == "custom" and dtype != torch.float64
+        if ours and why_declined(config) is None:
+            return None  # documents are apart by construction
         for each in tried:
             specimen = Specimen(outline(each, kind, attention, dtype), args.device)
             keep_documents_apart(specimen.model)
@@ -84,13 +85,3 @@ def _why_joined(
     except Exception as error:  # whatever a stranger's model raises of such a row
         return f"it cannot be tried: {type(error).__name__}: {one_line(error, 120)}"
     return None
-
-
-def _is_scheduled(
-    model_args: ModelArguments, config: PretrainedConfig, kind: Any, dtype: torch.dtype
-) -> bool:
-    """Whether our layers run, so that documents are apart by construction."""
-    model = outline(config, kind, None, dtype).train()
-    patch_as(model, model_args.patch_options, torch.device("meta"))
-    base: Any = base_of(model)
-    return dtype != torch.float64 and why_not_scheduled(base) is None

@@ -28,7 +28,9 @@ from longctx.model.classes import (
     is_classifier,
     without_storage,
 )
+from longctx.model.declined import is_dropout, set_dropout_
 from longctx.model.families import family_of, has_windows, head_dim, not_known, score_cap
+from longctx.model.forwards import foretell
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.pretrained import read_config, read_model, unreadable
@@ -73,6 +75,7 @@ def load_config(
                 "language model, without its head"
             )
     (as_reward_model if rewards else as_language_model)(config)
+    set_dropout_(config, args.dropout)
     sees = config.model_type in PREFIXES
     text = config.get_text_config() if sees else config
     if args.class_type == "custom" and family_of(text) is None:
@@ -173,6 +176,8 @@ def load_model(
     rest_(model)
     keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
+    if args.class_type == "custom" and not role:
+        foretell(model, lambda reason: is_dropout(config, reason))
     line = (
         f"{role and role + ', '}{args.class_type}: {type(model).__name__}, "
         f"{counted(sum(map(whole_numel, model.parameters())))} parameters in "

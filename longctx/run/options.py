@@ -25,6 +25,7 @@ from longctx.config import (
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.limits import given, idle_options
+from longctx.model.declined import is_dropout, why_declined
 from longctx.model.vision import PREFIXES
 from longctx.processes import make_room_for_workers
 from longctx.run.loading import compute_dtype
@@ -105,6 +106,24 @@ def check_towers(config: PretrainedConfig, engine: Engine, processes: int) -> No
             f"a model of type {config.model_type!r} trains in one process without an engine, where "
             "what sees images stays in host memory: leave out --deepspeed and --fsdp, and start "
             "one process"
+        )
+
+
+def check_layers(
+    model_args: ModelArguments, args: TrainArguments, config: PretrainedConfig
+) -> None:
+    """Raises UserError for a run that needs the schedule, of a model whose configuration sends it
+    to Hugging Face's layers."""
+    needs = "" if args.task in ("sft", "distill") else f"--task {args.task}"
+    if args.sequence_parallel_size > 1:
+        needs = f"--sequence_parallel_size {args.sequence_parallel_size}"
+    if not needs or model_args.class_type != "custom":
+        return
+    if reason := why_declined(config):
+        also = "--dropout 0, or " if is_dropout(config, reason) else ""
+        raise UserError(
+            f"{needs} needs layers of --class_type custom, which do not run this model "
+            f"({reason}): use {also}--class_type vanilla"
         )
 
 

@@ -13,17 +13,23 @@ import torch.distributed as dist
 
 from longctx.config import TrainArguments
 from longctx.constants import GIB
+from longctx.cost.sizes import Batch
 from longctx.engines.collectives import all_reduce_min
 from longctx.errors import UserError, print_rank0
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.place import Placement
+from longctx.memory.rates import gpu_rates
 from longctx.memory.states import BlockSpec
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
-from longctx.model.blocks import decoder_layers, language_models, state_blocks
-from longctx.model.runtime import patched_part
-from longctx.plan.decide import Decision, decide, decide_as_given, estimated_work, gpu_budget
+from longctx.model.blocks import language_models, state_blocks
+from longctx.model.costs import StepTable
+from longctx.model.families import base_of
+from longctx.model.peers import peer_backend, peer_class, peer_sizes
+from longctx.model.runtime import NO_RATES, chunks_loss, patched_part
+from longctx.model.strangers import why_not_scheduled
+from longctx.plan.decide import Decision, decide, decide_as_given, gpu_budget
 from longctx.plan.given import Given
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -78,12 +84,10 @@ def place_states(
     """Moves the model's weights and new AdamW states to where the options put them, or a given
     plan; the longest batch has `tokens`, `head_movable` is that of `state_blocks`. Raises UserError
     where GPU or host have too little memory."""
-    patched, several = patched_part(model), args.world_size > 1
-    if len(language_models(model)) != 1:  # whose activations share no budget
-        patched = None
+    patched, several = _scheduled(model), args.world_size > 1
     movable = patched is not None and not several
     specs = state_blocks(model, movable=movable, head_movable=head_movable)
-    budget = Budget(_gpu_budget(specs, args), _host_budget(patched, args))
+    budget = Budget(_gpu_budget(specs, args), _host_budget(patched_part(model), args))
     decided = _decided(model, patched, specs, budget, args, tokens, given)
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
@@ -96,8 +100,8 @@ def place_states(
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.data, 0)
     store = patched.longctx.store if patched else None
-    decided.host.settle(args.device, store, decided.kept.ladder)
-    if patched is not None and decided.sizes is not None:
+    decided.host.settle(args.device, store, decided.kept.ladder if store else ())
+    if patched is not None:
         patched.longctx.cut = decided.sizes.cut(tokens)
         print_rank0(patched.longctx.describe(decided.sizes.vocab))
     limit_gpu(args.device, args.gpu_memory_gib)
@@ -114,42 +118,56 @@ def _decided(
     given: Given | None,
 ) -> Decision:
     accumulates = args.gradient_accumulation_steps > 1
-    needs: Step | int
     if patched is None:
-        needs = _estimated_work(model, tokens)
+        step = _peer_step(model, args, tokens)
     else:
-        needs = step = patched.longctx.step(patched.longctx.sizes(patched), tokens)
+        step = patched.longctx.step(patched.longctx.sizes(patched), tokens)
         patched.longctx.reserved_tokens = tokens
-        if given is not None:
-            given.check_blocks(specs)
-            return decide_as_given(
-                specs, budget, accumulates=accumulates, step=given.step(step), places=given.places
-            )
+    if given is not None:
+        given.check_blocks(specs)
+        return decide_as_given(
+            specs, budget, accumulates=accumulates, step=given.step(step), places=given.places
+        )
     return decide(
         specs,
         budget,
         placement=args.place,
         accumulates=accumulates,
         several=args.world_size > 1,
-        needs=needs,
+        step=step,
     )
 
 
-def _estimated_work(module: Any, tokens: int) -> int:
-    """Of all language models inside; what other modules need is not known."""
-    nbytes = 0
-    for model in language_models(module):
-        config = model.config.get_text_config()
-        nbytes += estimated_work(
-            tokens,
-            layers=len(list(decoder_layers(model))),
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            vocab=config.vocab_size,
-            itemsize=model.dtype.itemsize,
-            liger=str(getattr(model.forward, "__module__", "")).startswith("liger_kernel"),
-        )
-    return nbytes
+def _scheduled(model: Any) -> Any | None:
+    """Returns the patched model whose layers the schedule runs in training; None where Hugging
+    Face's layers run, and for a module of several models, whose activations share no budget."""
+    patched = patched_part(model)
+    if patched is None or len(language_models(model)) != 1:
+        return None
+    base = base_of(patched)
+    return None if base is None or why_not_scheduled(base, training=True) else patched
+
+
+def _peer_step(model: Any, args: Placing, tokens: int) -> Step:
+    """Returns the step of a model whose layers are not ours, as its plan counts it."""
+    patched = patched_part(model) if len(language_models(model)) == 1 else None
+    dtype = next(model.parameters()).dtype
+    sizes = peer_sizes(
+        model,
+        peer_class(model) if patched is None else "vanilla",
+        dtype.itemsize,
+        chunks_loss=patched is not None and chunks_loss(patched),
+    )
+    rates, document = NO_RATES, tokens
+    if args.device.type == "cuda":
+        rates = gpu_rates(args.device, dtype, peer_backend(model), document, *sizes.scores)
+    return Step(
+        count=StepTable.of,
+        sizes=sizes,
+        batch=Batch(tokens, document, args.gradient_accumulation_steps),
+        rates=rates,
+        offload="none",
+    )
 
 
 def limit_gpu(device: torch.device, gib: float | None) -> None:

@@ -14,16 +14,20 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from longctx.config import ModelArguments, TrainArguments
 from longctx.constants import GIB
+from longctx.cost.sizes import Batch
 from longctx.data.cache import digest
 from longctx.data.tokenizer import read_tokenizer
 from longctx.engines import Engine
 from longctx.errors import UserError, print_rank0
-from longctx.memory.ladder import Budget
+from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import StateStream
 from longctx.model.blocks import state_blocks
+from longctx.model.costs import StepTable
+from longctx.model.peers import idle_sizes
 from longctx.model.pretrained import computed_by, weights_identity
+from longctx.model.runtime import NO_RATES
 from longctx.plan.decide import decide, gpu_budget
 from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config, load_model
@@ -109,7 +113,14 @@ def load_teacher(
     specs = state_blocks(model, movable=True, head_movable=False)
     free = gpu_budget(free_gpu_bytes(device), args.gpu_memory_gib)
     budget = Budget(free, host_budget(host_share_bytes(), model_args.host_memory_gib))
-    decided = decide(specs, budget, placement="host", accumulates=False, several=False, needs=0)
+    step = Step(
+        count=StepTable.of,
+        sizes=idle_sizes(sum(spec.layer is not None for spec in specs)),
+        batch=Batch(1, 1),
+        rates=NO_RATES,
+        offload="none",
+    )
+    decided = decide(specs, budget, placement="host", accumulates=False, step=step)
     if problem := decided.gpu_problem() or decided.host_problem():
         raise UserError(f"--teacher {args.teacher}: {problem}")
     decided.host.settle(device, None, ())

@@ -41,7 +41,7 @@ def decided(model, keep: Keep, placement: str = "gpu", accumulates: bool = False
         Budget(GIB, GIB),
         placement=placement,
         accumulates=accumulates,
-        needs=step,
+        step=step,
     )
 
 

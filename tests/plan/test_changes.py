@@ -161,3 +161,26 @@ def test_adapters_are_planned_without_peft(monkeypatch, quantize) -> None:
     monkeypatch.setattr("longctx.plan.predict.installed", lambda name: False)
     with pytest.raises(UserError, match="--lora_modules_to_save needs PEFT"):
         eight_layers().adapted(replace(asked, lora_modules_to_save=["lm_head"]))
+
+
+GPUS = {
+    "one alone": (dict(gpus=2), card(12), 128, ["--gpus 1", "--lora_r 16"]),
+    "offloaded": (
+        dict(gpus=4, engine=FullyShard(processes=4)),
+        card(8, "a100-40gb"),
+        200,
+        ["--deepspeed zero3_cpu", "without --deepspeed and --fsdp --lora_r 16"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_several_gpus_are_searched_both_ways(name) -> None:
+    asked, machine, host_gib, ways = GPUS[name]
+    request = run(32768, **asked)
+    planned = plan(eight_layers(), request, machine, host_gib * GIB)
+    assert not planned.fits
+    found = found_changes(request, machine, host_gib)
+    assert all(any(flags.startswith(way) for flags in found) for way in ways), [*found]
+    lacks = shortage(eight_layers(), planned, host_gib * GIB)
+    assert lacks is not None and sum(lacks.holds.values()) == lacks.needed

@@ -206,7 +206,6 @@ def test_what_is_printed_is_no_wider_than_its_terminal(capsys, monkeypatch, colo
         (["--seqlen", "8192"], "unknown option --seqlen; did you mean --seq_len"),
         (["--attn_backend", "fa4"], "--attn_backend fa4 is not known on rtx-4090"),
         (["--seq_len", "262144"], "--seq_len 262144 is above the model's"),
-        (["--lora_r", "8", "--class_type", "liger"], "adapters of --class_type custom, not of"),
         (["--quantize", "nf4"], "give --lora_r"),
         (["--lora_r", "8", "--lora_targets", "q_pro"], "did you mean q_proj"),
         (["--plan", "plan.json"], "--plan is train.py's, which runs what --json writes here"),

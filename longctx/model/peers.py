@@ -1,0 +1,112 @@
+"""The sizes of a model whose layers are Hugging Face's or Liger-Kernel's, for the count of a step.
+
+A run asks `peer_sizes` with its model, a plan with one that has no storage, so that both place
+states by one count (costs.py). A family need not be known: dimensions come from the configuration,
+adapters and 4-bit weights from the modules.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from longctx.cost.sizes import Adapted, Sizes
+from longctx.model.adapters import applied, inside_peft, is_adapted
+from longctx.model.blocks import decoder_layers, language_models
+from longctx.model.families import MLP_WIDTH, family_of, head_dim, kv_heads, score_cap
+from longctx.options import ClassType
+
+FLASH = {"flash_attention_2": "flash", "flash_attention_4": "fa4", "eager": "math"}
+
+
+def peer_class(model: Any) -> ClassType:
+    """Returns whose layers a model runs that is not patched."""
+    forward = getattr(inside_peft(model), "forward", None)
+    is_ligers = str(getattr(forward, "__module__", "")).startswith("liger_kernel")
+    return "liger" if is_ligers else "vanilla"
+
+
+def peer_backend(model: Any) -> str:
+    """Returns our name of the attention that Hugging Face's layers run; sdpa takes cuDNN's."""
+    models = language_models(model)
+    asked = models[0].config._attn_implementation if models else None
+    return FLASH.get(str(asked), "cudnn")
+
+
+def peer_sizes(
+    model: Any, class_type: ClassType, itemsize: int, *, chunks_loss: bool = False
+) -> Sizes:
+    """Returns the sizes of a model, or of a module that holds models: all their layers count as
+    the widest one's, and the logits of all are there together. A module without a language model
+    has nothing but its parameters. With `chunks_loss` our loss runs over Hugging Face's layers."""
+    models = language_models(model)
+    configs = [one.config.get_text_config() for one in models]
+    layers = [layer for one in models for layer in decoder_layers(one)]
+    widest: Any = max(configs, key=lambda config: config.hidden_size, default=None)
+    common: dict[str, Any] = dict(
+        layers=max(1, len(layers)),
+        itemsize=itemsize,
+        class_type=class_type,
+        chunks_loss=chunks_loss,
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+    )
+    if widest is None:
+        return Sizes(**_ONE, **common)
+    family = family_of(widest)
+    adapters = _adapters(layers)
+    factors = {id(x) for adapter in adapters for x in (adapter.a, adapter.b)}
+    matrices = [p for layer in layers for p in layer.parameters() if p.dim() > 1]
+    heads = [head for one in models if (head := one.get_output_embeddings()) is not None]
+    first = next(iter(layers), nn.Module())
+    packed = [s for p in first.parameters() if (s := getattr(p, "quant_state", None)) is not None]
+    return Sizes(
+        hidden=widest.hidden_size,
+        intermediate=max(map(_intermediate, configs)),
+        heads=widest.num_attention_heads,
+        kv_heads=kv_heads(widest),
+        head_dim=head_dim(widest),
+        vocab=sum(config.vocab_size for config in configs),
+        head_groups=1,
+        caps_scores=score_cap(widest) is not None,
+        gated=family is None or "gate" in family.linears,
+        trains_weights=any(p.requires_grad and id(p) not in factors for p in matrices),
+        trains_head=not heads or any(p.requires_grad for h in heads for p in h.parameters()),
+        dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
+        rank=max((len(adapter.a) for adapter in adapters), default=0),
+        drops=any(adapter.dropout for adapter in adapters),
+        adapted=Adapted(
+            inputs=sum(adapter.a.shape[1] for adapter in adapters),
+            outputs=sum(len(adapter.b) for adapter in adapters),
+            parameters=sum(adapter.a.numel() + adapter.b.numel() for adapter in adapters),
+        ),
+        **common,
+    )
+
+
+_ONE: Any = dict.fromkeys(
+    ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"), 1
+) | dict.fromkeys(("head_groups", "tile_tokens", "logits_bytes"), 1)
+
+
+def idle_sizes(layers: int) -> Sizes:
+    """Returns the sizes of a model whose work is counted elsewhere: a few bytes a token."""
+    return Sizes(**_ONE, layers=max(1, layers), itemsize=1, class_type="vanilla")
+
+
+def _adapters(layers: list[Any]) -> list[Any]:
+    found = {
+        f"{i}.{name}": module
+        for i, layer in enumerate(layers)
+        for name, module in layer.named_modules()
+        if is_adapted(module)
+    }
+    return [*applied(found).values()]
+
+
+def _intermediate(config: Any) -> int:
+    """Returns the width of a layer's MLP; GPT-2's configuration has none, and means four times the
+    hidden size."""
+    found = getattr(config, MLP_WIDTH, None)
+    return found if isinstance(found, int) else 4 * config.hidden_size

@@ -1,0 +1,159 @@
+"""A run and its plan ask one count, whoever's layers run; and what a configuration alone says of
+whose layers those are."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from small_model import tiny_config
+from small_plan import card, run
+
+from longctx.config import ModelArguments
+from longctx.constants import GIB
+from longctx.cost.machines import MACHINES
+from longctx.errors import UserError
+from longctx.lora.adapters import with_lora
+from longctx.model.blocks import state_blocks
+from longctx.model.declined import is_dropout, set_dropout_, why_declined
+from longctx.model.patch import patch_custom
+from longctx.plan.changes import changes
+from longctx.plan.predict import Plan, Run, Subject, plan
+from longctx.report.plan_numbers import Answer, as_json
+from longctx.report.plan_text import figures
+from longctx.run import states
+from longctx.run.loading import load_config
+from longctx.run.loop import _Placing
+
+MACHINE = card(24)
+
+
+def eight_layers(**changes) -> Subject:
+    config = load_config(ModelArguments(preset="llama-3.1-8b", seq_len=8192), vocab_size=1)
+    config.num_hidden_layers = 8
+    config.update(changes)
+    return Subject(config, changes.pop("args", None))
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768])
+@pytest.mark.parametrize("kind", ["vanilla", "liger", "dropout", "gelu_new"])
+def test_a_run_puts_states_where_its_plan_does(monkeypatch, kind, tokens) -> None:
+    odd = dict(dropout={"attention_dropout": 0.1}, gelu_new={"hidden_act": "gelu_new"})
+    subject = eight_layers(**odd.get(kind, {}))
+    class_type = kind if kind in ("vanilla", "liger") else "custom"
+    planned = plan(subject, run(tokens, class_type=class_type), MACHINE, 256 * GIB)
+    model = subject.model
+    if class_type == "custom":
+        patch_custom(model, ModelArguments(seq_len=tokens).patch_options, torch.device("meta"))
+        assert states._scheduled(model) is None
+    monkeypatch.setattr(states, "peer_class", lambda model: class_type)
+    rates = MACHINE.rates(planned.backend, tokens, *planned.sizes.scores)
+    monkeypatch.setattr(states, "NO_RATES", rates)
+    request = partial(_Placing, place="auto", gpu_memory_gib=None, gradient_accumulation_steps=1)
+    args = request(device=torch.device("cpu"), world_size=1)
+    specs = state_blocks(model, movable=False)
+    budget = planned.decision.budget
+    decided = states._decided(model, None, specs, budget, args, tokens, None)
+    assert decided.sizes == planned.decision.sizes
+    assert decided.places == planned.decision.places
+    assert decided.needed_bytes == planned.decision.needed_bytes
+    assert decided.host.nbytes == planned.decision.host.nbytes
+
+
+def peer(class_type: str, **options) -> Plan:
+    subject = eight_layers().adapted(ModelArguments(**options)) if options else eight_layers()
+    return plan(subject, run(16384, class_type=class_type, **options), card(140), 256 * GIB)
+
+
+@pytest.mark.parametrize("class_type", ["vanilla", "liger"])
+def test_adapters_of_others_layers_are_planned(class_type) -> None:
+    whole, lora = peer(class_type), peer(class_type, lora_r=16)
+    packed = peer(class_type, lora_r=16, quantize="nf4")
+    assert lora.sizes.adapted.parameters == lora.sizes.trained > 0
+    assert not lora.sizes.trains_weights and not lora.sizes.trains_head
+    assert packed.gpu_bytes < lora.gpu_bytes < whole.gpu_bytes
+    assert lora.seconds.products < whole.seconds.products
+    assert packed.seconds.memory > lora.seconds.memory
+    backward = next(phase for phase in lora.phases if phase.name == "backward").buffers
+    inputs = lora.sizes.adapted.inputs // lora.sizes.layers
+    assert backward["inputs of adapters, fp32"] == 4 * 16384 * inputs
+
+
+REASONS = {
+    "attention_dropout": ("llama", {"attention_dropout": 0.1}, "attention dropout in", True),
+    "seed_oss": ("seed_oss", {"residual_dropout": 0.1}, "residual dropout in", True),
+    "gelu_new": ("llama", {"hidden_act": "gelu_new"}, "NewGELUActivation", False),
+    "relu": ("qwen2", {"hidden_act": "relu"}, "mlp.act_fn", False),
+    "both": ("llama", {"hidden_act": "relu", "attention_dropout": 0.1}, "mlp.act_fn", False),
+    "bias": ("llama", {"output_hidden_states": True}, "output_hidden_states", False),
+    "granite": ("granite", {"attention_dropout": 0.2}, "attention dropout in", True),
+    "none": ("llama", {}, None, False),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_configuration_says_whose_layers_run(name) -> None:
+    family, changed, says, drops = REASONS[name]
+    config = tiny_config(family)
+    config.update(changed)
+    reason = why_declined(config)
+    assert reason is None if says is None else says in str(reason)
+    assert is_dropout(config, str(reason)) == drops
+    set_dropout_(config, 0.0)
+    assert (why_declined(config) is None) == (drops or says is None)
+
+
+def test_the_way_out_of_dropout_is_offered_where_it_is_dropout() -> None:
+    request = run(131072)
+    for changed, offered in (({"attention_dropout": 0.1}, True), ({"hidden_act": "relu"}, False)):
+        subject = eight_layers(**changed)
+        assert subject.declined(request) and ("--dropout 0" in subject.declined(request)) == offered
+        assert not plan(subject, request, card(16), 96 * GIB).fits
+        found = changes(subject, request, card(16), 96 * GIB, host_grows=False)
+        assert any(flags == "--dropout 0" for flags, _ in found) == offered
+    with pytest.raises(UserError, match="--dropout must be at most 0"):
+        ModelArguments(dropout=0.1)
+
+
+def test_modules_without_a_language_model_are_counted() -> None:
+    args = _Placing(
+        place="auto",
+        gpu_memory_gib=None,
+        gradient_accumulation_steps=1,
+        device=torch.device("cpu"),
+        world_size=1,
+    )
+    module = torch.nn.Linear(4, 2)
+    specs = state_blocks(module, movable=False)
+    found = states._decided(module, None, specs, states.Budget(2**40, 2**40), args, 8, None)
+    assert all(place.all_on_gpu for place in found.places)
+
+
+def test_adapters_of_any_family_are_found() -> None:
+    pytest.importorskip("peft")
+    subject = eight_layers()
+    model = with_lora(subject.model, ModelArguments(lora_r=8, lora_targets=["q_proj"]))
+    found = states.peer_sizes(model, "vanilla", 2)
+    assert found.rank == 8 and found.adapted.inputs == 8 * 4096
+
+
+LAUNCHED = {  # preset, tokens, options; whether launches may take longer
+    "QLoRA, 2048": ("llama-3.1-8b", 2048, {"lora_r": 16, "quantize": "nf4"}, True),
+    "QLoRA, 8192": ("llama-3.1-8b", 8192, {"lora_r": 16, "quantize": "nf4"}, True),
+    "1B, 8192": ("llama-3.2-1b", 8192, {}, True),
+    "8B, 8192": ("llama-3.1-8b", 8192, {}, False),
+    "1B, 131072": ("llama-3.2-1b", 131072, {}, False),
+    "QLoRA, 65536": ("llama-3.1-8b", 65536, {"lora_r": 16, "quantize": "nf4"}, False),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_plan_says_where_launches_may_take_longer(name) -> None:
+    preset, tokens, options, says = LAUNCHED[name]
+    asked = ModelArguments(preset=preset, seq_len=tokens, **options)
+    subject = Subject(load_config(asked, vocab_size=1), asked)
+    found = plan(subject, Run(model=asked), MACHINES["h100"], 256 * GIB)
+    assert bool(found.launches_s) == says
+    lines = dict(figures(as_json(Answer(plan=found, host_bytes=256 * GIB))))
+    assert ("launches" in lines) == says
