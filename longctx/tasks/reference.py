@@ -4,8 +4,8 @@ The reference is the model as it is before the first update, or another one that
 and is gone before training begins; no second model exists. A row's log-probabilities do not change
 while a run trains, so they are kept in cache_dir (data/cache.py):
 
-    reference-v2-<key>.arrow             a row of numbers for each packed row, one per answer
-    reference-v2-<key of a part>.arrow   the same of PART_ROWS rows, deleted when all are there
+    reference-v3-<key>.arrow             a row of numbers for each packed row, one per answer
+    reference-v3-<key of a part>.arrow   the same of PART_ROWS rows, deleted when all are there
 
 The key says all that they depend on: the rows' content, the reference's weights and how they are
 computed (dtype, 4 bits), and how tokens are weighted. A run that is killed in the pass loses a part
