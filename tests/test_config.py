@@ -165,7 +165,7 @@ EVAL = "--eval_file e.txt --eval_strategy steps "
         ("--lr_scheduler_kwargs gone.json", "not JSON"),
         ("--report_to codecarbon", "--report_to codecarbon is not installed"),
         ("--train_file a.txt \udcff", "--train_file .*udcff' is not UTF-8"),
-        ("--fsdp word", "--fsdp: Unknown `fsdp` option: word"),
+        ("--fsdp word", "--fsdp: word is no word of FSDP2"),
         (
             '--fsdp true --fsdp_config {"version":"x"}',
             "FSDPx is not supported: set fsdp_version to 2",
