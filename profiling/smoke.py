@@ -8,8 +8,8 @@
 Tests run without a GPU, and benchmarks build their trainer themselves: this alone goes through the
 command line, its plan, its engines and its files on CUDA. A case is one command or several in turn.
 It fails by a command's exit status, by its time, by a traceback, where a line that it must print is
-missing, and where Hugging Face's layers ran in place of the schedule. Two cases run at a time on
-each GPU; those that take all GPUs run alone, after the others.
+missing, and where Hugging Face's layers ran in place of the schedule. Four cases run at a time on
+each GPU, which takes 80 GB; those that take several GPUs run after the others.
 
 A line tells what became of each case; the exit status is 1 if one failed. Rows of the results:
 case, gpus, outcome, s, the commands, and where a case failed, the line that says why. Commands'
@@ -45,18 +45,20 @@ Words = tuple[str, ...]
 
 LIMIT_S = 300
 """Seconds that a case may take. The slowest compiles kernels and takes about 60."""
-AT_A_TIME = 2
-"""Cases that share a GPU. Budgets below are a quarter of 80 GB."""
+AT_A_TIME = 4
+"""Cases that share a GPU, of which each may take BUDGET."""
+BUDGET: Words = ("--gpu_memory_gib", "18")
 
 TRAIN: Words = (sys.executable, "-m", "longctx", "train")
-SMALL: Words = tuple(
-    "--preset llama-3.2-1b --seq_len 4096 --max_steps 2 --save_strategy no --save_only_model "
-    "--gpu_memory_gib 20".split()
+NO_SAVES: Words = ("--save_strategy", "no", "--save_only_model")
+SMALL: Words = (
+    *"--preset llama-3.2-1b --seq_len 4096 --max_steps 2".split(),
+    *NO_SAVES,
+    *BUDGET,
 )
 """A model of published size, whose final/ is written and no checkpoint."""
 TINY: Words = tuple("--preset tiny --seq_len 2048 --max_steps 4".split())
 SAVES: Words = ("--save_steps", "2")
-NO_SAVES: Words = ("--save_strategy", "no", "--save_only_model")
 SCHEDULE = r"custom: \w+, "
 """The line that says what was patched."""
 
@@ -155,10 +157,10 @@ def _class_types(inputs: Inputs) -> Iterator[Case]:
         yield Case(name=kind, commands=(command,), prints=(f"{kind}: ",), vanilla=True)
     for preset in ("gemma-3-1b",):
         words = ("--preset", preset, "--seq_len", "4096", "--max_steps", "2", *NO_SAVES)
-        command = (*TRAIN, *words, "--gpu_memory_gib", "20", *inputs.at(preset))
+        command = (*TRAIN, *words, *BUDGET, *inputs.at(preset))
         yield Case(name=preset, commands=(command,), prints=(SCHEDULE,))
     command = (*TRAIN, "--model_name_or_path", inputs.base, "--seq_len", "4096", "--max_steps", "2")
-    command = (*command, *NO_SAVES, "--gpu_memory_gib", "20", *inputs.at("from_folder"))
+    command = (*command, *NO_SAVES, *BUDGET, *inputs.at("from_folder"))
     yield Case(name="from_folder", commands=(command,), prints=(SCHEDULE,))
 
 
@@ -167,6 +169,7 @@ def _memory(inputs: Inputs) -> Iterator[Case]:
         "place_host": "--place host --gradient_accumulation_steps 2",
         "small_budget": "--gpu_memory_gib 10 --seq_len 16384",
         "keep_all_on_host": "--keep all --offload_activations all",
+        "no_dropout": "--dropout 0",
         "keep_o": "--keep o --offload_activations none",
         "as_weights": "--optimizer_states as_weights",
         "bf16_over_fp32": "--dtype float32 --bf16",
@@ -253,7 +256,7 @@ def _adapters(inputs: Inputs) -> Iterator[Case]:
         name="lora",
         commands=(
             (*TRAIN, "--model_name_or_path", inputs.base, "--seq_len", "4096", "--max_steps", "2",
-             *NO_SAVES, "--gpu_memory_gib", "20", *lora, *inputs.at("lora")),
+             *NO_SAVES, *BUDGET, *lora, *inputs.at("lora")),
             (sys.executable, "-m", "longctx", "merge", inputs.adapter, "--output",
              str(inputs.folder / "merged")),
         ),
@@ -304,7 +307,7 @@ def _tasks(inputs: Inputs) -> Iterator[Case]:
         ("distill", ("--teacher", inputs.base, "--train_file", inputs.answers)),
         ("dpo_reference", ("--reference", inputs.base, "--train_file", inputs.pairs)),
     ):
-        task = ("--task", name.partition("_")[0], "--gpu_memory_gib", "20")
+        task = ("--task", name.partition("_")[0], *BUDGET)
         yield Case(
             name=name,
             commands=((*TRAIN, *model, *task, *more, *inputs.at(name)),),
@@ -364,7 +367,7 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
     yield Case(name="trl_dpo", commands=(command,), prints=("longctx patched: ",))
     read = ("--eval_file", "README.md", "--seq_len", "2048", "--windows", "2", "--repeats", "1")
     yield Case(name="eval", commands=((*longctx, "eval", inputs.base, *read),))
-    profiled = ("--preset", "llama-3.2-1b", "--seq_len", "8192", "--gpu_memory_gib", "20")
+    profiled = ("--preset", "llama-3.2-1b", "--seq_len", "8192", *BUDGET)
     command = (sys.executable, "profiling/profile_step.py", *profiled)
     yield Case(
         name="profile", commands=((*command, "--profile_dir", str(inputs.folder / "profile")),)
@@ -464,7 +467,7 @@ def _output(command: Words, gpus: Sequence[int], limit_s: float) -> tuple[int, s
 
 
 def run_all(chosen: Sequence[Case], gpus: int, jobs: int, logs: Path) -> Iterator[dict[str, Any]]:
-    """Yields a row a case: those of one GPU, which run side by side, then those of several."""
+    """Yields a row a case: those of one GPU first. `jobs` cases share a GPU."""
     free: queue.SimpleQueue[int] = queue.SimpleQueue()
     for place in range(jobs * gpus):
         free.put(place % gpus)
@@ -476,11 +479,12 @@ def run_all(chosen: Sequence[Case], gpus: int, jobs: int, logs: Path) -> Iterato
         finally:
             free.put(gpu)
 
-    with ThreadPoolExecutor(jobs * gpus) as pool:
-        yield from pool.map(on_one, (case for case in chosen if case.gpus == 1))
-    for case in chosen:
-        if case.gpus > 1:
-            yield run(case, range(case.gpus), logs)
+    def on_several(case: Case) -> dict[str, Any]:
+        return run(case, range(case.gpus), logs)
+
+    for workers, start, several in ((jobs * gpus, on_one, False), (jobs, on_several, True)):
+        with ThreadPoolExecutor(workers) as pool:
+            yield from pool.map(start, (case for case in chosen if (case.gpus > 1) == several))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
