@@ -88,3 +88,15 @@ def test_pairs_are_the_next_lines_in_order_and_shuffled(tmp_path) -> None:
         chosen, rejected = (pair[name].splitlines() for name in ("chosen", "rejected"))
         assert chosen != rejected and sorted(chosen) == sorted(rejected)
     assert found == list(script("get_preference_pairs").pairs(tmp_path / "a.py", "a.py"))
+
+
+def test_hashes_of_bits_repeat_and_see_one_bit(reference_kernels) -> None:
+    module = script("same_bits")
+    _, case = next(module.cases())
+    found = case()
+    assert [*map(module.hashed, found)] == [*map(module.hashed, case())]
+    for tensors in found:
+        before = module.hashed(tensors)
+        with torch.no_grad():
+            tensors[-1].view(-1).view(torch.uint8)[-1] ^= 1
+        assert module.hashed(tensors) != before
