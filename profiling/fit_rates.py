@@ -403,6 +403,9 @@ UNFITTED = {
     "GPU_MOST_SPARED": "chosen",
     "HOST_SPARE": "chosen",
     "HOST_MOST_SPARED_GIB": "chosen",
+    "LAUNCHES": "chosen",
+    "ADAPTER_LAUNCHES": "chosen",
+    "LAUNCH_S": "chosen",
     "DEQUANTISE": "0.096 ms for 14336 x 4096, in no results file",
 }
 

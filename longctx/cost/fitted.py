@@ -41,9 +41,6 @@ compilers, and the block that is copied when states are saved. Chosen, not fitte
 
 # --- seconds ---------------------------------------------------------------------------------
 
-RATE_SHARES: dict[str, tuple[str, float]] = {}
-"""Rates that are shares of a measured one (cost/rates.py), by the name that works have. What runs
-today runs at measured rates."""
 SMALL_HEADS = 0.85
 """The share of attention's rates that heads below 128 reach: in Llama-3.2-1B 0.84 with documents of
 8192 tokens and 0.88 with longer ones (h200_front.json)."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from longctx.cost.fitted import CAPPED_SCORES, RATE_SHARES, SMALL_HEADS, WIDE_HEADS
+from longctx.cost.fitted import CAPPED_SCORES, SMALL_HEADS, WIDE_HEADS
+
+RATE_SHARES: dict[str, tuple[str, float]] = {}
+"""Maps the name of a rate that works may have to a measured rate and a share of it. The share is a
+number of fitted.py. All that runs today runs at measured rates."""
 
 
 class AttentionRates(NamedTuple):

@@ -42,6 +42,7 @@ class FSDP2(Engine):
 
     name = "fsdp"
     shares_rows = True
+    _offloads, _reshards = False, True
 
     @classmethod
     def requested(cls, options: Any) -> bool:

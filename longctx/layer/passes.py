@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -121,12 +121,12 @@ class Pass:
         tensors: Mapping[str, Tensor],
         *,
         of_tiles: bool = False,
-        whole: bool = False,
+        whole: Collection[str] = (),
     ) -> None:
         """Keeps the tensors of one keepable, by the names under which backward gets them. If they
         wait on the host, their copies begin now, unless they are still to be written tile by tile
-        (`of_tiles`): then `send` copies each tile. `whole` tensors are not (T, ...), and come back
-        in one piece."""
+        (`of_tiles`): then `send` copies each tile. The tensors that `whole` names are not (T, ...),
+        and come back in one piece."""
         if self.saved is not None:
             store = self.schedule.store
             store.add(self.saved, name, tensors, of_tiles=of_tiles, whole=whole)

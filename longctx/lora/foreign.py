@@ -168,7 +168,7 @@ def _rows(found: Shapes, model: Any) -> list[int]:
     for an end that it does not hold whole."""
     ends, paths = [model.get_input_embeddings()], {m: path for path, m in model.named_modules()}
     head = model.get_output_embeddings()
-    if head is not None and not model.config.get_text_config().tie_word_embeddings:
+    if head is not None and not getattr(model.config, "tie_word_embeddings", False):
         ends.append(head)
 
     def held(path: str) -> int:

@@ -23,7 +23,7 @@ The slab (slab.py) has exactly the size that the longest batch needs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,13 +167,14 @@ class ActivationStore:
         tensors: Mapping[str, Tensor],
         *,
         of_tiles: bool = False,
-        whole: bool = False,
+        whole: Collection[str] = (),
     ) -> None:
-        """Keeps the tensors of the keepable `kept` until `load`: (T, ...) each, unless they are
-        `whole`. Those that the ladder wants on the host get a place there, if the slab has room: it
-        may not after more forwards than backwards."""
+        """Keeps the tensors of the keepable `kept` until `load`: (T, ...) each, unless `whole`
+        names them. Those that the ladder wants on the host get a place there, if the slab has room:
+        it may not after more forwards than backwards."""
         for name, tensor in tensors.items():
-            entry = Entry(tensor, tensor.shape, tensor.dtype, of_tiles=of_tiles, whole=whole)
+            how = dict(of_tiles=of_tiles, whole=name in whole)
+            entry = Entry(tensor, tensor.shape, tensor.dtype, **how)
             if kept in saved.keep.hosted:
                 entry.offset = _top(self._alive())
                 fits = entry.stop <= self._slab.numel()

@@ -154,5 +154,6 @@ def forget_tie(model: Any) -> None:
     if head is None or head.weight is embedding.weight:
         return
     for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = False
     model.all_tied_weights_keys = {}

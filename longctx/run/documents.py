@@ -80,7 +80,7 @@ def _why_joined(
             with torch.autocast(args.device.type, rounding, enabled=bool(mixed)):
                 if reason := why_joined(specimen, rounding):
                     return reason
-    except UserError:
+    except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a stranger's model raises of such a row
         return f"it cannot be tried: {type(error).__name__}: {one_line(error, 120)}"

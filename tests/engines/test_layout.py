@@ -62,7 +62,7 @@ def read(tmp_path: Path, **settings: object) -> FSDP2:
     path = tmp_path / "fsdp.json"
     path.write_text(json.dumps(settings))
     engine = FSDP2()
-    engine.read(Namespace(fsdp_config=str(path)))
+    engine.read(Namespace(fsdp="true", fsdp_config=str(path)))
     return engine
 
 

@@ -76,7 +76,7 @@ def test_every_tile_is_waited_for_though_the_layer_below_comes_early(monkeypatch
         kept = {name: torch.full((10, 2), float(layer)) for name in names}
         lse = kept.pop("lse")
         store.add(saved[-1], "h", kept)
-        store.add(saved[-1], "h", {"lse": lse}, whole=True)
+        store.add(saved[-1], "h", {"lse": lse}, whole=["lse"])
         store.send(saved[-1], *names)
         store.release(saved[-1])
     copies: list = []
@@ -138,7 +138,7 @@ def test_kinds_of_layers_that_alternate_fill_each_others_buffers(monkeypatch) ->
         saved.append(store.open(5 - layer))
         for name, shape in KINDS[layer % 2].items():
             kept = {name: torch.full(shape, float(layer), device=device)}
-            store.add(saved[-1], name, kept, whole=name == "lse")
+            store.add(saved[-1], name, kept, whole=["lse"])
             store.send(saved[-1], name)
         store.release(saved[-1])
     monkeypatch.setattr(store, "_host", lambda entry: copies.append(entry) or host(entry))

@@ -146,9 +146,9 @@ def test_every_submodule_exchanged(scheduled, capsys, kind: str, name: str) -> N
 
 def assert_like_hugging_faces(vanilla: Any, scheduled: Any, capsys: Any, where: str) -> bool:
     """A patched copy gives the same numbers, or the same error. Whether the schedule ran."""
-    ours = longctx.patch(copy.deepcopy(vanilla))
-    scheduled.clear()
     capsys.readouterr()
+    ours = longctx.patch(copy.deepcopy(vanilla))  # which says it, too
+    scheduled.clear()
     truth, found = result(vanilla), result(ours)
     said = capsys.readouterr().out.count("Hugging Face's layers run")
     assert said == (not scheduled), f"{where}: said {said} times"

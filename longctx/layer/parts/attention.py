@@ -102,10 +102,10 @@ class SelfAttention:
         """Keeps the activations of the whole row, and allocates h where it is kept."""
         p = self._pass
         if p.keeps("o"):
-            p.keep("o", {"o": o})
-            p.keep("o", {"lse": lse}, whole=True)
+            made = {"o": o, "lse": lse}
             if self._heads.wide_norms is not None and self._heads.wide_norms.rstd is not None:
-                p.keep("o", {"rstd": self._heads.wide_norms.rstd})
+                made["rstd"] = self._heads.wide_norms.rstd
+            p.keep("o", made, whole=["lse"])
         if p.keeps("q k v"):
             p.keep("q k v", {_part(i): part for i, part in enumerate(qkv)})
         if p.keeps("h") and not p.traits.parallel:
