@@ -16,6 +16,7 @@ With --streaming nothing is kept (stream.py).
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -188,7 +189,8 @@ def check_sources(args: DataArguments, rows: Rows = "text") -> list[Path]:
     found = find_files([*(args.train_file or []), *(args.eval_file or [])])
     if args.dataset_name:
         check_dataset_name(args.dataset_name)
-        found += expanded(args.dataset_name).rglob("*")
+        if os.path.isdir(expanded(args.dataset_name)):  # and not a name on the hub
+            found += expanded(args.dataset_name).rglob("*")
     return found
 
 
