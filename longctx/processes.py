@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from fcntl import F_DUPFD, fcntl
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -114,6 +115,8 @@ def _answer(
         die_with_parent(parent)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides
             signal.signal(number, signal.SIG_IGN)
+        # A program that was started without outputs has its pipe in one of their places.
+        connection = Connection(fcntl(connection.fileno(), F_DUPFD, 3), readable=False)
         silence = os.open(os.devnull, os.O_WRONLY)
         for output in (1, 2):
             os.dup2(silence, output)

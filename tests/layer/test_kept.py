@@ -42,7 +42,9 @@ class Routed(MLP):
         super().backward(dy, h, tile, **rest)
 
 
-@pytest.mark.parametrize("hosted", [set(), {"route"}, {"x", "o", "route"}], ids=str)
+@pytest.mark.parametrize(
+    "hosted", [set(), {"route"}, {"x", "o", "route"}], ids=["nothing", "it alone", "all"]
+)
 def test_a_second_tensor_that_must_be_kept_comes_back(hosted, monkeypatch) -> None:
     monkeypatch.setattr(schedule, "MLP", Routed)
     monkeypatch.setattr(Routed, "seen", [])
