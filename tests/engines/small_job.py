@@ -45,6 +45,7 @@ def of_family(family: str, job: list[str], folder: Path) -> list[str]:
     shutil.copytree(job[at], folder)
     vocab_size = AutoConfig.from_pretrained(job[at]).vocab_size
     config = family_config(family, vocab_size=vocab_size)
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return [*job[:at], str(folder), *job[at + 1 :]]
 
