@@ -1,4 +1,4 @@
-"""What the operating system refuses, in whatever words a library passes it on.
+"""Finds what the operating system has refused in an error, however a library words it.
 
     OSError                                                        its number
     MemoryError                                                    ENOMEM
@@ -45,7 +45,7 @@ _WORDS = {
     "Resource temporarily unavailable (os error": errno.EAGAIN,
     'WouldBlock, message: "Resource temporarily unavailable"': errno.EAGAIN,
 }
-"""What libraries print of such an error: the system's own words, but for these."""
+"""Words of libraries for such an error, where they do not print the system's own."""
 
 
 def refusal(error: BaseException | None) -> str | None:

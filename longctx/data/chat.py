@@ -126,7 +126,7 @@ def _template_line(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _end_line(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What ends an answer where the template itself does not, as the end of a line."""
+    """Returns the end of a line that says what ends an answer, if the template does not."""
     if not isinstance(tokenizer.chat_template, str):
         return ""
     ending = ending_of(tokenizer)

@@ -143,7 +143,7 @@ def unless_refused(text: Callable[[Asked], str], asked: Asked) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """What a template raised, shortened."""
+    """Returns the message of the error that a template raised, shortened."""
     if isinstance(error, MemoryError):
         return "it needs too much memory"
     return " ".join(str(error)[: 2 * REASON_CHARS].split())[:REASON_CHARS] or type(error).__name__

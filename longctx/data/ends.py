@@ -117,14 +117,14 @@ def _is_ended(span: str, words: str, tokens: EndTokens) -> bool:
 
 
 def _place_behind(span: str, words: str) -> int:
-    """Where the words end in a span; 0 if it does not hold them."""
+    """Returns the place behind the words in a span; 0 if the span does not hold them."""
     return span.find(words) + len(words) if words in span else 0
 
 
 def _addition(
     text: str, end: int, tokens: EndTokens, following: Callable[[], str | None]
 ) -> tuple[int, str]:
-    """Where to add which token, for an answer that ends at `end` without one."""
+    """Returns a place and the token to add there, for an answer that ends at `end` without one."""
     rest = text[end:]
     if not rest.strip() and (whole := following()) is not None:
         # Templates may rewrite an answer once another turn follows, so only its end is looked for.

@@ -62,7 +62,7 @@ class Conversation(Asked):
 
 
 Ending = Literal["closing", "next", "added"]
-"""Where the token that ends an answer comes from (ends.py)."""
+"""The names of the sources of the token that ends an answer (ends.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

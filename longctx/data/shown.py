@@ -87,7 +87,7 @@ def check_words(conversation: Asked, text: str, spans: Sequence[Span]) -> None:
 
 
 def _words(turn: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a trained turn says, by its keys, without blanks."""
+    """Yields the content and the reasoning of a trained turn by their keys, without blanks."""
     reasoning = next((key for key in REASONING if turn.get(key)), None)  # copies of one another
     for key in ("content", *([reasoning] if reasoning else [])):
         if words := _squeezed(turn[key]):

@@ -186,7 +186,7 @@ class FSDP2(Engine):
 
 
 def _launched(setting: str) -> bool:
-    """What `accelerate launch` says of a setting of its YAML."""
+    """Returns whether the YAML of `accelerate launch` turns a setting on."""
     names = {"OFFLOAD": "FSDP_OFFLOAD_PARAMS", "RESHARD": "FSDP_RESHARD_AFTER_FORWARD"}
     return bool(parse_flag_from_env(names[setting], setting == "RESHARD"))
 
@@ -197,7 +197,8 @@ _WORDS = {
     "offload": {"cpu_offload": True},
     "auto_wrap": {},
 }
-"""What transformers makes of the words of `--fsdp`, under FSDP2; fsdp_config wins."""
+"""The settings that transformers reads from the words of `--fsdp` under FSDP2. A setting in
+fsdp_config wins."""
 
 
 def _of_words(asked: Any) -> dict[str, bool]:

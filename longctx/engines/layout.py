@@ -163,7 +163,7 @@ class FullyShard(Layout):
     """Whether a layer's gathered weights are freed after its forward, and gathered again."""
 
     def _gathered(self, p: Parameters, numel: int) -> Buffers:
-        """What is gathered, with its copy; all weights where none are freed before backward."""
+        """Returns the gathered weights with their copy: all weights, if none are freed early."""
         more = 0 if self.reshards else p.total
         return {"gathered weights": BF16 * (2 * numel + more)}
 

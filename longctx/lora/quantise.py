@@ -51,7 +51,7 @@ def check_all_linear(args: ModelArguments, model: Any) -> None:
 def quantised_loading(
     args: ModelArguments, dtype: torch.dtype, device: torch.device, checkpoint: Any = None
 ) -> dict[str, Any]:
-    """What `from_pretrained` takes besides. The configuration of a `checkpoint` that is in 4 bits
+    """Returns more arguments for `from_pretrained`. The configuration of a `checkpoint` in 4 bits
     already says how."""
     if args.quantize == "none":
         return {}
