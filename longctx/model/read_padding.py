@@ -11,6 +11,12 @@ What a token without any key to attend to gets depends on Hugging Face's attenti
     sdpa, flex      0
     flash           0, and so does all padding, also where real tokens stand before it
     eager           the mean of all values of its row, those of later tokens and padding included
+    sdpa by cuDNN   0, but in torch 2.11 what it gets without a mask, from all tokens of its row
+                    (pytorch #177842)
+
+Torch takes cuDNN for 16 bits on H100, H200 and B200. Which kernel runs depends on the GPU, the
+dtype, torch and the caller's `sdpa_kernel`, so it is tried: where it gives something else than 0,
+and a batch has such a token, their layers run.
 
 Padding between real tokens counts in the sliding windows of sdpa, flex and eager, though not in
 flash's and the schedule's: their layers run then, whoever calls.
@@ -22,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from longctx.attention.padding import Row, rows_of
 from longctx.errors import UserError
@@ -35,6 +42,9 @@ _UNMASKED = (
     "a loss reads logits of padding, which a call with labels leaves out of all work: mask them, "
     "or call the model without labels"
 )
+
+_TRIED = 64
+"""Tokens of the row on which sdpa is tried."""
 
 
 class ComputedPadding(NamedTuple):
@@ -65,8 +75,11 @@ def padding_of(
         return None, None
     if rows is None or not any(row.real for row in rows):
         return None, "padding between real tokens, or no real token, where padding may be read"
-    if attention == "eager" and any(_sees_nothing(row, shorter) for row in rows):
-        return None, "padding that may be read and that eager attention lets see all tokens"
+    if any(_sees_nothing(row, shorter) for row in rows):
+        if attention == "eager":
+            return None, "padding that may be read and that eager attention lets see all tokens"
+        if attention == "sdpa" and not _gives_zero(base, mask.device):
+            return None, "padding that may be read and that torch's sdpa lets see all tokens here"
     return ComputedPadding(rows, blind=flash), None
 
 
@@ -97,3 +110,15 @@ def refuse_gradient(logits: Tensor, mask: Tensor) -> None:  # (B, S, V), (B, S)
 def _sees_nothing(row: Row, windows: list[int]) -> bool:
     """Whether no real token stands before some padding of a row, in the window of some layer."""
     return row.left > 0 or any(row.right >= window for window in windows)
+
+
+@torch.no_grad()
+def _gives_zero(base: Any, device: torch.device) -> bool:
+    """Whether the kernel that torch takes for a model's sdpa gives 0 to a token without any key to
+    attend to. One synchronisation."""
+    config, dtype = base.config, base.dtype
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    qkv = torch.ones(1, 1, _TRIED, head, dtype=dtype, device=device)
+    mask = torch.ones(1, 1, _TRIED, _TRIED, dtype=torch.bool, device=device).tril()
+    mask[..., 0, :] = False
+    return not scaled_dot_product_attention(qkv, qkv, qkv, attn_mask=mask)[..., 0, :].any().item()

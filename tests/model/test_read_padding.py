@@ -22,6 +22,7 @@ from transformers import (
 import longctx
 from exactness import DEVICE, relative_error
 from longctx.errors import UserError
+from longctx.model import read_padding
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 S = 40
@@ -125,6 +126,20 @@ def test_what_runs_hugging_faces_layers(scheduled, capsys, case) -> None:
     ours.longctx.strict = True
     with pytest.raises(UserError, match=r"may be read.* \(strict=True\)"):
         ours(**batch)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_sdpa_that_lets_padding_see_all_tokens(scheduled, capsys, monkeypatch, side) -> None:
+    """As cuDNN's in torch 2.11, to whom a row that is masked as a whole is one without a mask."""
+
+    def without_a_mask(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    monkeypatch.setattr(read_padding, "scaled_dot_product_attention", without_a_mask)
+    vanilla, ours = pair()
+    assert_same(vanilla, ours, lambda m: over_all_logits(m, batch_of(side)))
+    assert bool(scheduled) == (side == "right")  # where all padding sees a real token
+    assert ("sdpa lets see all tokens" in capsys.readouterr().out) == (side == "left")
 
 
 def test_a_hole_counts_in_windows(scheduled, capsys) -> None:
@@ -303,12 +318,17 @@ def test_prompts_are_not_shared_where_padding_is_computed(scheduled, capsys) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("side", PADS)
 def test_on_a_gpu(side, dtype) -> None:
-    """What torch's attention gives tokens that see nothing is measured here: 0, in every kernel."""
+    """Whatever kernel torch takes there, and whatever that gives tokens that see nothing."""
     vanilla, ours = (model.to(DEVICE, dtype) for model in pair())
     batch = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in batch_of(side).items()}
     truth, found = (m(**batch).logits.float() for m in (vanilla, ours))
-    error = relative_error(found, truth)
-    assert error < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert relative_error(found, truth) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+    kernels = torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH
+    with torch.nn.attention.sdpa_kernel(list(kernels)):  # which give 0: the schedule runs
+        truth = vanilla(**batch).logits.float()
+        ours.longctx.strict = True
+        found = ours(**batch).logits.float()
+    assert relative_error(found, truth) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
