@@ -79,8 +79,13 @@ def test_as_by_the_mask(name, dtype, case, window, blind) -> None:
 
     truths = by_mask([x.double() for x in tensors], rows, window, blind)
     naives = by_mask(tensors, rows, window, blind)
-    for what, ours, naive, truth in zip("o dq dk dv".split(), found, naives, truths, strict=True):
-        assert_exact(what, ours, naive[order], truth[order])
+    # In a window of one token dq and dk are 0 as the difference of two terms, which are about as
+    # large as q and k: errors are relative to these.
+    cancels = window == 1 and dtype == torch.float32
+    added = [0, q, k, 0] if cancels else [0] * 4
+    for what, x, *three in zip("o dq dk dv".split(), added, found, naives, truths, strict=True):
+        ours, naive, truth = three[0], three[1][order], three[2][order]
+        assert_exact(what, ours + x, naive + x, truth + x)
 
 
 def test_rows_of_a_mask() -> None:
