@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 
-def write_gguf(path: Path, layers: int = 1) -> None:
-    """A GGUF file of a tiny Llama with unquantised tensors, as llama.cpp names them."""
+def write_gguf(path: Path, layers: int = 1, more: dict[str, tuple[int, ...]] | None = None) -> None:
+    """A GGUF file of a tiny Llama with unquantised tensors, as llama.cpp names them, and `more`."""
     gguf = pytest.importorskip("gguf")
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -29,7 +29,7 @@ def write_gguf(path: Path, layers: int = 1) -> None:
         shapes |= {f"blk.{i}.ffn_{n}": (96, 64) for n in ("gate", "up")}
         shapes |= {f"blk.{i}.ffn_down": (64, 96)}
         shapes |= {f"blk.{i}.{n}_norm": (64,) for n in ("attn", "ffn")}
-    for name, shape in shapes.items():
+    for name, shape in {**shapes, **(more or {})}.items():
         writer.add_tensor(f"{name}.weight", rng.normal(size=shape, scale=0.1).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

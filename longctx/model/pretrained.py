@@ -35,6 +35,7 @@ from longctx.model.weights import (
     forget_tie,
     holds_nf4,
     refuse_partial,
+    unread_of_gguf,
     weight_files,
 )
 from longctx.noise import hidden_report
@@ -190,7 +191,8 @@ def read_model(
             print_rank0(
                 f"{source.name} is no model of rewards yet: its head of one number starts random"
             )
-    refuse_partial(str(source.name), model, found)
+    gguf = unread_of_gguf(Path(name, where["gguf_file"]), model) if "gguf_file" in where else []
+    refuse_partial(str(source.name), model, found, beside=gguf)
     forget_tie(model)
     if "gguf_file" in where:
         forget_gguf(model)

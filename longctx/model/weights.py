@@ -118,15 +118,18 @@ def _dtypes(path: Path) -> Iterator[tuple[str, str]]:
             yield name, str(tensor.dtype).removeprefix("torch.")
 
 
-def refuse_partial(name: str, model: Any, found: Mapping[str, Any]) -> None:
+def refuse_partial(
+    name: str, model: Any, found: Mapping[str, Any], *, beside: Sequence[str] = ()
+) -> None:
     """Raises UserError unless every weight of the model `name` was `found` in its files, which
-    transformers would leave random, and every tensor of the files was read."""
+    transformers would leave random, and every tensor of the files was read. `beside` are names of
+    tensors that transformers has not looked at."""
     mismatched = [f"{weight} {tuple(there)}" for weight, there, _ in found["mismatched_keys"]]
-    unread = _unread(model, found["unexpected_keys"])
+    unread = [*_unread(model, found["unexpected_keys"]), *beside]
     random = "they would be random; get the files again, or those of this config.json"
     other = (
         "trained without them it would be another model; get the config.json that belongs to the "
-        "files, or files that are not quantised"
+        "files, or files that are not quantised (for a GGUF file the model that it was made from)"
     )
     for names, problem, remedy in (
         (found["missing_keys"], f"of the model's weights are not in {name}", random),
@@ -145,6 +148,29 @@ def _unread(model: Any, unexpected: Iterable[str]) -> Sequence[str]:
     if hasattr(model, REWARD_HEAD.partition(".")[0]):
         names = [n for n in names if n.startswith(f"{model.base_model_prefix}.")]
     return names
+
+
+def unread_of_gguf(file: Path, model: Any) -> list[str]:
+    """Returns the tensors of a GGUF file that are no weights of the model made of it, which
+    transformers skips without a word: a layer more, biases, and the factors of Llama 3's RoPE
+    (`rope_freqs`). A head is accepted where the task has another."""
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    reader = GGUFReader(file)
+    numbers = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    if sum(numbers.values()) <= sum(p.numel() for p in model.parameters()):
+        return []  # transformers has found all of the model in the file, which has no more
+    architecture = reader.fields["general.architecture"].contents()
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    read = get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
+    # Experts' names are those of parameters, without `.weight`.
+    unread = [n for n in numbers if n not in read and n.removesuffix(".weight") not in read]
+    return [name for name in unread if name != "output.weight"]
 
 
 def forget_tie(model: Any) -> None:

@@ -207,6 +207,16 @@ def test_a_gguf_file_is_trained_and_saved_like_any_model(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize(
+    "more", ["rope_freqs", "blk.0.attn_q_norm", "blk.1.ffn_down", "blk.0.attn_q.scale"]
+)
+def test_what_nobody_reads_of_a_gguf_file_is_refused(tmp_path: Path, more) -> None:
+    write_gguf(tmp_path / "tiny.gguf", more={more: (8,)})
+    args = ModelArguments(model_name_or_path=str(tmp_path / "tiny.gguf"), seq_len=48)
+    with pytest.raises(UserError, match=rf"1 of the tensors .* by nobody \({more}.weight\)"):
+        load_model(args, load_config(args, vocab_size=331), device=CPU)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("change", "message"),
