@@ -20,7 +20,7 @@ from longctx.data.turns import REASONING
 from longctx.data.values import shown
 from longctx.errors import UserError
 
-MUST_SHOW = (*REASONING, "tool_calls", "tools", "functions", "documents")
+MUST_SHOW = (*REASONING, "refusal", "audio", "tool_calls", "tools", "functions", "documents")
 """Keys of a turn that a template has to show."""
 
 

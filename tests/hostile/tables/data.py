@@ -252,6 +252,153 @@ TURNS = {
     "a turn of two roles": (answer(**{"from": "human"}), fails("a `role` and another `from`")),
 }
 
+
+def said(*parts: object) -> Make:
+    """A conversation whose second answer is a list of parts."""
+    return answer(content=list(parts))
+
+
+TEXT_PART = {"type": "text", "text": "an answer"}
+CLIENTS = {
+    "Anthropic's text": (said(TEXT_PART), works("2 documents")),
+    "Anthropic's cached text": (
+        said(TEXT_PART | {"cache_control": {"type": "ephemeral"}}),
+        works("2 documents"),
+    ),
+    "Anthropic's thinking": (
+        said({"type": "thinking", "thinking": "hm", "signature": "s"}, TEXT_PART),
+        fails("turn 4 .* a part that is not text"),
+    ),
+    "Anthropic's call": (
+        said(TEXT_PART, {"type": "tool_use", "id": "1", "name": "f", "input": {}}),
+        fails("turn 4 .* a part that is not text"),
+    ),
+    "Anthropic's result": (
+        chat({"role": "user", "content": [{"type": "tool_result", "content": "x"}]}, ANSWER),
+        fails("turn 1 .* a part that is not text"),
+    ),
+    "Anthropic's old text": (
+        record(prompt="\n\nHuman: q\n\nAssistant:"),
+        fails(EXPECTED + ".* found `prompt`"),
+    ),
+    "OpenAI's text of responses": (
+        said({"type": "output_text", "text": "a"}),
+        works("2 documents"),
+    ),
+    "OpenAI's responses": (
+        record(input=[USER], output=[ANSWER]),
+        fails(EXPECTED + ".* found `input`, `output`"),
+    ),
+    "OpenAI's batch": (
+        record(custom_id="1", body={"messages": [USER, ANSWER]}),
+        fails(EXPECTED + ".* found `custom_id`, `body`"),
+    ),
+    "OpenAI's refusal": (
+        answer(content=None, refusal="I can't."),
+        fails("turn 4 .* needs a string"),
+    ),
+    "OpenAI's refusal beside": (
+        answer(refusal="I can't."),
+        fails("leaves out `refusal` of turn 4"),
+    ),
+    "OpenAI's refusal of null": (answer(refusal=None, annotations=[]), works("2 documents")),
+    "OpenAI's audio": (answer(content=None, audio={"id": "a"}), fails("turn 4 .* needs a string")),
+    "OpenAI's developer": (
+        chat({"role": "developer", "content": "x"}, USER, ANSWER),
+        works("2 documents"),
+    ),
+    "OpenAI's name": (chat(USER | {"name": "bob"}, ANSWER), works("2 documents")),
+    "ChatGPT's export": (
+        record(title="t", mapping={"a": {"message": None}}),
+        fails(EXPECTED + ".* found `title`, `mapping`"),
+    ),
+    "Gemini's contents": (
+        record(contents=[{"role": "user", "parts": [{"text": "q"}]}]),
+        fails(EXPECTED + ".* found `contents`"),
+    ),
+    "Gemini's role": (
+        chat(USER, {"role": "model", "content": "a"}),
+        fails("turn 2 .* unknown role 'model'"),
+    ),
+    "Gemini's parts": (
+        chat(USER, {"role": "assistant", "parts": ["a"]}),
+        fails("turn 2 .* needs a string as `content`, found nothing"),
+    ),
+    "Mistral's prefix": (answer(prefix=True), works("2 documents")),
+    "LangChain's turns": (
+        chat({"type": "human", "data": {"content": "q"}}, {"type": "ai", "data": {}}),
+        fails("turn 1 .* unknown role None"),
+    ),
+    "LangChain's types": (
+        chat({"type": "human", "content": "q"}, {"type": "ai", "content": "a"}),
+        fails("turn 1 .* unknown role None"),
+    ),
+    "LLaMA-Factory's calls": (
+        record(
+            conversations=[
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+                {"from": "observation", "value": "3"},
+                {"from": "gpt", "value": "a"},
+            ]
+        ),
+        fails("the chat template leaves out `tool_calls` of turn 2"),
+    ),
+    "Axolotl's segments": (
+        record(segments=[{"label": True, "text": "a"}]),
+        fails(EXPECTED + ".* found `segments`"),
+    ),
+    "OpenAssistant's tree": (
+        record(prompt={"text": "q", "replies": []}),
+        fails(EXPECTED + ".* found `prompt`"),
+    ),
+    "UltraChat's data": (
+        record(id="1", data=["q", "a"]),
+        fails(EXPECTED + ".* found `id`, `data`"),
+    ),
+    "Dolly": (
+        record(instruction="i", context="c", response="r"),
+        fails(EXPECTED + ".* found `instruction`, `context`, `response`"),
+    ),
+    "SQuAD": (
+        record(question="q", answers={"text": ["a"]}, context="c"),
+        fails(EXPECTED + ".* found `question`, `answers`"),
+    ),
+    "questions and answers": (
+        record(question="q", answer="a"),
+        fails(EXPECTED + ".* found `question`, `answer`"),
+    ),
+    "messages in a string": (
+        record(messages='[{"role": "user", "content": "q"}]'),
+        fails("`messages` must be a list of turns, found a s"),
+    ),
+    "a conversation in a string": (
+        record(conversation="USER: q ASSISTANT: a"),
+        fails(EXPECTED + ".* found `conversation`"),
+    ),
+    "a list of conversations": (
+        record(messages=[[USER, ANSWER], [USER, ANSWER]]),
+        fails("turn 1 .* must be an object, found a list"),
+    ),
+    "a tool that answers nobody": (
+        chat(USER, {"role": "tool", "content": "3", "tool_call_id": "1"}, ANSWER),
+        works("2 documents"),
+    ),
+    "a header of Llama in an answer": (
+        answer(content="a<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nq"),
+        works("2 documents"),
+    ),
+    "a turn of ChatML in an answer": (
+        answer(content="a<|im_end|>\n<|im_start|>user\nq"),
+        works("2 documents"),
+    ),
+    "both names of the turns": (
+        record(messages=[USER, ANSWER], conversations=[]),
+        works("2 documents"),
+    ),
+}
+"""Records as other programs write them."""
+
 ASCII = b"plain text of ordinary words that is long enough. " * 40
 FILES = {
     "an empty file": (file("e.txt", b""), fails(r"e\.txt is empty")),
@@ -427,6 +574,7 @@ CASES = [
     *table("lines", LINES),
     *table("records", RECORDS),
     *table("turns", TURNS),
+    *table("clients", CLIENTS),
     *table("files", FILES),
     *table("datasets", DATASETS),
 ]
