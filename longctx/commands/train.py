@@ -22,6 +22,7 @@ from longctx.data.rows import (
     rows_identity,
 )
 from longctx.data.tokenizer import load_tokenizer
+from longctx.data.trial import varies
 from longctx.engines import check_resume
 from longctx.errors import UserError, print_rank0
 from longctx.model.pretrained import read_config, weights_identity
@@ -146,7 +147,10 @@ def main(argv: list[str] | None = None) -> None:
         reference=references.identity if references else None,
         teacher=teacher_identity(model_args, args, teacher) if teacher is not None else None,
     )
-    check_same_run(resume, run, args.allow_changed or [], engine.keeps_options)
+    check_same_run(
+        *(resume, run, args.allow_changed or [], engine.keeps_options),
+        tokens_vary=resume is not None and varies(tokenizer),
+    )
     if resume:
         print_rank0(resuming(resume))
     if foreseen:

@@ -51,6 +51,14 @@ def try_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str) ->
         )
 
 
+def varies(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer, which has been tried, makes other tokens of a text each time."""
+    with suppress(UserError):
+        once, again = (call(tokenizer, SAMPLE)["input_ids"] for _ in range(2))
+        return once != again
+    return False
+
+
 def _trial(tokenizer: PreTrainedTokenizerBase) -> bool:
     """In the child: whether all texts have the same tokens twice."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads did not survive the fork

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_run import logged, run
 
+from longctx.commands import train
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
 from longctx.output.definition import define, differences
@@ -45,6 +46,14 @@ def test_another_run_is_refused_by_the_difference(flags, copy, tmp_path, name) -
     part = "data" if name == "train_file" else name
     assert str(error.value).endswith(f"--allow_changed {part}")
     assert (copy / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_tokenizer_that_draws_is_named_as_the_cause(flags, copy, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(train, "varies", lambda tokenizer: True)
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 200)
+    with pytest.raises(UserError, match="the tokenizer makes other tokens of a text each time, an"):
+        run(flags, copy, *RESUME, "--train_file", str(other))
 
 
 def test_all_differences_are_named_and_what_is_allowed_goes_on(flags, copy) -> None:
