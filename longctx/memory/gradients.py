@@ -138,7 +138,8 @@ class WatchedGradients:
                 raise RuntimeError(SEEN)
             _make_wide(grad)
             if factor is not None:
-                grad.mul_(factor)
+                grad.mul_(factor.to(grad.device))
+                del self._clipped[slot]  # applied now: the sum that follows is a change of ours
 
     def _arrive(self, slot: Slot) -> None:
         """Takes a gradient after autograd has written `parameter.grad` or added to it."""
