@@ -73,6 +73,11 @@ class WatchedGradients:
         self._said_large = False
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
+    @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        return self._stream.device
+
     def watch(self, parameter: nn.Parameter, slot: Slot) -> None:
         """Takes the gradients that backward delivers for the parameter of a slot."""
         self._slots[parameter] = slot
@@ -130,15 +135,16 @@ class WatchedGradients:
         self._settle_block(block)
         if block.streams:  # somebody's own, on the host maybe
             held = Held(self, slot)
-            held.here = grad.to(self._stream.device).contiguous()
-            parameter.grad = HeldGradient(parameter, held, held.here.dtype)
+            held.here = grad.to(self.device).contiguous()
+            _show(parameter, held, held.here.dtype)
         elif grad.dtype != torch.float32:
             factor = self.factor(slot, grad)
             if self._is_seen(grad, 2):
                 raise RuntimeError(SEEN)
             _make_wide(grad)
             if factor is not None:
-                grad.mul_(factor)
+                grad.mul_(factor.to(grad.device))
+                del self._clipped[slot]  # applied now: the sum that follows is a change of ours
 
     def _arrive(self, slot: Slot) -> None:
         """Takes a gradient after autograd has written `parameter.grad` or added to it."""
@@ -158,9 +164,8 @@ class WatchedGradients:
             _make_wide(grad)
         if leaves or block.streams:  # a parameter on the host takes no GPU's tensor as its grad
             held = Held(self, slot)
-            dtype = torch.float32 if block.sums else grad.dtype
-            parameter.grad = HeldGradient(parameter, held, dtype)
-            grad = grad.to(self._stream.device).contiguous()  # a loop may have moved the weight
+            _show(parameter, held, torch.float32 if block.sums else grad.dtype)
+            grad = grad.to(self.device).contiguous()  # a loop may have moved the weight
             if leaves:
                 self._send(held, grad)
             else:
@@ -188,7 +193,8 @@ class WatchedGradients:
         assert room is not None
         earlier = block.waiting(i)
         if earlier is not None and earlier is not held:  # which somebody has kept
-            earlier.here, earlier.factor = self.whole(earlier), None
+            earlier.here, earlier.factor = self.whole(earlier, self.device), None
+        grad = grad.to(self.device)
         held.norms = self._measured(held.slot, grad)
         grad = grad.to(room.dtype)
         with annotate("gradient out"), self._stream.down.after(self._stream.compute.mark()):
@@ -208,15 +214,15 @@ class WatchedGradients:
         self._settle_block(held.slot[0])
         room = held.slot[0].host_grad
         if held.here is None and room is not None and room.dtype == torch.float32:
-            self._add_on_host(held, grad.to(self._stream.device).contiguous())
+            self._add_on_host(held, grad.to(self.device).contiguous())
             return
-        total = self.whole(held) if held.here is None else held.here
+        total = self.whole(held, self.device) if held.here is None else held.here
         if total.dtype != torch.float32:
             if held.here is not None and self._is_seen(held.here, 1):
                 raise RuntimeError(SEEN)
             _make_wide(total)
         if held.here is not None and held.factor is not None:
-            total.mul_(held.factor)
+            total.mul_(held.factor.to(total.device))
         held.here, held.factor = total.add_(grad.to(total.device)), None
 
     def _add_on_host(self, held: Held, grad: Tensor) -> None:
@@ -247,21 +253,21 @@ class WatchedGradients:
         if factor is not None:
             self._hold(factor)
 
-    def whole(self, held: Held) -> Tensor:
-        """Returns a held gradient on the GPU, in its parameter's shape: `here` itself if it is as
-        it should be, else a copy."""
+    def whole(self, held: Held, device: torch.device) -> Tensor:
+        """Returns a held gradient in its parameter's shape: `here` itself if that is as it should
+        be or somebody has views of it, else a copy on a device."""
         block, i = held.slot
         self._settle_block(block)
         if held.here is not None:
-            grad = held.here
+            grad = held.here if self._is_seen(held.here, 1) else held.here.to(device)
         else:
             assert block.host_grad is not None
             self._stream.compute.wait(self._stream.down.mark())
-            grad = block.host_grad[block.ranges[i]].to(self._stream.device)
-            if grad.device.type == "cpu":
-                grad = grad.clone()
-            grad = grad.view(block.parameters[i].shape)
-        return grad if held.factor is None else grad.float() * held.factor
+            if device.type == "cpu":  # also what others copied there: a GradScaler copies its scale
+                self._stream.compute.synchronize()
+            room = block.host_grad[block.ranges[i]].view(block.parameters[i].shape)
+            grad = room.to(device, copy=True)
+        return grad if held.factor is None else grad.float() * held.factor.to(grad.device)
 
     def replace(self, held: Held, grad: Tensor) -> None:
         """Takes the changed values of a held gradient, which `whole` returned."""
@@ -271,12 +277,12 @@ class WatchedGradients:
             held.here, held.factor = grad, None
 
     def keep(self, held: Held, grad: Tensor) -> None:
-        """Keeps on the GPU what `whole` returned, since others have views of it."""
+        """Keeps what `whole` returned where it is, since others have views of it."""
         if held.here is None and grad.nbytes >= LARGE_BYTES and not self._said_large:
             self._said_large = True
             print_rank0(
-                f"a gradient of {tuple(grad.shape)} stays on the GPU, {grad.nbytes / GIB:.2f} GiB: "
-                "a view of it was made"
+                f"a gradient of {tuple(grad.shape)} takes {grad.nbytes / GIB:.2f} GiB more on "
+                f"{grad.device}, where it stays: a view of it was made"
             )
         held.here, held.factor = grad, None
 
@@ -289,14 +295,14 @@ class WatchedGradients:
                 f"parameter.grad.data got {tuple(grad.shape)} in {grad.dtype} for a parameter of "
                 f"{tuple(block.parameters[i].shape)}"
             )
-        held.here, held.factor = grad.detach().to(self._stream.device), None
+        held.here, held.factor = grad.detach(), None
 
     def multiply(self, held: Held, factor: Any) -> None:
         """Has the update multiply a held gradient by a factor."""
         self._settle_block(held.slot[0])
-        factor = torch.as_tensor(factor, dtype=torch.float32).to(self._stream.device)
+        factor = torch.as_tensor(factor, dtype=torch.float32).to(self.device)
         if held.here is not None and self._is_seen(held.here, 1):
-            held.here.mul_(factor)
+            held.here.mul_(factor.to(held.here.device))
             return
         held.factor = factor.clone() if held.factor is None else held.factor * factor
 
@@ -331,7 +337,7 @@ class WatchedGradients:
         self.settle()
         found = [self._norms_of(slot, grad) for slot, grad in self._present()]
         if not found:
-            return torch.zeros((), device=self._stream.device)
+            return torch.zeros((), device=self.device)
         return _total(torch.cat(found))
 
     def norm_of(self, held: Held) -> Tensor:
@@ -343,14 +349,14 @@ class WatchedGradients:
         """Returns the norms of a gradient's pieces."""
         if isinstance(grad, HeldGradient):
             return grad.held.gradients.norms_of(grad.held)
-        self._norms[slot] = self._measured(slot, grad.to(self._stream.device).contiguous())
+        self._norms[slot] = self._measured(slot, grad.to(self.device).contiguous())
         factor = self.factor(slot, grad)
         return self._norms[slot] if factor is None else self._norms[slot] * factor
 
     def norms_of(self, held: Held) -> Tensor:
         """Returns the norms of a held gradient's pieces."""
         if held.here is not None:
-            held.norms = self._measured(held.slot, held.here.contiguous())
+            held.norms = self._measured(held.slot, held.here.to(self.device).contiguous())
         assert held.norms is not None
         return held.norms if held.factor is None else held.norms * held.factor
 
@@ -412,11 +418,12 @@ class WatchedGradients:
     def tensors(self) -> list[Tensor]:
         """Returns the gradients on the GPU that are in no `parameter.grad`."""
         held = [g.held.here for _, g in self._present() if isinstance(g, HeldGradient)]
-        return [*(x for x in held if x is not None), *(grad for *_, grad in self._leaving)]
+        here = [x for x in held if x is not None and x.device == self.device]
+        return [*here, *(grad for *_, grad in self._leaving)]
 
     def take(self, slot: Slot) -> tuple[Tensor | None, Tensor | None]:
-        """Returns a gradient for its update, on the GPU and contiguous, or None if it is in its
-        room on the host; and the factor by which the update multiplies it, fp32, (); None is 1."""
+        """Returns a gradient for its update, contiguous, or None if it is in its room on the host;
+        and the factor by which the update multiplies it, fp32, (); None is 1."""
         parameter = slot[0].parameters[slot[1]]
         grad = parameter.grad
         assert grad is not None
@@ -427,7 +434,7 @@ class WatchedGradients:
                 return None, held.factor
             if held.slot == slot and held.here is not None:
                 return held.here.contiguous(), held.factor
-            grad = held.whole()  # that of another parameter
+            grad = held.whole(self.device)  # that of another parameter
         else:
             factor = self.factor(slot, grad)
         if grad.shape != parameter.shape or grad.layout != torch.strided:
@@ -438,7 +445,7 @@ class WatchedGradients:
         with unguarded():
             if grad.dtype not in (torch.bfloat16, torch.float32):
                 grad = grad.float()
-            return grad.detach().to(self._stream.device).contiguous(), factor
+            return grad.detach().contiguous(), factor
 
     def end(self) -> None:
         """Ends the step: all gradients have been given to the update, and none is on its way."""
@@ -451,6 +458,12 @@ def _here(grad: Tensor) -> tuple[Tensor, int] | None:
     if not isinstance(grad, HeldGradient):
         return grad, 2  # `parameter.grad` and its Python object
     return None if grad.held.here is None else (grad.held.here, 1)
+
+
+def _show(parameter: nn.Parameter, held: Held, dtype: torch.dtype) -> None:
+    """Makes a held gradient the parameter's, wherever that is now."""
+    with unguarded():
+        parameter.grad = HeldGradient(parameter, held, dtype)
 
 
 def _make_wide(grad: Tensor) -> None:

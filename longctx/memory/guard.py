@@ -44,7 +44,7 @@ class Guarded:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if _name(func) not in _METADATA:
+        if _name(func) not in _METADATA or _gives_a_gradient(func, args):
             for x in tree_leaves((args, kwargs)):
                 if isinstance(x, Guarded):
                     settle(x)  # type: ignore[arg-type]
@@ -100,6 +100,11 @@ def settle(x: Tensor) -> None:
 def unguarded() -> Any:
     """A context in which guarded tensors are ordinary ones, for the code that moves them."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def _gives_a_gradient(func: Any, args: Sequence[Any]) -> bool:
+    """Whether somebody assigns `parameter.grad`, which has to lie where the parameter's home is."""
+    return getattr(func, "__name__", "") == "__set__" and isinstance(args[1], Tensor)
 
 
 def _name(func: Any) -> str:

@@ -6,14 +6,18 @@ A gradient that waits in host memory has no tensor on the GPU. A `HeldGradient` 
     the next backward adds to it      the sum is made where the gradient is, piece by piece
     its norm                          is known: it was measured before the gradient left
     multiplication by a number        is remembered, and applied by the update
-    an operation that makes a view    brings the gradient to the GPU, where it stays
-    any other operation               runs on a copy on the GPU; what it changes goes back
+    an operation that makes a view    brings the gradient to its parameter, where it stays
+    any other operation               runs on a copy there; what it changes goes back
 
 So clipping by torch, accelerate or Trainer, a GradScaler, logging, and both kinds of zero_grad do
 with it what they do with any gradient. Only the operations of the last two lines move it. A view is
 whatever shares memory with the gradient: rows, numpy arrays, DLPack, storages. From the first one
 on, all operations run in place on the tensor that the view shows. `parameter.grad = None` forgets
 the gradient.
+
+As torch wants it, the gradient's device is the parameter's at any time: the host for weights that
+wait there, but the GPU while their block computes. An operation with other tensors that are on the
+GPU runs there.
 """
 
 from __future__ import annotations
@@ -28,12 +32,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from longctx.memory.aliases import share_memory
+from longctx.memory.guard import settle, unguarded
 
-aten = torch.ops.aten
+aten, device_of = torch.ops.aten, torch.ops.prim.device.default
 
 
 class Holder(Protocol):
     """The owner of held gradients (gradients.py)."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     def add(self, held: Held, grad: Tensor) -> None: ...
 
@@ -43,7 +51,7 @@ class Holder(Protocol):
 
     def norms_of(self, held: Held) -> Tensor: ...
 
-    def whole(self, held: Held) -> Tensor: ...
+    def whole(self, held: Held, device: torch.device) -> Tensor: ...
 
     def replace(self, held: Held, grad: Tensor) -> None: ...
 
@@ -61,7 +69,7 @@ class Held:
         self._gradients = weakref.ref(gradients)
         self.slot = slot
         self.here: Tensor | None = None
-        """The values on the GPU; None if they are in the block's room on the host."""
+        """The values, on the GPU or the host; None if they are in the block's room on the host."""
         self.factor: Tensor | None = None
         """The factor by which the values are multiplied, fp32, (), on the GPU; None is 1. It is
         None while anybody has views of `here`."""
@@ -77,27 +85,42 @@ class Held:
             raise RuntimeError("this gradient's optimizer is gone, and the gradient with it")
         return found
 
-    def whole(self) -> Tensor:
-        """Returns the gradient on the GPU, in its parameter's shape: `here` itself, or a copy."""
-        return self.gradients.whole(self)
+    @property
+    def device(self) -> torch.device:
+        """The device on which others see the gradient: its parameter's now."""
+        block, i = self.slot
+        with unguarded():
+            found: torch.device = block.parameters[i].device
+            return found
+
+    def settle(self) -> None:
+        """Sends the parameter home, as whoever touches the parameter does (guard.py)."""
+        block, i = self.slot
+        settle(block.parameters[i])
+
+    def whole(self, device: torch.device | None = None) -> Tensor:
+        """Returns the gradient in its parameter's shape and, by default, where that is: `here`
+        itself, or a copy."""
+        self.settle()
+        return self.gradients.whole(self, device or self.device)
 
     def show(self) -> Tensor:
-        """Brings the gradient to the GPU, where it stays, and returns the tensor there."""
+        """Brings the gradient to its parameter, where it stays, and returns the tensor there."""
         whole = self.whole()
         self.gradients.keep(self, whole)
         return whole
 
 
 class HeldGradient(Tensor):
-    """Stands for a gradient. Its device is the parameter's, as torch requires of `.grad`; its
-    values live elsewhere. They have fp32 where more batches were added than were planned for."""
+    """Stands for a gradient whose values live elsewhere. They have fp32 where more batches were
+    added than were planned for."""
 
     held: Held
 
     @staticmethod
     def __new__(cls, like: Tensor, held: Held, dtype: torch.dtype | None = None) -> HeldGradient:
         self: HeldGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, dtype=dtype or like.dtype, device=like.device
+            cls, like.shape, dtype=dtype or like.dtype, device=held.device, dispatch_device=True
         )
         # Code in C++ that asks for the address gets an error, instead of ending the process.
         torch._C._set_throw_on_mutable_data_ptr(self)  # type: ignore[attr-defined]
@@ -114,6 +137,8 @@ class HeldGradient(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
+        if func is device_of:
+            return args[0].held.device
         if func is aten.detach.default:
             return HeldGradient(args[0], args[0].held)
         if isinstance(first, list | tuple) and "foreach" in func.__name__:
@@ -127,7 +152,8 @@ class HeldGradient(Tensor):
                 held.gradients.multiply(held, args[1])
                 return first
             if func is aten.linalg_vector_norm.default and _is_plain_norm(*args, **kwargs):
-                return held.gradients.norm_of(held).to(kwargs.get("dtype") or torch.float32)
+                norm = held.gradients.norm_of(held)
+                return norm.to(held.device, kwargs.get("dtype") or torch.float32)
         return _on_values(func, args, kwargs)
 
     @property  # type: ignore[override]
@@ -165,7 +191,7 @@ class HeldGradient(Tensor):
         return self._exposed()._typed_storage()
 
     def _exposed(self) -> Tensor:
-        """Returns the tensor on the GPU to somebody whose hold on it cannot be counted."""
+        """Returns the tensor with the values to somebody whose hold on it cannot be counted."""
         shown = self.held.show()
         self.held.exposed = shown.detach()
         return shown
@@ -191,18 +217,19 @@ class HeldGradient(Tensor):
 
 def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on the values of gradients, and takes back what it changed. Values that its
-    results share memory with stay on the GPU."""
+    results share memory with stay where they are then."""
     if torch.Tag.inplace_view in func.tags:
         raise RuntimeError(
             f"{func.__name__.split('.')[0]} would change the shape or memory of a gradient that "
             "waits on the host: assign parameter.grad instead"
         )
+    device = _device(args, kwargs)
     values: dict[Held, Tensor] = {}
     stands: dict[int, HeldGradient] = {}
 
     def value(stand: HeldGradient) -> Tensor:
         if stand.held not in values:
-            values[stand.held] = whole = stand.held.whole()
+            values[stand.held] = whole = stand.held.whole(device)
             stands[id(whole)] = stand
         return values[stand.held]
 
@@ -218,6 +245,18 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, lambda x: stands.get(id(x), x), found)
 
 
+def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    """Returns where an operation runs: on the GPU if it has other tensors there beside gradients,
+    else where the first gradient is."""
+    tensors = [x for x in tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
+    stands = [x.held for x in tensors if isinstance(x, HeldGradient)]
+    others = [x.device for x in tensors if x.dim() and not isinstance(x, HeldGradient)]
+    for held in stands:
+        held.settle()
+    gpu = stands[0].gradients.device
+    return gpu if gpu in others else stands[0].device
+
+
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[HeldGradient]:
     """The gradients that an operation writes, by itself or into `out`."""
     for i, argument in enumerate(func._schema.arguments):
@@ -227,7 +266,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on a list of gradients, of which one at a time is brought to the GPU."""
+    """Runs an operation on a list of gradients, of which one at a time is whole."""
     many, *rest = args
     found = []
     for i, given in enumerate(many):

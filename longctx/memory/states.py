@@ -112,7 +112,7 @@ class Step:
     """One parameter's outstanding AdamW step."""
 
     grad: Tensor | None
-    """The gradient on the GPU; None if it is in the block's `host_grad`."""
+    """The gradient, contiguous, wherever it is; None if it is in the block's `host_grad`."""
     options: Mapping[str, Any]
     """The arguments of `adamw_`: lr, betas, eps, weight_decay, step, scale."""
 
@@ -304,6 +304,13 @@ class Block:
         """Returns a piece of the i-th parameter's gradient."""
         start = self.ranges[i].start
         return grad.view(-1)[piece.start - start : piece.stop - start]
+
+    def grad_of(self, i: int, piece: slice, step: Step) -> Tensor:
+        """Returns a piece of the gradient of the i-th parameter's step, where it is."""
+        if step.grad is not None:
+            return self.grad_at(i, piece, step.grad)
+        assert self.host_grad is not None
+        return self.host_grad[piece]
 
     def states_at(self, i: int, piece: slice) -> list[Tensor]:
         """Returns a piece of exp_avg, exp_avg_sq and, for a parameter in 16 bits, the remainder,

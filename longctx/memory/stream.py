@@ -13,7 +13,8 @@ GPU than its weights. Frozen weights are copied up and dropped, since those on t
 changed. Weights that live on the host are on the GPU for the block that computes and the next AHEAD
 blocks; those of a finished block are dropped.
 
-Lanes wait for each other's marks. The process itself waits in `flush` only. A tensor is dropped
+Lanes wait for each other's marks. The process itself waits only in `flush`, and for gradients that
+somebody reads on the host. A tensor is dropped
 only when the computation has waited for the last copy out of it, so that its memory may be reused.
 """
 
@@ -73,6 +74,10 @@ class Compute:
     def wait(self, mark: Any) -> None:
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 class Slot:
@@ -148,8 +153,12 @@ class StateStream:
             block.close(self.settle)
 
     def _end_backward(self) -> None:
+        """Sends all weights home, so that each parameter is where its gradient is looked at."""
         self._in_backward = False
         self._close()
+        for block in self._order:
+            if block.streams and not block.is_away:
+                self.drop(block)
 
     def need(self, block: Block, *, backward: bool = False, last: bool = False) -> None:
         """Lets the computation from here on read the block's updated weights. `last` says that no
@@ -258,18 +267,17 @@ class StateStream:
             falling += [(weight, home)]
         if step is not None:
             states = block.states_at(i, piece)
-            if not block.place.states or step.grad is None:
+            waits = step.grad is None or step.grad.device != self.device
+            if not block.place.states or waits:
                 slot = self.next_slot()
             if slot is not None and not block.place.states:
                 here = [slot.part(row, state) for row, state in enumerate(states)]
                 rising += zip(states, here, strict=True)
                 falling += zip(here, states, strict=True)
                 states = here
-            if step.grad is not None:
-                grad = block.grad_at(i, piece, step.grad)
-            elif slot is not None and block.host_grad is not None:
-                grad = slot.part(3, block.host_grad[piece])
-                rising += [(block.host_grad[piece], grad)]
+            grad = block.grad_of(i, piece, step)
+            if slot is not None and waits:
+                rising += [(grad, grad := slot.part(3, grad))]
         with self.up.after(*begin, slot and slot.free):
             _copy(rising)
             arrived = self.up.mark()

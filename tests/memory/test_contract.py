@@ -395,3 +395,40 @@ def test_whatever_a_loop_does(where, dtype, accumulates) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+AFTER_A_CLIP: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "a batch": [("backward", {"magnitude": 0})],
+    "batches": [("backward", {"magnitude": 0}), ("backward", {"magnitude": -1})],
+    "zeros": [("zero_grad", {"by_model": True, "to_none": False})],
+    "zeros and a batch": [
+        ("zero_grad", {"by_model": False, "to_none": False}),
+        ("backward", {"magnitude": 0}),
+    ],
+    "none and a batch": [
+        ("zero_grad", {"by_model": False, "to_none": True}),
+        ("backward", {"magnitude": 0}),
+    ],
+    "a step": [("step", {})],
+    "a step and a batch": [("step", {}), ("backward", {"magnitude": 0})],
+    "a gradient by hand": [("grad_by_hand", {"number": 0})],
+    "a frozen layer": [
+        ("freeze_or_thaw", {"number": 0, "trains": False}),
+        ("backward", {"magnitude": 0}),
+    ],
+}
+
+
+@pytest.mark.parametrize("then", AFTER_A_CLIP)
+@pytest.mark.parametrize("where", WHERE)
+def test_what_follows_a_clip(where, then) -> None:
+    """Twice, with another clip and a step behind it: in 16 bits `clip` remembers a factor."""
+    machine = type("Contract", (Contract,), dict(where=where, dtype=BF16))()
+    machine.backward(magnitude=0)
+    for _ in range(2):
+        machine.clip(max_norm=0.1)
+        for name, given in AFTER_A_CLIP[then]:
+            getattr(machine, name)(**given)
+        machine.clip(max_norm=3.0)
+        machine.step()
+    machine.check()
