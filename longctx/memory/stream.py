@@ -14,8 +14,8 @@ changed. Weights that live on the host are on the GPU for the block that compute
 blocks; those of a finished block are dropped.
 
 Lanes wait for each other's marks. The process itself waits only in `flush`, and for gradients that
-somebody reads on the host. A tensor is dropped
-only when the computation has waited for the last copy out of it, so that its memory may be reused.
+somebody reads on the host. A tensor is dropped only when the computation has waited for the last
+copy out of it, so that its memory may be reused.
 """
 
 from __future__ import annotations
@@ -277,7 +277,9 @@ class StateStream:
                 states = here
             grad = block.grad_of(i, piece, step)
             if slot is not None and waits:
-                rising += [(grad, grad := slot.part(3, grad))]
+                risen = slot.part(3, grad)
+                rising.append((grad, risen))
+                grad = risen
         with self.up.after(*begin, slot and slot.free):
             _copy(rising)
             arrived = self.up.mark()
