@@ -159,7 +159,7 @@ _CHECKPOINT_KEYS = {
 }
 _SCHEDULES_ALONE = ("constant", "reduce_lr_on_plateau", "greedy")
 _NO_KWARGS = ("constant", "constant_with_warmup")
-_CUSTOM = "keep offload_activations head_groups tile_tokens host_memory_gib share_prefixes"
+_CUSTOM = "keep offload_activations head_groups tile_tokens share_prefixes"
 _DDP = "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
 
 
@@ -194,9 +194,9 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
     ),
     (
         "host_memory_gib",
-        "--offload_activations auto or all, or --place auto or host",
+        "--place auto or host, or --class_type custom with --offload_activations auto or all",
         lambda m, d, t: (
-            m.class_type != "custom" or m.offload_activations != "none" or t.place != "gpu"
+            t.place != "gpu" or (m.class_type == "custom" and m.offload_activations != "none")
         ),
     ),
     (

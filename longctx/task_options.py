@@ -9,6 +9,16 @@ from typing import Any, Literal
 TaskName = Literal["sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "distill"]
 
 
+LABELLED = ("sft", "distill")
+"""Tasks whose loss is of all tokens of a row; others' is of answers' log-probabilities."""
+
+
+def scored_tokens(task: TaskName, tokens: int) -> int | None:
+    """Returns how many of a batch's tokens a task scores at most, as a step's memory and time are
+    counted; None where its loss is of all of them."""
+    return None if task in LABELLED else tokens
+
+
 def option(default: Any, help: str) -> Any:
     """A field of a dataclass behind the command line."""
     return field(default=default, metadata={"help": help})

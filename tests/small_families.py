@@ -124,6 +124,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]
 """One variant of each family."""
+KINDS_OF_LAYERS = ["llama", "qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "phi3"]
+"""One family of each kind of layer: plain, with norms of q and k by head, scalars, norms of all
+heads, four norms and a cap, no gate, both parts in parallel, fused weights. In 16 bits, whose
+errors take many batches to compare, these stand for the others, which have fp32."""
 
 
 def family_config(name: str, **changes: Any) -> PretrainedConfig:

@@ -200,8 +200,10 @@ def test_what_cannot_be_together(flags: str, message: str) -> None:
         ("--gradient_checkpointing false", "--class_type vanilla or liger"),
         (
             "--offload_activations none --place gpu --host_memory_gib 3",
-            "--offload_activations auto or all",
+            "--place auto or host, or --class_type custom with --offload_activations auto or all",
         ),
+        ("--class_type vanilla --host_memory_gib 3", None),
+        ("--class_type vanilla --place gpu --host_memory_gib 3", "--place auto or host"),
         ("--dataset_split test", "--dataset_name"),
         ("--eval_steps 5", "--eval_strategy steps"),
         (EVAL + "--eval_steps 5", None),

@@ -175,6 +175,7 @@ def main(argv: list[str] | None = None) -> None:
                 args=args,
                 engine=engine,
                 seq_len=model_args.seq_len,
+                host_memory_gib=model_args.host_memory_gib,
                 train_dataset=as_arrays(train_rows),
                 eval_dataset=eval_rows,
                 task=task,

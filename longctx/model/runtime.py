@@ -61,6 +61,7 @@ from longctx.model.families import (
 from longctx.model.look import look
 from longctx.model.strangers import why_not_chunked
 from longctx.options import PatchOptions
+from longctx.task_options import TaskName, scored_tokens
 
 logger = logging.getLogger("longctx")
 NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))
@@ -91,6 +92,8 @@ class Runtime:
     """What else the first step will claim on the GPU; an engine knows better."""
     passes: int = 1
     """Batches of a step."""
+    task: TaskName = "sft"
+    """What a step trains for, by which its loss is counted."""
     reserved_tokens: int = 0
     """The longest batch for which the store has room,"""
     cut: Cut | None = None
@@ -174,7 +177,7 @@ class Runtime:
         is copied over a link there is nothing to weigh: it is all one memory."""
         device, document = self.store.device, min(tokens, self.args.seq_len or tokens)
         keep, offload = self.args.keep, self.args.offload_activations
-        batch = Batch(tokens, document, self.passes)
+        batch = Batch(tokens, document, self.passes, scored_tokens(self.task, tokens))
         given, rates = None, NO_RATES
         if device.type == "cuda":
             rates = gpu_rates(device, self.dtype, self.backend, document, *sizes.scores)

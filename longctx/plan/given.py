@@ -65,9 +65,8 @@ class Given:
                     f"--plan {self.path} is of a model with {name} {planned}, and this one's is "
                     f"{found[name]}: plan again, with this model"
                 )
-        kept = sizes.layers if run.model.class_type == "custom" else 0
-        if len(self.ladder) != kept:
-            raise UserError(f"--plan {self.path} keeps {len(self.ladder)} of {kept} layers")
+        if len(self.ladder) != sizes.layers:
+            raise UserError(f"--plan {self.path} keeps {len(self.ladder)} of {sizes.layers} layers")
         layer = StepTable.of(sizes, Batch(run.tokens, run.tokens)).layer
         for keep in self.ladder:
             if wrong := (keep.kept - layer.by_name.keys()) | (layer.always - keep.kept):

@@ -49,7 +49,7 @@ from longctx.options import PatchOptions
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
 from longctx.system import installed
-from longctx.task_options import TaskName
+from longctx.task_options import LABELLED, TaskName, scored_tokens
 
 DTYPE = torch.bfloat16
 SHORTEST = 512
@@ -88,15 +88,16 @@ class Run:
     @property
     def scores(self) -> bool:
         """Whether the loss is made of log-probabilities of answers."""
-        return self.task not in ("sft", "distill")
+        return self.task not in LABELLED
 
     @property
     def scored_tokens(self) -> int | None:
-        """Tokens of a batch of whose log-probabilities the loss is made; None: its labels' loss."""
-        if not self.scores:
-            return None
-        answers = self.model.seq_len if self.answer_tokens is None else 2 * self.answer_tokens
-        return self.per_device_train_batch_size * min(answers, self.model.seq_len)
+        """Tokens of a batch on one GPU of whose log-probabilities the loss is made; None: its
+        labels' loss."""
+        row = self.model.seq_len
+        answers = row if self.answer_tokens is None else min(2 * self.answer_tokens, row)
+        rows = self.per_device_train_batch_size * answers
+        return scored_tokens(self.task, -(-rows // self.sequence_parallel_size))
 
     def value(self, option: str) -> Any:
         return getattr(self if option in _OF_RUN else self.model, option)

@@ -38,6 +38,7 @@ from longctx.output.resume import (
 from longctx.output.states import read_states, state_files, write_states
 from longctx.plan.given import read_given
 from longctx.run.states import limit_gpu, place_states, uses_exact_states
+from longctx.task_options import TaskName
 
 SHARD_BYTES = 4 * 10**9
 SCHEDULED = "longctx_groups"
@@ -69,6 +70,8 @@ class ExactTrainer(Trainer):
     """Trains with `ExactAdamW` where the options ask for it, else as Trainer does."""
 
     args: TrainArguments
+    counted_task: TaskName = "sft"
+    """The task by whose loss a step's memory is counted."""
     head_movable = True
     """Whether lm_head may wait on the host: not if the loss reads its weight in backward, too."""
 
@@ -79,10 +82,12 @@ class ExactTrainer(Trainer):
         args: TrainArguments,
         exact: bool,
         row_tokens: int,
+        host_memory_gib: float | None = None,
         **kw: Any,
     ) -> None:
         """`exact` allows exact states (an engine may have its own); `row_tokens` are those of the
-        largest batch."""
+        largest batch; `host_memory_gib` may be taken of the host where the model is not patched."""
+        self._host_memory_gib = host_memory_gib
         self._wants_exact = exact and uses_exact_states(args, model.dtype)
         self.row_tokens = row_tokens
         super().__init__(model=model, args=args, **kw)
@@ -98,7 +103,10 @@ class ExactTrainer(Trainer):
         if self.optimizer is None and self._wants_exact:
             given = read_given(self.args.plan) if self.args.plan else None
             stream = place_states(
-                *(self.model, self.args, self.row_tokens, given), head_movable=self.head_movable
+                *(self.model, self.args, self.row_tokens, given),
+                task=self.counted_task,
+                head_movable=self.head_movable,
+                host_memory_gib=self._host_memory_gib,
             )
             last = self.accelerator.gradient_state
             self.optimizer_cls_and_kwargs = (

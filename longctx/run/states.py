@@ -31,6 +31,7 @@ from longctx.model.runtime import NO_RATES, chunks_loss, patched_part
 from longctx.model.strangers import why_not_scheduled
 from longctx.plan.decide import Decision, decide, decide_as_given, gpu_budget
 from longctx.plan.given import Given
+from longctx.task_options import TaskName, scored_tokens
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
@@ -79,16 +80,21 @@ def place_states(
     tokens: int,
     given: Given | None = None,
     *,
+    task: TaskName = "sft",
     head_movable: bool = True,
+    host_memory_gib: float | None = None,
 ) -> StateStream:
     """Moves the model's weights and new AdamW states to where the options put them, or a given
-    plan; the longest batch has `tokens`, `head_movable` is that of `state_blocks`. Raises UserError
+    plan; the longest batch has `tokens`, `head_movable` is that of `state_blocks`. A patched model
+    knows how much of the host it may take, another may take `host_memory_gib`. Raises UserError
     where GPU or host have too little memory."""
     patched, several = _scheduled(model), args.world_size > 1
     movable = patched is not None and not several
     specs = state_blocks(model, movable=movable, head_movable=head_movable)
-    budget = Budget(_gpu_budget(specs, args), _host_budget(patched_part(model), args))
-    decided = _decided(model, patched, specs, budget, args, tokens, given)
+    if any_patched := patched_part(model):
+        host_memory_gib = any_patched.longctx.args.host_memory_gib
+    budget = Budget(_gpu_budget(specs, args), _host_budget(host_memory_gib, args))
+    decided = _decided(model, patched, specs, budget, args, tokens, given, task)
     problem = decided.gpu_problem() if args.place != "gpu" else None
     if problem := problem or decided.host_problem():
         raise UserError(problem if given is None else f"--plan {given.path}: {problem}")
@@ -116,10 +122,11 @@ def _decided(
     args: Placing,
     tokens: int,
     given: Given | None,
+    task: TaskName,
 ) -> Decision:
     accumulates = args.gradient_accumulation_steps > 1
     if patched is None:
-        step = _peer_step(model, args, tokens)
+        step = _peer_step(model, args, tokens, task)
     else:
         step = patched.longctx.step(patched.longctx.sizes(patched), tokens)
         patched.longctx.reserved_tokens = tokens
@@ -148,7 +155,7 @@ def _scheduled(model: Any) -> Any | None:
     return None if base is None or why_not_scheduled(base, training=True) else patched
 
 
-def _peer_step(model: Any, args: Placing, tokens: int) -> Step:
+def _peer_step(model: Any, args: Placing, tokens: int, task: TaskName) -> Step:
     """Returns the step of a model whose layers are not ours, as its plan counts it."""
     patched = patched_part(model) if len(language_models(model)) == 1 else None
     dtype = next(model.parameters()).dtype
@@ -164,7 +171,9 @@ def _peer_step(model: Any, args: Placing, tokens: int) -> Step:
     return Step(
         count=StepTable.of,
         sizes=sizes,
-        batch=Batch(tokens, document, args.gradient_accumulation_steps),
+        batch=Batch(
+            *(tokens, document, args.gradient_accumulation_steps), scored_tokens(task, tokens)
+        ),
         rates=rates,
         offload="none",
     )
@@ -188,9 +197,8 @@ def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:
     return gpu_budget(free_gpu_bytes(args.device) + weights, args.gpu_memory_gib)
 
 
-def _host_budget(patched: Any | None, args: Placing) -> int:
+def _host_budget(limit_gib: float | None, args: Placing) -> int:
     """Of this process; those of one host look before any of them takes its share."""
-    limit_gib = patched.longctx.args.host_memory_gib if patched else None
     return all_reduce_min(host_budget(host_share_bytes(), limit_gib), args.device)
 
 

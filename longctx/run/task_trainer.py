@@ -55,6 +55,7 @@ class TaskTrainer(ExactTrainer):
 
     def __init__(self, *, model: Any, task: Task, **kwargs: Any) -> None:
         self.task, self.head_movable = task, not task.scores
+        self.counted_task = task.options.task
         self.tally, self.eval_tally = Tally(), Tally()
         task.attach(model)
         super().__init__(model=model, **kwargs)

@@ -116,7 +116,8 @@ class LongTrainer(TaskTrainer):
         """`seq_len` is the longest row; `task` is what is trained for (default: the model's own
         loss); `document_names` names the records that rows carry as `documents`, for errors; `run`
         is what checkpoints record of what defines the run. `args` may be transformers' own:
-        longctx's options have their defaults then."""
+        longctx's options have their defaults then. `host_memory_gib` limits states on the host for
+        a model that is not patched; `longctx.patch` has it for those that are."""
         check_argument("LongTrainer", "seq_len", seq_len, COUNT, whole=True)
         if kwargs.get("compute_metrics"):
             raise UserError(
@@ -172,6 +173,7 @@ class LongTrainer(TaskTrainer):
             self.engine.gather_whole(patched, patched.get_decoder().layers)
             runtime.pending_bytes = self.engine.pending_bytes
             runtime.passes, runtime.shards = args.gradient_accumulation_steps, self.shards
+            runtime.task = self.counted_task
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
             self.add_callback(Reserve(patched, -(-self.row_tokens // ranks_a_row)))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_cost import activity_peak
-from small_families import FIRST_OF_EACH, family_config
+from small_families import FIRST_OF_EACH, KINDS_OF_LAYERS, family_config
 from small_layer import (
     LADDER,
     PACKED,
@@ -88,16 +88,13 @@ def assert_lora_trains_exactly(models: Any, dtype: torch.dtype, *given: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "settings"),
-    [
-        (torch.float32, dict(head_groups=2, tile_tokens=31, keep="x")),
-        (torch.bfloat16, {}),
-    ],
-    ids=["fp32, groups and tiles", "bf16"],
+    ("family", "dtype"),
+    [(name, torch.float32) for name in FIRST_OF_EACH]
+    + [(name, torch.bfloat16) for name in KINDS_OF_LAYERS],
 )
-@pytest.mark.parametrize("family", FIRST_OF_EACH)
-def test_exactness_on_packed_rows(family, dtype, settings) -> None:
-    models = trio(family, dtype, settings=settings)
+def test_exactness_on_packed_rows(family, dtype) -> None:
+    tiled = dict(head_groups=2, tile_tokens=31, keep="x") if dtype == torch.float32 else {}
+    models = trio(family, dtype, settings=tiled)
     assert_lora_trains_exactly(models, dtype, *many(dtype))
     trained = [n for n, p in models[2].named_parameters() if p.grad is not None]
     assert all("lora_" in name for name in trained)
@@ -166,7 +163,7 @@ def test_trained_weights_beside_adapters() -> None:
 UP = "base_model.model.model.layers.1.mlp.up_proj"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "granite", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_autocast_over_fp32_weights(family) -> None:
     settings = dict(offload_activations="all", tile_tokens=31, head_groups=2)
     truth, naive, ours = trio(family, torch.float32, settings=settings)
@@ -178,9 +175,8 @@ def test_autocast_over_fp32_weights(family) -> None:
     ("family", "dtype", "dropout", "turn"),
     [
         ("llama", torch.float32, 0.0, 0),
-        ("phi3", torch.bfloat16, 0.0, 1),
         ("llama", torch.float32, 0.3, 2),
-        ("phi3", torch.bfloat16, 0.3, 0),
+        ("phi3", torch.bfloat16, 0.3, 1),
     ],
 )
 def test_no_bit_depends_on_what_is_kept_and_where(family, dtype, dropout, turn) -> None:

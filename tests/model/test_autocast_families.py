@@ -1,5 +1,5 @@
-"""Every family under autocast, as Trainer's `bf16=True`: 16-bit products over fp32 weights. Vanilla
-in the same autocast is what no gradient may be farther from the truth than.
+"""Every kind of layer under autocast, as Trainer's `bf16=True`: 16-bit products over fp32 weights.
+Vanilla in the same autocast is what no gradient may be farther from the truth than.
 
 Where q and k have norms, Hugging Face's return fp32 there (an fp32 weight times a 16-bit x), and
 attention rounds q and k after they are rotated: once since the norm, as ours.
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_families import FIRST_OF_EACH
+from small_families import KINDS_OF_LAYERS
 from small_layer import KEEPS, PACKED, Autocast, assert_trains_exactly, batch, batches, gradients
 from test_every_family import trio
 
@@ -27,7 +27,7 @@ def wrapped(family: str, settings: dict[str, Any] | None = None) -> tuple[Any, A
     return Autocast(truth), Autocast(naive), Autocast(ours)
 
 
-@pytest.mark.parametrize("family", FIRST_OF_EACH)
+@pytest.mark.parametrize("family", KINDS_OF_LAYERS)
 def test_exactness_on_packed_rows(family, scheduled, capsys) -> None:
     """Over 16 batches: over four, errors in 16 bits differ between CPUs with and without AMX by up
     to a tenth."""

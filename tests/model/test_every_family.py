@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_families import FAMILIES, WINDOW, family_config
+from small_families import FAMILIES, KINDS_OF_LAYERS, WINDOW, family_config
 from small_layer import (
     LADDER,
     PACKED,
@@ -70,7 +70,7 @@ def test_exactness_on_packed_rows(family, dtype, settings, capsys) -> None:
     assert "Hugging Face's layers" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS_OF_LAYERS)
 def test_one_document_and_batched_rows(family) -> None:
     models = trio(family, torch.float32)
     for lengths in ([[144]], [[5, 43], [48], [16, 16, 16]]):
@@ -175,7 +175,7 @@ def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
     assert tokens[0].shape == (1, 35) and torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS_OF_LAYERS)
 def test_exact_states_on_the_host_train_bit_by_bit(family) -> None:
     found = []
     for where in (everything_on_gpu, nothing_on_gpu):

@@ -39,13 +39,22 @@ def given(folder: Path, **options) -> Given:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"place": "host", "offload_activations": "all"}, {"keep": "qkv"}]
+    "options",
+    [
+        {},
+        {"place": "host", "offload_activations": "all"},
+        {"keep": "qkv"},
+        {"task": "dpo"},
+        {"class_type": "vanilla", "place": "host"},
+        {"class_type": "vanilla", "task": "dpo"},
+        {"class_type": "liger", "gradient_accumulation_steps": 2},
+    ],
 )
 def test_what_was_decided_is_read_again(tmp_path, options) -> None:
     found, decision = given(tmp_path, **options), planned(**options).decision
     assert (found.budget, found.ladder) == (decision.budget, decision.kept.ladder)
     assert found.places == decision.places
-    found.check(run(**options), SUBJECT.sizes(run()))
+    found.check(run(**options), SUBJECT.sizes(run(**options)))
     found.check_blocks(decision.specs)
     away = Place(weight=False, states=False, grad=False)
     for places in (found.places[1:], [*found.places[:-1], away]):  # norms never leave

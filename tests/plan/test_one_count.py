@@ -4,6 +4,7 @@ whose layers those are."""
 from __future__ import annotations
 
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from longctx.lora.adapters import with_lora
 from longctx.model.blocks import state_blocks
 from longctx.model.declined import is_dropout, set_dropout_, why_declined
 from longctx.model.patch import patch_custom
+from longctx.plan import predict
 from longctx.plan.changes import changes
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report.plan_numbers import Answer, as_json
@@ -25,6 +27,7 @@ from longctx.report.plan_text import figures
 from longctx.run import states
 from longctx.run.loading import load_config
 from longctx.run.loop import _Placing
+from longctx.task_options import TaskName
 
 MACHINE = card(24)
 
@@ -36,13 +39,16 @@ def eight_layers(**changes) -> Subject:
     return Subject(config, changes.pop("args", None))
 
 
-@pytest.mark.parametrize("tokens", [8192, 32768])
-@pytest.mark.parametrize("kind", ["vanilla", "liger", "dropout", "gelu_new"])
-def test_a_run_puts_states_where_its_plan_does(monkeypatch, kind, tokens) -> None:
+CASES = [(kind, n, "sft") for kind in ("vanilla", "liger", "dropout") for n in (8192, 32768)]
+CASES += [("gelu_new", 32768, "sft"), ("vanilla", 32768, "dpo"), ("dropout", 8192, "dpo")]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "task"), CASES)
+def test_a_run_puts_states_where_its_plan_does(monkeypatch, kind, tokens, task) -> None:
     odd = dict(dropout={"attention_dropout": 0.1}, gelu_new={"hidden_act": "gelu_new"})
     subject = eight_layers(**odd.get(kind, {}))
     class_type = kind if kind in ("vanilla", "liger") else "custom"
-    planned = plan(subject, run(tokens, class_type=class_type), MACHINE, 256 * GIB)
+    planned = plan(subject, run(tokens, class_type=class_type, task=task), MACHINE, 256 * GIB)
     model = subject.model
     if class_type == "custom":
         patch_custom(model, ModelArguments(seq_len=tokens).patch_options, torch.device("meta"))
@@ -54,11 +60,24 @@ def test_a_run_puts_states_where_its_plan_does(monkeypatch, kind, tokens) -> Non
     args = request(device=torch.device("cpu"), world_size=1)
     specs = state_blocks(model, movable=False)
     budget = planned.decision.budget
-    decided = states._decided(model, None, specs, budget, args, tokens, None)
+    decided = states._decided(model, None, specs, budget, args, tokens, None, task)
     assert decided.sizes == planned.decision.sizes
     assert decided.places == planned.decision.places
     assert decided.needed_bytes == planned.decision.needed_bytes
     assert decided.host.nbytes == planned.decision.host.nbytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("task", get_args(TaskName))
+def test_a_run_counts_the_loss_of_its_task_as_its_plan_does(task, ranks) -> None:
+    """Of answers' log-probabilities, or of a row's labels; two ranks of a row have half of each."""
+    subject, request = eight_layers(), run(32768, task=task, sequence_parallel_size=ranks)
+    planned = predict._step(subject, request, MACHINE, "cudnn").batch
+    assert (planned.scored is None) == (task in ("sft", "distill"))
+    options = ModelArguments(seq_len=32768).patch_options
+    patch_custom(model := subject.model, options, torch.device("meta"))
+    model.longctx.task = task
+    assert model.longctx.step(subject.sizes(request), request.tokens).batch == planned
 
 
 def peer(class_type: str, **options) -> Plan:
@@ -126,7 +145,7 @@ def test_modules_without_a_language_model_are_counted() -> None:
     )
     module = torch.nn.Linear(4, 2)
     specs = state_blocks(module, movable=False)
-    found = states._decided(module, None, specs, states.Budget(2**40, 2**40), args, 8, None)
+    found = states._decided(module, None, specs, states.Budget(2**40, 2**40), args, 8, None, "sft")
     assert all(place.all_on_gpu for place in found.places)
 
 

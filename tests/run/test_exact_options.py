@@ -101,11 +101,13 @@ def test_engines_keep_states_themselves(engine, option, value, tmp_path) -> None
 TOO_LITTLE = "^0.0 GiB of host memory are needed for states and activations and 0.0 GiB may be used"
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_too_little_host_memory(flags, tmp_path, resumed) -> None:
-    """Told before the first step; what was trained before is there."""
+@pytest.mark.parametrize(
+    ("class_type", "resumed"), [("custom", False), ("custom", True), ("vanilla", False)]
+)
+def test_too_little_host_memory(flags, tmp_path, class_type, resumed) -> None:
+    """Told before the first step, whoever's layers run; what was trained before is there."""
     folder = tmp_path / "run"
-    words = ["--dtype", "bfloat16", "--place", "host"]
+    words = ["--dtype", "bfloat16", "--place", "host", "--class_type", class_type]
     if resumed:
         run(flags, folder, *words)
     before = sorted(path.name for path in folder.glob("checkpoint-*"))

@@ -50,8 +50,9 @@ FLAGS = {
     "--class_type vanilla --offload_activations all": works(
         "--offload_activations needs --class_type custom"
     ),
-    "--class_type vanilla --host_memory_gib 1": works(
-        "--host_memory_gib needs --class_type custom"
+    "--class_type vanilla --host_memory_gib 1": works("vanilla: LlamaForCausalLM"),
+    "--class_type vanilla --dtype bfloat16 --place host --host_memory_gib 0.0001": fails_later(
+        "GiB of host memory are needed"
     ),
     "--attn_backend fa4": fails_later("--attn_backend fa4|fa4"),
     "--attn_backend sdpa": fails_later("--attn_backend sdpa|sdpa"),
@@ -190,7 +191,7 @@ FLAGS = {
     "--save_fp32": works("in float32"),
     "--dtype bfloat16 --gpu_memory_gib 4": works("--gpu_memory_gib needs a GPU"),
     "--place gpu --offload_activations none --host_memory_gib 1": works(
-        "--host_memory_gib needs --offload_activations auto or all, or --place auto or host"
+        "--host_memory_gib needs --place auto or host, or --class_type custom with"
     ),
     "--optimizer_states": fails("--optimizer_states: expected one argument"),
     "--optimizer_states none": fails("--optimizer_states.*: invalid choice: 'none'"),
