@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
 from longctx.kernels.launch import check_eps, check_shape
-from longctx.kernels.layer_norm import layer_norm
-from longctx.kernels.rms_norm import rms_norm
+from longctx.kernels.norm import layer_norm, rms_norm
 from longctx.kernels.rope import rope
 from longctx.kernels.swiglu import geglu, swiglu
 from longctx.model.distillation import Reduction, linear_jsd

@@ -53,8 +53,7 @@ from longctx.constants import GIB
 from longctx.kernels.activation import activate, activation_reference
 from longctx.kernels.adamw import adamw_, split_master, weight_checksums
 from longctx.kernels.cross_entropy import cross_entropy
-from longctx.kernels.layer_norm import layer_norm, layer_norm_reference
-from longctx.kernels.rms_norm import rms_norm, rms_norm_reference
+from longctx.kernels.norm import layer_norm, norm_reference, rms_norm
 from longctx.kernels.rope import rope, rope_reference
 from longctx.kernels.swiglu import swiglu, swiglu_reference
 from longctx.model.loss import linear_cross_entropy, linear_cross_entropy_reference
@@ -82,12 +81,12 @@ def peers(op: str) -> Iterator[Case]:
     if op == "rms_norm":
         yield "longctx", lambda x, w: rms_norm(x, w, EPS)
         yield "eager", lambda x, w: _hf_norm(hf, w)(x)
-        yield "compile", _compiled(lambda x, w: rms_norm_reference(x, w, EPS))
+        yield "compile", _compiled(lambda x, w: norm_reference(x, w, EPS))
         yield "functional", lambda x, w: torch.nn.functional.rms_norm(x, (HIDDEN,), w, EPS)
     elif op == "layer_norm":
         yield "longctx", lambda x, w, b: layer_norm(x, w, EPS, bias=b)
         yield "eager", lambda x, w, b: torch.nn.functional.layer_norm(x, (HIDDEN,), w, b, EPS)
-        yield "compile", _compiled(lambda x, w, b: layer_norm_reference(x, w, EPS, b))
+        yield "compile", _compiled(lambda x, w, b: norm_reference(x, w, EPS, bias=b, centred=True))
     elif op == "rope":
         yield "longctx", lambda q, k, p, f: rope(q, k, p, f)
         yield "eager", lambda q, k, p, f: hf.apply_rotary_pos_emb(q, k, *_cos_sin(p, f), 1)
