@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 from paths import PYTHONPATH
 
-KINDS = ("relu2", "gelu_tanh")
+ACTIVATED = (("swiglu", "silu", True), ("geglu", "gelu_tanh", True))
+ACTIVATED += (("relu2", "relu2", False), ("gelu_tanh", "gelu_tanh", False))
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
 
 
@@ -30,7 +31,6 @@ def _cases():
     configurations those that the public functions choose.
     """
     from longctx.kernels import (
-        activation,
         adamw,
         cross_entropy,
         divergence,
@@ -116,23 +116,15 @@ def _cases():
         sizes = {"T": 131072, "F": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
         arguments = {f"{n}_ptr": p for n in ("gate", "up", "out")} | sizes
         arguments |= {f"stride_{n}": 14336 for n in ("gate", "up", "out")}
-        for name, gelu in (("swiglu", False), ("geglu", True)):
-            how = {"GELU": gelu}
+        for name, kind, gated in ACTIVATED:
+            how = {"HAS_UP": gated, "ACTIVATION": kind}
             yield f"{name}_forward", swiglu._forward_kernel, t, arguments | how, c
         names = ("d_product", "gate", "up", "product")
         arguments = {f"{n}_ptr": p for n in names} | sizes | {"HAS_PRODUCT": True}
         arguments |= {f"stride_{n}": 14336 for n in names}
-        for name, gelu in (("swiglu", False), ("geglu", True)):
-            how = {"GELU": gelu}
+        for name, kind, gated in ACTIVATED:
+            how = {"HAS_UP": gated, "ACTIVATION": kind}
             yield f"{name}_backward", swiglu._backward_kernel, t, arguments | how, c
-
-        c = activation.default_config(14336)
-        sizes |= {f"stride_{n}": 14336 for n in ("x", "out", "dy", "y")} | {"HAS_Y": True}
-        arguments = {f"{n}_ptr": p for n in ("x", "out", "dy", "y")} | sizes
-        for kind in KINDS:
-            how = arguments | {"ACTIVATION": kind}
-            yield f"{kind}_forward", activation._forward_kernel, t, how, c
-            yield f"{kind}_backward", activation._backward_kernel, t, how, c
 
         arguments = {
             **{"x_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": p, "numel": 2**29, "BLOCK": 2048}
@@ -248,15 +240,12 @@ def reports() -> list[dict]:
 
 
 def test_every_kernel_compiles_for_both_architectures(reports):
-    names = {"rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward"}
+    names = {"rms_norm_forward", "rms_norm_backward", "rope"}
     names |= {
-        "swiglu_backward",
         "interleaved_rope",
-        "geglu_forward",
-        "geglu_backward",
         "layer_norm_forward",
         "layer_norm_backward",
-        *(f"{kind}_{way}" for kind in KINDS for way in ("forward", "backward")),
+        *(f"{name}_{way}" for name, _, _ in ACTIVATED for way in ("forward", "backward")),
         "cross_entropy",
         *(
             f"{op}_{part}"
