@@ -171,7 +171,7 @@ def _step_size(lr: float, beta1: float, beta2: float, eps: float, step: int) -> 
 
 @triton.jit
 def _checksum(high, place, mask):
-    """As `weight_checksums`, of one block: int32."""
+    """Computes `weight_checksums` of one block, int32."""
     mixed = high * 0x2C1B3C6D + place * 0x297A2D39
     mixed = (mixed ^ (mixed >> 15)) * 0x1B873593
     mixed = mixed ^ (mixed >> 13)

@@ -34,7 +34,7 @@ class PatchOptions:
     tile_tokens: int | None = None
     """Tokens that token-wise work takes at a time; None: by what is free."""
     host_memory_gib: float | None = None
-    """Of the host, for activations; None: what is available."""
+    """Host memory for activations; None: what is available."""
     share_prefixes: bool = False
     """Whether a prompt with which several documents of a batch begin is computed once."""
     seq_len: int | None = None

@@ -11,7 +11,7 @@ CACHE = "~/.cache/longctx"
 
 
 def expanded(path: str) -> Path:
-    """With the home folder in place of `~`; a `~user` who does not exist stays as it is."""
+    """Puts the home folder in place of `~`; a `~user` who does not exist stays as it is."""
     return Path(os.path.expanduser(path))
 
 

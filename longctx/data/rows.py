@@ -230,7 +230,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def as_arrays(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """The same rows, for `collate`: lists would take 7 ms for 32768 tokens."""
+    """Makes rows arrays for `collate`: lists would take 7 ms for 32768 tokens."""
     return rows.with_format("numpy") if isinstance(rows, Dataset) else rows
 
 

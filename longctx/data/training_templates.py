@@ -32,7 +32,7 @@ class Family:
 
     name: str
     file: str
-    """In the folder `templates`."""
+    """Name of the template's file in the folder `templates`."""
     options: dict[str, Any] = field(default_factory=dict)
     signs: tuple[str, ...]
     """Texts that the tokenizer's own template holds; without one of them nothing is rendered."""

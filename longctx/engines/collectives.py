@@ -1,8 +1,8 @@
 """What processes ask each other, and how they see a tensor that is shared out among them.
 
 What one process notices (a signal, a full disk, a loss that is not a number) all must act on at the
-same step; otherwise one would save or stop while the others wait in a collective. One process asks
-nobody; several exchange 8 bytes a question.
+same step; otherwise one would save or stop while the others wait in a collective. A single process
+skips the collective; otherwise each question is one all-reduce of 8 bytes.
 """
 
 from __future__ import annotations

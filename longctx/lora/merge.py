@@ -224,7 +224,7 @@ def _add_in_fp32(layer: Any) -> None:
 
 
 _TRAINED = ("rope_parameters", "max_position_embeddings")
-"""Of a model's configuration, what `--rope_scaling` and `--extend_context` change."""
+"""The keys of a configuration that `--rope_scaling` and `--extend_context` change."""
 
 
 def _config(adapter: Path, base: ModelSource) -> Any:

@@ -44,12 +44,12 @@ from longctx.system import expanded, installed
 MOST_LAYERS = 512
 """Each takes 10 ms even on the meta device; the deepest language models have about 130."""
 LARGEST_SIZE = 1 << 22
-"""Of a config.json: products of three such numbers fit in 64 bits, and no model comes near it."""
+"""The largest size in a config.json: a product of three fits in 64 bits; no model comes near it."""
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
 )
-"""What must be whole and positive, where a model has it."""
+"""These sizes must be whole and positive, where a model has them."""
 
 
 def read_config(source: ModelSource) -> PretrainedConfig:

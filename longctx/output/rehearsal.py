@@ -37,7 +37,7 @@ def rehearse_save(trainer: Any) -> None:
 
 
 def rehearse(model: Any, write: Callable[[str], Any], output_dir: Path) -> None:
-    """The same for any `write(folder)` of a model. Raises UserError."""
+    """Tries any `write(folder)` of a model. Raises UserError."""
     repairs = iter(REPAIRS)
     while (problem := _problem(write, output_dir)) is not None:
         for applies, repair, said in repairs:

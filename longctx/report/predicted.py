@@ -42,11 +42,11 @@ from longctx.run.loading import compute_dtype
 from longctx.run.metrics import peak_memory
 
 DEVICE = "cuda"
-"""On which a step is predicted."""
+"""The device on which a step is predicted."""
 SAMPLED_ROWS = 16
-"""Of the data, for the length of its documents."""
+"""Rows of the data from which the length of its documents is estimated."""
 OFF = 0.05
-"""What is predicted worse is said."""
+"""The run reports a prediction that is off by more."""
 
 
 def foresee(
@@ -127,7 +127,7 @@ class Foreseen:
     subject: Subject
     machine: Machine
     host_bytes: int
-    """That the host had free,"""
+    """Bytes that were free on the host before the run."""
     planned: Plan
     args: TrainArguments
 
@@ -211,7 +211,7 @@ class Part(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Of the prediction."""
+        """The prediction's relative error."""
         return self.predicted / self.measured - 1
 
     @property

@@ -38,7 +38,7 @@ from longctx.report.runs import Run, metrics_path, read_runs
 from longctx.writing import check_writable
 
 MOST_LINES = 2000
-"""Of a run that the page lists: a browser is slow with more."""
+"""Most lines of a run on the page: a browser is slow with more."""
 NOT_COMPARED = (
     "output_dir cache_dir run_name report_to resume_from_checkpoint overwrite_output_dir"
 ).split()

@@ -22,7 +22,7 @@ from longctx.output.record import read_record
 
 Line = dict[str, Any]
 LARGEST_BYTES = 1 << 28
-"""Of metrics: a million logged lines."""
+"""Largest file of metrics: a million logged lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Run:
     name: str
     lines: list[Line]
     record: dict[str, Any]
-    """Of run.json; empty without one."""
+    """The contents of run.json; empty without one."""
     options: dict[str, Any]
     """Those that are known, by name."""
 
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def tokens(self) -> int | None:
-        """That were trained on, by the last line that says it."""
+        """Tokens trained on, by the last line that says it."""
         return max((int(x) for x in self.values("tokens") if math.isfinite(x)), default=None)
 
 

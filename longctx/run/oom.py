@@ -249,7 +249,7 @@ def holders(trainer: LongTrainer) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Any], device: str) -> int:
-    """Of the tensors' storages, each once."""
+    """Returns the bytes of the tensors' storages, each counted once."""
     storages = {}
     for tensor in map(local_shard, tensors):
         if isinstance(tensor, Tensor) and tensor.device.type == device:

@@ -171,7 +171,7 @@ def _peer_step(model: Any, args: Placing, tokens: int) -> Step:
 
 
 def limit_gpu(device: torch.device, gib: float | None) -> None:
-    """To so much, as --gpu_memory_gib asks, in torch's allocator."""
+    """Limits torch's allocator to --gpu_memory_gib."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -189,7 +189,7 @@ def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:
 
 
 def _host_budget(patched: Any | None, args: Placing) -> int:
-    """Of this process; those of one host look before any of them takes its share."""
+    """Returns this process's share; those of one host look before any of them takes its own."""
     limit_gib = patched.longctx.args.host_memory_gib if patched else None
     return all_reduce_min(host_budget(host_share_bytes(), limit_gib), args.device)
 

@@ -540,7 +540,7 @@ class LongTrainer(TaskTrainer):
 
 
 def _positions(inputs: dict[str, Any]) -> Tensor:  # (B, S)
-    """Of a collator that makes none: each row is one document, its padding included."""
+    """Makes positions where a collator made none: each row is one document, padding included."""
     tokens: Tensor = inputs["input_ids"]
     positions: Tensor | None = inputs.get("position_ids")
     if positions is None:
