@@ -139,15 +139,18 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # int64: rows * stride passes 2^31 at 600,000 rows of 4096.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     offs = tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
     mask = (rows < T) & (offs < D)
     x_start = row_start(rows, stride_x, stride_x_head, HEADS)
     x = tl.load(x_ptr + x_start + offs, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
+    # A constexpr, so that an offset of 0 costs no addition.
     if OFFSET != 0.0:
         weight += OFFSET
     if CENTRED:
+        # Idle elements are set back to 0: they would be -mean, and count in the variance.
         x = tl.where(offs < D, x - tl.sum(x, axis=1, keep_dims=True) / D, 0.0)
     if HAS_RSTD:
         rstd = tl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
@@ -231,6 +234,7 @@ def _backward_kernel(
         tl.store(out_ptr + out_start + offs, round_to(dx, out_ptr.dtype.element_ty), mask)
         if HAS_DW:
             if LLAMA_ROUNDING:
+                # Forward multiplied the rounded n by the weight, so dw is its sum with dy.
                 n = round_to(n, x_ptr.dtype.element_ty).to(tl.float32)
             dw += dy * n
         if HAS_DB:
@@ -363,6 +367,7 @@ def norm_backward(
 
     if d_residual is None:
         x_rows, dy_rows, out_rows = rows_or_heads(("x", x), ("dy", dy), ("out", out))
+        # The kernel wants a pointer, but does not read it: HAS_RESIDUAL is False.
         residual_rows = x_rows
     else:
         x_rows, dy_rows, out_rows = as_rows("x", x), as_rows("dy", dy), as_rows("out", out)
@@ -374,6 +379,7 @@ def norm_backward(
         config = backward_config(D, dy.element_size())
         with on_device(x):
             programs = min(triton.cdiv(T, config.rows), sm_count(x) * config.programs_per_sm)
+            # A row for each program, and no atomics: their order, and so dw's bits, would vary.
             dw_partial, db_partial = (
                 weight if sums is None else sums.new_empty(programs, D) for sums in (dw, db)
             )

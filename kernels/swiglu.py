@@ -87,6 +87,7 @@ def _backward_reference_(
     # u and d can be the caller's own memory, and product may alias d_product.
     if up is None:
         d_gate, d_up = d * (s * slope), None
+        # As forward gave it: g * s may differ from torch's gelu in the last digit.
         made = swiglu_reference(gate, None, activation)
     else:
         u = up.float()
@@ -134,6 +135,7 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # int64: row * stride passes 2^31 at 160,000 rows of 14336.
     first = (tl.program_id(0) // blocks_per_row).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     offs = (tl.program_id(0) % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
@@ -216,6 +218,7 @@ def swiglu_forward(
     if not runs_kernel(gate, up, out):
         return out.copy_(swiglu_reference(gate, up, activation))
     g, o = as_rows("gate", gate), as_rows("out", out)
+    # The kernel wants a pointer, but does not read it: HAS_UP is False.
     u = g if up is None else as_rows("up", up)
     T, F = g.shape
 

@@ -92,6 +92,7 @@ class MLP:
             grad.add(dx, n2, v, tile, u)
         dn2: Tensor | None = None
         for layer, dx, v in zip(layers, made, vs, strict=True):
+            # The second product is added inside its matmul, which rounds the sum once.
             dn2 = layer.input_grad(dx, v, tile, onto=dn2)
         assert dn2 is not None
         self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
@@ -116,6 +117,7 @@ class MLP:
         return inners(n2, list(self._inner.values()), tile)
 
     def _made(self, n2: Tensor, us: list[Tensor | None], tile: slice) -> list[Tensor]:
+        # Where gate and up are kept, they are written straight to their place.
         rooms: list[Tensor | None] = [x[tile] for x in self._kept]
         layers = zip(self._inner.values(), rooms or [None] * len(us), us, strict=True)
         return [layer(n2, tile, out=room, u=u) for layer, room, u in layers]
