@@ -86,16 +86,14 @@ def _backward_reference_(
     # All results are computed before the first write: `.float()` does not copy fp32 tensors, so g,
     # u and d can be the caller's own memory, and product may alias d_product.
     if up is None:
-        d_gate, d_up = d * (s * slope), None
+        d_gate = d * (s * slope)
         # As forward gave it: g * s may differ from torch's gelu in the last digit.
         made = swiglu_reference(gate, None, activation)
     else:
-        u = up.float()
-        y = s * s if activation == "relu2" else g * s
+        u, y = up.float(), s * s if activation == "relu2" else g * s
         d_gate, d_up, made = d * u * s * slope, d * y, y * u
-    gate.copy_(d_gate)
-    if up is not None and d_up is not None:
         up.copy_(d_up)
+    gate.copy_(d_gate)
     if product is not None:
         product.copy_(made)
 
