@@ -65,7 +65,7 @@ class Divergence(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is the same for all rows."""
+    """The options of a divergence, the same for all rows."""
 
     beta: float
     temperature: float = 1.0

@@ -24,7 +24,7 @@ def shortened(text: str, width: int = MOST_CHARACTERS) -> str:
 
 
 def one_line(error: BaseException, width: int = 300) -> str:
-    """What an error of another library says, in one line of at most `width` characters."""
+    """Shortens an error of another library to one line of at most `width` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= width else text[: width - 3] + "..."
 

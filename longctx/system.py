@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 CACHE = "~/.cache/longctx"
-"""What can be made again: tokenised data, measured rates, compiled kernels."""
+"""Holds what can be made again: tokenised data, measured rates, compiled kernels."""
 
 
 def expanded(path: str) -> Path:

@@ -67,7 +67,7 @@ class Machine:
     started_bytes: int = PROCESS_BYTES
     """Host bytes of the process before it measures what is free; 0 if measured here."""
     lockable_bytes: int | None = None
-    """The most host memory that can be page-locked; None: no limit."""
+    """The most host memory that can be page-locked, where more is refused."""
     by_length: Mapping[str, Mapping[int, AttentionRates]] = field(default_factory=dict)
     """Backend -> tokens of a document -> rates, where they were measured."""
 

@@ -266,7 +266,7 @@ def document_names(
 
 
 def _report(path: Path, rows: Rows = "text") -> dict[str, Any] | None:
-    """What was said of cached rows; None where it is missing or damaged."""
+    """Reads what was reported of cached rows; None where it is missing or damaged."""
     report: Any = read_json(path)
     try:
         _stats(report["stats"], rows).summary(1)

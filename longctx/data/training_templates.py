@@ -39,7 +39,7 @@ class Family:
     rewrites: bool = False
     """Whether an answer that is only read has lost its reasoning even where it is the last."""
     note: str = "its tokens, with the answers marked"
-    """What is trained, for the line that is printed."""
+    """Says what is trained, for the line that is printed."""
 
     @property
     def training(self) -> Training:

@@ -75,7 +75,7 @@ def whole_numel(parameter: Any) -> int:
 
 
 def gathered_bytes(model: PreTrainedModel) -> int:
-    """What an engine that shards weights gathers of a model (layout.py)."""
+    """Returns the bytes of a model that an engine that shards weights gathers (layout.py)."""
     layers: Any = model.get_decoder().layers
     two_layers = sum(map(whole_numel, layers[:2].parameters()))
     return layout.gathered_bytes(two_layers, head_numel(model))

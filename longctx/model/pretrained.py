@@ -225,7 +225,7 @@ def unreadable(source: ModelSource, error: Exception, where: str = "") -> UserEr
 
 
 def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` takes: a folder or hub id, and the keywords a GGUF file needs."""
+    """Returns `from_pretrained`'s arguments: a folder or hub id, and keywords of a GGUF file."""
     name = source.name
     assert name is not None
     where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}

@@ -88,7 +88,7 @@ class Runtime:
     pending_bytes: Callable[[PreTrainedModel], Pending] = field(
         default_factory=lambda: _plain_pending
     )
-    """What else the first step will claim on the GPU; an engine knows better."""
+    """Tells what else the first step will claim on the GPU; an engine knows better."""
     passes: int = 1
     """Batches of a step."""
     reserved_tokens: int = 0
@@ -100,7 +100,7 @@ class Runtime:
     whole: weakref.ref[Any] | None = None
     """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
-    """What was said already of calls that Hugging Face's code runs."""
+    """Warnings already given about calls that Hugging Face's code runs."""
     images: str | None = None
     """The arguments of the call under way that came with images, which Hugging Face's code runs."""
     shards: Shards | None = None
@@ -295,7 +295,7 @@ def _plain_pending(model: PreTrainedModel) -> Pending:
 
 
 def runtime_of(model: Any) -> Runtime | None:
-    """What `patch` attached to this very model; None for one that runs as Hugging Face made it."""
+    """Returns what `patch` attached to this model; None if it runs as Hugging Face made it."""
     return vars(model).get("longctx")
 
 

@@ -76,7 +76,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def quantization(config: Any) -> dict[str, Any]:
-    """What a configuration says of how its checkpoint is quantised; empty if it says nothing."""
+    """Returns a configuration's settings of quantisation; empty if it has none."""
     found: Any = getattr(config, "quantization_config", None)
     found = found.to_dict() if hasattr(found, "to_dict") else found
     return found if isinstance(found, dict) else {}

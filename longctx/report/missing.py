@@ -72,7 +72,7 @@ class Facts:
     shm_bytes: int | None = None
     """/dev/shm."""
     folders: dict[str, tuple[Path, int, bool]] = field(default_factory=dict)
-    """What for -> where, bytes free, may be written."""
+    """Maps a purpose to its folder, the bytes free there, and whether it may be written."""
     unfit: list[Unfit] = field(default_factory=list)
 
     @property
@@ -84,7 +84,7 @@ class Facts:
 
 
 def missing(facts: Facts) -> Iterator[Missing]:
-    """Yields what is missing for speed, the largest loss first."""
+    """Yields what the machine lacks for speed, the most important first."""
     yield from _of_the_gpu(facts)
     yield from _of_the_rates(facts)
     yield from _of_the_host(facts)

@@ -48,7 +48,7 @@ class Run:
         return [value for _, value in self.series(key)]
 
     def get(self, *keys: str | int) -> Any:
-        """What run.json says under these keys; None where it says nothing."""
+        """Returns run.json's value under these keys; None where it has none."""
         found: Any = self.record
         for key in keys:
             try:

@@ -158,7 +158,7 @@ def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
 
 
 def _asked(text: str) -> str | None:
-    """What torch's message says did not fit, in its own unit."""
+    """Returns the size that did not fit, as torch's message says it."""
     found = _ASKED.search(text)
     return f"{found[1]} {found[2]} more" if found else None
 

@@ -60,7 +60,7 @@ def uses_exact_states(args: TrainArguments, dtype: torch.dtype) -> bool:
 
 
 class Placing(Protocol):
-    """What of a run's arguments says where its states live."""
+    """The arguments of a run that decide where its states live."""
 
     place: Placement
     gpu_memory_gib: float | None

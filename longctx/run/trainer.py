@@ -256,7 +256,7 @@ class LongTrainer(TaskTrainer):
 
     @overrides
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the model is called with: the batch without its documents' numbers."""
+        """Returns the model's arguments: the batch without its documents' numbers."""
         return super()._prepare_inputs({k: v for k, v in inputs.items() if k != "documents"})
 
     @overrides
