@@ -171,7 +171,7 @@ def _step_size(lr: float, beta1: float, beta2: float, eps: float, step: int) -> 
 
 @triton.jit
 def _checksum(high, place, mask):
-    """As `weight_checksums`, of one block: int32."""
+    """Computes `weight_checksums` of one block, int32."""
     mixed = high * 0x2C1B3C6D + place * 0x297A2D39
     mixed = (mixed ^ (mixed >> 15)) * 0x1B873593
     mixed = mixed ^ (mixed >> 13)
@@ -210,6 +210,7 @@ def _adamw_kernel(
     v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
     v = v + (g * g - v) * one_minus_beta2
     tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
+    # Both round to nearest, as the CPU does: `/` and tl.sqrt are approximations on a GPU.
     update = tl.div_rn(m, tl.sqrt_rn(v) + floor) * step_size
     if SPLIT:
         high = tl.load(weight_ptr + offs, mask=mask, other=0).to(tl.int32)
@@ -222,7 +223,9 @@ def _adamw_kernel(
         p = tl.load(weight_ptr + offs, mask=mask, other=0.0)
     p = p - (p * decay + update)
     if SPLIT:
+        # Another NaN could round to an infinity below, or carry into the sign.
         bits = tl.where(p != p, 0x7FC00000, p.to(tl.int32, bitcast=True))
+        # To the nearest bf16, ties away from zero: `low` then fits in int16, and high + low is p.
         high = (bits + 0x8000) >> 16
         low = bits - (high << 16)
         tl.store(weight_ptr + offs, high.to(tl.int16), mask=mask)

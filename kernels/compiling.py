@@ -36,7 +36,7 @@ NOTICE = Notice()
 
 
 def announce_compiling() -> None:
-    """From now on the first kernel that is compiled is said."""
+    """Prints one line when the first kernel is compiled from now on."""
     NOTICE.wanted = True
     if HAS_TRITON and "Triton" not in NOTICE.folders:
         NOTICE.folders["Triton"] = triton.knobs.cache.dir

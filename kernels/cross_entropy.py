@@ -157,6 +157,8 @@ def _cross_entropy_kernel(
 ):
     WORDS: tl.constexpr = 2 * PARTS if HAS_SMOOTHING else PARTS
     if PARTS > 1 or OVERLAPS:
+        # Parts are numbered as they start, not by program_id: a part that waits for others must
+        # know that they have started, or waiting parts could fill the GPU and keep them out.
         ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
         row, part = ticket // PARTS, (ticket % PARTS).to(tl.int32)
     else:
@@ -168,6 +170,7 @@ def _cross_entropy_kernel(
         logits_ptr + offs, mask=mask, other=float("-inf"), eviction_policy="evict_first"
     ).to(tl.float32)
     label = tl.load(labels_ptr + row)
+    # Neither a class nor ignored: -1, whose loss becomes NaN instead of another row's logit.
     label = tl.where((label >= 0) & (label < V) | (label == _IGNORED), label, -1).to(tl.int32)
     # Only the part that holds the label reads its logit. For the other parts that logit may already
     # be overwritten.
@@ -267,6 +270,7 @@ def cross_entropy(
         )
 
     loss = torch.empty(T, dtype=torch.float32, device=logits.device)
+    # The kernel reads labels at a stride of 1.
     labels = labels.contiguous()
 
     if T:
@@ -278,6 +282,7 @@ def cross_entropy(
             ticket = words = None
             if parts > 1 or overlaps:
                 pairs = 2 if label_smoothing else 1
+                # One allocation and one memset for both.
                 zeros = logits.new_zeros(16 + T * parts * pairs, dtype=torch.int64)
                 ticket, words = zeros, zeros[16:]  # on different 128-byte lines
             _cross_entropy_kernel[(T * parts,)](

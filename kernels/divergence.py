@@ -51,7 +51,7 @@ from longctx.kernels.log_softmax import scaled
 
 
 class Divergence(NamedTuple):
-    """Of each row, in fp32 (fp64 for fp64 logits)."""
+    """The values of each row, in fp32 (fp64 for fp64 logits)."""
 
     value: Tensor  # (T,)
     offset: Tensor  # (T,): what the gradient subtracts, D or KL(p | m)
@@ -65,7 +65,7 @@ class Divergence(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is the same for all rows."""
+    """The options of a divergence, the same for all rows."""
 
     beta: float
     temperature: float = 1.0

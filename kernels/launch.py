@@ -168,7 +168,7 @@ def rows_or_heads(*tensors: tuple[str, Tensor]) -> list[Tensor]:
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:
-    """Of rows, or of tokens and heads."""
+    """Returns the strides of rows and 0, or those of tokens and heads."""
     return x.stride(0), x.stride(1) if x.dim() == 3 else 0
 
 
@@ -182,7 +182,7 @@ class Config:
     rows: int = 1
     """Rows (or tokens) that one program holds at a time."""
     programs_per_sm: int = 1
-    """For persistent grids: programs started per multiprocessor."""
+    """Programs started per multiprocessor, where the grid is persistent."""
     num_stages: int = 1
     maxnreg: int | None = None
     """Upper limit of registers per thread, so that more programs fit on a multiprocessor."""

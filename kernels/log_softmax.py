@@ -50,7 +50,7 @@ from longctx.kernels.launch import (
 
 
 class LogProbs(NamedTuple):
-    """Of each row, in fp32 (fp64 for fp64 logits)."""
+    """The values of each row, in fp32 (fp64 for fp64 logits)."""
 
     log_probs: Tensor  # (T,)
     entropy: Tensor  # (T,)

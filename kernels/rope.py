@@ -66,6 +66,7 @@ def rope_reference(
 @triton.jit
 def _sin_cos(angle):
     """(sin, cos) of fp32 angles up to 1e8, to fp32 accuracy."""
+    # In fp32, quarter * pi / 2 of an angle of 1e6 would be rounded to a step of 0.06.
     wide = angle.to(tl.float64)
     quarter = tl.floor(wide * 0.6366197723675814 + 0.5)
     r = (wide - quarter * 1.5707963267948966).to(tl.float32)  # in [-pi/4, pi/4]
@@ -160,6 +161,7 @@ def _rope_kernel(
     inv_freq = tl.load(inv_freq_ptr + offs, mask=offs < half, other=0.0)
     sin, cos = _sin_cos(positions * inv_freq)
     cos *= attention_scaling
+    # Backward's matrix is the transpose: the angle is negated, the scaling stays.
     sin *= -attention_scaling if INVERSE else attention_scaling
     _rotate(
         q_ptr,

@@ -1,20 +1,22 @@
-"""The gated activations silu(gate) * up, of Llama's MLP, and gelu(gate) * up, of Gemma's, and their
-gradients.
+"""The activation of an MLP, times `up` where it has a gate, and its gradient.
 
-    s = sigmoid(z)                 product = gate s up
-    d_gate = d_product up s (1 + gate (1 - s) z')
-    d_up   = d_product gate s
+    y = a(gate)                    product = y up, or y without `up`
 
-    silu   z = gate                                           z' = 1
-    gelu   z = 2 sqrt(2 / pi) (gate + 0.044715 gate^3)        z' its derivative
+    silu   a = gate s,   s = sigmoid(gate)                      Llama's MLP
+    gelu   a = gate s,   s = sigmoid(z)                         Gemma's; StarCoder 2's without up
+           z = 2 sqrt(2 / pi) (gate + 0.044715 gate^3)
+    relu2  a = s^2,      s = max(gate, 0)                       Nemotron's, without up
+
+    d_gate = d_product up a'       a' = s (1 + gate (1 - s) z'), with z' = 1 for silu; 2 s for relu2
+    d_up   = d_product y
 
 gelu is the approximation by tanh, since (1 + tanh(z / 2)) / 2 = sigmoid(z). Beyond 100, where s is
-0 or 1 in fp32, z is that of 100, so that nothing overflows.
+0 or 1 in fp32, z is that of 100, so that nothing overflows but the square of relu2 itself.
 
 Saved: gate and up. Backward overwrites them with their gradients, so it allocates nothing. It can
 also write the recomputed product, which the gradient of the down projection's weight needs. All
 arithmetic is in fp32 and each result is rounded once. Bytes read and written per token at 2 bytes
-an element: forward 6 F, backward 10 F (12 F with the product).
+an element: forward 6 F, backward 10 F (12 F with the product); without up 4 F, and 6 F (8 F).
 
 gate and up may be two tensors or the two halves of one buffer: rows may lie at any stride.
 """
@@ -22,7 +24,7 @@ gate and up may be two tensors or the two halves of one buffer: rows may lie at 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -40,24 +42,33 @@ from longctx.kernels.launch import (
     triton,
 )
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 SCALE, CUBE, LARGEST = 1.5957691216057308, 0.044715, 100.0
 
 
 def swiglu_reference(
     gate: Tensor,  # (..., F)
-    up: Tensor,  # (..., F)
+    up: Tensor | None = None,  # (..., F)
     activation: Activation = "silu",
 ) -> Tensor:  # (..., F)
-    """The first equation above in plain torch, rounded once; differentiable."""
+    """The product of the equations above in plain torch, rounded once; differentiable."""
     wide = gate if gate.dtype == torch.float64 else gate.float()
-    if activation == "gelu_tanh":
-        return (torch.nn.functional.gelu(wide, approximate="tanh") * up).to(gate.dtype)
-    return (torch.nn.functional.silu(wide) * up).to(gate.dtype)
+    if activation == "relu2":
+        y = wide.relu().square()
+    elif activation == "gelu_tanh":
+        y = torch.nn.functional.gelu(wide, approximate="tanh")
+    else:
+        y = torch.nn.functional.silu(wide)
+    return (y if up is None else y * up).to(gate.dtype)
 
 
-def gelu_sigmoid_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """s, and 1 + x (1 - s) z', of gelu."""
+def _slope_reference(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """(s, a' / s) of the equations above."""
+    if activation == "relu2":
+        return x.relu(), torch.full_like(x, 2)
+    if activation == "silu":
+        s = x.sigmoid()
+        return s, 1 + x * (1 - s)
     near = x.clamp(-LARGEST, LARGEST)
     s = (SCALE * (near + CUBE * near**3)).sigmoid()
     return s, 1 + near * (1 - s) * SCALE * (1 + 3 * CUBE * near**2)
@@ -66,43 +77,44 @@ def gelu_sigmoid_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 def _backward_reference_(
     d_product: Tensor,  # (T, F)
     gate: Tensor,  # (T, F)
-    up: Tensor,  # (T, F)
+    up: Tensor | None,  # (T, F)
     product: Tensor | None,  # (T, F)
     activation: Activation,
 ) -> None:
-    g, u, d = gate.float(), up.float(), d_product.float()
-    s, slope = g.sigmoid(), 1 + g * (1 - g.sigmoid())
-    if activation == "gelu_tanh":
-        s, slope = gelu_sigmoid_reference(g)
-    silu = g * s
+    g, d = gate.float(), d_product.float()
+    s, slope = _slope_reference(g, activation)
     # All results are computed before the first write: `.float()` does not copy fp32 tensors, so g,
     # u and d can be the caller's own memory, and product may alias d_product.
-    d_gate, d_up, gated = d * u * s * slope, d * silu, silu * u
-    gate.copy_(d_gate)
-    up.copy_(d_up)
-    if product is not None:
-        product.copy_(gated)
-
-
-@triton.jit
-def gelu_sigmoid(x):
-    """s, and 1 + x (1 - s) z', of gelu."""
-    # LARGEST, CUBE and SCALE, as numbers. A minimum and a maximum would turn NaN into a number.
-    near = tl.where(x > 100.0, 100.0, tl.where(x < -100.0, -100.0, x))
-    square = 0.044715 * near * near
-    s = tl.sigmoid(1.5957691216057308 * near * (1 + square))
-    return s, 1 + near * (1 - s) * 1.5957691216057308 * (1 + 3 * square)
-
-
-@triton.jit
-def _sigmoid(gate, GELU: tl.constexpr):
-    """s, and 1 + gate (1 - s) z'."""
-    if GELU:
-        s, slope = gelu_sigmoid(gate)
+    if up is None:
+        d_gate = d * (s * slope)
+        # As forward gave it: g * s may differ from torch's gelu in the last digit.
+        made = swiglu_reference(gate, None, activation)
     else:
-        s = tl.sigmoid(gate)
-        slope = 1 + gate * (1 - s)
-    return s, slope
+        u, y = up.float(), s * s if activation == "relu2" else g * s
+        d_gate, d_up, made = d * u * s * slope, d * y, y * u
+        up.copy_(d_up)
+    gate.copy_(d_gate)
+    if product is not None:
+        product.copy_(made)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    """(y, s, a' / s) of the equations above."""
+    if ACTIVATION == "relu2":
+        s = tl.where(x < 0, 0.0, x)  # a maximum would turn NaN into 0
+        slope, y = 2.0, s * s
+    elif ACTIVATION == "gelu_tanh":
+        # LARGEST, CUBE and SCALE, as numbers. A minimum and a maximum would turn NaN into a number.
+        near = tl.where(x > 100.0, 100.0, tl.where(x < -100.0, -100.0, x))
+        square = 0.044715 * near * near
+        s = tl.sigmoid(1.5957691216057308 * near * (1 + square))
+        slope = 1 + near * (1 - s) * 1.5957691216057308 * (1 + 3 * square)
+        y = x * s
+    else:
+        s = tl.sigmoid(x)
+        slope, y = 1 + x * (1 - s), x * s
+    return y, s, slope
 
 
 @triton.jit
@@ -116,18 +128,21 @@ def _forward_kernel(
     stride_gate,
     stride_up,
     stride_out,
-    GELU: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # int64: row * stride passes 2^31 at 160,000 rows of 14336.
     first = (tl.program_id(0) // blocks_per_row).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
     offs = (tl.program_id(0) % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)[None, :]  # (1, BLOCK)
     mask = (row < T) & (offs < F)
     gate = tl.load(gate_ptr + row * stride_gate + offs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + offs, mask=mask, other=0.0).to(tl.float32)
-    s, _ = _sigmoid(gate, GELU)
-    product = round_to(gate * s * up, out_ptr.dtype.element_ty)
+    product, _, _ = _activated(gate, ACTIVATION)
+    if HAS_UP:
+        product *= tl.load(up_ptr + row * stride_up + offs, mask=mask, other=0.0).to(tl.float32)
+    product = round_to(product, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out + offs, product, mask=mask)
 
 
@@ -144,8 +159,9 @@ def _backward_kernel(
     stride_gate,
     stride_up,
     stride_product,
+    HAS_UP: tl.constexpr,
     HAS_PRODUCT: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -157,19 +173,26 @@ def _backward_kernel(
     gate_ptrs = gate_ptr + row * stride_gate + offs
     up_ptrs = up_ptr + row * stride_up + offs
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_UP:
+        up = tl.load(up_ptrs, mask=mask, other=0.0).to(tl.float32)
     d_product = tl.load(d_product_ptr + row * stride_d_product + offs, mask=mask, other=0.0)
     d_product = d_product.to(tl.float32)
-    s, slope = _sigmoid(gate, GELU)
-    silu = gate * s
+    y, s, slope = _activated(gate, ACTIVATION)
+    if HAS_UP:
+        product, d_gate = y * up, d_product * up * s * slope
+    else:
+        product, d_gate = y, d_product * (s * slope)
     if HAS_PRODUCT:
-        tl.store(product_ptr + row * stride_product + offs, round_to(silu * up, dtype), mask=mask)
-    d_gate = d_product * up * s * slope
+        tl.store(product_ptr + row * stride_product + offs, round_to(product, dtype), mask=mask)
     tl.store(gate_ptrs, round_to(d_gate, dtype), mask=mask)
-    tl.store(up_ptrs, round_to(d_product * silu, dtype), mask=mask)
+    if HAS_UP:
+        tl.store(up_ptrs, round_to(d_product * y, dtype), mask=mask)
 
 
-def _check(gate: Tensor, **others: Tensor | None) -> None:
+def _check(gate: Tensor, activation: str, **others: Tensor | None) -> None:
+    if activation not in get_args(Activation):
+        names = ", ".join(get_args(Activation))
+        raise ValueError(f"activation must be one of {names}, got {activation!r}")
     check_float("gate", gate)
     for name, other in others.items():
         if other is not None:
@@ -179,19 +202,22 @@ def _check(gate: Tensor, **others: Tensor | None) -> None:
 
 def swiglu_forward(
     gate: Tensor,  # (..., F)
-    up: Tensor,  # (..., F)
+    up: Tensor | None = None,  # (..., F)
+    *,
     out: Tensor | None = None,  # (..., F), may alias gate or up
     activation: Activation = "silu",
 ) -> Tensor:  # (..., F)
-    """activation(gate) * up. Not differentiable by autograd.
+    """activation(gate) * up, or activation(gate) alone. Not differentiable by autograd.
 
-    Raises ValueError for a wrong shape, dtype, device or layout.
+    Raises ValueError for a wrong name, shape, dtype, device or layout.
     """
-    _check(gate, up=up, out=out)
+    _check(gate, activation, up=up, out=out)
     out = gate.new_empty(gate.shape) if out is None else out
     if not runs_kernel(gate, up, out):
         return out.copy_(swiglu_reference(gate, up, activation))
-    g, u, o = as_rows("gate", gate), as_rows("up", up), as_rows("out", out)
+    g, o = as_rows("gate", gate), as_rows("out", out)
+    # The kernel wants a pointer, but does not read it: HAS_UP is False.
+    u = g if up is None else as_rows("up", up)
     T, F = g.shape
 
     if out.numel():
@@ -208,7 +234,8 @@ def swiglu_forward(
                 g.stride(0),
                 u.stride(0),
                 o.stride(0),
-                GELU=activation == "gelu_tanh",
+                HAS_UP=up is not None,
+                ACTIVATION=activation,
                 ROWS=config.rows,
                 BLOCK=config.block,
                 num_warps=config.num_warps,
@@ -219,21 +246,22 @@ def swiglu_forward(
 def swiglu_backward_(
     d_product: Tensor,  # (..., F)
     gate: Tensor,  # (..., F), becomes d_gate
-    up: Tensor,  # (..., F), becomes d_up
+    up: Tensor | None = None,  # (..., F), becomes d_up
     *,
     product: Tensor | None = None,  # (..., F), may alias d_product
     activation: Activation = "silu",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """(d_gate, d_up), written over gate and up; `product`, if given, receives what forward gave.
 
-    Raises ValueError for a wrong shape, dtype, device or layout.
+    Raises ValueError for a wrong name, shape, dtype, device or layout.
     """
-    _check(gate, up=up, d_product=d_product, product=product)
-    rows = [as_rows(n, t) for n, t in (("d_product", d_product), ("gate", gate), ("up", up))]
-    d, g, u = rows
+    _check(gate, activation, up=up, d_product=d_product, product=product)
+    d, g = as_rows("d_product", d_product), as_rows("gate", gate)
+    u = g if up is None else as_rows("up", up)
     p = d if product is None else as_rows("product", product)
     if not runs_kernel(d_product, gate, up, product):
-        _backward_reference_(d, g, u, None if product is None else p, activation)
+        wanted = None if product is None else p
+        _backward_reference_(d, g, None if up is None else u, wanted, activation)
         return gate, up
     T, F = g.shape
 
@@ -253,8 +281,9 @@ def swiglu_backward_(
                 g.stride(0),
                 u.stride(0),
                 p.stride(0),
+                HAS_UP=up is not None,
                 HAS_PRODUCT=product is not None,
-                GELU=activation == "gelu_tanh",
+                ACTIVATION=activation,
                 ROWS=config.rows,
                 BLOCK=config.block,
                 num_warps=config.num_warps,
@@ -262,22 +291,22 @@ def swiglu_backward_(
     return gate, up
 
 
-class _Gated(torch.autograd.Function):
+class _Activated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, *([] if up is None else [up]))
         ctx.activation = activation
         return swiglu_forward(gate, up, activation=activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
+    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
         # A new version makes autograd raise if anything reads gate or up again, for instance a
         # second backward, whose result would otherwise be silently wrong.
-        torch.autograd.graph.increment_version((gate, up))
-        d_product, how = d_product.contiguous(), ctx.activation
-        return *swiglu_backward_(d_product, gate.detach(), up.detach(), activation=how), None
+        torch.autograd.graph.increment_version(saved)
+        parts = [x.detach() for x in saved]
+        return *swiglu_backward_(d_product.contiguous(), *parts, activation=ctx.activation), None
 
 
 def swiglu(
@@ -306,7 +335,7 @@ def swiglu(
 
     Source: Shazeer, GLU Variants Improve Transformer (arXiv 2002.05202).
     """
-    return _gated(gate, up, "silu")
+    return _activate(gate, up, "silu")
 
 
 def geglu(
@@ -324,17 +353,31 @@ def geglu(
         >>> longctx.geglu(torch.tensor([1.0]), torch.tensor([2.0]))  # 2 gelu(1)
         tensor([1.6824])
     """
-    return _gated(gate, up, "gelu_tanh")
+    return _activate(gate, up, "gelu_tanh")
 
 
-def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    _check(gate, up=up)
+def activate(
+    gate: Tensor,  # (..., F)
+    activation: Activation,
+) -> Tensor:  # (..., F)
+    """silu(gate), gelu(gate) approximated by tanh, or relu(gate)^2 ("relu2"), differentiable.
+    Backward overwrites gate.
+
+    Shapes, dtypes, what is saved and the errors raised are those of `longctx.swiglu`, without up.
+
+    Sources: So et al., Primer (arXiv 2109.08668); Hendrycks and Gimpel, GELU (arXiv 1606.08415).
+    """
+    return _activate(gate, None, activation)
+
+
+def _activate(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    _check(gate, activation, up=up)
     for name, x in (("gate", gate), ("up", up)):
-        if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+        if x is not None and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} is overwritten in backward, so it must not be a leaf, got one"
             )
-    return _Gated.apply(gate, up, activation)
+    return _Activated.apply(gate, up, activation)
 
 
 @cache

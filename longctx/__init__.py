@@ -26,8 +26,8 @@ __version__ = "0.2.0.dev0"
 if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what runs
     from longctx import losses as losses
     from longctx.attention.documents import Documents as Documents
-    from longctx.kernels.layer_norm import layer_norm as layer_norm
-    from longctx.kernels.rms_norm import rms_norm as rms_norm
+    from longctx.kernels.norm import layer_norm as layer_norm
+    from longctx.kernels.norm import rms_norm as rms_norm
     from longctx.kernels.rope import rope as rope
     from longctx.kernels.swiglu import geglu as geglu
     from longctx.kernels.swiglu import swiglu as swiglu
@@ -61,8 +61,8 @@ _HOMES = {
     "linear_log_probs": "longctx.model.log_probs",
     "linear_jsd": "longctx.model.distillation",
     "linear_kl": "longctx.model.distillation",
-    "rms_norm": "longctx.kernels.rms_norm",
-    "layer_norm": "longctx.kernels.layer_norm",
+    "rms_norm": "longctx.kernels.norm",
+    "layer_norm": "longctx.kernels.norm",
     "rope": "longctx.kernels.rope",
     "swiglu": "longctx.kernels.swiglu",
     "geglu": "longctx.kernels.swiglu",

@@ -8,7 +8,7 @@ import sys
 from typing import Any, TextIO
 
 MOST_CHARACTERS = 800
-"""Of a line that names what is wrong: it may quote a path, or a stranger's text."""
+"""Longest line that names what is wrong: it may quote a path, or a stranger's text."""
 
 
 def printable(line: str) -> str:
@@ -18,13 +18,13 @@ def printable(line: str) -> str:
 
 
 def shortened(text: str, width: int = MOST_CHARACTERS) -> str:
-    """At most `width` characters: what is left out is in the middle."""
+    """Cuts a text to `width` characters, in its middle."""
     tail = width // 3
     return text if len(text) <= width else f"{text[: width - tail - 5]} ... {text[-tail:]}"
 
 
 def one_line(error: BaseException, width: int = 300) -> str:
-    """What an error of another library says, in one line of at most `width` characters."""
+    """Shortens an error of another library to one line of at most `width` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= width else text[: width - 3] + "..."
 

@@ -30,7 +30,7 @@ MOST_JSON_BYTES = 256 << 20
 MOST_JSON_VALUES = 8_000_000
 """Half a million logged steps. The worst of them take 0.8 GiB of memory."""
 MOST_HEADER_BYTES = 16 << 20
-"""Of a safetensors file: 100,000 tensors. Parsed, it takes 15 times as much memory."""
+"""Largest header of a safetensors file: 100,000 tensors. Parsed, it takes 15 times the memory."""
 MOST_LEVELS = 100
 TORCH_FILES = ("*.pt", "*.pth", "*.bin")
 DESCRIPTIONS = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -151,7 +151,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def _vet(paths: Sequence[Path]) -> str | None:
-    """In the child. What is damaged or would run code is for the reader to say."""
+    """Runs in the child. What is damaged or would run code is for the reader to say."""
     import torch
     from transformers.trainer_pt_utils import safe_globals
 

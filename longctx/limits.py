@@ -388,7 +388,7 @@ CONFLICTS: tuple[tuple[Rule, str], ...] = (
         "processes divide",
     ),
 )
-"""What cannot be together, and the line that says so."""
+"""Pairs of options that conflict, each with its error message."""
 
 
 def given(options: Any) -> dict[str, Any]:

@@ -41,14 +41,14 @@ _HIDDEN = {
 
 
 def hide_noise() -> None:
-    """From now on, in all of the program."""
+    """Leaves these lines out from now on, in all of the program."""
     for name, left_out in _HIDDEN.items():
         logging.getLogger(name).addFilter(left_out)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def show_greeting() -> None:
-    """For a run that asks for DeepSpeed."""
+    """Lets DeepSpeed greet, in a run that asks for it."""
     logging.getLogger("DeepSpeed").removeFilter(_GREETING)
 
 

@@ -27,14 +27,14 @@ class PatchOptions:
     """What each layer keeps for backward (cost/kept.py); auto: what is fastest in the memory there
     is."""
     offload_activations: Offload = "auto"
-    """Where it waits: on the GPU, in host memory, or on the GPU first."""
+    """The place where it waits: the GPU, host memory, or the GPU first."""
     attn_backend: Backend = "auto"
     head_groups: int | None = None
     """Parts in which attention runs; None: by what is free."""
     tile_tokens: int | None = None
     """Tokens that token-wise work takes at a time; None: by what is free."""
     host_memory_gib: float | None = None
-    """Of the host, for activations; None: what is available."""
+    """Host memory for activations; None: what is available."""
     share_prefixes: bool = False
     """Whether a prompt with which several documents of a batch begin is computed once."""
     seq_len: int | None = None
@@ -46,7 +46,7 @@ class PatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where a pretrained model is."""
+    """The place that a pretrained model comes from."""
 
     name: str | None = None
     """A local folder, a .gguf file or a hub id; None: a preset, with random weights."""

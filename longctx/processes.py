@@ -61,7 +61,7 @@ def same_environ() -> Iterator[None]:
 
 
 def _bind() -> None:
-    """In every forked process. Its only thread has the number of the one that forked it."""
+    """Runs in every forked process, whose only thread has the number of the one that forked it."""
     global _binding
     binding, _binding = _binding, None
     if binding is not None and binding[1] == threading.get_ident():
@@ -159,7 +159,7 @@ def limit_memory(more_bytes: int) -> None:
 SPARE_FILES = 64
 """A run opens so many files at once: its data, a checkpoint, sockets between ranks."""
 WORKER_FILES, BATCH_FILES = 4, 4
-"""Of a data loader's worker: its pipes. Each tensor of a batch is a file on its way."""
+"""Files of a data loader's worker: its pipes. Each tensor of a batch is a file on its way."""
 
 
 def make_room_for_workers(workers: int, batches_ahead: int | None) -> None:

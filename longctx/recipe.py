@@ -21,7 +21,7 @@ Written = str | list[str] | dict[str, Any]
 _LARGEST_FILE_BYTES = 2**20
 _NO_TAG = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 _JSON = {"": None, "~": None, "null": None, "true": True, "false": False}
-"""What these words mean where they are not quoted: null everywhere, the others within settings."""
+"""Meanings of unquoted words: null everywhere, the others within settings."""
 
 
 def read_text(option: str, path: Path) -> str:

@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 CACHE = "~/.cache/longctx"
-"""What can be made again: tokenised data, measured rates, compiled kernels."""
+"""Holds what can be made again: tokenised data, measured rates, compiled kernels."""
 
 
 def expanded(path: str) -> Path:
-    """With the home folder in place of `~`; a `~user` who does not exist stays as it is."""
+    """Puts the home folder in place of `~`; a `~user` who does not exist stays as it is."""
     return Path(os.path.expanduser(path))
 
 

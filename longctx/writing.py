@@ -18,11 +18,11 @@ from tempfile import TemporaryFile
 from longctx.errors import UserError
 
 MARK = b"made with longctx"
-"""Pages and pictures hold these bytes, by which they are known,"""
+"""Every page and picture that we write contains this mark."""
 _BEGINNINGS = (b"<!DOCTYPE html>", b"\x89PNG", b"%PDF", b"<?xml")
-"""and begin with one of these: a recipe or a note with those words is none."""
+"""It also starts with one of these, so that a note that quotes the mark is not taken for ours."""
 _LARGEST_BYTES = 1 << 28
-"""Of a page or picture: a larger file is none, and is not searched."""
+"""A larger file is taken for no page or picture of ours, and is not searched."""
 
 
 @contextmanager

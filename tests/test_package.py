@@ -82,7 +82,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> 
     }
     assert packed == sources
     assert {"longctx/py.typed", "longctx/data/templates/llama.jinja"} < packed
-    assert {"longctx/kernels/rms_norm.py", "longctx/share/ds_configs/zero3.json"} < packed
+    assert {"longctx/kernels/norm.py", "longctx/share/ds_configs/zero3.json"} < packed
 
 
 def test_the_sdist_holds_what_it_is_built_from_and_no_tests(sdist: Path) -> None:

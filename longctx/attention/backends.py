@@ -67,6 +67,7 @@ def choose_attention(
             f"--class_type custom needs an Ampere or newer GPU and this is {_sm(device)}: "
             "use --class_type vanilla --dtype float32"
         )
+    # fp32 has plain torch alone: no fused kernel here takes it.
     if chosen := name == "auto":
         name = _fastest(device, head_dim, windows, softcap is not None) if half else "math"
     if name != "math" and not half:
@@ -179,6 +180,8 @@ class FlashAttention4(Attention):
         bounds, longest = documents.cu_seqlens, max(documents.lengths)
         return dict(
             causal=True,
+            # flash-attn counts the tokens to the left of a query, Hugging Face's window the query
+            # too.
             window_size_left=None if window is None else window - 1,
             softcap=self.softcap or 0.0,
             cu_seqlens_q=bounds,
@@ -206,6 +209,7 @@ class Flash(Attention):
             scale=scale,
             **self._sides(window),
         )
+        # torch's op has no `out`: the copy puts o where the caller keeps it.
         o.copy_(o_new)
         lse.copy_(lse_new)
 

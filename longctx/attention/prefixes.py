@@ -84,6 +84,7 @@ class Prefixed(Attention):
         window: int | None = None,
         out: QKV | None = None,
     ) -> QKV:
+        # The second call still needs the merged o after the first call wrote dq over it.
         taken = out is not None and out.q.data_ptr() == o.data_ptr()  # dq takes o's place
         pieces = [
             (keys, [(queries, o[queries].clone() if taken else o[queries]) for queries in answers])
@@ -110,6 +111,7 @@ def continuations(documents: Documents, window: int | None) -> Iterator[tuple[sl
     """Yields, for each prompt, its keys that answers attend to, and the queries of each launch."""
     for prompt, answers in documents.prompts:
         if window is None:
+            # Answers are consecutive and all see the whole prompt: one launch takes them together.
             yield prompt, [slice(answers[0].start, answers[-1].stop)]
         elif window > 1:
             seen = slice(max(prompt.start, prompt.stop - window + 1), prompt.stop)
@@ -119,6 +121,7 @@ def continuations(documents: Documents, window: int | None) -> Iterator[tuple[sl
 def merge_(o: Tensor, lse: Tensor, o2: Tensor, lse2: Tensor) -> None:
     """Merges attention of the same n queries to other keys, o2 (n, H, d) and lse2 (H, n), into o
     and lse, in the wider of the dtypes of lse and lse2."""
+    # exp(lse1) + exp(lse2) would overflow; logaddexp takes the larger one out first.
     both = torch.logaddexp(lse, lse2)
     shares = [(part - both).exp().t()[:, :, None] for part in (lse, lse2)]  # (n, H, 1) each
     n, heads, head_dim = o.shape

@@ -130,6 +130,7 @@ class Sharded(Attention):
 
     def _for_all(self, qkv: QKV) -> QKV:
         """Repeats each key/value head for each rank whose query heads read it."""
+        # 0 or 1 where there are at least as many key/value heads as ranks.
         times = self.ranks // qkv.k.shape[1]
         if times <= 1:
             return qkv
@@ -147,6 +148,8 @@ class Sharded(Attention):
         def received() -> Sequence[Tensor]:
             whole = exchange.received()  # (R, t, sum of n / R, d)
             if self.rows > 1:
+                # Ranks hold a part of every row, so rows come first and ranks' parts in order
+                # within.
                 whole = whole.unflatten(1, (self.rows, -1)).transpose(0, 1).flatten(1, 2)
             return whole.flatten(0, 1).split(heads, dim=1)
 
@@ -168,5 +171,6 @@ class Sharded(Attention):
 def _sum_repeated(grad: Tensor, heads: int) -> Tensor:  # (t, n heads, d) -> (t, heads, d)
     if grad.shape[1] == heads:
         return grad
+    # Gradients of one head from several ranks are added before they are rounded.
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     return grad.unflatten(1, (heads, -1)).sum(2, dtype=wide).to(grad.dtype)

@@ -63,11 +63,11 @@ class Machine:
     assumed: str = ""
     """Which numbers were assumed of a card that is given by its numbers; else empty."""
     held_bytes: int = CONTEXT_BYTES
-    """Of the GPU: what CUDA, kernels' code and others have."""
+    """GPU bytes taken by CUDA, kernels' code and other processes."""
     started_bytes: int = PROCESS_BYTES
-    """Of the host: what a run takes before it asks what is free; 0 where that was asked here."""
+    """Host bytes of the process before it measures what is free; 0 if measured here."""
     lockable_bytes: int | None = None
-    """Of the host, where more is refused."""
+    """The most host memory that can be page-locked, where more is refused."""
     by_length: Mapping[str, Mapping[int, AttentionRates]] = field(default_factory=dict)
     """Backend -> tokens of a document -> rates, where they were measured."""
 

@@ -64,7 +64,7 @@ def digest(*parts: Any) -> str:
 
 
 def cache_path(folder: Path, kind: str, key: str, suffix: str = ".arrow") -> Path:
-    """Where a file of one of KINDS is kept; `key` is the digest of what it is made from."""
+    """Returns the path of a file of one of KINDS; `key` is the digest of what it is made from."""
     return folder / f"{kind}-v{FORMAT}-{key}{suffix}"
 
 

@@ -57,7 +57,7 @@ class Piece:
 
 @dataclass(kw_only=True)
 class PackingStats:
-    """What became of the documents, in tokens unless the name says otherwise."""
+    """Counts of what became of the documents, in tokens unless the name says otherwise."""
 
     documents: int = 0
     tokens: int = 0

@@ -181,7 +181,7 @@ def _lines(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _encoding(data: bytes) -> str:
-    """By the byte order mark; UTF-8 without one."""
+    """Tells the encoding by the byte order mark; it is UTF-8 without one."""
     return next((e for mark, e in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8-sig")
 
 

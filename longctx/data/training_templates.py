@@ -32,14 +32,14 @@ class Family:
 
     name: str
     file: str
-    """In the folder `templates`."""
+    """Name of the template's file in the folder `templates`."""
     options: dict[str, Any] = field(default_factory=dict)
     signs: tuple[str, ...]
     """Texts that the tokenizer's own template holds; without one of them nothing is rendered."""
     rewrites: bool = False
     """Whether an answer that is only read has lost its reasoning even where it is the last."""
     note: str = "its tokens, with the answers marked"
-    """What is trained, for the line that is printed."""
+    """Says what is trained, for the line that is printed."""
 
     @property
     def training(self) -> Training:

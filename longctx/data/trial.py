@@ -60,7 +60,7 @@ def varies(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _trial(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """In the child: whether all texts have the same tokens twice."""
+    """Runs in the child, and returns whether all texts have the same tokens twice."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads did not survive the fork
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     same, tokens = True, 0

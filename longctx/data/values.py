@@ -50,7 +50,7 @@ def read_row(row: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict
 
 
 def kind(value: Any) -> str:
-    """What a JSON value is, for a message."""
+    """Names the kind of a JSON value, for a message."""
     if value is None:
         return "nothing (null)"
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}

@@ -229,7 +229,7 @@ def _cut(left: _Stretch, right: _Stretch, inside_words: bool) -> tuple[int, int]
 def _special_tokens(
     tokenizer: PreTrainedTokenizerBase, text: str
 ) -> tuple[list[int], list[int]] | None:
-    """What the tokenizer puts before and after a text; None where that cannot be told."""
+    """Returns what the tokenizer puts before and after a text; None where that cannot be told."""
     if not tokenizer.is_fast:
         return None
     encoding: Any = call(tokenizer, text[:1000]).encodings

@@ -24,7 +24,7 @@ from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 
 ENGINES: tuple[type[Engine], ...] = (DeepSpeed, FSDP2, Plain)
-"""In the order in which they are asked; Plain takes what no other claims."""
+"""Engines are asked in this order; Plain takes what no other claims."""
 
 
 def choose_engine(options: Any) -> Engine:

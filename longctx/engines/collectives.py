@@ -1,8 +1,8 @@
 """What processes ask each other, and how they see a tensor that is shared out among them.
 
 What one process notices (a signal, a full disk, a loss that is not a number) all must act on at the
-same step; otherwise one would save or stop while the others wait in a collective. One process asks
-nobody; several exchange 8 bytes a question.
+same step; otherwise one would save or stop while the others wait in a collective. A single process
+skips the collective; otherwise each question is one all-reduce of 8 bytes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def whole_numel(parameter: Any) -> int:
 
 
 def gathered_bytes(model: PreTrainedModel) -> int:
-    """What an engine that shards weights gathers of a model (layout.py)."""
+    """Returns the bytes of a model that an engine that shards weights gathers (layout.py)."""
     layers: Any = model.get_decoder().layers
     two_layers = sum(map(whole_numel, layers[:2].parameters()))
     return layout.gathered_bytes(two_layers, head_numel(model))

@@ -53,7 +53,7 @@ class FSDP2(Engine):
         return any(checkpoint.glob("pytorch_model_fsdp*"))
 
     def read(self, options: Any) -> None:
-        """With the names that transformers gives to settings: `fsdp_version` is `version`."""
+        """Reads settings by transformers' names: `fsdp_version` is `version`."""
         found = read_settings("fsdp_config", options.fsdp_config)
         self.settings = {name.removeprefix("fsdp_"): value for name, value in found.items()}
         _check_version(self.settings.get("version", 2))
@@ -104,7 +104,7 @@ class FSDP2(Engine):
         return torch.distributed.get_rank() > 0
 
     def random_weights(self, device: torch.device) -> AbstractContextManager[Any]:
-        """In the first process on the device; parameters of the others have no memory yet."""
+        """Makes weights on the first process's device; the others' have no memory yet."""
         if self.fills_weights:
             return init_empty_weights(include_buffers=False)
         return super().random_weights(device)

@@ -49,13 +49,13 @@ class Layout:
     offloads: bool = False
     """Everything between steps is on the host."""
     process_gib: float = ENGINE_PROCESS_GIB
-    """Of host memory, for Python, torch, CUDA and the engine."""
+    """Host memory of a process: Python, torch, CUDA and the engine."""
     update_bytes: int = ENGINE_UPDATE_BYTES
-    """As many are read or written while a parameter is updated on the GPU."""
+    """Bytes read and written while a parameter is updated on the GPU."""
 
     @property
     def states_on_host(self) -> bool:
-        """Where AdamW runs, too."""
+        """True if the states wait on the host; AdamW runs there, too."""
         return self.offloads
 
     @property
@@ -64,7 +64,7 @@ class Layout:
         return False
 
     def standing(self, p: Parameters) -> Buffers:
-        """On the GPU between steps, but for gradients."""
+        """Returns what lies on the GPU between steps, without gradients."""
         raise NotImplementedError
 
     def shard(self, p: Parameters) -> int:
@@ -76,7 +76,7 @@ class Layout:
         return 0 if self.states_on_host else moments_bytes(p.total, self.processes)
 
     def gradient(self, numel: int) -> int:
-        """Of so many parameters, from their backward to the update, on the GPU."""
+        """Returns the GPU bytes of gradients of `numel` parameters, from backward to the update."""
         raise NotImplementedError
 
     def whole(self, numel: int) -> int:
@@ -128,7 +128,7 @@ class Layout:
         return BF16 * p.total // self.processes if self.offloads else 0
 
     def chain(self, p: Parameters) -> int:
-        """The same in backward, one copy after the other."""
+        """Bytes over the link in backward, one copy after the other."""
         return 0
 
     def waits(self, p: Parameters) -> float:
@@ -206,7 +206,7 @@ class FullyShard(Layout):
         return gathering_pending(shards, gathered, p.output, stay)
 
     def gathers(self, p: Parameters, passes: int) -> int:
-        """In forward and again in backward, but lm_head."""
+        """Bytes gathered in forward and again in backward; lm_head is gathered once."""
         times = 2 * p.total - p.head if self.reshards else p.total
         return passes * BF16 * times * (self.processes - 1) // self.processes
 
@@ -236,9 +236,9 @@ class Zero(Layout):
     update_bytes: int = ZERO_UPDATE_BYTES
     stage: int = 3
     accumulates: bool = False
-    """Over several batches, in fp32."""
+    """Gradients add up in fp32 over several batches."""
     reduce_bucket: int | None = None
-    """In elements; None ("auto"): D^2."""
+    """Elements of a bucket; None ("auto"): D^2."""
     max_live: int = 1_000_000_000
     sub_group: int = 1_000_000_000
     offloads_weights: bool = False
@@ -361,7 +361,7 @@ class Zero(Layout):
         return gradients + (BF16 * shard if self.offloads_weights else 0)
 
     def waits(self, p: Parameters) -> float:
-        """Of ZeRO-3's hooks."""
+        """Returns the seconds that ZeRO-3's hooks wait in backward."""
         hooks = self.stage == 3 and self.processes > 1 and not self.offloads_states
         return p.total / HOOKS_PARAMETERS if hooks else 0.0
 
@@ -383,7 +383,7 @@ def _sub_groups(numels: Iterable[int], size: int) -> list[int]:
 
 
 MOST_ELEMENTS = 10**15
-"""Of a bucket or group: larger ones would overflow 64 bits in bytes."""
+"""Largest bucket or group: the bytes of a larger one would overflow 64 bits."""
 
 
 def _object(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:

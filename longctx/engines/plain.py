@@ -15,7 +15,7 @@ from longctx.program import started_as
 
 
 class Plain(Engine):
-    """In bf16 exact AdamW, its states where they fit (longctx/memory), 14 bytes a parameter."""
+    """Runs exact AdamW in bf16, its states where they fit: 14 bytes a parameter (memory/)."""
 
     name = "plain"
     shards_states = False

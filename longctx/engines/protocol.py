@@ -122,7 +122,7 @@ class Engine(ABC):
         return False
 
     def random_weights(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Where a preset's weights are made."""
+        """Returns the context in which a preset's weights are made."""
         return torch.device(device)
 
     def reshard(self, model: nn.Module) -> None:
@@ -157,7 +157,7 @@ class Engine(ABC):
         return None
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
-        """What weights, gradients and Adam will claim on the GPU and have not before step 1."""
+        """Returns what weights, gradients and Adam will claim on the GPU in step 1."""
         return pending_bytes(model.parameters())
 
     # --- checkpoints -------------------------------------------------------------------------

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.kernels.layer_norm import layer_norm_backward, layer_norm_forward
-from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from longctx.kernels.norm import norm_backward, norm_forward
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
     """RMSNorm or LayerNorm of x (..., n) with a weight (n,). The equations are in
-    kernels/rms_norm.py and kernels/layer_norm.py."""
+    kernels/norm.py."""
 
     eps: float
     centred: bool = False
@@ -41,9 +40,7 @@ class NormSpec:
     ) -> Tensor:  # (..., n)
         if out is None:
             out = torch.empty_like(x, dtype=self.dtype(x.dtype, weight.dtype))
-        if self.centred:
-            return layer_norm_forward(x, weight, self.eps, bias=bias, out=out, offset=self.offset)
-        return rms_norm_forward(x, weight, self.eps, out=out, rstd=rstd, **self._how)
+        return norm_forward(x, weight, self.eps, bias=bias, out=out, rstd=rstd, **self._how)
 
     def backward(
         self,
@@ -57,11 +54,10 @@ class NormSpec:
         out: Tensor | None = None,  # (..., n), may be dy or onto
     ) -> Tensor:  # (..., n)
         dy = dy.to(self.dtype(x.dtype, weight.dtype))
-        how: dict[str, Any] = dict(d_residual=onto, dw=dw, out=out)
-        if self.centred:
-            return layer_norm_backward(dy, x, weight, self.eps, db=db, offset=self.offset, **how)
-        return rms_norm_backward(dy, x, weight, self.eps, **how, **self._how)
+        how: dict[str, Any] = dict(d_residual=onto, dw=dw, db=db, out=out)
+        return norm_backward(dy, x, weight, self.eps, **how, **self._how)
 
     @property
     def _how(self) -> dict[str, Any]:
-        return {"llama_rounding": self.llama_rounding, "offset": self.offset}
+        names = ("centred", "llama_rounding", "offset")
+        return {name: getattr(self, name) for name in names}

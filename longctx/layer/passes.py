@@ -33,7 +33,7 @@ class Traits:
     norms_rotated: bool = False
     """The norms of q and k come after RoPE."""
     activation: str = "silu"
-    """Of the MLP's gate (kernels/swiglu.py), or of an MLP without one (kernels/activation.py)."""
+    """The activation of the MLP (kernels/swiglu.py): of its gate, or of `up` without a gate."""
     parallel: bool = False
     """The MLP stands beside attention: it reads n1, and both are added to x."""
     residual: float = 1.0

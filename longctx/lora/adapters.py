@@ -97,7 +97,7 @@ def _check_target(target: str, known: dict[str, nn.Linear], args: ModelArguments
 
 
 def _names(target: str, path: str) -> bool:
-    """As PEFT matches a list of targets."""
+    """Matches a module's path as PEFT matches a list of targets."""
     return path == target or path.endswith(f".{target}")
 
 
@@ -108,7 +108,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
-    """Of a saved adapter, without making it; 0 for a class that is not transformers' own."""
+    """Counts a saved adapter's bytes without making it; 0 for a class that is not transformers'."""
     skeleton = without_storage(config)
     if skeleton is None or args.lora_r is None:
         return 0

@@ -130,7 +130,7 @@ def check_fits(folder: Path, config: PretrainedConfig) -> int:
 
 
 def _rehearse(folder: Path, config: PretrainedConfig) -> int:
-    """In the child."""
+    """Runs in the child process."""
     import peft
     import torch
 

@@ -224,7 +224,7 @@ def _add_in_fp32(layer: Any) -> None:
 
 
 _TRAINED = ("rope_parameters", "max_position_embeddings")
-"""Of a model's configuration, what `--rope_scaling` and `--extend_context` change."""
+"""The keys of a configuration that `--rope_scaling` and `--extend_context` change."""
 
 
 def _config(adapter: Path, base: ModelSource) -> Any:
@@ -250,7 +250,7 @@ def _config(adapter: Path, base: ModelSource) -> Any:
 
 
 def _tokenizer(adapter: Path) -> Any:
-    """What a run saved beside its adapter; None where it saved none."""
+    """Reads the tokenizer that a run saved beside its adapter; None where it saved none."""
     if not os.path.isfile(adapter / "tokenizer_config.json"):
         return None
     return read_tokenizer(str(adapter), remedy="remove its tokenizer's files, or get them again")

@@ -78,7 +78,7 @@ def compute_in_(model: Any, dtype: torch.dtype) -> None:
 
 
 def quantise_(model: Any, device: torch.device) -> None:
-    """The same of a model in memory: its layers, in place, on `device`."""
+    """Quantises the layers of a model in memory, in place, on `device`."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     layers: Any = decoder_layers(model)

@@ -23,7 +23,7 @@ Loss = Callable[[Pairs, PairOptions], Tensor]
 
 class LossType(NamedTuple):
     loss: Loss
-    """From a batch of pairs to the loss of each, (pairs,)."""
+    """Computes the loss of each pair of a batch, (pairs,)."""
     tokens: tuple[str, ...]
     """Which counts of tokens the loss needs: `chosen_tokens`, `rejected_tokens`."""
     divergences: bool

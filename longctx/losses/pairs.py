@@ -52,7 +52,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PairOptions:
-    """What the losses of pairs read, with TRL's names."""
+    """The options that losses of pairs read, with TRL's names."""
 
     beta: float = 0.1
     """Factor of the log-ratios; IPO's tau."""

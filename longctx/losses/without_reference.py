@@ -150,7 +150,7 @@ CPO_TYPES: dict[str, Callable[[Tensor, CPOOptions], Tensor]] = {
     "ipo": _ipo,
     "simpo": _simpo,
 }
-"""From differences of rewards (pairs,) to losses (pairs,)."""
+"""Each type's function turns differences of rewards (pairs,) into losses (pairs,)."""
 PER_TOKEN = ("ipo", "simpo")
 """The types whose rewards are means over an answer's tokens."""
 

@@ -132,6 +132,7 @@ class ActivationStore:
         """Keeps activations by this ladder, which needs `nbytes` of the host, of which `host_bytes`
         may be taken (default: what may be taken now). A slab that is large enough stays. Raises
         UserError if host memory is short."""
+        # Kept tensors that are alive lie in the slab: it stays until their backward is over.
         if nbytes > self._slab.numel() and not self._alive():
             _check_host(nbytes, self.host_bytes() if host_bytes is None else host_bytes)
             self._lent = None
@@ -156,7 +157,9 @@ class ActivationStore:
 
     def open(self, layers_above: int) -> Saved:
         """Begins a layer's kept tensors. `layers_above` layers follow it."""
+        # The ladder may be shorter than the model: its first rung is that of all layers below.
         saved = Saved(self.ladder[max(0, len(self.ladder) - 1 - layers_above)])
+        # Weak references: a graph that is dropped without a backward frees its place in the slab.
         self._stack = [weakref.ref(s) for s in [*self._alive(), saved]]
         return saved
 
@@ -176,8 +179,12 @@ class ActivationStore:
             how = dict(of_tiles=of_tiles, whole=name in whole)
             entry = Entry(tensor, tensor.shape, tensor.dtype, **how)
             if kept in saved.keep.hosted:
+                # A stack's top, not a running offset: layers that were dropped leave no hole above
+                # it.
                 entry.offset = _top(self._alive())
                 fits = entry.stop <= self._slab.numel()
+                # No room, or a lent slab's bytes are in use by their owner: the tensor stays on the
+                # GPU.
                 if not fits or not (self._lent is None or self._is_free(entry.offset, entry.stop)):
                     entry.offset = None
             saved.entries[name] = entry
@@ -210,6 +217,8 @@ class ActivationStore:
                     "the host and were never sent there"
                 )
         if hosted and self._out is not None:
+            # The allocator reuses memory in the order of the compute stream, which knows nothing of
+            # copies on another one.
             torch.cuda.current_stream(self.device).wait_stream(self._out)
         for entry in hosted.values():
             entry.tensor = None
@@ -227,6 +236,7 @@ class ActivationStore:
                 "as they are used (retain_graph is not supported)"
             )
         saved.used = True
+        # Another layer than the one below comes next, as when a graph was dropped in between.
         if self._filled is not None and self._filled() is not saved:
             self._abandon()
         hosted = saved.hosted
@@ -239,6 +249,7 @@ class ActivationStore:
                     self._next[name] = made
             for tile in tiles:
                 self._fill(saved, tile, hosted)
+            # This layer reads what was filled, in part while the layer above ran.
             self._buffers, self._next = self._next, {}
             self._reader, self._filled = self._watched(saved), None
             self._ready, self._coming_ready = self._coming_ready, {}
@@ -246,6 +257,7 @@ class ActivationStore:
         return on_gpu | (self._buffers if hosted else {})
 
     def wait(self, tile: slice) -> None:
+        # Popped: a tile is waited for once, and later reads of it cost no event.
         ready = self._ready.pop(tile.start, None)
         if ready is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
@@ -298,6 +310,7 @@ class ActivationStore:
         """Starts the copies of these tensors' tiles, except those that are on their way."""
         entries = saved.hosted
         missing = [name for name in names if (name, tile.start) not in self._coming]
+        # What is not (T, ...), such as lse (H, T), has no tiles.
         missing = [name for name in missing if not entries[name].whole or tile.start == 0]
         if not missing:
             return
@@ -398,6 +411,7 @@ def free_gpu_bytes(device: torch.device) -> int:
     (torch.cuda.set_per_process_memory_fraction)."""
     index = torch.cuda.current_device() if device.index is None else device.index
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    # --gpu_memory_gib sets this share; the driver's free bytes do not know of it.
     limit_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))
     held_bytes = torch.cuda.memory_reserved(index)
     return min(free_bytes + held_bytes, limit_bytes) - torch.cuda.memory_allocated(index)

@@ -63,7 +63,7 @@ def linear_jsd_reference(
     reduction: Reduction = "mean",
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """The same divergence by ordinary autograd with all logits held, for tests and for readers."""
+    """Computes `linear_jsd` by ordinary autograd, with all logits held, for tests and readers."""
     logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (T, V)
     with torch.no_grad():
         teacher = torch.nn.functional.linear(teacher_hidden, teacher_weight, teacher_bias)

@@ -67,7 +67,7 @@ def linear_log_probs_reference(
     softcap: float | None = None,
     outputs: Sequence[str] = OUTPUTS,
 ) -> TokenLogProbs:
-    """The same values by ordinary autograd with all logits held, for tests and for readers."""
+    """Computes the values by ordinary autograd, with all logits held, for tests and readers."""
     logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (T, V)
     y = labels.flatten()
     found = kernel.log_softmax_reference(logits, y, temperature=temperature, softcap=softcap)

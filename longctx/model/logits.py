@@ -31,7 +31,7 @@ _METADATA = {
 
 
 class _Source:
-    """What the logits are computed from. It is dropped when backward begins."""
+    """Holds what the logits are computed from, until backward begins."""
 
     def __init__(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
         self.hidden: Tensor | None = hidden  # (..., D)

@@ -52,7 +52,7 @@ def linear_cross_entropy_reference(
     softcap: float | None = None,
     logits_scaling: float = 1.0,
 ) -> Tensor:  # scalar
-    """The same loss by ordinary autograd with all logits held, for tests and for readers."""
+    """Computes the loss by ordinary autograd, with all logits held, for tests and readers."""
     logits = torch.nn.functional.linear(hidden, weight, bias).flatten(0, -2)  # (T, V)
     z = (logits if logits.dtype == torch.float64 else logits.float()) / logits_scaling
     z = z if softcap is None else softcap * torch.tanh(z / softcap)

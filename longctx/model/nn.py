@@ -17,6 +17,7 @@ of features, H of query heads and K of key/value heads; d is the head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -24,8 +25,7 @@ from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
 from longctx.kernels.launch import check_eps, check_shape
-from longctx.kernels.layer_norm import layer_norm
-from longctx.kernels.rms_norm import rms_norm
+from longctx.kernels.norm import layer_norm, rms_norm
 from longctx.kernels.rope import rope
 from longctx.kernels.swiglu import geglu, swiglu
 from longctx.model.distillation import Reduction, linear_jsd
@@ -187,20 +187,23 @@ class GeGLU(SwiGLU):
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
 
 
+@dataclass(eq=False, repr=False)
 class _LinearHead(nn.Module):
-    """A linear layer whose outputs are never held as a whole."""
+    """A linear layer whose outputs are never held as a whole. Its options are a dataclass's fields:
+    a module names those that it adds."""
 
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        bias: bool,
-        device: Any,
-        dtype: Any,
-        ignore_index: int,
+    in_features: InitVar[int]
+    num_classes: InitVar[int]
+    _: KW_ONLY
+    bias: InitVar[bool] = False
+    device: InitVar[Any] = None
+    dtype: InitVar[Any] = None
+    ignore_index: int = IGNORE_INDEX
+
+    def __post_init__(
+        self, in_features: int, num_classes: int, bias: bool, device: Any, dtype: Any
     ) -> None:
         super().__init__()
-        self.ignore_index = ignore_index
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def _rows(self, input: Tensor) -> Tensor:  # (..., in_features) -> (T, in_features)
@@ -215,6 +218,7 @@ class _LinearHead(nn.Module):
         return target.masked_fill(target == self.ignore_index, IGNORE_INDEX)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LinearCrossEntropyLoss(_LinearHead):
     """Cross-entropy of a linear layer's outputs, which are never held as a whole.
 
@@ -233,20 +237,8 @@ class LinearCrossEntropyLoss(_LinearHead):
         (torch.Size([]), torch.Size([1000, 64]))
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        *,
-        bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        ignore_index: int = IGNORE_INDEX,
-        label_smoothing: float = 0.0,
-    ) -> None:
-        super().__init__(in_features, num_classes, bias, device, dtype, ignore_index)
-        self.reduction, self.label_smoothing = reduction, label_smoothing
+    reduction: Literal["mean", "sum"] = "mean"
+    label_smoothing: float = 0.0
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # () fp32
         return linear_cross_entropy(
@@ -259,6 +251,7 @@ class LinearCrossEntropyLoss(_LinearHead):
         )
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LinearLogProbs(_LinearHead):
     """Log-probabilities of targets under the softmax of a linear layer's outputs, as
     `longctx.linear_log_probs` computes them.
@@ -277,21 +270,9 @@ class LinearLogProbs(_LinearHead):
         (torch.Size([2, 5]), torch.Size([2, 5]), None)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        *,
-        bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-        ignore_index: int = IGNORE_INDEX,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        outputs: Sequence[str] = OUTPUTS,
-    ) -> None:
-        super().__init__(in_features, num_classes, bias, device, dtype, ignore_index)
-        self.temperature, self.softcap, self.outputs = temperature, softcap, outputs
+    temperature: float = 1.0
+    softcap: float | None = None
+    outputs: Sequence[str] = OUTPUTS
 
     def forward(self, input: Tensor, target: Tensor) -> TokenLogProbs:
         found = linear_log_probs(
@@ -306,6 +287,7 @@ class LinearLogProbs(_LinearHead):
         return TokenLogProbs(*(x if x is None else x.view(target.shape) for x in found))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LinearJSDLoss(_LinearHead):
     """Generalised Jensen-Shannon divergence of a linear layer's softmax from a teacher's, as
     `longctx.linear_jsd` computes it.
@@ -326,21 +308,9 @@ class LinearJSDLoss(_LinearHead):
         (False, True)
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        *,
-        bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-        beta: float = 0.5,
-        reduction: Reduction = "mean",
-        ignore_index: int = IGNORE_INDEX,
-        temperature: float = 1.0,
-    ) -> None:
-        super().__init__(in_features, num_classes, bias, device, dtype, ignore_index)
-        self.beta, self.reduction, self.temperature = beta, reduction, temperature
+    beta: float = 0.5
+    reduction: Reduction = "mean"
+    temperature: float = 1.0
 
     def forward(
         self,
@@ -366,6 +336,7 @@ class LinearJSDLoss(_LinearHead):
         return loss.view(input.shape[:-1]) if self.reduction == "none" else loss
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LinearKLLoss(LinearJSDLoss):
     """Kullback-Leibler divergence of a linear layer's softmax p from a teacher's q, KL(q | p), or
     with `reverse` KL(p | q).
@@ -384,30 +355,13 @@ class LinearKLLoss(LinearJSDLoss):
         True
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        num_classes: int,
-        *,
-        reverse: bool = False,
-        bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-        reduction: Reduction = "mean",
-        ignore_index: int = IGNORE_INDEX,
-        temperature: float = 1.0,
-    ) -> None:
-        super().__init__(
-            in_features,
-            num_classes,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-            beta=float(reverse),
-            reduction=reduction,
-            ignore_index=ignore_index,
-            temperature=temperature,
-        )
+    beta: float = field(init=False)
+    reverse: InitVar[bool] = False
+
+    def __post_init__(self, *args: Any) -> None:
+        *others, reverse = args
+        super().__post_init__(*others)
+        self.beta = float(reverse)
 
 
 def _check_norm(features: int, eps: float) -> None:

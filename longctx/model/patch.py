@@ -37,7 +37,7 @@ from longctx.options import Backend, Keeping, Offload, PatchOptions
 
 _NOT_ASKED = ("class_type", "seq_len")
 OPTIONS = tuple(option.name for option in fields(PatchOptions) if option.name not in _NOT_ASKED)
-"""Of `patch`: options of train.py by the same names."""
+"""The options of `patch`, which `longctx train` has by the same names."""
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 

@@ -26,7 +26,7 @@ from longctx.model.vision import joint_of
 
 
 class Positions(NamedTuple):
-    """What a call says of its tokens' positions. None stands for 0 to S - 1 in each row."""
+    """The positions of a call's tokens. None stands for 0 to S - 1 in each row."""
 
     rope: Tensor | None  # (B, S)
     documents: Tensor | None  # (B, S)

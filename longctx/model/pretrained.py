@@ -45,12 +45,12 @@ from longctx.system import expanded, installed
 MOST_LAYERS = 512
 """Each takes 10 ms even on the meta device; the deepest language models have about 130."""
 LARGEST_SIZE = 1 << 22
-"""Of a config.json: products of three such numbers fit in 64 bits, and no model comes near it."""
+"""The largest size in a config.json: a product of three fits in 64 bits; no model comes near it."""
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
 )
-"""What must be whole and positive, where a model has it."""
+"""These sizes must be whole and positive, where a model has them."""
 
 
 def read_config(source: ModelSource) -> PretrainedConfig:
@@ -227,7 +227,7 @@ def unreadable(source: ModelSource, error: Exception, where: str = "") -> UserEr
 
 
 def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` takes: a folder or hub id, and the keywords a GGUF file needs."""
+    """Returns `from_pretrained`'s arguments: a folder or hub id, and keywords of a GGUF file."""
     name = source.name
     assert name is not None
     where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}

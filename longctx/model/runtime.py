@@ -78,9 +78,9 @@ class Runtime:
     """Its name."""
     store: ActivationStore
     dtype: torch.dtype
-    """Of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
+    """Dtype of the activations. FSDP2 later turns the weights, and `model.dtype`, into fp32."""
     stream_dtype: torch.dtype | None = None
-    """Of the residual stream, once there was a batch: fp32 in autocast."""
+    """Dtype of the residual stream, known after the first batch: fp32 in autocast."""
     label_smoothing: float = 0.0
     strict: bool = False
     """A call of training that the schedule does not cover is an error."""
@@ -89,21 +89,21 @@ class Runtime:
     pending_bytes: Callable[[PreTrainedModel], Pending] = field(
         default_factory=lambda: _plain_pending
     )
-    """What else the first step will claim on the GPU; an engine knows better."""
+    """Tells what else the first step will claim on the GPU; an engine knows better."""
     passes: int = 1
     """Batches of a step."""
     task: TaskName = "sft"
     """What a step trains for, by which its loss is counted."""
     reserved_tokens: int = 0
-    """The longest batch for which the store has room,"""
+    """Tokens of the longest batch that the store has room for."""
     cut: Cut | None = None
-    """and how the work on it and on shorter ones is cut; None: by their lengths."""
+    """The cut of batches up to that length; None: the default cut of each length."""
     host_room: int = 0
-    """Bytes of the host that it might take for that."""
+    """Host bytes that the store may take."""
     whole: weakref.ref[Any] | None = None
     """The model whose base model this is the runtime of."""
     warned: set[str] = field(default_factory=set)
-    """What was said already of calls that Hugging Face's code runs."""
+    """Warnings already given about calls that Hugging Face's code runs."""
     images: str | None = None
     """The arguments of the call under way that came with images, which Hugging Face's code runs."""
     shards: Shards | None = None
@@ -113,8 +113,8 @@ class Runtime:
     def make(
         cls, args: PatchOptions, config: Any, device: torch.device, dtype: torch.dtype
     ) -> tuple[Runtime, str]:
-        """And the name of its attention backend; where weights come later (`meta`), `follow` asks
-        again. Raises UserError where that cannot run."""
+        """Returns the runtime and the name of its attention backend. On meta, `follow` chooses the
+        backend at the first batch. Raises UserError for a backend that cannot run."""
         if device.type == "meta":
             return _remake(args, {}), args.attn_backend
         name, attention = choose_attention(
@@ -221,7 +221,7 @@ class Runtime:
 
     @property
     def ranks(self) -> int:
-        """That share each row."""
+        """Returns how many ranks share each row."""
         return self.shards.ranks if self.shards else 1
 
 
@@ -280,7 +280,7 @@ def chunks_loss(model: Any) -> bool:
 
 
 def _remake(args: PatchOptions, settings: dict[str, Any]) -> Runtime:
-    """Of no dtype that is scheduled: `follow` makes it that of the first batch."""
+    """Its dtype is a placeholder, which `follow` replaces at the first batch."""
     cpu, dtype = torch.device("cpu"), torch.float64
     _, attention = choose_attention("math", cpu, dtype)
     store = ActivationStore(cpu, args.host_memory_gib)
@@ -298,7 +298,7 @@ def _plain_pending(model: PreTrainedModel) -> Pending:
 
 
 def runtime_of(model: Any) -> Runtime | None:
-    """What `patch` attached to this very model; None for one that runs as Hugging Face made it."""
+    """Returns what `patch` attached to this model; None if it runs as Hugging Face made it."""
     return vars(model).get("longctx")
 
 

@@ -41,7 +41,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharing:
-    """What is computed of a batch of T tokens without padding."""
+    """The tokens of a batch that are computed, of T without padding."""
 
     documents: Documents
     kept: Tensor  # (computed,) int64: numbers of the tokens

@@ -271,7 +271,7 @@ def _undeclared(module: nn.Module, children: frozenset[str], where: str) -> Iter
 
 
 def _dropouts(module: nn.Module, where: str, training: bool) -> Iterator[str]:
-    """What a module drops in training: a Dropout's p, or an attribute that has it in its name."""
+    """Yields each dropout of a module that is in training: a Dropout, or an attribute so named."""
     if not (training or module.training):
         return
     state = vars(module)

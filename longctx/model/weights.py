@@ -26,11 +26,11 @@ WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""In the order in which transformers looks for them: one file, or an index of several."""
+"""Names of weights, in the order in which transformers looks: one file, or an index of several."""
 _SAFE = ".safetensors"
 """How a file's name ends that is no pickle; transformers looks at nothing else."""
 REWARD_HEAD = "score.weight"
-"""Of transformers' classifiers."""
+"""The name of the head's weight in transformers' classifiers."""
 _NF4 = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -55,7 +55,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fetched_files(name: str, **where: Any) -> list[Path]:
-    """The same of a hub's model, whose files are downloaded unless they are here already."""
+    """Returns a hub model's files of weights, downloaded unless they are here already."""
     for single, index in WEIGHTS:
         for file in (single, index):
             found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **where)
@@ -76,7 +76,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def quantization(config: Any) -> dict[str, Any]:
-    """What a configuration says of how its checkpoint is quantised; empty if it says nothing."""
+    """Returns a configuration's settings of quantisation; empty if it has none."""
     found: Any = getattr(config, "quantization_config", None)
     found = found.to_dict() if hasattr(found, "to_dict") else found
     return found if isinstance(found, dict) else {}

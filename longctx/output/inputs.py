@@ -19,7 +19,7 @@ from longctx.limits import words_of
 from longctx.system import expanded
 
 _MOST_LINKS = 40
-"""As many as Linux follows."""
+"""Linux follows as many links in one path."""
 
 
 def named_inputs(argv: Sequence[str] | None, *options: Any) -> list[Path]:

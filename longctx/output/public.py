@@ -14,7 +14,7 @@ from longctx.errors import printable, shortened
 from longctx.system import expanded
 
 MOST_CHARACTERS = 300
-"""Of a name or a text."""
+"""Longest name or text."""
 
 
 def hub_id(name: str | None) -> str | None:

@@ -37,7 +37,7 @@ def rehearse_save(trainer: Any) -> None:
 
 
 def rehearse(model: Any, write: Callable[[str], Any], output_dir: Path) -> None:
-    """The same for any `write(folder)` of a model. Raises UserError."""
+    """Tries any `write(folder)` of a model. Raises UserError."""
     repairs = iter(REPAIRS)
     while (problem := _problem(write, output_dir)) is not None:
         for applies, repair, said in repairs:
@@ -50,7 +50,7 @@ def rehearse(model: Any, write: Callable[[str], Any], output_dir: Path) -> None:
 
 
 def _problem(write: Callable[[str], Any], output_dir: Path) -> str | None:
-    """What saving raises, in one line."""
+    """Returns the error that saving raises, in one line."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output_dir, prefix=STAGING) as folder, _quiet():

@@ -85,7 +85,7 @@ def _last_whole(output_dir: Path) -> Path:
 
 
 def integrity_problem(checkpoint: Path) -> str | None:
-    """What is missing or damaged in a checkpoint, in a few words; None for a whole one."""
+    """Says what is missing or damaged in a checkpoint, in a few words; None for a whole one."""
     try:
         global_step(checkpoint)
         check_files(checkpoint)
@@ -115,7 +115,7 @@ _WORDS = ("best_model_checkpoint", "trial_name")
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """What transformers wrote of a run's progress, with the types that it wrote. Raises Damaged."""
+    """Reads what transformers wrote of a run's progress, with its types. Raises Damaged."""
     try:
         content = read_json(checkpoint / STATE)
         state, step = TrainerState(**content), content["global_step"]

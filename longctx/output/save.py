@@ -32,7 +32,7 @@ from longctx.output.manifest import write_manifest
 from longctx.output.removal import discard, discard_renamed, link_target, remove, staging_path
 
 _OS_ERROR = re.compile(r"([^:]+) \(os error \d+\)")
-"""What Rust (safetensors, tokenizers) says of a failed system call."""
+"""Matches what Rust (safetensors, tokenizers) says of a failed system call."""
 _CPP_STREAMS = ("inline_container", "PytorchStreamWriter", "basic_ios::clear", "iostream error")
 """All that torch's C++ says of one."""
 
@@ -138,7 +138,7 @@ def report_unsaved(reason: str, what: Path, *, stop: bool) -> None:
 
 
 def remove_staging(staging: Path) -> None:
-    """What a failed save leaves half done."""
+    """Removes what a failed save leaves half done."""
     if reason := remove(staging):
         print_rank0(f"{staging} could not be deleted: {reason}")
 

@@ -17,7 +17,7 @@ SLOW, SLOW_LINK = 0.85, 0.8
 LEAST_SHM = GIB
 LEAST_OUTPUT, LEAST_CACHE = 16 * GIB, 2 * GIB
 CONTAINER_SHARE = 0.8
-"""Of the host's free memory: a container that may take less is said."""
+"""A container that may take less than this share of the host's free memory is reported."""
 
 
 class Missing(NamedTuple):
@@ -47,7 +47,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of this machine."""
+    """What was found on this machine."""
 
     gpu: Gpu | None = None
     has_card: bool = False
@@ -72,7 +72,7 @@ class Facts:
     shm_bytes: int | None = None
     """/dev/shm."""
     folders: dict[str, tuple[Path, int, bool]] = field(default_factory=dict)
-    """What for -> where, bytes free, may be written."""
+    """Maps a purpose to its folder, the bytes free there, and whether it may be written."""
     unfit: list[Unfit] = field(default_factory=list)
 
     @property
@@ -84,7 +84,7 @@ class Facts:
 
 
 def missing(facts: Facts) -> Iterator[Missing]:
-    """For speed, the largest first."""
+    """Yields what the machine lacks for speed, the most important first."""
     yield from _of_the_gpu(facts)
     yield from _of_the_rates(facts)
     yield from _of_the_host(facts)

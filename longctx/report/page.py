@@ -135,7 +135,7 @@ def figures(drawn: Iterable[Markup]) -> Markup:
 
 
 LEAST_SCALE = 0.7
-"""Of a figure on a narrow page, where letters of 10 points have 7; then it scrolls."""
+"""A figure shrinks to this on a narrow page (letters of 10 points have 7); then it scrolls."""
 
 
 def figure(drawn: Any, caption: str) -> Markup:

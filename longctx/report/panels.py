@@ -68,7 +68,7 @@ CAPTIONS = {"Accuracy": "pairs whose chosen answer has the larger reward"}
 SIGNED = ("loss", "learning rate", "reward", "margin", "log-probability")
 """Units whose axis does not begin at 0."""
 SIZE_INCHES = (5.0, 2.6)
-"""As wide as a phone: letters stay readable there."""
+"""A picture is as wide as a phone, where its letters stay readable."""
 STROKES = ("-", "--", ":")
 FEW = 60
 """Points that are marked one by one: a curve of one point would not be seen."""

@@ -16,7 +16,7 @@ from longctx.run.states import uses_exact_states
 
 MOST_GPUS = 1024
 MOST_TOKENS, MOST_ROWS = 1 << 34, 1 << 20
-"""Of a batch, and rows of a GPU in a step: beyond, no answer comes in seconds, nor would a step."""
+"""The most tokens of a batch and rows of a GPU in a step: a plan of more would take minutes."""
 
 
 def check_known(

@@ -219,7 +219,7 @@ def _broken(flags: str, width: int) -> str:
 
 
 def _list(title: str, rows: list[dict[str, Any]], flags: list[str]) -> Text:
-    """For narrow terminals, which break these lines themselves, between words."""
+    """Lists the rows for narrow terminals, which break these lines themselves, between words."""
     lines = []
     for row, words in zip(rows, flags, strict=True):
         figures = (

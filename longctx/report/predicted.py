@@ -42,11 +42,11 @@ from longctx.run.loading import compute_dtype
 from longctx.run.metrics import peak_memory
 
 DEVICE = "cuda"
-"""On which a step is predicted."""
+"""The device on which a step is predicted."""
 SAMPLED_ROWS = 16
-"""Of the data, for the length of its documents."""
+"""Rows of the data from which the length of its documents is estimated."""
 OFF = 0.05
-"""What is predicted worse is said."""
+"""The run reports a prediction that is off by more."""
 
 
 def foresee(
@@ -127,7 +127,7 @@ class Foreseen:
     subject: Subject
     machine: Machine
     host_bytes: int
-    """That the host had free,"""
+    """Bytes that were free on the host before the run."""
     planned: Plan
     args: TrainArguments
 
@@ -205,13 +205,13 @@ class Part(NamedTuple):
     predicted: float
     measured: float
     least: float
-    """A difference that says nothing."""
+    """A difference up to this says nothing."""
     why: str
-    """What may be behind one."""
+    """A possible cause of a difference."""
 
     @property
     def error(self) -> float:
-        """Of the prediction."""
+        """The prediction's relative error."""
         return self.predicted / self.measured - 1
 
     @property
@@ -221,7 +221,7 @@ class Part(NamedTuple):
 
 
 def measure(trainer: Any, first_step: int) -> dict[str, float]:
-    """What a finished run took, by the keys of `Part`. A run's first logged step compiles."""
+    """Returns what a finished run took, by `Part`'s keys. A run's first logged step compiles."""
     memory = peak_memory(trainer.args.device)
     held = held_host_bytes() / trainer.args.world_size
     found = {"gpu_gib": memory.get("peak_gpu_gib", 0.0), "host_gib": held / GIB}
@@ -273,7 +273,7 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
 
 
 def lines(found: list[Part]) -> list[str]:
-    """What is said of them: all in one line, and one for each that is off."""
+    """Returns lines: one of all parts, and one for each that is off."""
     beside = ", ".join(
         f"{p.what} {p.predicted:.3g} and {p.measured:.3g} {p.unit} ({p.error:+.1%})" for p in found
     )

@@ -38,7 +38,7 @@ from longctx.report.runs import Run, metrics_path, read_runs
 from longctx.writing import check_writable
 
 MOST_LINES = 2000
-"""Of a run that the page lists: a browser is slow with more."""
+"""Most lines of a run on the page: a browser is slow with more."""
 NOT_COMPARED = (
     "output_dir cache_dir run_name report_to resume_from_checkpoint overwrite_output_dir"
 ).split()
@@ -94,7 +94,7 @@ def write_report(runs: Sequence[Run], output: Path) -> None:
 
 
 def described(run: Run) -> list[tuple[str, Any]]:
-    """What ran, where and when, as far as the run's files say it."""
+    """Says what ran, where and when, as far as the run's files tell."""
     found: list[tuple[str, Any]] = [("model", _model(run)), ("task", run.get("task"))]
     found += [("data", _data(run, "train")), ("evaluation data", _data(run, "eval"))]
     length = run.options.get("seq_len")
@@ -159,7 +159,7 @@ def _command(text: Any) -> str:
 
 
 def summary(run: Run) -> list[tuple[str, Any]]:
-    """What a person asks first: how the loss moved, how fast, how much memory."""
+    """Answers what a person asks first: how the loss moved, how fast, how much memory."""
     rows: list[tuple[str, Any]] = [("last step", run.lines[-1]["step"])]
     for key, name in (
         ("loss", "loss"),

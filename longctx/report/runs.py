@@ -22,7 +22,7 @@ from longctx.output.record import read_record
 
 Line = dict[str, Any]
 LARGEST_BYTES = 1 << 28
-"""Of metrics: a million logged lines."""
+"""Largest file of metrics: a million logged lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Run:
     name: str
     lines: list[Line]
     record: dict[str, Any]
-    """Of run.json; empty without one."""
+    """The contents of run.json; empty without one."""
     options: dict[str, Any]
     """Those that are known, by name."""
 
@@ -48,7 +48,7 @@ class Run:
         return [value for _, value in self.series(key)]
 
     def get(self, *keys: str | int) -> Any:
-        """What run.json says under these keys; None where it says nothing."""
+        """Returns run.json's value under these keys; None where it has none."""
         found: Any = self.record
         for key in keys:
             try:
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def tokens(self) -> int | None:
-        """That were trained on, by the last line that says it."""
+        """Tokens trained on, by the last line that says it."""
         return max((int(x) for x in self.values("tokens") if math.isfinite(x)), default=None)
 
 

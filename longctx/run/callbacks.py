@@ -209,7 +209,7 @@ class Lines(TrainerCallback):
 
 
 def console(args: Any) -> TrainerCallback:
-    """What shows a run's steps: a bar on a terminal, lines in a file and with --disable_tqdm."""
+    """Shows a run's steps: a bar on a terminal, lines in a file and with --disable_tqdm."""
     return Console() if on_terminal() and not args.disable_tqdm else Lines()
 
 

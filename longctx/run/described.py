@@ -76,7 +76,7 @@ def _model(model_args: ModelArguments, model: Any) -> dict[str, Any]:
 def _data(
     data_args: DataArguments, counted: Mapping[str, Mapping[str, int]]
 ) -> dict[str, dict[str, Any]]:
-    """For training and for evaluation: where the text comes from, and how much there is."""
+    """Describes the text of training and evaluation: where it comes from, how much there is."""
     found: dict[str, dict[str, Any]] = {}
     for name, counts in counted.items():
         files = data_args.train_file if name == "train" else data_args.eval_file

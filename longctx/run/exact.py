@@ -229,7 +229,7 @@ class ExactTrainer(Trainer):
 
     @overrides
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """In shards: what lies on the GPU is copied to the host a shard at a time."""
+        """Saves in shards: what lies on the GPU is copied to the host a shard at a time."""
         model: Any = self.model
         if self.exact is None or not isinstance(model, PreTrainedModel):
             return super()._save(output_dir, state_dict)

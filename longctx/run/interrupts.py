@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupts(TrainerCallback):
-    """As a context around training, turns the first signal into a save and a stop."""
+    """Turns the first signal into a save and a stop, as a context around training."""
 
     def __init__(self) -> None:
         self.stopped_by = 0

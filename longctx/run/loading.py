@@ -113,7 +113,7 @@ def check_request(args: ModelArguments, device: torch.device) -> None:
 
 
 def compute_dtype(args: ModelArguments, device: torch.device) -> torch.dtype:
-    """What `--dtype` means on this device."""
+    """Returns the dtype that `--dtype` means on this device."""
     return _dtype(args.dtype, device)
 
 

@@ -85,7 +85,7 @@ class Throughput:
     parameters: int
     world_size: int = 1
     peak_flops: float | None = None
-    """Of a process's GPU, in FLOP/s."""
+    """FLOP/s of a process's GPU at its best."""
     ranks_a_row: int = 1
     """Processes that count the same rows."""
     _tokens: int = 0

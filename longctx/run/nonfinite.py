@@ -240,7 +240,7 @@ def _called_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _loss(model: nn.Module, row: Batch) -> Tensor:
-    """Of this rank's tokens, where several share the row."""
+    """Returns the loss of this rank's tokens."""
     inputs, shards = {key: x for key, x in row.items() if key != "documents"}, _shards(model)
     loss: Tensor = model(**(shards.cut(inputs) if shards else inputs)).loss
     return loss

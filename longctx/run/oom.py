@@ -158,7 +158,7 @@ def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
 
 
 def _asked(text: str) -> str | None:
-    """What torch's message says did not fit, in its own unit."""
+    """Returns the size that did not fit, as torch's message says it."""
     found = _ASKED.search(text)
     return f"{found[1]} {found[2]} more" if found else None
 
@@ -249,7 +249,7 @@ def holders(trainer: LongTrainer) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Any], device: str) -> int:
-    """Of the tensors' storages, each once."""
+    """Returns the bytes of the tensors' storages, each counted once."""
     storages = {}
     for tensor in map(local_shard, tensors):
         if isinstance(tensor, Tensor) and tensor.device.type == device:

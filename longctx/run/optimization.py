@@ -16,7 +16,7 @@ from longctx.errors import UserError
 
 
 class _Trial(Trainer):
-    """As much of Trainer as makes an optimizer and a schedule, for a model of two numbers."""
+    """Is as much of Trainer as makes an optimizer and a schedule, for a model of two numbers."""
 
     def __init__(self, args: TrainArguments) -> None:
         self.args = copy.copy(args)

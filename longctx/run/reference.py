@@ -147,7 +147,7 @@ class References:
             add(trainer.model)
 
     def _autocast(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Of --bf16 and --fp16 without an engine, as Trainer wraps the model for training."""
+        """Returns the autocast that Trainer trains in under --bf16 or --fp16 without an engine."""
         mixed = not engine.shards_states and (self.args.bf16 or self.args.fp16)
         dtype = torch.float16 if self.args.fp16 else torch.bfloat16
         return torch.autocast(self.args.device.type, dtype) if mixed else nullcontext()

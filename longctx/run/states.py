@@ -61,7 +61,7 @@ def uses_exact_states(args: TrainArguments, dtype: torch.dtype) -> bool:
 
 
 class Placing(Protocol):
-    """What of a run's arguments says where its states live."""
+    """The arguments of a run that decide where its states live."""
 
     place: Placement
     gpu_memory_gib: float | None
@@ -180,7 +180,7 @@ def _peer_step(model: Any, args: Placing, tokens: int, task: TaskName) -> Step:
 
 
 def limit_gpu(device: torch.device, gib: float | None) -> None:
-    """To so much, as --gpu_memory_gib asks, in torch's allocator."""
+    """Limits torch's allocator to --gpu_memory_gib."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -198,7 +198,7 @@ def _gpu_budget(specs: Sequence[BlockSpec], args: Placing) -> int:
 
 
 def _host_budget(limit_gib: float | None, args: Placing) -> int:
-    """Of this process; those of one host look before any of them takes its share."""
+    """Returns this process's share; those of one host look before any of them takes its own."""
     return all_reduce_min(host_budget(host_share_bytes(), limit_gib), args.device)
 
 

@@ -258,7 +258,7 @@ class LongTrainer(TaskTrainer):
 
     @overrides
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the model is called with: the batch without its documents' numbers."""
+        """Returns the model's arguments: the batch without its documents' numbers."""
         return super()._prepare_inputs({k: v for k, v in inputs.items() if k != "documents"})
 
     @overrides
@@ -542,7 +542,7 @@ class LongTrainer(TaskTrainer):
 
 
 def _positions(inputs: dict[str, Any]) -> Tensor:  # (B, S)
-    """Of a collator that makes none: each row is one document, its padding included."""
+    """Makes positions where a collator made none: each row is one document, padding included."""
     tokens: Tensor = inputs["input_ids"]
     positions: Tensor | None = inputs.get("position_ids")
     if positions is None:

@@ -24,7 +24,7 @@ from longctx.tasks.protocol import Batch, Measured, Task, Values
 
 
 class Pairs(Task):
-    """What the tasks of pairs have in common."""
+    """The base class of tasks that train on pairs."""
 
     rows = "pairs"
 
@@ -40,7 +40,7 @@ class Pairs(Task):
     def measured(
         self, batch: Batch, losses: Tensor, log_probs: Tensor, rewards: Tensor
     ) -> Values:  # (pairs,), (A,), (A,)
-        """What is logged of each pair, by the names of TRL."""
+        """Returns the values of each pair that are logged, by TRL's names."""
         rows = batch["rows"][0::2]
         chosen, rejected = rewards.detach()[0::2], rewards.detach()[1::2]
         found = {

@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """What a batch's items (pairs, answers, tokens) lose, and what is logged of them."""
+    """Losses of a batch's items (pairs, answers, tokens), and what is logged of them."""
 
     losses: Tensor  # (items,) fp32 or fp64, differentiable
     rows: Tensor  # (items,) int64: the row of the batch in which each is
@@ -55,7 +55,7 @@ class Task:
     """Whether each prompt also gets an answer to another prompt, of which a KL is estimated."""
     has_reference: ClassVar[bool] = False
     loss_types: ClassVar[Sequence[str]] = ()
-    """What --loss_type may be; the first is the default."""
+    """Values that --loss_type may have; the first is the default."""
 
     shards: Shards | None = None
     """The ranks that share rows with this one, if there are any."""

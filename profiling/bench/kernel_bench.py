@@ -50,13 +50,11 @@ from triton.testing import do_bench
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
-from longctx.kernels.activation import activate, activation_reference
 from longctx.kernels.adamw import adamw_, split_master, weight_checksums
 from longctx.kernels.cross_entropy import cross_entropy
-from longctx.kernels.layer_norm import layer_norm, layer_norm_reference
-from longctx.kernels.rms_norm import rms_norm, rms_norm_reference
+from longctx.kernels.norm import layer_norm, norm_reference, rms_norm
 from longctx.kernels.rope import rope, rope_reference
-from longctx.kernels.swiglu import swiglu, swiglu_reference
+from longctx.kernels.swiglu import activate, swiglu, swiglu_reference
 from longctx.model.loss import linear_cross_entropy, linear_cross_entropy_reference
 from profiling.results import results_file, write_results
 
@@ -82,12 +80,12 @@ def peers(op: str) -> Iterator[Case]:
     if op == "rms_norm":
         yield "longctx", lambda x, w: rms_norm(x, w, EPS)
         yield "eager", lambda x, w: _hf_norm(hf, w)(x)
-        yield "compile", _compiled(lambda x, w: rms_norm_reference(x, w, EPS))
+        yield "compile", _compiled(lambda x, w: norm_reference(x, w, EPS))
         yield "functional", lambda x, w: torch.nn.functional.rms_norm(x, (HIDDEN,), w, EPS)
     elif op == "layer_norm":
         yield "longctx", lambda x, w, b: layer_norm(x, w, EPS, bias=b)
         yield "eager", lambda x, w, b: torch.nn.functional.layer_norm(x, (HIDDEN,), w, b, EPS)
-        yield "compile", _compiled(lambda x, w, b: layer_norm_reference(x, w, EPS, b))
+        yield "compile", _compiled(lambda x, w, b: norm_reference(x, w, EPS, bias=b, centred=True))
     elif op == "rope":
         yield "longctx", lambda q, k, p, f: rope(q, k, p, f)
         yield "eager", lambda q, k, p, f: hf.apply_rotary_pos_emb(q, k, *_cos_sin(p, f), 1)
@@ -98,7 +96,7 @@ def peers(op: str) -> Iterator[Case]:
     elif op in ACTIVATIONS:
         yield "longctx", lambda x: activate(x, op)
         yield "eager", ACTIVATIONS[op]
-        yield "compile", _compiled(lambda x: activation_reference(x, op))
+        yield "compile", _compiled(lambda x: swiglu_reference(x, activation=op))
         return  # Liger has neither without a gate
     elif op == "swiglu":
         yield "longctx", swiglu

@@ -10,12 +10,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from exactness import DEVICE, DTYPES, assert_exact
-from longctx.kernels.activation import (
-    activate,
-    activation_backward_,
-    activation_forward,
-    activation_reference,
-)
+from longctx.kernels.swiglu import activate, swiglu_backward_, swiglu_forward, swiglu_reference
 
 HF = {"relu2": "relu2", "gelu_tanh": "gelu_pytorch_tanh"}
 SHAPES = [
@@ -58,7 +53,7 @@ def test_forward_and_backward(shape, dtype, kind):
     _assert_right(activate, kind, *_inputs(*shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("op", [activate, activation_reference])
+@pytest.mark.parametrize("op", [activate, lambda x, kind: swiglu_reference(x, activation=kind)])
 @pytest.mark.parametrize("kind", HF)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_torch_on_the_cpu(dtype, kind, op, reference_kernels):
@@ -100,11 +95,11 @@ def test_in_place_in_a_wider_buffer(alias, plain, dtype, kind, request):
     wide = torch.cat((x, x), dim=1)
     target = dy.clone() if alias else torch.full_like(dy, float("nan"))
     source, half = target if alias else dy, wide[:, :144]
-    assert activation_backward_(source, half, kind, y=target) is half
+    assert swiglu_backward_(source, half, product=target, activation=kind) == (half, None)
     assert equal(target, y) and equal(half, dx) and torch.equal(wide[:, 144:], x)
-    assert activation_forward(wide[:, 144:], kind, out=half) is half
+    assert swiglu_forward(wide[:, 144:], out=half, activation=kind) is half
     assert equal(half, y) and torch.equal(wide[:, 144:], x)
-    assert equal(activation_forward(x, kind, out=x), y)
+    assert equal(swiglu_forward(x, out=x, activation=kind), y)
 
 
 def test_gradient_of_a_sum():
@@ -119,7 +114,7 @@ def test_gradient_of_a_sum():
 def test_overwritten_values_are_not_silently_wrong():
     x, dy = _inputs(4, 32, dtype=torch.float32)
     x.requires_grad_()
-    with pytest.raises(ValueError, match="x is overwritten in backward.*leaf"):
+    with pytest.raises(ValueError, match="gate is overwritten in backward.*leaf"):
         activate(x, "relu2")
     y = activate(x * 1, "relu2")
     y.backward(dy, retain_graph=True)
@@ -127,12 +122,13 @@ def test_overwritten_values_are_not_silently_wrong():
         y.backward(dy)
 
 
-def _forward(x: Tensor, activation: str = "relu2", **more: Tensor) -> Tensor:
-    return activation_forward(x, activation, **more)
+def _forward(gate: Tensor, activation: str = "relu2", **more: Tensor) -> Tensor:
+    return swiglu_forward(gate, activation=activation, **more)
 
 
-def _backward(x: Tensor, activation: str = "relu2", dy: Tensor | None = None, **more: Tensor):
-    return activation_backward_(torch.zeros_like(x) if dy is None else dy, x, activation, **more)
+def _backward(gate: Tensor, activation: str = "relu2", dy: Tensor | None = None, **more: Tensor):
+    d_product = torch.zeros_like(gate) if dy is None else dy
+    return swiglu_backward_(d_product, gate, activation=activation, **more)
 
 
 @pytest.mark.parametrize(
@@ -142,18 +138,18 @@ def _backward(x: Tensor, activation: str = "relu2", dy: Tensor | None = None, **
             (op, change, message)
             for op in (_forward, _backward)
             for change, message in (
-                ({"activation": "silu"}, "one of relu2, gelu_tanh, got 'silu'"),
-                ({"x": torch.zeros(3, 8).int()}, "x must be bfloat16.*int32"),
-                ({"x": torch.zeros(8, 3).t()}, r"must be contiguous.*\(1, 3\)"),
+                ({"activation": "relu"}, "one of silu, gelu_tanh, relu2, got 'relu'"),
+                ({"gate": torch.zeros(3, 8).int()}, "gate must be bfloat16.*int32"),
+                ({"gate": torch.zeros(8, 3).t()}, r"must be contiguous.*\(1, 3\)"),
             )
         ),
         (_forward, {"out": torch.zeros(3, 9)}, r"out must have shape \(3, 8\), got \(3, 9\)"),
-        (_backward, {"dy": torch.zeros(8)}, r"dy must have shape \(3, 8\), got \(8,\)"),
-        (_backward, {"y": torch.zeros(3, 8).half()}, "y must have dtype torch.float32"),
+        (_backward, {"dy": torch.zeros(8)}, r"d_product must have shape \(3, 8\), got \(8,\)"),
+        (_backward, {"product": torch.zeros(3, 8).half()}, "product must have dtype torch.float32"),
     ],
 )
 def test_wrong_arguments(op, change, message):
-    arguments = {"x": torch.zeros(3, 8)} | change
+    arguments = {"gate": torch.zeros(3, 8)} | change
     moved = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in arguments.items()}
     with pytest.raises(ValueError, match=message):
         op(**moved)
@@ -167,6 +163,6 @@ def test_more_than_2_to_the_31_elements():
     rows = torch.tensor([0, 1, T // 2, T - 2, T - 1], device="cuda")
     few, hf = (x[rows], dy[rows]), ACT2FN["relu2"]
     truth, naive = _run(hf, *(t.double() for t in few)), _run(hf, *few)
-    activation_backward_(dy, x, "relu2", y=dy)
+    swiglu_backward_(dy, x, product=dy, activation="relu2")
     for name, our, n, t in zip(("y", "dx"), (dy, x), naive, truth, strict=True):
         assert_exact(name, our[rows], n, t)

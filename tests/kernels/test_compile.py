@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 from paths import PYTHONPATH
 
-KINDS = ("relu2", "gelu_tanh")
+ACTIVATED = (("swiglu", "silu", True), ("geglu", "gelu_tanh", True))
+ACTIVATED += (("relu2", "relu2", False), ("gelu_tanh", "gelu_tanh", False))
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may have
 
 
@@ -30,13 +31,11 @@ def _cases():
     configurations those that the public functions choose.
     """
     from longctx.kernels import (
-        activation,
         adamw,
         cross_entropy,
         divergence,
-        layer_norm,
         log_softmax,
-        rms_norm,
+        norm,
         rope,
         scale,
         spread,
@@ -44,33 +43,35 @@ def _cases():
     )
     from longctx.kernels.launch import Config
 
-    def norm(c, HEADS=1, **flags):
+    def rms(c, HEADS=1, **flags):
         how = {"LLAMA_ROUNDING": True, "OFFSET": 0.0, "HEADS": HEADS}
+        how |= {"CENTRED": False, "HAS_BIAS": False, "HAS_DB": False}
         return {**flags, **how, "ROWS": c.rows, "BLOCK": c.block}
 
     cases = ((False, 1), (True, 1), (False, 32))  # d_residual; heads of q in a wider buffer
     for t in ("bf16", "fp32"):
         p = f"*{t}"
         for D in (64, 4096, 8192):
-            pointers = {f"{n}_ptr": p for n in ("x", "weight", "out")}
+            pointers = {f"{n}_ptr": p for n in ("x", "weight", "bias", "out")}
             strides = {f"stride_{n}": D for n in ("x", "out")}
             strides |= {f"stride_{n}_head": D for n in ("x", "out")}
             sizes = {"T": 131072, "D": D, **strides, "eps": "fp32"}
             for heads in (1, 32) if D == 64 else (1,):
-                c = rms_norm.forward_config(D)
+                c = norm.forward_config(D)
                 given = {"HAS_RSTD": D == 4096, "rstd_ptr": "*fp32"}
-                arguments = {**pointers, **sizes, **given, **norm(c, heads)}
-                yield f"rms_norm_forward {D}", rms_norm._forward_kernel, t, arguments, c
+                arguments = {**pointers, **sizes, **given, **rms(c, heads)}
+                yield f"rms_norm_forward {D}", norm._forward_kernel, t, arguments, c
 
             pointers = {f"{n}_ptr": p for n in ("dy", "x", "weight", "d_residual", "out")}
             strides = {f"stride_{n}": D for n in ("dy", "x", "d_residual", "out")}
             strides |= {f"stride_{n}_head": D for n in ("dy", "x", "out")}
-            sizes = {"partial_ptr": "*fp32", "T": 131072, "D": D, **strides, "eps": "fp32"}
+            sizes = {"T": 131072, "D": D, **strides, "eps": "fp32"}
+            sizes |= {f"{n}_partial_ptr": "*fp32" for n in ("dw", "db")}
             for residual, heads in cases if D == 64 else cases[:2]:
-                c = rms_norm.backward_config(D, 2 if t == "bf16" else 4)
+                c = norm.backward_config(D, 2 if t == "bf16" else 4)
                 flags = {"HAS_RESIDUAL": residual, "HAS_DW": True, "STAGES": c.num_stages}
-                arguments = {**pointers, **sizes, **norm(c, heads, **flags)}
-                yield f"rms_norm_backward {D}", rms_norm._backward_kernel, t, arguments, c
+                arguments = {**pointers, **sizes, **rms(c, heads, **flags)}
+                yield f"rms_norm_backward {D}", norm._backward_kernel, t, arguments, c
 
         for D, offset, heads in ((64, 0.0, 32), (64, 1.0, 1), (8192, 1.0, 1)):
             pointers = {f"{n}_ptr": p for n in ("x", "weight", "bias", "dy", "d_residual", "out")}
@@ -79,13 +80,15 @@ def _cases():
             strides |= {f"stride_{n}_head": D for n in ("dy", "x", "out")}
             flags = {"HAS_BIAS": True, "HAS_DW": True, "HAS_DB": True, "HAS_RESIDUAL": heads == 1}
             flags |= {"OFFSET": offset, "HEADS": heads, "T": 131072, "D": D, "eps": "fp32"}
-            forward, backward = layer_norm._forward_kernel, layer_norm._backward_kernel
+            flags |= {"CENTRED": True, "HAS_RSTD": False, "rstd_ptr": "*fp32"}
+            flags |= {"LLAMA_ROUNDING": False}
+            forward, backward = norm._forward_kernel, norm._backward_kernel
             for name, kernel, c in (
-                ("layer_norm_forward", forward, layer_norm.forward_config(D)),
+                ("layer_norm_forward", forward, norm.forward_config(D)),
                 (
                     "layer_norm_backward",
                     backward,
-                    layer_norm.backward_config(D, 2 if t == "bf16" else 4),
+                    norm.backward_config(D, 2 if t == "bf16" else 4),
                 ),
             ):
                 sizes = {"ROWS": c.rows, "BLOCK": c.block, "STAGES": c.num_stages}
@@ -113,23 +116,15 @@ def _cases():
         sizes = {"T": 131072, "F": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
         arguments = {f"{n}_ptr": p for n in ("gate", "up", "out")} | sizes
         arguments |= {f"stride_{n}": 14336 for n in ("gate", "up", "out")}
-        for name, gelu in (("swiglu", False), ("geglu", True)):
-            how = {"GELU": gelu}
+        for name, kind, gated in ACTIVATED:
+            how = {"HAS_UP": gated, "ACTIVATION": kind}
             yield f"{name}_forward", swiglu._forward_kernel, t, arguments | how, c
         names = ("d_product", "gate", "up", "product")
         arguments = {f"{n}_ptr": p for n in names} | sizes | {"HAS_PRODUCT": True}
         arguments |= {f"stride_{n}": 14336 for n in names}
-        for name, gelu in (("swiglu", False), ("geglu", True)):
-            how = {"GELU": gelu}
+        for name, kind, gated in ACTIVATED:
+            how = {"HAS_UP": gated, "ACTIVATION": kind}
             yield f"{name}_backward", swiglu._backward_kernel, t, arguments | how, c
-
-        c = activation.default_config(14336)
-        sizes |= {f"stride_{n}": 14336 for n in ("x", "out", "dy", "y")} | {"HAS_Y": True}
-        arguments = {f"{n}_ptr": p for n in ("x", "out", "dy", "y")} | sizes
-        for kind in KINDS:
-            how = arguments | {"ACTIVATION": kind}
-            yield f"{kind}_forward", activation._forward_kernel, t, how, c
-            yield f"{kind}_backward", activation._backward_kernel, t, how, c
 
         arguments = {
             **{"x_ptr": "*fp32", "scale_ptr": "*fp32", "out_ptr": p, "numel": 2**29, "BLOCK": 2048}
@@ -245,15 +240,12 @@ def reports() -> list[dict]:
 
 
 def test_every_kernel_compiles_for_both_architectures(reports):
-    names = {"rms_norm_forward", "rms_norm_backward", "rope", "swiglu_forward"}
+    names = {"rms_norm_forward", "rms_norm_backward", "rope"}
     names |= {
-        "swiglu_backward",
         "interleaved_rope",
-        "geglu_forward",
-        "geglu_backward",
         "layer_norm_forward",
         "layer_norm_backward",
-        *(f"{kind}_{way}" for kind in KINDS for way in ("forward", "backward")),
+        *(f"{name}_{way}" for name, _, _ in ACTIVATED for way in ("forward", "backward")),
         "cross_entropy",
         *(
             f"{op}_{part}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,15 +11,12 @@ from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 from exactness import DEVICE, DTYPES, assert_exact
-from longctx.kernels import layer_norm as module
-from longctx.kernels.layer_norm import (
-    layer_norm,
-    layer_norm_backward,
-    layer_norm_forward,
-    layer_norm_reference,
-)
+from longctx.kernels import norm as module
+from longctx.kernels.norm import layer_norm, norm_backward, norm_forward, norm_reference
 
 EPS = 1e-5
+layer_norm_forward = partial(norm_forward, centred=True)
+layer_norm_backward = partial(norm_backward, centred=True)
 NAMES = ("y", "dx", "dw", "db")
 # 4 sweeps of backward's persistent grid and one row more, as in test_rms_norm.py.
 MANY_ROWS = 257 if DEVICE == "cpu" else 16897
@@ -109,7 +108,7 @@ def test_plain_torch_on_the_cpu(dtype, kind, reference_kernels):
     truths, naives = _run(_truth(offset), *_double(*inputs)), _run(naive_op, *inputs)
 
     def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return layer_norm_reference(x, weight, EPS, bias, offset)
+        return norm_reference(x, weight, EPS, bias=bias, centred=True, offset=offset)
 
     for op in (_ours(offset), reference):
         for name, our, naive, truth in zip(NAMES, _run(op, *inputs), naives, truths, strict=False):
@@ -228,7 +227,7 @@ def test_what_is_frozen_is_not_computed(trained, monkeypatch):
         asked.append((dw is not None, db is not None))
         return layer_norm_backward(*args, dw=dw, db=db, **kwargs)
 
-    monkeypatch.setattr(module, "layer_norm_backward", backward)
+    monkeypatch.setattr(module, "norm_backward", backward)
     leaf = x.clone().requires_grad_()
     weight.requires_grad_("weight" in trained)
     bias.requires_grad_("bias" in trained)

@@ -9,14 +9,14 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from exactness import DEVICE, DTYPES, assert_exact
-from longctx.kernels import rms_norm as module
+from longctx.kernels import norm as module
 from longctx.kernels.launch import sm_count
-from longctx.kernels.rms_norm import (
+from longctx.kernels.norm import (
     backward_config,
+    norm_backward,
+    norm_forward,
+    norm_reference,
     rms_norm,
-    rms_norm_backward,
-    rms_norm_forward,
-    rms_norm_reference,
 )
 
 EPS = 1e-5
@@ -56,7 +56,7 @@ def _llama(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _truth(x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm_reference(x, weight, EPS, llama_rounding=False)
+    return norm_reference(x, weight, EPS, llama_rounding=False)
 
 
 @pytest.mark.parametrize("llama_rounding", [True, False])
@@ -81,7 +81,7 @@ def _gemma(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _gemma_truth(x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm_reference(x, weight, EPS, llama_rounding=False, offset=1.0)
+    return norm_reference(x, weight, EPS, llama_rounding=False, offset=1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,8 +111,8 @@ def test_heads_of_a_wider_buffer(dtype, in_place):
     naives = _run(_llama, q, weight, dy)
     given, given_dy = wide.clone(), d_wide.clone()
     dw = torch.zeros(48, device=DEVICE)
-    dx = rms_norm_backward(dy, q, weight, EPS, dw=dw, out=dy if in_place else None)
-    y = rms_norm_forward(q, weight, EPS, out=q if in_place else None)
+    dx = norm_backward(dy, q, weight, EPS, dw=dw, out=dy if in_place else None)
+    y = norm_forward(q, weight, EPS, out=q if in_place else None)
     ours = (y, dx, dw.to(dtype))
     for name, our, naive, truth in zip(("y", "dx", "dw"), ours, naives, truths, strict=True):
         assert_exact(name, our, naive, truth)
@@ -133,8 +133,8 @@ def test_an_fp32_weight_over_16_bits(dtype):
     truths = _run(_truth, q.double(), weight.double(), dy.double())
     naives = _run(_llama, q, weight, dy)
     dw = torch.zeros(48, device=DEVICE)
-    dx = rms_norm_backward(dy, q, weight, EPS, dw=dw, out=d_wide[:, 2:7])
-    y = rms_norm_forward(q, weight, EPS)
+    dx = norm_backward(dy, q, weight, EPS, dw=dw, out=d_wide[:, 2:7])
+    y = norm_forward(q, weight, EPS)
     ours = (y, dx, dw)
     for name, our, naive, truth in zip(("y", "dx", "dw"), ours, naives, truths, strict=True):
         assert our.dtype == naive.dtype
@@ -185,7 +185,7 @@ def test_gradient_of_a_residual(dtype):
     torch.manual_seed(0)
     x, dy, d_residual = (_tensor(13, 320, dtype=dtype) for _ in range(3))
     weight = _tensor(320, dtype=dtype)
-    dx = rms_norm_backward(dy, x, weight, EPS, d_residual=d_residual)
+    dx = norm_backward(dy, x, weight, EPS, d_residual=d_residual)
     truth = _run(_truth, x.double(), weight.double(), dy.double())[1] + d_residual.double()
     naive = _run(_llama, x, weight, dy)[1] + d_residual
     assert_exact("dx", dx, naive, truth)
@@ -196,9 +196,9 @@ def test_a_gradient_may_overwrite_its_inputs(target):
     torch.manual_seed(0)
     x, dy, d_residual = (_tensor(9, 200, dtype=torch.bfloat16) for _ in range(3))
     weight = _tensor(200, dtype=torch.bfloat16)
-    dx = rms_norm_backward(dy, x, weight, EPS, d_residual=d_residual)
+    dx = norm_backward(dy, x, weight, EPS, d_residual=d_residual)
     over = {"dy": dy, "d_residual": d_residual}[target]
-    assert rms_norm_backward(dy, x, weight, EPS, d_residual=d_residual, out=over) is over
+    assert norm_backward(dy, x, weight, EPS, d_residual=d_residual, out=over) is over
     assert torch.equal(over, dx)
 
 
@@ -209,7 +209,7 @@ def test_weight_gradient_adds_up_over_tiles():
     weight = _tensor(96, dtype=torch.bfloat16)
     dw = torch.zeros(96, device=DEVICE)
     parts = [
-        rms_norm_backward(dy[i : i + 128], x[i : i + 128], weight, EPS, dw=dw, llama_rounding=False)
+        norm_backward(dy[i : i + 128], x[i : i + 128], weight, EPS, dw=dw, llama_rounding=False)
         for i in range(0, 300, 128)
     ]
     _, dx_truth, dw_truth = _run(_truth, x.double(), weight.double(), dy.double())
@@ -217,10 +217,10 @@ def test_weight_gradient_adds_up_over_tiles():
     assert_exact("dw", dw, dw_fp32, dw_truth)
     assert_exact("dx", torch.cat(parts), dx_fp32.bfloat16(), dx_truth)
     again = torch.zeros(96, device=DEVICE)
-    rms_norm_backward(dy, x, weight, EPS, dw=again)
+    norm_backward(dy, x, weight, EPS, dw=again)
     once = again.clone()
     again.zero_()
-    rms_norm_backward(dy, x, weight, EPS, dw=again)
+    norm_backward(dy, x, weight, EPS, dw=again)
     assert torch.equal(once, again)  # deterministic
 
 
@@ -232,7 +232,7 @@ def test_strided_input():
     x = wide[..., 64:128]
     expected = rms_norm(x.contiguous(), weight, EPS)
     assert torch.equal(rms_norm(x, weight, EPS), expected)
-    assert torch.equal(rms_norm_forward(x, weight, EPS), expected)
+    assert torch.equal(norm_forward(x, weight, EPS), expected)
     transposed = x.transpose(0, 1)
     assert torch.equal(rms_norm(transposed, weight, EPS), expected.transpose(0, 1))
 
@@ -245,9 +245,9 @@ def test_frozen_weight(monkeypatch):
 
     def backward(*args, dw, **kwargs):
         accumulators.append(dw)
-        return rms_norm_backward(*args, dw=dw, **kwargs)
+        return norm_backward(*args, dw=dw, **kwargs)
 
-    monkeypatch.setattr(module, "rms_norm_backward", backward)
+    monkeypatch.setattr(module, "norm_backward", backward)
     frozen = x.clone().requires_grad_()
     rms_norm(frozen, weight, EPS).sum().backward()
     _, dx, dw = _run(lambda x, w: rms_norm(x, w, EPS), x, weight, torch.ones_like(x))
@@ -288,14 +288,14 @@ def test_wrong_arguments(change, message):
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(8)} | change
     arguments = {k: v.to(DEVICE) for k, v in arguments.items()}
     with pytest.raises(ValueError, match=message):
-        rms_norm_forward(arguments.pop("x"), arguments.pop("weight"), EPS, **arguments)
+        norm_forward(arguments.pop("x"), arguments.pop("weight"), EPS, **arguments)
 
 
 @pytest.mark.parametrize("dw", [torch.zeros(9), torch.zeros(8).half()], ids=["shape", "dtype"])
 def test_wrong_accumulator(dw):
     x = torch.zeros(3, 8, device=DEVICE)
     with pytest.raises(ValueError, match="dw must have"):
-        rms_norm_backward(x, x, torch.zeros(8, device=DEVICE), EPS, dw=dw.to(DEVICE))
+        norm_backward(x, x, torch.zeros(8, device=DEVICE), EPS, dw=dw.to(DEVICE))
 
 
 @pytest.mark.gpu
@@ -309,8 +309,8 @@ def test_more_than_2_to_the_31_elements():
     few = x[rows], weight, dy[rows]
     truth = _run(_truth, *(t.double() for t in few))
     naive = _run(_llama, *few)
-    assert_exact("y", rms_norm_forward(x, weight, EPS)[rows], naive[0], truth[0])
+    assert_exact("y", norm_forward(x, weight, EPS)[rows], naive[0], truth[0])
     dw = torch.zeros(D, device="cuda")
-    rms_norm_backward(dy, x, weight, EPS, dw=dw, out=dy)
+    norm_backward(dy, x, weight, EPS, dw=dw, out=dy)
     assert_exact("dx", dy[rows], naive[1], truth[1])
     assert dw.isfinite().all()

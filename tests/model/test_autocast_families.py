@@ -15,7 +15,7 @@ from small_families import KINDS_OF_LAYERS
 from small_layer import KEEPS, PACKED, Autocast, assert_trains_exactly, batch, batches, gradients
 from test_every_family import trio
 
-from longctx.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from longctx.kernels.norm import norm_backward, norm_forward
 from longctx.layer import norm_spec
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -61,7 +61,7 @@ def test_norms_of_q_and_k_are_fp32_for_a_tile_only(monkeypatch) -> None:
     def watched(norm: Any) -> Any:
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             out = norm(x, *args, **kwargs)
-            wide = out if norm is rms_norm_forward else x  # dy
+            wide = out if norm is norm_forward else x  # dy
             if x.dim() == 3:
                 assert wide.dtype == torch.float32
                 rows.append(len(x))
@@ -70,8 +70,8 @@ def test_norms_of_q_and_k_are_fp32_for_a_tile_only(monkeypatch) -> None:
         return run
 
     for name, norm in (
-        ("rms_norm_forward", rms_norm_forward),
-        ("rms_norm_backward", rms_norm_backward),
+        ("norm_forward", norm_forward),
+        ("norm_backward", norm_backward),
     ):
         monkeypatch.setattr(norm_spec, name, watched(norm))
     _, _, model = wrapped("qwen3", dict(tile_tokens=50))

@@ -23,7 +23,7 @@ from longctx.attention.documents import Documents
 from longctx.config import ModelArguments
 from longctx.cost.kept import SETS, asked
 from longctx.cost.table import load
-from longctx.kernels.rms_norm import rms_norm_forward
+from longctx.kernels.norm import norm_forward
 from longctx.layer import norm_spec
 from longctx.model.patch import patch_as
 from longctx.options import PatchOptions
@@ -289,10 +289,10 @@ def test_n1_is_computed_for_every_head_group(step: Step, monkeypatch: pytest.Mon
 
     def count(x, weight, eps, **how):
         tokens.append(len(x) if weight is norm1 else 0)
-        return rms_norm_forward(x, weight, eps, **how)
+        return norm_forward(x, weight, eps, **how)
 
     norm1 = step.model.model.layers[0].input_layernorm.weight
-    monkeypatch.setattr(norm_spec, "rms_norm_forward", count)
+    monkeypatch.setattr(norm_spec, "norm_forward", count)
     loss = step.forward()
     assert sum(tokens) == K * T
     loss.backward()

@@ -75,6 +75,7 @@ class SelfAttention:
         """Runs attention over the row, and appends each group's q, k, v to `kept` if given."""
         s, t, w = self._schedule, self._pass.traits, self._weights
         T, Hd = x.shape[0], len(w.q.weight)
+        # In the weights' dtype: the residual stream x may be fp32, as in autocast.
         o = w.q.weight.new_empty(T, Hd)
         lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
         self._heads.measure(x)
@@ -83,6 +84,7 @@ class SelfAttention:
             qkv = self._heads.project(x, group)
             if kept is not None:
                 kept.append(qkv)
+            # What is kept must stay as projected, since the norms of q and k need it in backward.
             return self._heads.ready(qkv, group, in_place=kept is None)
 
         def attend(group: Group) -> Iterator[None]:
@@ -108,6 +110,7 @@ class SelfAttention:
             p.keep("o", made, whole=["lse"])
         if p.keeps("q k v"):
             p.keep("q k v", {_part(i): part for i, part in enumerate(qkv)})
+        # Beside an MLP that reads norm(x) too, h is never read.
         if p.keeps("h") and not p.traits.parallel:
             self.h = torch.empty_like(x, dtype=x.dtype if self._post.weight is None else o.dtype)
             p.keep("h", {"h": self.h}, of_tiles=True)
@@ -130,6 +133,7 @@ class SelfAttention:
         """Returns o and lse, kept or else recomputed from all of x."""
         if "o" in self._kept:
             return self._kept["o"], self._kept["lse"]
+        # Attention reads the whole row, so all of x must have come up from the host.
         for tile in self._schedule.tiles(len(x)):
             self._schedule.store.wait(tile)
         return self.forward(x)
@@ -187,6 +191,7 @@ class SelfAttention:
                 *(do, ready, s.documents, t.scale, dq, lse[group.lse], s.window(t)),
                 out=QKV(dq, dk, dv),
             )
+            # Held on over the pause, because the norms' gradients need it; else it is freed.
             unnormed = qkv if heads.qk_norms else None
             del qkv, ready, do
             yield from pauses
@@ -208,6 +213,7 @@ class SelfAttention:
     def _output_grad(self, dh: Tensor) -> Callable[[Group], Tensor]:
         """Returns what gives do (T, h d) of a group: of those that are held, or made from dh."""
         s, w, scale = self._schedule, self._weights, self._pass.traits.residual
+        # Given up here, so that it is freed with the function that is returned.
         held, self._do = self._do, None
         if held is not None:
             return lambda group: held[:, group.q]
@@ -245,6 +251,7 @@ class SelfAttention:
         def run(tile: slice) -> None:
             n1 = heads.normed(x[tile])
             us = heads.inner(n1, tile)
+            # One matmul with the three stacked weights: n1 is read once, and dn1 is rounded once.
             dqkv = torch.cat([dq[tile], *dkv.of(tile)], dim=1)
             if heads.wide_norms is not None:
                 d_q, d_k, _ = dqkv.split(rows, dim=1)
@@ -264,6 +271,7 @@ class SelfAttention:
         tiles = s.tiles(x.shape[0])
         for i, tile in enumerate(each("tile", tiles)):
             run(tile)
+            # Only the first half: the link stays free between two layers (memory/store.py).
             if i < len(tiles) // 2:
                 self._pass.retire_all(tile)
         norm.finish()
@@ -279,6 +287,7 @@ class SelfAttention:
         return WeightGradient(
             bool(wants.q or wants.k or wants.v),
             bool(wants.q_bias or wants.k_bias or wants.v_bias),
+            # A weight of another dtype than the matmuls', as in autocast, has its gradient in fp32.
             dtype=sum_dtype(whole, grads.sums) if alike else torch.float32,
         )
 

@@ -71,6 +71,7 @@ class HeadGroups:
     def inner(self, n1: Tensor, tile: slice) -> list[Tensor | None]:
         """Returns u of q, k, v (layer/lora.py), (T, r) or (T, 3 r), made once for all groups."""
         if tile.start not in self._inner:
+            # x A' does not depend on the group: with 8 groups it would be computed 8 times.
             self._inner[tile.start] = inners(n1, self._weights.qkv, tile)
         return self._inner[tile.start]
 
@@ -97,6 +98,7 @@ class HeadGroups:
         each head has a norm, q and k are returned as projected, without rotation."""
         s, w = self._schedule, self._weights
         parts = list(zip(w.qkv, (group.q, group.kv, group.kv), strict=True))
+        # One matmul for q, k and v of the group: n1 (T, D) is read once instead of three times.
         weight = torch.cat([p.weight[rows] for p, rows in parts])
         bias = None
         if w.q.bias is not None:
@@ -110,6 +112,7 @@ class HeadGroups:
             for adapter, out, u in zip(adapters, outs, self.inner(n1, tile), strict=True):
                 if adapter is not None and u is not None:
                     adapter.add_(out[tile], u)
+            # A single group has all heads: their squares are summed here, and `measure` is spared.
             if self.wide_norms is not None and s.head_groups == 1:
                 self.wide_norms.measure(outs[0][tile], outs[1][tile], tile)
         if self.wide_norms is not None:
@@ -126,9 +129,11 @@ class HeadGroups:
         if not self.qk_norms:
             return QKV(q, k, v)
         s, t, wide = self._schedule, self._pass.traits, self._is_wide
+        # Where q, k, v are kept for backward, attention gets copies, and the originals stay.
         outs = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
 
         def run(tile: slice) -> None:
+            # fp32 norms do not fit into 16-bit q: they are made apart, a tile at a time.
             into = [None if wide else out[tile] for out in outs]
             made = [
                 norm.forward(x, out=out)
@@ -140,6 +145,7 @@ class HeadGroups:
                 for out, x in zip(outs, made, strict=True):
                     out[tile] = x
 
+        # Tiles bound the fp32 copies; without copies one launch does the whole row.
         for tile in s.tiles(len(q)) if wide or t.norms_rotated else [ALL]:
             run(tile)
         return QKV(outs[0], outs[1], v)

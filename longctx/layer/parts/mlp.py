@@ -26,7 +26,6 @@ from torch import Tensor
 
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, lasting
-from longctx.kernels.activation import activation_backward_, activation_forward
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.linear import weight_sums
 from longctx.layer.lora import adapter_bytes
@@ -93,6 +92,7 @@ class MLP:
             grad.add(dx, n2, v, tile, u)
         dn2: Tensor | None = None
         for layer, dx, v in zip(layers, made, vs, strict=True):
+            # The second product is added inside its matmul, which rounds the sum once.
             dn2 = layer.input_grad(dx, v, tile, onto=dn2)
         assert dn2 is not None
         self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
@@ -117,25 +117,19 @@ class MLP:
         return inners(n2, list(self._inner.values()), tile)
 
     def _made(self, n2: Tensor, us: list[Tensor | None], tile: slice) -> list[Tensor]:
+        # Where gate and up are kept, they are written straight to their place.
         rooms: list[Tensor | None] = [x[tile] for x in self._kept]
         layers = zip(self._inner.values(), rooms or [None] * len(us), us, strict=True)
         return [layer(n2, tile, out=room, u=u) for layer, room, u in layers]
 
     def _activated(self, made: list[Tensor], out: Tensor | None = None) -> Tensor:
         how: Any = self._pass.traits.activation
-        if len(made) == 1:
-            return activation_forward(made[0], how, out=out)
-        gate, up = made
-        return swiglu_forward(gate, up, out=out, activation=how)
+        return swiglu_forward(*made, out=out, activation=how)
 
     def _activated_backward_(self, product: Tensor, made: list[Tensor]) -> None:
         """Turns `made` into gradients, and `product`, its own gradient, into itself."""
         how: Any = self._pass.traits.activation
-        if len(made) == 1:
-            activation_backward_(product, made[0], how, y=product)
-        else:
-            gate, up = made
-            swiglu_backward_(product, gate, up, product=product, activation=how)
+        swiglu_backward_(product, *made, product=product, activation=how)
 
     def _normed(self, h: Tensor) -> Tensor:
         return self._norm.forward(h).to(self._pass.schedule.dtype)

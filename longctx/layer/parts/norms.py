@@ -80,7 +80,8 @@ def final_norm(
     owned: bool = True,
 ) -> Tensor:  # (T, D)
     """The norm between the last layer and the loss. If `owned`, backward overwrites the incoming
-    gradient with dx; nobody else may hold that gradient, as both terms of a sum do in autograd.
+    gradient with dx. The caller must own that gradient: autograd gives both terms of a sum the
+    same tensor.
 
     At this point the last layer's x, o and output and the loss's gradient are all alive, and a
     fifth unit for dx would be the peak of the whole backward pass.
