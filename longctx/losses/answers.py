@@ -16,9 +16,6 @@ Liger-Kernel's do, hold all logits of a pair at once: two rows of 131072 tokens 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +42,6 @@ class PreferenceOutput(NamedTuple):
     """Log-probabilities of the rejected answers, summed over their tokens."""
 
 
-def preference_output(
-    losses: Tensor,  # (pairs,)
-    rewards: tuple[Tensor, Tensor],  # chosen, rejected: (pairs,) each
-    log_probs: tuple[Tensor, Tensor],  # chosen, rejected: (pairs,) each
-) -> PreferenceOutput:
-    """Returns the mean loss, and rewards and log-probabilities without their graph."""
-    return PreferenceOutput(losses.mean(), *(x.detach() for x in (*rewards, *log_probs)))
-
-
 class KTOOutput(NamedTuple):
     """The loss of a batch of rated answers, with the rewards and log-probabilities behind it. Only
     the loss has a gradient."""
@@ -66,43 +54,19 @@ class KTOOutput(NamedTuple):
     """Log-probabilities of the answers, summed over their tokens."""
 
 
-class LinearLoss(nn.Module):
-    """The base class of the loss modules: it holds a loss's options and those of the head, and sums
+class LinearAnswers(nn.Module):
+    """The base class of the loss modules: it holds the options of the head and sums
     log-probabilities over each answer.
 
-    The module has no parameters: lm_head's weight is an argument of forward. A subclass names the
-    dataclass of its options, whose fields are keywords of the module, and the values of those that
-    it fixes:
-
-        class LinearSimPOLoss(LinearCPOLoss, options=CPOOptions, loss_type="simpo"): ...
+    The module has no parameters: lm_head's weight is an argument of forward.
     """
 
-    __signature__: inspect.Signature
-    _make_options: Callable[..., Any]
-
-    def __init_subclass__(cls, options: type | None = None, **fixed: Any) -> None:
-        super().__init_subclass__()
-        if options is None:  # a user's subclass, with the options of its parent
-            return
-        cls._make_options = staticmethod(partial(options, **fixed))
-        known = inspect.signature(options).parameters.values()
-        head = inspect.signature(LinearLoss.__init__).parameters.values()
-        given = [p for p in known if p.name not in fixed]
-        given += [p for p in head if p.kind is p.KEYWORD_ONLY]
-        cls.__signature__ = inspect.Signature(given)
-
     def __init__(
-        self,
-        *,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        logits_bytes: int | None = None,
-        **options: Any,
+        self, options: Any, temperature: float, softcap: float | None, logits_bytes: int | None
     ) -> None:
         super().__init__()
-        self.__signature__.bind(**options)  # raises TypeError for a keyword that is no option
         check_positive(temperature=temperature, softcap=softcap, logits_bytes=logits_bytes)
-        self.options = self._make_options(**options)
+        self.options = options
         self.head_options: dict[str, Any] = {
             "temperature": temperature,
             "softcap": softcap,

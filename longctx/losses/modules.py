@@ -18,17 +18,18 @@ if the head trains, else 4 V D forward; and 2 V E for reference states with E fe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from longctx.constants import IGNORE_INDEX
 from longctx.losses.answers import (
     KTOOutput,
-    LinearLoss,
+    LinearAnswers,
     PreferenceOutput,
     count_tokens,
     halves,
-    preference_output,
 )
 from longctx.losses.kto import KTOOptions, answer_losses
 from longctx.losses.pairs import make_pairs
@@ -42,10 +43,35 @@ from longctx.losses.without_reference import (
 )
 
 
-class LinearDPOLoss(LinearLoss, options=DPOOptions):
+class LinearDPOLoss(LinearAnswers):
     """The mean of `dpo_loss` over pairs of answers, from hidden states. Options are those of
     `dpo_loss`, and `temperature`, `softcap` and `logits_bytes` those of `linear_log_probs`.
     `chosen_rewards` are beta (log pi - log pi_ref)."""
+
+    def __init__(
+        self,
+        *,
+        loss_type: str | Sequence[str] = "sigmoid",
+        loss_weights: Sequence[float] | None = None,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        f_divergence_type: str = "reverse_kl",
+        f_alpha_divergence_coef: float = 0.5,
+        discopop_tau: float = 0.05,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        options = DPOOptions(
+            loss_type=loss_type,
+            loss_weights=loss_weights,
+            beta=beta,
+            label_smoothing=label_smoothing,
+            f_divergence_type=f_divergence_type,
+            f_alpha_divergence_coef=f_alpha_divergence_coef,
+            discopop_tau=discopop_tau,
+        )
+        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -67,15 +93,28 @@ class LinearDPOLoss(LinearLoss, options=DPOOptions):
             labels=log_probs, reference=reference, tokens=count_tokens(labels)
         )
         pairs = make_pairs(*policy, *ref, *tokens, self.options)
-        beta = self.options.beta
-        rewards = beta * pairs.chosen_ratios, beta * pairs.rejected_ratios
-        losses = pair_losses(pairs, self.options)
-        return preference_output(losses, rewards, (pairs.chosen, pairs.rejected))
+        return PreferenceOutput(
+            pair_losses(pairs, self.options).mean(),
+            self.options.beta * pairs.chosen_ratios.detach(),
+            self.options.beta * pairs.rejected_ratios.detach(),
+            pairs.chosen.detach(),
+            pairs.rejected.detach(),
+        )
 
 
-class LinearORPOLoss(LinearLoss, options=ORPOOptions):
+class LinearORPOLoss(LinearAnswers):
     """The mean of `orpo_loss` over pairs of answers, from hidden states. `chosen_rewards` are beta
     times the mean log-probabilities of tokens."""
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        super().__init__(ORPOOptions(beta=beta), temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -110,15 +149,43 @@ class LinearORPOLoss(LinearLoss, options=ORPOOptions):
         losses = orpo_loss(
             chosen, rejected, nll, chosen_tokens=n_chosen, rejected_tokens=n_rejected, beta=beta
         )
-        rewards = beta * per_token(chosen, n_chosen), beta * per_token(rejected, n_rejected)
-        return preference_output(losses, rewards, (chosen, rejected))
+        return PreferenceOutput(
+            losses.mean(),
+            beta * per_token(chosen.detach(), n_chosen),
+            beta * per_token(rejected.detach(), n_rejected),
+            chosen.detach(),
+            rejected.detach(),
+        )
 
 
-class LinearCPOLoss(LinearLoss, options=CPOOptions):
+class LinearCPOLoss(LinearAnswers):
     """The mean of `cpo_loss` over pairs of answers, from hidden states. Options are those of
     `cpo_loss`. The cross-entropy is the mean over the chosen answers' tokens in the batch, as in
     TRL. `chosen_rewards` are beta times log-probabilities, for ipo and simpo their means over
     tokens, transformed by `alpha`."""
+
+    def __init__(
+        self,
+        *,
+        loss_type: str = "sigmoid",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        cpo_alpha: float = 1.0,
+        simpo_gamma: float = 0.5,
+        alpha: float = 0.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        options = CPOOptions(
+            loss_type=loss_type,
+            beta=beta,
+            label_smoothing=label_smoothing,
+            cpo_alpha=cpo_alpha,
+            simpo_gamma=simpo_gamma,
+            alpha=alpha,
+        )
+        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
@@ -136,18 +203,64 @@ class LinearCPOLoss(LinearLoss, options=CPOOptions):
         nll = -chosen.sum() / n_chosen.sum().clamp(min=1)
         good = self.options.rewards(chosen, n_chosen)
         bad = self.options.rewards(rejected, n_rejected)
-        losses = reward_losses(good, bad, nll, self.options)
-        rewards = self.options.beta * good, self.options.beta * bad
-        return preference_output(losses, rewards, (chosen, rejected))
+        return PreferenceOutput(
+            reward_losses(good, bad, nll, self.options).mean(),
+            self.options.beta * good.detach(),
+            self.options.beta * bad.detach(),
+            chosen.detach(),
+            rejected.detach(),
+        )
 
 
-class LinearSimPOLoss(LinearCPOLoss, options=CPOOptions, loss_type="simpo", cpo_alpha=0.0):
+class LinearSimPOLoss(LinearCPOLoss):
     """The mean of `simpo_loss` over pairs of answers, from hidden states: `LinearCPOLoss` with
     loss_type="simpo" and cpo_alpha=0. The other options are those of `simpo_loss`."""
 
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        simpo_gamma: float = 0.5,
+        label_smoothing: float = 0.0,
+        alpha: float = 0.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        super().__init__(
+            loss_type="simpo",
+            beta=beta,
+            label_smoothing=label_smoothing,
+            cpo_alpha=0.0,
+            simpo_gamma=simpo_gamma,
+            alpha=alpha,
+            temperature=temperature,
+            softcap=softcap,
+            logits_bytes=logits_bytes,
+        )
 
-class LinearKTOLoss(LinearLoss, options=KTOOptions):
+
+class LinearKTOLoss(LinearAnswers):
     """The mean of `kto_loss` over answers, from hidden states. Options are those of `kto_loss`."""
+
+    def __init__(
+        self,
+        *,
+        loss_type: str = "kto",
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logits_bytes: int | None = None,
+    ) -> None:
+        options = KTOOptions(
+            loss_type=loss_type,
+            beta=beta,
+            desirable_weight=desirable_weight,
+            undesirable_weight=undesirable_weight,
+        )
+        super().__init__(options, temperature, softcap, logits_bytes)
 
     def forward(
         self,
