@@ -8,6 +8,7 @@ above those of the rooms that it imports. tests/test_rooms.py compares the page 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import textwrap
@@ -73,4 +74,5 @@ def with_tree(page: str, root: Path) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     PAGE.write_text(with_tree(PAGE.read_text(encoding="utf-8"), ROOT), encoding="utf-8")
