@@ -5,7 +5,7 @@
     accelerate launch -m longctx train ...               one of several processes
     python train.py ...                                  the same in a clone
 
-`longctx train --help` lists every option (longctx/config.py documents them).
+`longctx train --help` lists every option (longctx/arguments.py documents them).
 """
 
 from __future__ import annotations
