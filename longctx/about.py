@@ -89,8 +89,8 @@ class About:
 def having(group: str, *facts: Fact, rare: bool = False) -> Callable[..., Any]:
     """Makes fields of a dataclass behind the command line, of which all this is true."""
 
-    def option(default: Any, help: str, *more: Fact) -> Any:
-        known = {"help": help, "about": About.of(group, (*facts, *more), rare=rare)}
+    def option(default: Any, help: str, *more: Fact, **for_argparse: Any) -> Any:
+        known = {**for_argparse, "help": help, "about": About.of(group, (*facts, *more), rare=rare)}
         if isinstance(default, list):
             return field(default_factory=default.copy, metadata=known)
         return field(default=default, metadata=known)

@@ -26,30 +26,10 @@ from longctx.about import (
 from longctx.errors import UserError
 from longctx.limits import check_values
 from longctx.options import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
+from longctx.presets import PRESETS
 from longctx.system import CACHE
 from longctx.task_options import TaskOptions
 from longctx.theirs import OF_TRANSFORMERS, about
-
-Preset = Literal[
-    "tiny",
-    "llama-3.2-1b",
-    "llama-3.1-8b",
-    "qwen3-8b",
-    "qwen2.5-7b",
-    "mistral-7b",
-    "phi-4",
-    "gemma-3-1b",
-    "gemma-2-9b",
-    "gemma-3-4b",
-    "gemma-3-12b",
-    "gemma-3-27b",
-    "exaone-4-32b",
-    "olmo-2-7b",
-    "olmo-3-7b",
-    "ministral-3-8b",
-    "glm-4-9b",
-    "command-r7b",
-]
 
 _CUSTOM = Need("--class_type custom", lambda m, d, t: m.class_type == "custom")
 _HOST = Need(
@@ -79,8 +59,10 @@ class ModelArguments:
     model_name_or_path: str | None = _model(
         None, "Pretrained model: a local folder, a .gguf file or a hub id. Give this or --preset."
     )
-    preset: Preset | None = _model(
-        None, "Architecture with random weights, for tests. Nothing is downloaded."
+    preset: str | None = _model(
+        None,
+        "Architecture with random weights, for tests. Nothing is downloaded.",
+        choices=tuple(PRESETS),
     )
     class_type: ClassType = _model(
         "custom", "custom (longctx), liger (Liger-Kernel), vanilla (as it is).", APPLIED

@@ -11,9 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from transformers import PretrainedConfig, set_seed
 
@@ -72,9 +71,8 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 QUICKSTART = SHARE / "recipes/quickstart.yaml"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the command line asks for."""
+class Asked(NamedTuple):
+    """What the command line asks for; `sources` are files of text, which a run must not delete."""
 
     argv: list[str] | None
     model: ModelArguments
@@ -83,7 +81,6 @@ class Asked:
     engine: Engine
     task: Task
     sources: list[Path]
-    """The files of text, which the run must not delete."""
     resume: Path | None
 
     @property
@@ -96,8 +93,7 @@ class Asked:
         return (checkpoint_step(self.resume) or 0) if self.resume else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checked:
+class Checked(NamedTuple):
     """What is known of the models before their weights are read."""
 
     tokenizer: Any
@@ -105,27 +101,20 @@ class Checked:
     teacher: PretrainedConfig | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Folder:
-    """The output folder, which is this run's."""
+class Folder(NamedTuple):
+    """The output folder, which is this run's; one of several processes holds its lock."""
 
     path: Path
     lock: IO[bytes] | None
-    """Held by one of several processes."""
     foreseen: Foreseen | None
 
 
-@dataclass(kw_only=True)
-class Rows:
-    """The packed rows, and which documents they hold."""
+class Rows(NamedTuple):
+    """The packed rows, and the names of the documents that are trained."""
 
     train: Any
     eval: Any
     names: Callable[[Iterable[int]], list[str]]
-
-    @property
-    def by_use(self) -> dict[str, Any]:
-        return {"train": self.train, "eval": self.eval}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -139,11 +128,13 @@ def main(argv: list[str] | None = None) -> None:
             named = rows.names(row["documents"])
             show_example(row, named, checked.tokenizer, rows=asked.task.rows)
         return
-    counted = {name: counts(found) for name, found in rows.by_use.items() if found is not None}
+    counted = {"train": counts(rows.train)}
+    if rows.eval is not None:
+        counted["eval"] = counts(rows.eval)
     references, run = define_run(asked, checked, rows)
     if folder.foreseen:
         folder.foreseen.show(rows.train)
-    load_others(asked, checked, rows, references)
+    rows = load_others(asked, checked, rows, references)
     trainer, record = load(asked, checked, rows, references, run, counted)
     if asked.train.process_index == 0:
         clear_output_dir(folder.path, asked.resume)
@@ -163,16 +154,7 @@ def read_options(argv: list[str] | None) -> Asked:
     resume = resolve_resume(args)
     check_resume(engine, args, resume)
     check_request(model_args, args.device)
-    return Asked(
-        argv=argv,
-        model=model_args,
-        data=data_args,
-        train=args,
-        engine=engine,
-        task=task,
-        sources=sources,
-        resume=resume,
-    )
+    return Asked(argv, model_args, data_args, args, engine, task, sources, resume)
 
 
 def check_models(asked: Asked) -> Checked:
@@ -195,7 +177,7 @@ def check_models(asked: Asked) -> Checked:
         teacher = check_teacher(model_args, args, config, tokenizer, asked.engine)
     if asked.task.has_reference and args.reference:
         check_reference(model_args, args, config)
-    return Checked(tokenizer=tokenizer, config=config, teacher=teacher)
+    return Checked(tokenizer, config, teacher)
 
 
 def open_folder(asked: Asked, checked: Checked) -> Folder:
@@ -208,7 +190,7 @@ def open_folder(asked: Asked, checked: Checked) -> Folder:
     copies = asked.engine.checkpoint_copies(args, compute_dtype(model_args, args.device))
     check_disk_space(path, saved_bytes(model_args, checked.config, args.device), copies, args)
     foreseen = foresee(model_args, args, checked.config, asked.engine)
-    return Folder(path=path, lock=lock, foreseen=foreseen)
+    return Folder(path, lock, foreseen)
 
 
 def make_rows(asked: Asked, checked: Checked) -> Rows:
@@ -234,7 +216,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
         eval_rows = build(data_args.eval_file) if data_args.eval_file else None
     check_rows(args, train_rows, eval_rows)
     names = document_names(data_args, data_args.train_file, task.rows)
-    return Rows(train=train_rows, eval=eval_rows, names=names)
+    return Rows(train_rows, eval_rows, names)
 
 
 def define_run(
@@ -262,14 +244,15 @@ def define_run(
     return references, run
 
 
-def load_others(asked: Asked, checked: Checked, rows: Rows, references: References | None) -> None:
-    """Other models that the task needs: a reference is loaded alone and gone before training, a
-    teacher stays."""
+def load_others(asked: Asked, checked: Checked, rows: Rows, references: References | None) -> Rows:
+    """Other models that the task needs: a reference is loaded alone, gives the rows its numbers and
+    is gone before training; a teacher stays."""
     if references and asked.train.reference:
-        found = references.of_another_model(rows.by_use, asked.engine)
-        rows.train, rows.eval = found["train"], found["eval"]
+        found = references.of_another_model({"train": rows.train, "eval": rows.eval}, asked.engine)
+        rows = rows._replace(**found)
     if checked.teacher is not None:
         asked.task.teacher = load_teacher(asked.model, asked.train, checked.teacher)
+    return rows
 
 
 def load(
