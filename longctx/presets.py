@@ -9,10 +9,9 @@ def _rope(theta: float, kind: str = "default", **rest: float) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": theta, **rest}
 
 
-def _llama_3_rope(factor: float, theta: float = 500000.0) -> dict[str, Any]:
-    low, high, positions = 1.0, 4.0, 8192
-    scaled = dict(factor=factor, low_freq_factor=low, high_freq_factor=high)
-    return _rope(theta, "llama3", original_max_position_embeddings=positions, **scaled)
+def _llama_3_rope(factor: float, theta: float = 5e5) -> dict[str, Any]:
+    bands = dict(low_freq_factor=1.0, high_freq_factor=4.0)
+    return _rope(theta, "llama3", factor=factor, original_max_position_embeddings=8192, **bands)
 
 
 def _sized(
