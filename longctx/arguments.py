@@ -42,6 +42,7 @@ _DATASET = Need("--dataset_name", lambda m, d, t: d.dataset_name)
 _EVAL_FILE = Need("--eval_file", lambda m, d, t: d.eval_file)
 _LOGS = Need("--logging_strategy steps", lambda m, d, t: t.logging_strategy == "steps")
 
+# Each makes options of one group of the help. The rare ones are in --help_all alone.
 _model, _rare_model = having("model"), having("model", rare=True)
 _data, _rare_data = having("data"), having("data", rare=True)
 _memory, _custom = having("memory"), having("memory", _CUSTOM)
@@ -308,5 +309,5 @@ OPTIONS: dict[str, About] = {
     for kind in (ModelArguments, DataArguments, TrainOptions)
     for option in fields(kind)
 }
-OPTIONS = {**OPTIONS, **{k: v for k, v in OF_TRANSFORMERS.items() if k not in OPTIONS}}
+OPTIONS |= {name: known for name, known in OF_TRANSFORMERS.items() if name not in OPTIONS}
 """What is known of each option."""

@@ -18,7 +18,7 @@ Backend = Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager
 
 
 def within(numbers: Range) -> Any:
-    """A field that is None or a number among these."""
+    """A field that is None or a number among these, whoever patches the model."""
     return field(default=None, metadata={"about": About(range=numbers)})
 
 
