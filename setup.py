@@ -25,8 +25,8 @@ def repository() -> str:
 
 
 def version() -> str:
-    """`longctx.__version__`, read without importing torch or the package."""
-    tree = ast.parse((ROOT / "longctx/__init__.py").read_text(encoding="utf-8"))
+    """`longctx.__version__`, read without importing the package."""
+    tree = ast.parse((ROOT / "longctx/constants.py").read_text(encoding="utf-8"))
     values = {
         ast.unparse(node.targets[0]): node.value
         for node in tree.body

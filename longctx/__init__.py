@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0.dev0"
+from longctx.constants import __version__ as __version__
 
 if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what runs
     from longctx import losses as losses

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from longctx import __version__
+from longctx.constants import __version__
 from longctx.errors import UserError, say
 from longctx.program import importing, program
 

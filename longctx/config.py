@@ -1,4 +1,4 @@
-"""Every option of a run: documented dataclasses behind the flags and the YAML recipes.
+"""Reads the options of a run (arguments.py, and transformers') from flags and YAML recipes.
 
     flags   --preset tiny --seq_len 8192     an unknown flag or key, a value of the wrong type or
     recipe  preset: tiny                     an impossible combination is a one-line `UserError`
@@ -20,10 +20,10 @@ import warnings
 from argparse import ArgumentError, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -31,17 +31,16 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 from transformers.integrations import get_available_reporting_integrations
 
+from longctx.arguments import DataArguments as DataArguments
+from longctx.arguments import ModelArguments as ModelArguments
+from longctx.arguments import TrainOptions
 from longctx.errors import UserError, one_line, print_rank0, say
 from longctx.habits import unknown
 from longctx.help import help_text
 from longctx.limits import check_together, check_values, refuse_not_ours
-from longctx.options import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
 from longctx.program import Parser, started_as
 from longctx.recipe import Written, read_recipe, read_text
 from longctx.shipped import find
-from longctx.system import CACHE
-from longctx.task_options import TaskOptions
-from longctx.task_options import option as _option
 
 _NO = ("false", "no", "none", "0", "off")
 _YES = ("true", "yes", "1", "on", "t", "y")
@@ -52,259 +51,9 @@ def means_no(value: Any) -> bool:
     return not value or str(value).lower() in _NO
 
 
-Preset = Literal[
-    "tiny",
-    "llama-3.2-1b",
-    "llama-3.1-8b",
-    "qwen3-8b",
-    "qwen2.5-7b",
-    "mistral-7b",
-    "phi-4",
-    "gemma-3-1b",
-    "gemma-2-9b",
-    "gemma-3-4b",
-    "gemma-3-12b",
-    "gemma-3-27b",
-    "exaone-4-32b",
-    "olmo-2-7b",
-    "olmo-3-7b",
-    "ministral-3-8b",
-    "glm-4-9b",
-    "command-r7b",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelArguments:
-    """What is trained and which code runs it."""
-
-    model_name_or_path: str | None = _option(
-        None, "Pretrained model: a local folder, a .gguf file or a hub id. Give this or --preset."
-    )
-    preset: Preset | None = _option(
-        None, "Architecture with random weights, for tests. Nothing is downloaded."
-    )
-    class_type: ClassType = _option(
-        "custom", "custom (longctx), liger (Liger-Kernel), vanilla (as it is)."
-    )
-    seq_len: int = _option(4096, "Tokens in one packed row.")
-    extend_context: bool = _option(
-        False,
-        "Allow a --seq_len beyond the model's positions. The run says what RoPE does there.",
-    )
-    rope_scaling: Literal["none", "yarn", "linear"] = _option(
-        "none",
-        "Scale RoPE to --seq_len: none, yarn or linear. For the run and in what it saves, from the "
-        "model's max_position_embeddings; yarn is best after a short fine-tune. Implies "
-        "--extend_context.",
-    )
-    attn_backend: Backend = _option(
-        "auto",
-        "Attention's kernel; auto takes the fastest there is. custom: fa4 (flash-attn-4), cudnn, "
-        "flash or math; vanilla and liger: sdpa (auto), fa4, fa2 or eager.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
-        "auto", "Dtype of the weights; auto: bfloat16 on a GPU, else float32."
-    )
-    dropout: float | None = _option(
-        None,
-        "0 sets the model's dropouts to 0, for the run and in what it saves. With dropout in its "
-        "config.json Hugging Face's layers run, also under custom. Default: as config.json says.",
-    )
-    keep: Keeping = _option(
-        "auto",
-        "custom: activations kept per layer, x, o, h, qkv or all. The layer's input x, attention's "
-        "output o, the residual stream h, q k v, or all, gate and up too; each has what stands "
-        "before it, and the rest is computed again in backward. auto: as much as is fastest in the "
-        "memory there is.",
-    )
-    offload_activations: Offload = _option(
-        "auto",
-        "custom: kept activations on the GPU (none) or host (all). auto: fills the GPU first.",
-    )
-    head_groups: int | None = _option(
-        None,
-        "custom: parts in which attention runs; more need less memory. Default: by what is free.",
-    )
-    tile_tokens: int | None = _option(
-        None, "custom: tokens the token-wise work takes at a time. Default: by what is free."
-    )
-    share_prefixes: bool = _option(
-        False, "custom: compute a prompt with which several documents of a batch begin once."
-    )
-    host_memory_gib: float | None = _option(
-        None, "Host memory that the run may use, in GiB. Default: what is available."
-    )
-    lora_r: int | None = _option(
-        None, "Train LoRA adapters of this rank. The model is frozen; PEFT makes them."
-    )
-    lora_alpha: int | None = _option(
-        None, "Adapters count alpha / r times. Default: twice --lora_r."
-    )
-    lora_dropout: float = _option(0.0, "Share of an adapter's input that is dropped in training.")
-    lora_targets: list[str] | None = _option(
-        None,
-        "Linear maps that get an adapter, as q_proj v_proj. Default: all-linear, those of all "
-        "decoder layers.",
-    )
-    lora_modules_to_save: list[str] | None = _option(
-        None, "Trained as a whole beside adapters and saved with them: embed_tokens, lm_head."
-    )
-    quantize: Literal["none", "nf4"] = _option(
-        "none", "nf4: the frozen weights in 4 bits (QLoRA). By bitsandbytes; needs --lora_r."
-    )
-    tokenizer_name: str | None = _option(
-        None, "Tokenizer folder or hub id, when it is not the model's own."
-    )
-    trust_remote_code: bool = _option(
-        False, "Run Python code that a model repository ships. Only for repositories you trust."
-    )
-
-    def __post_init__(self) -> None:
-        if self.model_name_or_path and self.preset:
-            raise UserError(
-                "give --model_name_or_path or --preset, not both "
-                f"(got {self.model_name_or_path!r} and {self.preset!r})"
-            )
-        check_values(self)
-
-    @property
-    def patch_options(self) -> PatchOptions:
-        """How the model is patched."""
-        return PatchOptions(**{f.name: getattr(self, f.name) for f in fields(PatchOptions)})
-
-    @property
-    def source(self) -> ModelSource:
-        """Where a pretrained model is."""
-        return ModelSource(
-            name=self.model_name_or_path,
-            trust_remote_code=self.trust_remote_code,
-            under_adapters=self.quantize == "nf4",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataArguments:
-    """Which text becomes tokens, and how documents are packed into rows."""
-
-    train_file: list[str] | None = _option(
-        None,
-        "Files, folders or globs: text, code or JSONL (docs/data.md). JSONL has `text`, "
-        "`messages`, `conversations` or `prompt`/`completion`; for other tasks "
-        "`prompt`/`chosen`/`rejected` or `prompt`/`completion`/`label`. Default: "
-        "Python's own standard library.",
-    )
-    eval_file: list[str] | None = _option(None, "Evaluation data, in the same forms.")
-    dataset_name: str | None = _option(
-        None, "Hub id or local path of a dataset, instead of --train_file."
-    )
-    dataset_config: str | None = _option(None, "Configuration of --dataset_name.")
-    dataset_split: str = _option("train", "Split of --dataset_name to train on.")
-    streaming: bool = _option(
-        False, "Read --dataset_name while training. No local copy is made; needs --max_steps."
-    )
-    long_documents: Literal["split", "truncate", "truncate_start"] = _option(
-        "split",
-        "Beyond --seq_len: split, truncate or truncate_start. A longer document is split into "
-        "several rows, or cut at its end or its start. A prompt with its answers is refused, or "
-        "loses the answers' ends or the prompt's start.",
-    )
-    allow_undecodable: bool = _option(
-        False, "Train on files of which more than one byte in fifty is not text, and is replaced."
-    )
-    show_example: bool = _option(
-        False, "Print one packed row, its trained tokens in colour, and end."
-    )
-    cache_dir: str = _option(CACHE, "Where tokenised data and the default tokenizer are kept.")
-
-    def __post_init__(self) -> None:
-        check_values(self)
-        if self.train_file and self.dataset_name:
-            raise UserError("give --train_file or --dataset_name, not both")
-        if self.streaming and not self.dataset_name:
-            raise UserError("--streaming reads a --dataset_name; local files need no streaming")
-
-
 @dataclass(kw_only=True)
-class TrainArguments(TaskOptions, TrainingArguments):
-    """All of `transformers.TrainingArguments`, with defaults for long rows on one GPU, and what is
-    trained for."""
-
-    output_dir: str | None = _option("runs/longctx", "Checkpoints, metrics.jsonl and final model.")
-    overwrite_output_dir: bool = _option(
-        False, "Delete an earlier run in --output_dir, instead of refusing."
-    )
-    per_device_train_batch_size: int = _option(1, "Packed rows a device takes at a time.")
-    per_device_eval_batch_size: int = _option(1, "Packed rows a device evaluates at a time.")
-    num_train_epochs: float = _option(1.0, "Passes over the data, unless --max_steps is given.")
-    sequence_parallel_size: int = _option(
-        1,
-        "Processes that share each row, with FSDP or DeepSpeed. Each has consecutive tokens.",
-    )
-    gradient_checkpointing: bool | None = _option(
-        True, "Recompute a layer's activations in backward instead of keeping them."
-    )
-    bf16: bool | None = _option(  # type: ignore[assignment]
-        None,
-        "Mixed precision: bf16 compute over fp32 weights. Default: on with DeepSpeed or FSDP on "
-        "GPUs, which keep the fp32 weights; else off, and --dtype says what is trained.",
-    )
-    resume_from_checkpoint: str | None = _option(
-        None,
-        "Continue from a checkpoint-N folder, or from last or auto. `last`: the newest whole one "
-        "in --output_dir; `auto`: that, or a new run where there is none yet, for jobs that are "
-        "requeued.",
-    )
-    allow_changed: list[str] | None = _option(
-        None,
-        "Resume though these differ: seq_len, seed, data or others. The refusal names them.",
-    )
-    logging_steps: float = _option(1, "Steps between two logged lines.")
-    report_to: list[str] = field(  # type: ignore[assignment]
-        default_factory=list, metadata={"help": "tensorboard, wandb, ...; none by default."}
-    )
-    prediction_loss_only: bool = _option(
-        True, "Evaluation returns the loss only: logits of a long row do not fit in memory."
-    )
-    save_total_limit: int | None = _option(
-        2, "Checkpoints kept; the oldest is deleted. 0 keeps all."
-    )
-    memory_snapshot_on_oom: bool = _option(
-        False,
-        "Record allocations and, when the GPU's memory runs out, write them to --output_dir for "
-        "PyTorch's memory viewer.",
-    )
-    remove_unused_columns: bool = _option(
-        False,
-        "Drop columns the model does not take. Rows carry their documents' numbers for errors.",
-    )
-    on_save_error: Literal["stop", "continue"] = _option(
-        "stop", "A checkpoint that cannot be written (full disk): end the run, or train on."
-    )
-    on_nonfinite: Literal["stop", "skip"] = _option(
-        "stop", "Loss or gradient not finite: stop the run or skip the step."
-    )
-    optimizer_states: Literal["fp32", "as_weights"] | None = _option(
-        None,
-        "AdamW's states: fp32 (exact) or as_weights. Without an engine. fp32: fp32 master weights "
-        "and moments, also of bfloat16 weights (its default); as_weights: moments in the dtype of "
-        "the weights and no master, which in bfloat16 loses most of the updates.",
-    )
-    place: Literal["auto", "gpu", "host"] = _option(
-        "auto",
-        "Where weights, gradients and states live: auto, gpu or host. auto fills the GPU first, "
-        "block by block; weights leave it with --class_type custom only.",
-    )
-    gpu_memory_gib: float | None = _option(
-        None, "GPU memory that the run may use, in GiB. Default: what is free."
-    )
-    plan: str | None = _option(
-        None, "Run the plan in this file, of `longctx plan --json`. One of another run is refused."
-    )
-    save_fp32: bool = _option(False, "final/ holds the fp32 master weights, of twice the size.")
-    peak_tflops: float | None = _option(
-        None, "The device's dense peak in TFLOP/s, for MFU. Known for common GPUs."
-    )
+class TrainArguments(TrainOptions, TrainingArguments):  # type: ignore[misc]
+    """All of `transformers.TrainingArguments`, with the options of ours."""
 
     def __post_init__(self) -> None:
         for name in (*_FILES, "resume_from_checkpoint"):
@@ -428,6 +177,10 @@ class _Parser(HfArgumentParser, Parser):
                 action.nargs, action.const = "?", True
             elif action.choices and (no := {"no", "none"} & set(map(str, action.choices))):
                 action.type = _choice(action.type, no.pop())
+
+    def add_argument(self, *names: Any, about: Any = None, **rest: Any) -> Any:
+        """Takes a field's metadata, of which `about` is not for argparse."""
+        return super().add_argument(*names, **rest)
 
 
 _WORDS_BESIDE = {"include_num_input_tokens_seen": ("all", "non_padding")}

@@ -1,7 +1,9 @@
-"""Numbers that mean the same in every room."""
+"""Numbers that mean the same in every room, and the version."""
 
 from __future__ import annotations
 
+__version__ = "0.2.0.dev0"
+"""The one home of the version (setup.py, pyproject.toml)."""
 GIB = 2**30
 """Bytes of a GiB."""
 IGNORE_INDEX = -100

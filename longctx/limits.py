@@ -1,108 +1,21 @@
 """What the value of an option may be, so that a run that cannot work ends before it begins.
 
-RANGES       numbers; all others are finite and fit in 32 bits too
 NOT_OURS     options of transformers that would break what a run promises, or do nothing here
 CONFLICTS    options that cannot be together
-IDLE         options that do nothing without another one; that is said, not refused, because
-             runs share recipes
+
+The range of a number, and what an option does nothing without, is known of each (about.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from typing import Any
 
+from longctx.about import Range
 from longctx.errors import UserError
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`, both included unless they are `open_low` or `open_high`."""
-
-    low: float = -(2**31)
-    high: float = 2**31 - 1
-    open_low: bool = False
-    open_high: bool = False
-
-    def problem(self, value: float) -> str | None:
-        """What a value outside must be instead; None for one inside."""
-        if math.isnan(value):
-            return "a number"
-        if value < self.low or (self.open_low and value == self.low):
-            return f"{'above' if self.open_low else 'at least'} {self.low}"
-        if value > self.high or (self.open_high and value == self.high):
-            return f"{'below' if self.open_high else 'at most'} {self.high}"
-        return None
-
-
-COUNT = Range(1)
-NOT_NEGATIVE = Range(0)
-POSITIVE = Range(0, open_low=True)
-SHARE = Range(0, 1, open_high=True)
-_SEED = Range(0, 2**32 - 1)  # NumPy's
-
-RANGES: dict[str, Range] = {
-    **dict.fromkeys(
-        (
-            "seq_len",
-            "head_groups",
-            "lora_r",
-            "lora_alpha",
-            "tile_tokens",
-            "sequence_parallel_size",
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-            "dataloader_prefetch_factor",
-            "torch_empty_cache_steps",
-            "ddp_bucket_cap_mb",
-            "ddp_timeout",
-        ),
-        COUNT,
-    ),
-    **dict.fromkeys(
-        (
-            "warmup_steps",
-            "max_grad_norm",
-            "save_total_limit",
-            "eval_delay",
-            "host_memory_gib",
-            "cpo_alpha",
-            "desirable_weight",
-            "undesirable_weight",
-            "center_rewards_coefficient",
-        ),
-        NOT_NEGATIVE,
-    ),
-    **dict.fromkeys(
-        (
-            "num_train_epochs",
-            "logging_steps",
-            "save_steps",
-            "eval_steps",
-            "peak_tflops",
-            "gpu_memory_gib",
-            "beta",
-            "discopop_tau",
-            "temperature",
-        ),
-        POSITIVE,
-    ),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor", "lora_dropout"), SHARE),
-    **dict.fromkeys(("seed", "data_seed"), _SEED),
-    "learning_rate": Range(1e-12, 1e6),  # below, no weight of any dtype changes
-    "weight_decay": Range(0, 100),
-    "label_smoothing": Range(0, 0.5, open_high=True),  # at a half both answers are as good
-    **dict.fromkeys(("ld_alpha", "distill_beta"), Range(0, 1)),
-    "dropout": Range(0, 0),  # the schedule has none, and nobody asks for more of it
-    "adam_epsilon": Range(0, 1, open_low=True),
-    "neftune_noise_alpha": Range(0, 1000),
-    "dataloader_num_workers": Range(0, 1024),
-}
-"""Field -> its numbers. NaN is in none, infinity neither."""
+from longctx.theirs import about
 
 _LOSS_ONLY = (
     "does nothing: evaluation keeps the loss, logits of long rows fit nowhere; leave it out"
@@ -145,9 +58,6 @@ NOT_OURS: dict[str, str] = {
 """Option -> why it is refused unless it has its default, and what to do instead."""
 
 
-Rule = Callable[[Any, Any, Any], bool]
-"""Of the three dataclasses: model, data, training."""
-
 _CHECKPOINT_KEYS = {
     "use_reentrant",
     "preserve_rng_state",
@@ -157,130 +67,13 @@ _CHECKPOINT_KEYS = {
     "every_n_layers",
     "offload",
 }
-_SCHEDULES_ALONE = ("constant", "reduce_lr_on_plateau", "greedy")
-_NO_KWARGS = ("constant", "constant_with_warmup")
-_CUSTOM = "keep offload_activations head_groups tile_tokens share_prefixes"
-_DDP = "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph"
-
-
-def _chooses_best(m: Any, d: Any, t: Any) -> bool:
-    follows = t.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
-    return t.load_best_model_at_end or t.save_strategy == "best" or follows
 
 
 def _asks_to_evaluate(t: Any) -> bool:
     return t.eval_strategy != "no" or t.eval_on_start or t.do_eval
 
 
-def _is_task(names: str) -> Rule:
-    return lambda m, d, t: t.task in names.split()
-
-
-_SMOOTHED = {"dpo": ("exo_pair", "robust", "aot", "aot_unpaired"), "cpo": ("sigmoid",)}
-"""The losses of a task that read --label_smoothing, as in TRL."""
-
-
-def _reads(t: Any, losses: Sequence[str] | None) -> bool:
-    """Whether one of a run's losses is among these; None: whatever its task."""
-    return losses is None or any(name in losses for name in t.loss_type or ["sigmoid"])
-
-
-IDLE: tuple[tuple[str, str, Rule], ...] = (
-    (_CUSTOM, "--class_type custom", lambda m, d, t: m.class_type == "custom"),
-    (
-        "gradient_checkpointing gradient_checkpointing_kwargs",
-        "--class_type vanilla or liger; custom always computes again what it does not keep",
-        lambda m, d, t: m.class_type != "custom",
-    ),
-    (
-        "host_memory_gib",
-        "--place auto or host, or --class_type custom with --offload_activations auto or all",
-        lambda m, d, t: (
-            t.place != "gpu" or (m.class_type == "custom" and m.offload_activations != "none")
-        ),
-    ),
-    (
-        "lora_alpha lora_dropout lora_targets lora_modules_to_save",
-        "--lora_r",
-        lambda m, d, t: m.lora_r is not None,
-    ),
-    ("dataset_config dataset_split", "--dataset_name", lambda m, d, t: d.dataset_name),
-    ("eval_steps", "--eval_strategy steps", lambda m, d, t: t.eval_strategy == "steps"),
-    ("eval_delay", "--eval_strategy steps or epoch", lambda m, d, t: t.eval_strategy != "no"),
-    ("per_device_eval_batch_size", "--eval_file", lambda m, d, t: d.eval_file),
-    ("save_steps", "--save_strategy steps", lambda m, d, t: t.save_strategy == "steps"),
-    ("logging_steps", "--logging_strategy steps", lambda m, d, t: t.logging_strategy == "steps"),
-    (
-        "metric_for_best_model greater_is_better",
-        "--load_best_model_at_end, --save_strategy best or a schedule that follows the loss",
-        _chooses_best,
-    ),
-    ("run_name", "--report_to", lambda m, d, t: t.report_to),
-    (
-        "project trackio_space_id trackio_bucket_id trackio_static_space_id",
-        "--report_to trackio",
-        lambda m, d, t: "trackio" in t.report_to,
-    ),
-    (
-        "warmup_steps",
-        "a --lr_scheduler_type with a warmup, as constant_with_warmup",
-        lambda m, d, t: t.lr_scheduler_type not in _SCHEDULES_ALONE,
-    ),
-    (
-        "lr_scheduler_kwargs",
-        "another --lr_scheduler_type than a constant one",
-        lambda m, d, t: t.lr_scheduler_type not in _NO_KWARGS,
-    ),
-    (
-        "adam_beta1 adam_beta2 adam_epsilon",
-        "an Adam as --optim",
-        lambda m, d, t: any(name in t.optim for name in ("adam", "ademamix", "lion", "lomo")),
-    ),
-    (
-        "optim_target_modules",
-        "a GaLore or APOLLO as --optim",
-        lambda m, d, t: t.optim.startswith(("galore", "apollo")),
-    ),
-    ("gpu_memory_gib", "a GPU", lambda m, d, t: t.device.type == "cuda"),
-    (_DDP, "several processes: accelerate launch", lambda m, d, t: t.world_size > 1),
-    ("fsdp_config", "--fsdp true", lambda m, d, t: t.fsdp),
-    *(
-        (names, f"--task {tasks.replace(' ', ' or ')}", _is_task(tasks))
-        for names, tasks in (
-            ("loss_type", "dpo kto cpo"),
-            (
-                "loss_weights f_divergence_type f_alpha_divergence_coef discopop_tau ld_alpha",
-                "dpo",
-            ),
-            ("beta", "dpo kto orpo cpo simpo"),
-            ("label_smoothing", "dpo cpo"),
-            ("cpo_alpha", "cpo simpo"),
-            ("simpo_gamma", "simpo"),
-            ("desirable_weight undesirable_weight", "kto"),
-            ("center_rewards_coefficient", "reward"),
-            ("reference", "dpo kto"),
-            ("teacher teacher_quantize distill_beta temperature", "distill"),
-        )
-    ),
-    (
-        "label_smoothing",
-        f"--loss_type {', '.join(_SMOOTHED['dpo'])}, or {_SMOOTHED['cpo'][0]} of cpo",
-        lambda m, d, t: _reads(t, _SMOOTHED.get(t.task)),
-    ),
-    (
-        "f_alpha_divergence_coef",
-        "--f_divergence_type alpha_divergence",
-        lambda m, d, t: t.task != "dpo" or t.f_divergence_type == "alpha_divergence",
-    ),
-    (
-        "discopop_tau",
-        "--loss_type discopop",
-        lambda m, d, t: t.task != "dpo" or _reads(t, ("discopop",)),
-    ),
-)
-"""Options, what they do nothing without, and whether that is there."""
-
-CONFLICTS: tuple[tuple[Rule, str], ...] = (
+CONFLICTS: tuple[tuple[Callable[[Any, Any, Any], bool], str], ...] = (
     (
         lambda m, d, t: m.quantize != "none" and m.lora_r is None,
         "--quantize rounds weights, which cannot be trained then: give --lora_r, whose adapters "
@@ -388,7 +181,7 @@ CONFLICTS: tuple[tuple[Rule, str], ...] = (
         "processes divide",
     ),
 )
-"""Pairs of options that conflict, each with its error message."""
+"""Pairs of options that conflict, of model, data and training, each with its error message."""
 
 
 def given(options: Any) -> dict[str, Any]:
@@ -411,7 +204,7 @@ def check_values(options: Any) -> None:
         value = getattr(options, field.name)
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                if problem := RANGES.get(field.name, Range()).problem(number):
+                if problem := about(field).range.problem(number):
                     raise UserError(f"--{field.name} must be {problem}, got {number}")
         for word in words_of(value):
             if not word.strip() and value != field.default:
@@ -447,11 +240,15 @@ def check_together(model: Any, data: Any, train: Any) -> None:
 
 def idle_options(model: Any, data: Any, train: Any) -> Iterator[str]:
     """A line for every option that was given and does nothing."""
-    found = given(model) | given(data) | given(train)
-    for names, needed, is_there in IDLE:
-        idle = [f"--{name}" for name in names.split() if name in found]
-        if idle and not is_there(model, data, train):
-            yield f"{', '.join(idle)} needs {needed}; without it, the option has no effect"
+    idle: dict[str, list[str]] = {}
+    for options in (model, data, train):
+        found = given(options)
+        for option in fields(options):
+            for need in about(option).needs if option.name in found else ():
+                if not need.is_met(model, data, train):
+                    idle.setdefault(need.words, []).append(f"--{option.name}")
+    for words, names in idle.items():
+        yield f"{', '.join(names)} needs {words}; without it, the option has no effect"
 
 
 def words_of(value: Any) -> Iterator[str]:

@@ -1,19 +1,25 @@
 """What is below the command line is told of a model: how it is patched, and where it comes from.
 
-config.py has an option for each field, of the same name but for `ModelSource.name`.
+arguments.py has an option for each field, of the same name but for `ModelSource.name`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from longctx.about import COUNT, NOT_NEGATIVE, About, Range
 from longctx.limits import check_values
 
 Keeping = Literal["auto", "x", "o", "h", "qkv", "all"]
 Offload = Literal["none", "all", "auto"]
 ClassType = Literal["vanilla", "custom", "liger"]
 Backend = Literal["auto", "fa4", "cudnn", "flash", "math", "fa2", "sdpa", "eager"]
+
+
+def within(numbers: Range) -> Any:
+    """A field that is None or a number among these, whoever patches the model."""
+    return field(default=None, metadata={"about": About(range=numbers)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +35,15 @@ class PatchOptions:
     offload_activations: Offload = "auto"
     """The place where it waits: the GPU, host memory, or the GPU first."""
     attn_backend: Backend = "auto"
-    head_groups: int | None = None
+    head_groups: int | None = within(COUNT)
     """Parts in which attention runs; None: by what is free."""
-    tile_tokens: int | None = None
+    tile_tokens: int | None = within(COUNT)
     """Tokens that token-wise work takes at a time; None: by what is free."""
-    host_memory_gib: float | None = None
+    host_memory_gib: float | None = within(NOT_NEGATIVE)
     """Host memory for activations; None: what is available."""
     share_prefixes: bool = False
     """Whether a prompt with which several documents of a batch begin is computed once."""
-    seq_len: int | None = None
+    seq_len: int | None = within(COUNT)
     """The longest document's tokens, on which attention's time depends; None: the batch's."""
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -29,16 +30,22 @@ Imports = dict[str, set[str]]
 
 def read_imports(root: Path) -> Imports:
     """The imports among the files of root/longctx and root/kernels."""
-    files = {
+    files = modules(root, ("longctx", "kernels"))
+    return {name: imported(path, set(files)) - {name} for name, path in files.items()}
+
+
+def modules(root: Path, folders: Iterable[str]) -> dict[str, Path]:
+    """Module -> its file. `longctx.kernels`, a link, is `kernels`."""
+    return {
         ".".join(path.relative_to(root).with_suffix("").parts): path
-        for folder in ("longctx", "kernels")
+        for folder in folders
         for path in sorted((root / folder).rglob("*.py"))
-        if folder == "kernels" or "kernels" not in path.relative_to(root).parts
+        if path.parts[len(root.parts) :][:2] != ("longctx", "kernels")
     }
-    return {name: _imported(path, set(files)) - {name} for name, path in files.items()}
 
 
-def _imported(path: Path, names: set[str]) -> set[str]:
+def imported(path: Path, names: set[str]) -> set[str]:
+    """The modules that a file imports, of these."""
     found: set[str] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if path.parent.name == "longctx" and path.name == "__init__.py":  # TYPE_CHECKING: its names
@@ -83,10 +90,12 @@ def floors(imports: Imports) -> dict[str, int]:
 
 
 def room_floors(imports: Imports) -> dict[str, int]:
-    """The same for rooms, by the arrows between them. Raises ValueError for a circle."""
-    by_room: Imports = {room(name): set() for name in imports}
+    """The same for rooms, by the arrows between them. Raises ValueError for a circle. The files
+    beside the rooms are no room: some stand under them (errors.py), some over them (cli.py)."""
+    by_room: Imports = {room(name): set() for name in imports if room(name) != "longctx"}
     for start, end in arrows(imports):
-        by_room[start].add(end)
+        if "longctx" not in (start, end):
+            by_room[start].add(end)
     return floors(by_room)
 
 

@@ -8,12 +8,15 @@ from dataclasses import fields
 import pytest
 from transformers import TrainingArguments
 
+from longctx.arguments import OPTIONS
 from longctx.config import DataArguments, ModelArguments, TrainArguments, parse_flags
-from longctx.help import GROUPS, OTHERS, SAYS, in_groups
+from longctx.help import GROUPS, OTHERS, in_groups
 from longctx.limits import NOT_OURS
 
 OURS = {f.name for kind in (ModelArguments, DataArguments, TrainArguments) for f in fields(kind)}
 OURS -= {f.name for f in fields(TrainingArguments)}
+COMMON = {name for name, known in OPTIONS.items() if known.group and not known.rare}
+COMMON -= NOT_OURS.keys()
 TAKEN = OURS | {f.name for f in fields(TrainingArguments) if f.init} - NOT_OURS.keys()
 
 
@@ -32,7 +35,7 @@ def test_help_has_a_line_for_each_common_option(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     text = printed(capsys, "--help")
     assert len(text.splitlines()) <= 80 and max(map(len, text.splitlines())) <= 100
-    assert options(text) == {name for group in GROUPS.values() for name in group.common.split()}
+    assert options(text) == COMMON
     assert "--seq_len                      Tokens in one packed row [4096]" in text
     assert printed(capsys, "-h", "--preset", "tiny") == text
 
@@ -56,11 +59,10 @@ def test_the_defaults_shown_are_those_without_a_recipe(tmp_path, capsys) -> None
     assert "[4096]" in printed(capsys, "--config", str(tmp_path / "r.yaml"), "--help")
 
 
-def test_every_option_of_ours_is_in_one_group() -> None:
-    named = [name for group in GROUPS.values() for words in group for name in words.split()]
-    assert len(named) == len({*named})
-    assert {*named} >= OURS and not {*named} & NOT_OURS.keys()
-    assert {*SAYS} <= {*named} - OURS
+def test_every_option_of_ours_has_a_group_and_those_of_transformers_a_line_of_ours() -> None:
+    assert {OPTIONS[name].group for name in OURS} <= {*GROUPS}
+    assert COMMON >= {name for name, known in OPTIONS.items() if known.says}
+    assert not COMMON & NOT_OURS.keys()
 
 
 def test_an_option_that_no_group_knows_is_listed_at_the_end() -> None:

@@ -6,9 +6,12 @@ import ast
 
 import pytest
 from paths import ROOT
+from rooms import arrows, floors, read_imports, room_floors, sizes
+from tests_for import nearest_tests
+from tree import PAGE, with_tree
 
-from scripts.rooms import arrows, floors, read_imports, room_floors, sizes
-
+GROUND = {"longctx"}
+"""What all rooms may import: the files beside the rooms."""
 ALLOWED = {
     "commands": {"report", "run", "engines", "output", "tasks", "model", "data"},
     "report": {
@@ -33,7 +36,7 @@ ALLOWED = {
     "cost": set(),
     "kernels": set(),
 }
-"""Room -> rooms it may import. All may import the files beside the rooms (config, errors, ...)."""
+"""Room -> rooms it may import beside those."""
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +50,12 @@ def test_no_file_and_no_room_imports_in_a_circle(imports) -> None:
 
 
 def test_arrows_go_one_way(imports) -> None:
-    found = {(start, end) for start, end in arrows(imports) if end != "longctx"}
+    found = {(start, end) for start, end in arrows(imports) if end not in GROUND}
     assert found <= {(start, end) for start, ends in ALLOWED.items() for end in ends}
 
 
 def test_every_room_is_known(imports) -> None:
-    assert sizes(imports).keys() == {*ALLOWED, "longctx"}
+    assert sizes(imports).keys() == {*ALLOWED, *GROUND}
 
 
 def test_a_circle_is_found() -> None:
@@ -74,3 +77,29 @@ def test_only_engines_know_their_names() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
                 asked = {w.id for w in ast.walk(node.args[1]) if isinstance(w, ast.Name)}
                 assert not asked & names, f"{path}:{node.lineno}"
+
+
+def test_the_tree_on_the_page_is_that_of_the_docstrings() -> None:
+    page = PAGE.read_text()
+    assert page == with_tree(page, ROOT), "run python scripts/tree.py"
+
+
+def test_a_change_is_reached_by_imports_and_by_names_in_strings(tmp_path) -> None:
+    for name, text in {
+        "longctx/__init__.py": "if 1:\n    from longctx.deep.patch import patch as patch",
+        "longctx/cli.py": "COMMANDS = {'go': 'longctx.deep.go'}",
+        "longctx/deep/__init__.py": "",
+        "longctx/deep/patch.py": "",
+        "longctx/deep/go.py": "import longctx.deep.patch",
+        "tests/helper.py": "from longctx import patch",
+        "tests/test_near.py": "import helper",
+        "tests/test_far.py": "from longctx import cli",
+        "tests/test_other.py": "import longctx",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    reached = {"patch": ["near", "far"], "go": ["far"]}
+    for name, tests in reached.items():
+        changed = [tmp_path / f"longctx/deep/{name}.py"]
+        assert nearest_tests(changed, tmp_path) == [f"tests/test_{test}.py" for test in tests]

@@ -5,14 +5,18 @@
     accelerate launch -m longctx train ...               one of several processes
     python train.py ...                                  the same in a clone
 
-`longctx train --help` lists every option (longctx/config.py documents them).
+`longctx train --help` lists every option (longctx/arguments.py documents them).
 """
 
 from __future__ import annotations
 
-from transformers import set_seed
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
-from longctx.config import explained_options
+from transformers import PretrainedConfig, set_seed
+
+from longctx.config import DataArguments, ModelArguments, TrainArguments, explained_options
 from longctx.data.rows import (
     as_arrays,
     build_dataset,
@@ -24,11 +28,12 @@ from longctx.data.rows import (
 from longctx.data.tokenizer import load_tokenizer
 from longctx.data.trial import varies
 from longctx.engines import check_resume
+from longctx.engines.protocol import Engine
 from longctx.errors import UserError, print_rank0
 from longctx.model.pretrained import read_config, weights_identity
 from longctx.output import FINAL, checkpoint_step
 from longctx.output.card import model_card
-from longctx.output.definition import check_same_run, define
+from longctx.output.definition import RunDefinition, check_same_run, define
 from longctx.output.folder import (
     check_disk_space,
     check_output_dir,
@@ -37,10 +42,11 @@ from longctx.output.folder import (
     open_output_dir,
 )
 from longctx.output.inputs import named_inputs
+from longctx.output.record import Record
 from longctx.output.resume import resolve_resume, resuming
 from longctx.report.done import summarise
 from longctx.report.example import show_example
-from longctx.report.predicted import foresee
+from longctx.report.predicted import Foreseen, foresee
 from longctx.report.sample import sample
 from longctx.run.callbacks import RunFile
 from longctx.run.described import describe_run
@@ -60,13 +66,88 @@ from longctx.run.trackers import tracked_as, tracked_name
 from longctx.run.trainer import LongTrainer
 from longctx.shipped import SHARE
 from longctx.tasks import make_task
+from longctx.tasks.protocol import Task
 
-SPECIAL = ("bos", "eos", "pad")
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 QUICKSTART = SHARE / "recipes/quickstart.yaml"
 
 
+class Asked(NamedTuple):
+    """What the command line asks for; `sources` are files of text, which a run must not delete."""
+
+    argv: list[str] | None
+    model: ModelArguments
+    data: DataArguments
+    train: TrainArguments
+    engine: Engine
+    task: Task
+    sources: list[Path]
+    resume: Path | None
+
+    @property
+    def options(self) -> tuple[ModelArguments, DataArguments, TrainArguments]:
+        return self.model, self.data, self.train
+
+    @property
+    def first_step(self) -> int:
+        """The steps that the checkpoint has behind it."""
+        return (checkpoint_step(self.resume) or 0) if self.resume else 0
+
+
+class Checked(NamedTuple):
+    """What is known of the models before their weights are read."""
+
+    tokenizer: Any
+    config: PretrainedConfig
+    teacher: PretrainedConfig | None
+
+
+class Folder(NamedTuple):
+    """The output folder, which is this run's; one of several processes holds its lock."""
+
+    path: Path
+    lock: IO[bytes] | None
+    foreseen: Foreseen | None
+
+
+class Rows(NamedTuple):
+    """The packed rows, and the names of the documents that are trained."""
+
+    train: Any
+    eval: Any
+    names: Callable[[Iterable[int]], list[str]]
+
+
 def main(argv: list[str] | None = None) -> None:
-    # 1. Options: flags and recipe, checked together, and the engine they ask for.
+    asked = read_options(argv)
+    checked = check_models(asked)
+    folder = None if asked.data.show_example else open_folder(asked, checked)
+    rows = make_rows(asked, checked)
+    if folder is None:
+        if asked.train.process_index == 0:
+            row = next(iter(rows.train))
+            named = rows.names(row["documents"])
+            show_example(row, named, checked.tokenizer, rows=asked.task.rows)
+        return
+    counted = {"train": counts(rows.train)}
+    if rows.eval is not None:
+        counted["eval"] = counts(rows.eval)
+    references, run = define_run(asked, checked, rows)
+    if folder.foreseen:
+        folder.foreseen.show(rows.train)
+    rows = load_others(asked, checked, rows, references)
+    trainer, record = load(asked, checked, rows, references, run, counted)
+    if asked.train.process_index == 0:
+        clear_output_dir(folder.path, asked.resume)
+    evaluated = train(asked, rows, folder, trainer, record)
+    save(asked, rows, folder, trainer, record, evaluated)
+    if folder.lock:
+        folder.lock.close()
+    asked.engine.shutdown(asked.train)
+
+
+def read_options(argv: list[str] | None) -> Asked:
+    """Flags and recipe, checked together, and the engine they ask for."""
     model_args, data_args, args, engine = parse_args(argv, default_recipe=QUICKSTART)
     task = make_task(args)
     sources = check_sources(data_args, task.rows)
@@ -74,43 +155,54 @@ def main(argv: list[str] | None = None) -> None:
     resume = resolve_resume(args)
     check_resume(engine, args, resume)
     check_request(model_args, args.device)
+    return Asked(argv, model_args, data_args, args, engine, task, sources, resume)
 
-    # 2. Tokenizer and configuration: cheap, so a mismatch shows before any heavy work.
+
+def check_models(asked: Asked) -> Checked:
+    """Tokenizer and configurations: cheap, so a mismatch shows before any heavy work."""
+    model_args, data_args, args = asked.options
     with args.main_process_first(desc="tokenizer"):
         if model_args.model_name_or_path:
             read_config(model_args.source)  # before its tokenizer, which would get the blame
         tokenizer = load_tokenizer(model_args, data_args)
-    special_ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
     config = load_config(
         model_args,
         vocab_size=len(tokenizer),
-        special_ids=special_ids,
+        special_ids={name: getattr(tokenizer, name) for name in SPECIAL},
         rewards=args.task == "reward",
     )
-    check_towers(config, engine, args.world_size)
+    check_towers(config, asked.engine, args.world_size)
     check_layers(model_args, args, config)
     teacher = None
     if args.task == "distill":
-        teacher = check_teacher(model_args, args, config, tokenizer, engine)
-    if task.has_reference and args.reference:
+        teacher = check_teacher(model_args, args, config, tokenizer, asked.engine)
+    if asked.task.has_reference and args.reference:
         check_reference(model_args, args, config)
-    if not data_args.show_example:  # which writes nothing there
-        output_dir = open_output_dir(args)
-        lock = lock_folder(output_dir) if args.process_index == 0 else None
-        inputs = named_inputs(argv, model_args, data_args, args)
-        check_output_dir(output_dir, args, resume, [*inputs, *sources])
-        dtype = compute_dtype(model_args, args.device)
-        size_bytes = saved_bytes(model_args, config, args.device)
-        check_disk_space(output_dir, size_bytes, engine.checkpoint_copies(args, dtype), args)
-        foreseen = foresee(model_args, args, config, engine)
+    return Checked(tokenizer, config, teacher)
 
-    # 3. Data: documents -> tokens -> packed rows of seq_len, or of one document each.
+
+def open_folder(asked: Asked, checked: Checked) -> Folder:
+    """The output folder is this run's, has room on its disk, and the run fits in memory."""
+    model_args, _, args = asked.options
+    path = open_output_dir(args)
+    lock = lock_folder(path) if args.process_index == 0 else None
+    inputs = named_inputs(asked.argv, *asked.options)
+    check_output_dir(path, args, asked.resume, [*inputs, *asked.sources])
+    copies = asked.engine.checkpoint_copies(args, compute_dtype(model_args, args.device))
+    check_disk_space(path, saved_bytes(model_args, checked.config, args.device), copies, args)
+    foreseen = foresee(model_args, args, checked.config, asked.engine)
+    return Folder(path, lock, foreseen)
+
+
+def make_rows(asked: Asked, checked: Checked) -> Rows:
+    """Documents -> tokens -> packed rows of seq_len, or of one document each."""
+    (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
 
-    def rows(files: list[str] | None):
+    def build(files: list[str] | None) -> Any:
         return build_dataset(
             data_args,
-            tokenizer,
+            checked.tokenizer,
             files=files,
             seq_len=model_args.seq_len,
             vocab_size=config.get_text_config().vocab_size,
@@ -121,54 +213,66 @@ def main(argv: list[str] | None = None) -> None:
         )
 
     with args.main_process_first(desc="data"):
-        train_rows = rows(data_args.train_file)
-        eval_rows = rows(data_args.eval_file) if data_args.eval_file else None
-
+        train_rows = build(data_args.train_file)
+        eval_rows = build(data_args.eval_file) if data_args.eval_file else None
     check_rows(args, train_rows, eval_rows)
-    found = {"train": train_rows, "eval": eval_rows}
-    counted = {name: counts(rows) for name, rows in found.items() if rows is not None}
     names = document_names(data_args, data_args.train_file, task.rows)
-    if data_args.show_example:
-        if args.process_index == 0:
-            row = next(iter(train_rows))
-            show_example(row, names(row["documents"]), tokenizer, rows=task.rows)
-        return
+    return Rows(train_rows, eval_rows, names)
 
+
+def define_run(
+    asked: Asked, checked: Checked, rows: Rows
+) -> tuple[References | None, RunDefinition]:
+    """What tells this run from others. Raises UserError if the checkpoint is of another one."""
+    (model_args, data_args, args), teacher = asked.options, checked.teacher
     references = None
-    if task.has_reference:
-        references = References(task, model_args, data_args, args, config, names)
+    if asked.task.has_reference:
+        references = References(asked.task, *asked.options, checked.config, rows.names)
+    adapters = model_args.lora_r is not None
     run = define(
-        [model_args, data_args, args, args.accelerator_config],
+        [*asked.options, args.accelerator_config],
         dtype=compute_dtype(model_args, args.device),
-        data=rows_identity(data_args, train_rows),
-        model=config.to_dict(),
+        data=rows_identity(data_args, rows.train),
+        model=checked.config.to_dict(),
         num_processes=args.world_size,
-        base=weights_identity(model_args.source, config) if model_args.lora_r is not None else None,
+        base=weights_identity(model_args.source, checked.config) if adapters else None,
         reference=references.identity if references else None,
         teacher=teacher_identity(model_args, args, teacher) if teacher is not None else None,
     )
     check_same_run(
-        *(resume, run, args.allow_changed or [], engine.keeps_options),
-        tokens_vary=resume is not None and varies(tokenizer),
+        *(asked.resume, run, args.allow_changed or [], asked.engine.keeps_options),
+        tokens_vary=asked.resume is not None and varies(checked.tokenizer),
     )
-    if resume:
-        print_rank0(resuming(resume))
-    if foreseen:
-        foreseen.show(train_rows)
+    if asked.resume:
+        print_rank0(resuming(asked.resume))
+    return references, run
 
-    # 4. Other models that the task needs: a reference is loaded alone and gone before training, a
-    # teacher stays.
-    if references and args.reference:
-        found = references.of_another_model(found, engine)
-        train_rows, eval_rows = found["train"], found["eval"]
-    if teacher is not None:
-        task.teacher = load_teacher(model_args, args, teacher)
 
-    # 5. Model: vanilla, liger or custom; random weights depend on the seed alone.
-    done = (checkpoint_step(resume) or 0) if resume else 0
+def load_others(asked: Asked, checked: Checked, rows: Rows, references: References | None) -> Rows:
+    """Other models that the task needs: a reference is loaded alone, gives the rows its numbers and
+    is gone before training; a teacher stays."""
+    if references and asked.train.reference:
+        found = references.of_another_model({"train": rows.train, "eval": rows.eval}, asked.engine)
+        rows = rows._replace(**found)
+    if checked.teacher is not None:
+        asked.task.teacher = load_teacher(asked.model, asked.train, checked.teacher)
+    return rows
+
+
+def load(
+    asked: Asked,
+    checked: Checked,
+    rows: Rows,
+    references: References | None,
+    run: RunDefinition,
+    counted: dict[str, dict[str, int]],
+) -> tuple[LongTrainer, Record]:
+    """The model, vanilla, liger or custom, whose random weights depend on the seed alone; its
+    trainer; and the record of the run."""
+    (model_args, _, args), engine, resumed = asked.options, asked.engine, asked.resume is not None
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):
-        model = load_model(model_args, config, device=args.device, engine=engine)
+        model = load_model(model_args, checked.config, device=args.device, engine=engine)
         with explained_options("these options"):
             trainer = LongTrainer(
                 model=model,
@@ -176,40 +280,54 @@ def main(argv: list[str] | None = None) -> None:
                 engine=engine,
                 seq_len=model_args.seq_len,
                 host_memory_gib=model_args.host_memory_gib,
-                train_dataset=as_arrays(train_rows),
-                eval_dataset=eval_rows,
-                task=task,
-                data_collator=task.collator(model_args.class_type),
-                processing_class=tokenizer,
-                document_names=names,
+                train_dataset=as_arrays(rows.train),
+                eval_dataset=rows.eval,
+                task=asked.task,
+                data_collator=asked.task.collator(model_args.class_type),
+                processing_class=checked.tokenizer,
+                document_names=rows.names,
                 run=run,
             )
-        trainer.place(resume)
+        trainer.place(asked.resume)
         if references and not args.reference:
-            references.of_the_start(trainer, resumed=resume is not None)
-        options = (model_args, data_args, args)
-        record = describe_run(argv, *options, model=trainer.model, counted=counted, step=done)
-        record["tracked_as"] = tracked_name(args, resumed=resume is not None)
-        trainer.add_callback(RunFile(record, resumed=resume is not None))
-        if args.process_index == 0:
-            clear_output_dir(output_dir, resume)
+            references.of_the_start(trainer, resumed=resumed)
+        record = describe_run(
+            asked.argv,
+            *asked.options,
+            model=trainer.model,
+            counted=counted,
+            step=asked.first_step,
+        )
+        record["tracked_as"] = tracked_name(args, resumed=resumed)
+        trainer.add_callback(RunFile(record, resumed=resumed))
+    return trainer, record
 
-    # 6. Train.
-    with explained_oom(trainer, model_args), tracked_as(record["tracked_as"], trainer):
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+
+def train(
+    asked: Asked, rows: Rows, folder: Folder, trainer: LongTrainer, record: Record
+) -> Mapping[str, float]:
+    """Trains, and evaluates what was trained."""
+    with explained_oom(trainer, asked.model), tracked_as(record["tracked_as"], trainer):
+        trainer.train(resume_from_checkpoint=str(asked.resume) if asked.resume else None)
         if not trainer.state.global_step:
             raise UserError("no step was trained: the data gave no batch")
-        if trainer.state.global_step == done:
-            print_rank0(f"{resume} is where this run ends: nothing was left to train")
-        elif foreseen:
-            foreseen.compare(trainer, first_step=done)
-        evaluated = trainer.evaluate_final() if eval_rows is not None else {}
+        if trainer.state.global_step == asked.first_step:
+            print_rank0(f"{asked.resume} is where this run ends: nothing was left to train")
+        elif folder.foreseen:
+            folder.foreseen.compare(trainer, first_step=asked.first_step)
+        return trainer.evaluate_final() if rows.eval is not None else {}
 
-    # 7. Save what `from_pretrained` loads, and say what happened.
-    trainer.save_final(output_dir / FINAL, model_card(record, trainer.state.log_history))
+
+def save(
+    asked: Asked,
+    rows: Rows,
+    folder: Folder,
+    trainer: LongTrainer,
+    record: Record,
+    evaluated: Mapping[str, float],
+) -> None:
+    """Saves what `from_pretrained` loads, and says what happened."""
+    trainer.save_final(folder.path / FINAL, model_card(record, trainer.state.log_history))
     if trainer.is_world_process_zero():
-        goes_on = sample(trainer, train_rows if eval_rows is None else eval_rows)
-        summarise(trainer, model_args, data_args, args, output_dir, evaluated, goes_on)
-    if lock:
-        lock.close()
-    engine.shutdown(args)
+        goes_on = sample(trainer, rows.train if rows.eval is None else rows.eval)
+        summarise(trainer, *asked.options, folder.path, evaluated, goes_on)

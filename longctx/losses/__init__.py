@@ -20,16 +20,7 @@ Example:
     tensor([0.6444, 0.7444])
 
 Functions return one value a pair or answer, in fp32 maths whatever the dtype of their arguments;
-the mean of the values is TRL 1.16's loss. The room, from the formulas up:
-
-    checks.py               names, intervals, shapes, dtypes
-    pairs.py                log-ratios, and their scores under a divergence
-    loss_types.py           DPO's loss types, a function each
-    preference.py           dpo_loss
-    without_reference.py    orpo_loss, cpo_loss, simpo_loss
-    kto.py, reward.py       kto_loss and kto_kl; reward_loss
-    answers.py              hidden states -> log-probabilities of answers
-    modules.py              the modules
+the mean of the values is TRL 1.16's loss.
 """
 
 from longctx.losses.answers import KTOOutput, PreferenceOutput

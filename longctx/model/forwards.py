@@ -547,6 +547,48 @@ def _scheduled_forward(
     runtime.follow(x, _compute_dtype(x), base.config)
     if (multiplier := embedding_multiplier(base)) != 1.0:
         x = x * multiplier
+    rope, documents, real = _positions(base, x, positions, attention_mask, bounds, parents, padding)
+    caller.padded = real is not None and padding is None
+    x, rope = x.reshape(B * S, D), rope.flatten()
+    where = torch.arange(B * S, device=x.device) if real is None else real
+    sharing = _sharing(base, runtime, input_ids, where, rope, documents)
+    if sharing is not None:
+        documents, real = sharing.documents, where[sharing.kept]
+    if real is not None:
+        x, rope = x[real], rope[real]
+    if sharing is not None and sharing.shift is not None:
+        rope = rope + sharing.shift
+    if torch.is_grad_enabled():
+        tokens = B * S if sharing is None else len(x)
+        runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
+    # The loop stands here and not in a function, whose caller would hold the embedding's output.
+    with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
+        schedule = make_schedule(base, runtime, rope, documents, B)
+        for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
+            # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
+            # that Hugging Face's layer class would put around the schedule.
+            x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
+        owned = caller.owns_gradient or sharing is not None
+        x = base.norm(x, spec=final_norm_spec(base), owned=owned)
+    x = _spread(x, sharing, where, real, B * S).view(B, S, D)
+    if attention_mask is not None and caller.padded and caller.averages:
+        x = with_means(x, attention_mask)
+    return x
+
+
+def _positions(
+    base: Any,
+    x: Tensor,  # (B, S, D)
+    positions: Positions,
+    attention_mask: Tensor | None,  # (B, S)
+    bounds: Tensor | None,  # (documents + 1,)
+    parents: Parents,  # (documents,)
+    padding: ComputedPadding | None,
+) -> tuple[Tensor, Documents, Tensor | None]:  # (B, S), documents, (T,)
+    """Returns the position of each token for RoPE, the documents, and which tokens are computed;
+    None for all. Tells the rotary embedding of the longest position if it follows them."""
+    runtime = _runtime(base)
+    B, S, _ = x.shape
     shards = runtime.shards
     own = torch.arange(S * (shards.ranks if shards else 1), device=x.device)[None]
     own = shards.own(own) if shards else own
@@ -562,42 +604,20 @@ def _scheduled_forward(
         rope = shards.own(rope) if shards else rope
     elif documents.parents:
         check_positions(shards.whole(rope) if shards else rope, documents)
-    caller.padded = real is not None and padding is None
-    if follows_positions(base):  # called for its side effect; of padding, too, as Hugging Face does
-        longest = (shards.whole(rope) if shards else rope).max().view(1, 1)
-        if known_family(base).position_rows > 1:
-            longest = longest.expand(3, 1, 1)
-        for name in rotary_embeddings(base):
-            of_type = () if name == "all" else (name,)
-            base.rotary_emb(x[:1, :1], longest, *of_type)
-    x, rope = x.reshape(B * S, D), rope.flatten()
-    where = torch.arange(B * S, device=x.device) if real is None else real
-    sharing = _sharing(base, runtime, input_ids, where, rope, documents)
-    if sharing is not None:
-        documents, real = sharing.documents, where[sharing.kept]
-    if real is not None:
-        x, rope = x[real], rope[real]
-    if sharing is not None and sharing.shift is not None:
-        rope = rope + sharing.shift
-    if torch.is_grad_enabled():
-        tokens = B * S if sharing is None else len(x)
-        runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
-    with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
-        schedule = make_schedule(base, runtime, rope, documents, B)
-        for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
-            # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
-            # that Hugging Face's layer class would put around the schedule.
-            x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
-        owned = caller.owns_gradient or sharing is not None
-        x = base.norm(x, spec=final_norm_spec(base), owned=owned)
-    if sharing is not None:
-        x = spread(x, sharing, where, B * S)
-    elif real is not None:
-        x = x.new_zeros(B * S, D).index_copy(0, real, x)
-    x = x.view(B, S, D)
-    if attention_mask is not None and caller.padded and caller.averages:
-        x = with_means(x, attention_mask)
-    return x
+    if follows_positions(base):
+        _follow_positions(base, x, shards.whole(rope) if shards else rope)
+    return rope, documents, real
+
+
+def _follow_positions(base: Any, x: Tensor, rope: Tensor) -> None:  # (B, S, D), (B, S)
+    """Calls the rotary embedding for its side effect, with the longest position: of padding, too,
+    as Hugging Face does."""
+    longest = rope.max().view(1, 1)
+    if known_family(base).position_rows > 1:
+        longest = longest.expand(3, 1, 1)
+    for name in rotary_embeddings(base):
+        of_type = () if name == "all" else (name,)
+        base.rotary_emb(x[:1, :1], longest, *of_type)
 
 
 def _sharing(
@@ -641,6 +661,20 @@ def _why_not_shared(base: Any, runtime: Runtime, input_ids: Tensor | None) -> st
     if base.training and any(adapter.dropout for adapter in adapters):
         return "dropout of adapters draws another mask for each row"
     return None
+
+
+def _spread(
+    x: Tensor,  # (T, D)
+    sharing: Sharing | None,
+    where: Tensor,  # (T,), or with sharing more
+    real: Tensor | None,  # (T,)
+    tokens: int,
+) -> Tensor:  # (tokens, D)
+    """Puts every row at its token's place. Documents that share a prompt get its rows, and padding
+    that was left out is zero."""
+    if sharing is not None:
+        return spread(x, sharing, where, tokens)
+    return x if real is None else x.new_zeros(tokens, x.shape[-1]).index_copy(0, real, x)
 
 
 def _embedded(base: Any, runtime: Runtime, input_ids: Tensor | None) -> Tensor:  # (B, S, D)

@@ -1,22 +1,12 @@
 """The output folder: what a run leaves there, written so that it is whole or absent, and read.
 
-    checkpoint-N/                 weights, optimizer, scheduler, RNG after N steps
-    final/                        the model that `from_pretrained` loads
-      manifest.json               in each of them: its files' checksums, and what defines the run
-    metrics.jsonl                 a line a logged step; `longctx report` draws it
-    run.json                      model, data, options, machine and versions, for people
-    abandoned-checkpoint-N/       set aside by a run that was resumed from an earlier step
-    .incomplete-.../  .lock       what is being written or deleted; who has the folder
-
-folder.py       one run at a time; an earlier one is resumed or overwritten, never mixed in
-inputs.py       what a run reads is not among what it deletes
-rehearsal.py    everything small that a save writes, written once before step 1
-save.py         written aside, published by a rename, rotated; what a full disk does
-manifest.py     checksums of a folder; verify.py: `longctx verify`
-record.py       run.json; card.py: final/README.md, the model card; public.py: its names
-definition.py   what defines a run, and what may not change when it is resumed
-resume.py       which checkpoint, and reading it without running code from it
-removal.py      deleting what may be a link, or may not be deleted
+checkpoint-N/                 weights, optimizer, scheduler, RNG after N steps
+final/                        the model that `from_pretrained` loads
+  manifest.json               in each of them: its files' checksums, and what defines the run
+metrics.jsonl                 a line a logged step; `longctx report` draws it
+run.json                      model, data, options, machine and versions, for people
+abandoned-checkpoint-N/       set aside by a run that was resumed from an earlier step
+.incomplete-.../  .lock       what is being written or deleted; who has the folder
 """
 
 from __future__ import annotations

@@ -13,79 +13,17 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from longctx.about import NUMBERS, ROWS, Resume
+from longctx.arguments import OPTIONS as ABOUT
 from longctx.errors import UserError, print_rank0
 from longctx.output.manifest import read_manifest
 
-OPTIONS = (
-    # which rows, and in which order
-    "seq_len",
-    "long_documents",
-    "seed",
-    "data_seed",
-    "train_sampling_strategy",
-    "group_by_length",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "dataloader_drop_last",
-    "split_batches",
-    "dispatch_batches",
-    "even_batches",
-    # which numbers
-    "rope_scaling",
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_targets",
-    "lora_modules_to_save",
-    "quantize",
-    "dtype",
-    "bf16",
-    "fp16",
-    "optim",
-    "optim_args",
-    "optim_target_modules",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "max_grad_norm",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "warmup_ratio",
-    "label_smoothing_factor",
-    "neftune_noise_alpha",
-    "average_tokens_across_devices",
-    # what is trained for; --reference and --teacher are recorded by their weights
-    "task",
-    "loss_type",
-    "loss_weights",
-    "beta",
-    "label_smoothing",
-    "f_divergence_type",
-    "f_alpha_divergence_coef",
-    "discopop_tau",
-    "ld_alpha",
-    "cpo_alpha",
-    "simpo_gamma",
-    "desirable_weight",
-    "undesirable_weight",
-    "center_rewards_coefficient",
-    "teacher_quantize",
-    "distill_beta",
-    "temperature",
+OPTIONS = tuple(
+    name for kind in (ROWS, NUMBERS) for name, known in ABOUT.items() if known.resume is kind
 )
-APPLIED = (
-    "learning_rate",
-    "weight_decay",
-    "max_steps",
-    "num_train_epochs",
-    "save_steps",
-    "logging_steps",
-    "eval_steps",
-    "class_type",
-    "attn_backend",
-    "optimizer_states",
-)
+"""Those that decide which rows are trained, and which numbers come out. --reference and --teacher
+are recorded by their weights."""
+APPLIED = tuple(name for name, known in ABOUT.items() if known.resume is Resume.APPLIED)
 DATA, MODEL, BASE, PROCESSES = "data", "model", "base", "num_processes"
 REFERENCE, TEACHER = "reference", "teacher"
 NAMES = (*OPTIONS, DATA, MODEL, BASE, REFERENCE, TEACHER, PROCESSES)

@@ -21,8 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longctx import __version__
-from longctx.constants import GIB
+from longctx.constants import GIB, __version__
 from longctx.errors import UserError, print_rank0
 from longctx.files import read_json
 from longctx.output import RECORD

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 
+from longctx.about import COUNT
 from longctx.attention.shards import Shards
 from longctx.config import TrainArguments, with_our_options
 from longctx.constants import IGNORE_INDEX
@@ -22,7 +23,7 @@ from longctx.engines.collectives import any_rank
 from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
-from longctx.limits import COUNT, check_argument
+from longctx.limits import check_argument
 from longctx.lora.adapters import Reached, save_config
 from longctx.lora.foreign import check_resumed
 from longctx.model.adapters import inside_peft

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from paths import ROOT
-
-from scripts.site_links import linked
+from site_links import linked
 
 
 def build(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
