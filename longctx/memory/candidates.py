@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,16 +48,17 @@ class Candidates(NamedTuple):
         """Makes candidates of ladders for layers of these kinds. Equal ladders become one
         candidate."""
         ids: dict[tuple[int, Keep], int] = {}
-        everywhere: dict[tuple[Keep, ...], Any] = {}
+        everywhere: dict[tuple[Keep, ...], bytes] = {}
         rows: dict[bytes, None] = {}
+        width = np.uint16().itemsize
         for ladder in ladders:
             row, at = b"", 0
             for keeps, n in ladder:
                 if n > 0:
                     if keeps not in everywhere:
                         choices = [ids.setdefault((k, keeps[k]), len(ids)) for k in of_layer]
-                        everywhere[keeps] = np.array(choices, np.uint16)
-                    row += everywhere[keeps][at : at + n].tobytes()
+                        everywhere[keeps] = np.array(choices, np.uint16).tobytes()
+                    row += everywhere[keeps][width * at : width * (at + n)]
                     at += n
             rows[row] = None
         layers = np.frombuffer(b"".join(rows), np.uint16).reshape(len(rows), -1)
@@ -107,13 +109,15 @@ def candidates(
     """Returns all ladders that are scored, for layers of these kinds: of the sets `kept`, or with
     one set if that was asked for."""
     layers = len(of_layer)
-    every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
+    # The last layer may be of the kind that takes longest, and wait on the host, too.
+    every = {"none": [0], "all": [layers - 1], "auto": [*range(layers + (len(kept[0]) > 1))]}[offload]
     counts = every[:: -(-len(every) // MOST)]
     if asked is None:
         return Candidates.of(_free(layers, kept, counts, offload), of_layer)
     return Candidates.of(_asked(layers, asked, counts), of_layer)
 
 
+@lru_cache(maxsize=1024)
 def _keep(kept: Sets, hosted: Sets | None = None) -> tuple[Keep, ...]:
     return tuple(map(Keep, kept, hosted or len(kept) * (NOTHING,)))
 
@@ -145,7 +149,9 @@ def _free(
         for host in hosts:
             hosted = None if host is None else kept[host]
             for top in tops:
-                for base in _usual(kept) if n else [*_usual(kept), least]:
+                # Where some layers keep all, there is room for what the others usually keep.
+                bases = _usual(kept)[: 1 if top else None]
+                for base in bases if n else [*bases, least]:
                     below, above = sorted((n, layers - top))
                     first = _keep(hosted or base, hosted)
                     both = n > layers - top  # some layers keep all, and a part of it on the host
@@ -160,17 +166,17 @@ def _between(
 ) -> Iterator[list[Stretch]]:
     """Yields ladders for a GPU or a host that is full between two sets: the first of the `n` hosted
     layers keep one keepable less, or the first of the other layers keep the least."""
-    usual = _usual(kept)[0]
+    usual = _usual(kept)
     if host:
         fewer, hosted = kept[host - 1], kept[host]
         for first in range(1, n, step):
             stretches = [(_keep(fewer, fewer), first), (_keep(hosted, hosted), n - first)]
-            yield [*stretches, (_keep(usual), layers - n)]
+            yield [*stretches, (_keep(usual[0]), layers - n)]
         return
     here = None if host is None else kept[host]
-    for first in range(1, layers - n + 1, step):
+    for first, rest in product(range(1, layers - n + 1, step), usual):
         stretches = [(_keep(kept[0], here), n), (_keep(kept[0]), first)]
-        yield [*stretches, (_keep(usual), layers - n - first)]
+        yield [*stretches, (_keep(rest), layers - n - first)]
 
 
 # --- counted -----------------------------------------------------------------------------------
