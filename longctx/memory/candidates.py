@@ -110,7 +110,9 @@ def candidates(
     one set if that was asked for."""
     layers = len(of_layer)
     # The last layer may be of the kind that takes longest, and wait on the host, too.
-    every = {"none": [0], "all": [layers - 1], "auto": [*range(layers + (len(kept[0]) > 1))]}[offload]
+    every = {"none": [0], "all": [layers - 1], "auto": [*range(layers + (len(kept[0]) > 1))]}[
+        offload
+    ]
     counts = every[:: -(-len(every) // MOST)]
     if asked is None:
         return Candidates.of(_free(layers, kept, counts, offload), of_layer)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cost_sizes import keep_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from longctx.config import ModelArguments
 from longctx.constants import GIB
-from longctx.cost.kept import Keep
 from longctx.memory.levels import ORDERS, Activity, Levels, pending_levels
 from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import (
@@ -258,4 +258,4 @@ def test_auto_fills_a_gpu_and_does_not_overflow_it(free_gib: float) -> None:
     finally:
         del block
         torch.cuda.empty_cache()  # for tests in other processes
-    assert (set(ladder) == {Keep.of("all")}) == (free_gib == 40), ladder
+    assert (set(ladder) == {keep_of("all")}) == (free_gib == 40), ladder
