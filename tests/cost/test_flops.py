@@ -21,8 +21,7 @@ def test_model_flops_are_those_of_the_table(document: int) -> None:
     flops = step_flops(
         parameters=s.layers * MATRICES + s.vocab * s.hidden,
         tokens=tokens,
-        wide=LLAMA_LAYER.wide,
-        squared=s.layers * (tokens // document) * squared_length(document),
+        attended=s.layers * LLAMA_LAYER.wide * (tokens // document) * squared_length(document),
     )
     assert flops == 3 * s.layers * (layer.at("matmul") + layer.at("attention")) + loss.at("matmul")
 

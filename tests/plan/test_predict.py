@@ -24,9 +24,10 @@ from longctx.cost.table import load
 from longctx.errors import UserError
 from longctx.layer.parts.attention import attention_flops
 from longctx.model.costs import StepTable
+from longctx.model.families import head_dim
 from longctx.plan.predict import Plan, Subject, longest, plan
 from longctx.run.loading import load_config
-from longctx.run.metrics import squared_lengths
+from longctx.run.metrics import attended
 
 
 @cache
@@ -253,8 +254,8 @@ def test_a_config_without_the_numbers() -> None:
 def test_squared_lengths_are_those_of_the_metrics(window) -> None:
     config = tiny_config("mistral", num_hidden_layers=1, sliding_window=window)
     for tokens in (1, 7, 20, 64):
-        counted = int(squared_lengths(config, torch.arange(tokens)[None]))
-        assert squared_length(tokens, window) == counted
+        wide = config.num_attention_heads * head_dim(config)
+        assert wide * squared_length(tokens, window) == attended(config, torch.arange(tokens)[None])
 
 
 def test_attention_by_documents() -> None:
