@@ -6,20 +6,18 @@ H query heads and K key/value heads of size d, F intermediate size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from longctx.cost.table import Table
-
-if TYPE_CHECKING:  # sizes.py holds the kinds of a model
-    from longctx.cost.sizes import Batch, Sizes
 
 
 class Block(Protocol):
     """A part of a layer, as the count sees it."""
 
     @staticmethod
-    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
-        """Returns the rows of this part in one layer of that kind."""
+    def cost(s: Any, kind: LayerKind, batch: Any) -> Table:
+        """Returns the rows of this part in one layer of that kind, in a model of the `Sizes` s and
+        in a step of this `Batch` (sizes.py, which imports this file)."""
 
 
 class Adapted(NamedTuple):
