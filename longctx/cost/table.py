@@ -146,10 +146,6 @@ class Table:
         """The names of the keepables that must be kept."""
         return frozenset(keepable.name for keepable in self.keepables if keepable.always)
 
-    def work(self, name: str) -> Work:
-        """Returns the work of forward that has this name."""
-        return next(work for work in self.forward if work.name == name)
-
     def kept_bytes(self, kept: frozenset[str]) -> int:
         return sum(keepable.aligned for keepable in self.keepables if keepable.name in kept)
 
@@ -193,24 +189,16 @@ def joined(blocks: Sequence[Table]) -> Table:
     """Returns the table of a layer that runs these blocks one after the other, and their backward
     in the reverse order. A buffer that exists in other moments than its own gets a row in each."""
     whole = sum(blocks, Table())
-    order = {
-        "forward": _moments(blocks, "forward"),
-        "backward": _moments(blocks[::-1], "backward"),
+    moments = {
+        phase: [m for block in blocks[::way] for m in block.moments if m.endswith(f" {phase}")]
+        for phase, way in (("forward", 1), ("backward", -1))
     }
-    rows = chain.from_iterable(_spread(buffer, order) for buffer in whole.buffers)
-    return replace(whole, buffers=tuple(rows))
 
+    def rows(buffer: Buffer) -> Iterable[Buffer]:
+        order = [*dict.fromkeys(moments[buffer.during.split()[-1]])]
+        if buffer.during in order:
+            at = order.index(buffer.during)
+            order = {"before": order[:at], "in": [order[at]], "after": order[at + 1 :]}[buffer.span]
+        return (replace(buffer, during=moment, span="in") for moment in order)
 
-def _moments(blocks: Sequence[Table], phase: Phase) -> list[str]:
-    moments = chain.from_iterable(block.moments for block in blocks)
-    return [*dict.fromkeys(m for m in moments if m.endswith(phase) and m != phase)]
-
-
-def _spread(buffer: Buffer, order: Mapping[str, list[str]]) -> Iterable[Buffer]:
-    """Yields a buffer's rows, one for each moment in which it exists."""
-    moments = order[buffer.during.split()[-1]]
-    if buffer.during in moments:
-        at = moments.index(buffer.during)
-        spans = {"in": slice(at, at + 1), "before": slice(at), "after": slice(at + 1, None)}
-        moments = moments[spans[buffer.span]]
-    return (replace(buffer, during=moment, span="in") for moment in moments)
+    return replace(whole, buffers=tuple(chain.from_iterable(map(rows, whole.buffers))))

@@ -1,10 +1,10 @@
 """The ladders that the search scores, and their bytes, FLOPs and copies: an array entry for each.
 
 In these ladders the first layers' activations wait on the host, since backward needs them last, and
-the last layers keep everything. Where layers are of several kinds, each kind keeps its own sets.
-For four layers the best of these ladders takes at most 5% longer
-than the best of all ladders, which is a part of one layer's work (tests/memory/test_ladder.py).
-Which ladders are scored does not depend on the budget.
+the last layers keep everything. Layers of several kinds may keep different sets. For four layers
+the best of these ladders takes at most 5% longer than the best of all ladders, which is a part of
+one layer's work (tests/memory/test_ladder.py). Which ladders are scored does not depend on the
+budget.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,14 +83,13 @@ def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
     keepable that spares most seconds per byte, in the kinds of layers where it does. A keepable
     that spares nothing is in no set."""
 
-    def worth(layer: Table, keepable: Keepable) -> float:
+    def worth(keepable: Keepable) -> float:
         return float(priced(load(keepable.spares), rates).step) / keepable.aligned
 
     def next_of(layer: Table, kept: Names) -> tuple[float, Names]:
-        able = [k for k in layer.keepables if k.name not in kept and k.needs <= kept]
-        worths = {k.name: worth(layer, k) for k in able}
-        best = max(worths, key=worths.__getitem__, default="")
-        return worths.get(best, 0.0), frozenset({best})
+        able = (k for k in layer.keepables if k.name not in kept and k.needs <= kept)
+        worths = ((worth(k), frozenset({k.name})) for k in able)
+        return max(worths, key=itemgetter(0), default=(0.0, NOTHING))
 
     found: list[Sets] = [tuple(layer.always for layer in kinds)]
     while True:
@@ -109,10 +109,9 @@ def candidates(
     """Returns all ladders that are scored, for layers of these kinds: of the sets `kept`, or with
     one set if that was asked for."""
     layers = len(of_layer)
-    # The last layer may be of the kind that takes longest, and wait on the host, too.
-    every = {"none": [0], "all": [layers - 1], "auto": [*range(layers + (len(kept[0]) > 1))]}[
-        offload
-    ]
+    # The last layer may be of the kind that takes longest: it may wait on the host, too.
+    stop = layers + (len(kept[0]) > 1)
+    every = {"none": [0], "all": [layers - 1], "auto": [*range(stop)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
     if asked is None:
         return Candidates.of(_free(layers, kept, counts, offload), of_layer)

@@ -9,7 +9,7 @@ checks that the same places come out.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,18 +78,18 @@ class Given:
                 )
 
     def _check_model(self, sizes: Sizes) -> None:
-        def compare(planned: Mapping[str, Any], found: object, where: str = "") -> None:
+        def compare(planned: dict[str, Any], model: object, where: str = "") -> None:
             for name, value in planned.items():
-                if getattr(found, name) != value:
+                if (found := getattr(model, name)) != value:
                     raise UserError(
                         f"--plan {self.path} is of a model with {name} {value}{where}, and this "
-                        f"one's is {getattr(found, name)}: plan again, with this model"
+                        f"one's is {found}: plan again, with this model"
                     )
 
         compare(self.model, sizes)
-        for i, kind in enumerate(sizes.of_layer):
-            planned = self.kinds[self.of_layer[i] if self.of_layer else 0]
-            compare(planned, sizes.kinds[kind], f" in layer {i}")
+        of_layer = self.of_layer or sizes.layers * [0]
+        for i, (planned, kind) in enumerate(zip(of_layer, sizes.of_layer, strict=True)):
+            compare(self.kinds[planned], sizes.kinds[kind], f" in layer {i}")
 
     def check_blocks(self, specs: Sequence[BlockSpec]) -> None:
         """Raises UserError if the model has other blocks than the plan places, or if something that
