@@ -148,10 +148,11 @@ def seconds(
         return compute._replace(waits=waits, link=most / link)
 
     loss = priced(load(tables.loss.forward), rates)
-    forward = priced(_of_all(tables, [load(layer.forward) for layer in tables.kinds]), rates)
-    makes = _of_all(tables, [load(layer.backward) for layer in tables.kinds])
-    backward = priced(makes.plus(again), rates)
-    left = _left(tables, traffic, rates)
+    each = [load(layer.forward) for layer in tables.kinds]
+    forward = priced(_of_all(tables, each), rates)
+    left = left_at(tables, [priced(work, rates).step for work in each], traffic.before)
+    gradients = _of_all(tables, [load(layer.backward) for layer in tables.kinds])
+    backward = priced(gradients.plus(again), rates)
     update = priced(load(tables.update.forward), rates)
     waits = activation_waits(tables, hosted, rates)
     forward, backward = _waiting(forward, waits[0]), _waiting(backward, waits[1])
@@ -191,19 +192,16 @@ def seconds(
 
 def _of_all(tables: Tables, each: Sequence[Load]) -> Load:
     """Returns the sum over all layers of what a layer of each kind does."""
-    counts = tables.sizes.counts
-    return reduce(
-        Load.plus, (work.each(partial(mul, n)) for work, n in zip(each, counts, strict=True))
-    )
+    counted = zip(each, tables.sizes.counts, strict=True)
+    return reduce(Load.plus, (work.each(partial(mul, n)) for work, n in counted))
 
 
-def _left(tables: Tables, traffic: Traffic, rates: Rates) -> Any:  # (blocks,)
-    """Returns the share of the layers' forward that is still to be computed when a block is
-    used."""
-    each_s = [priced(load(layer.forward), rates).step for layer in tables.kinds]
+def left_at(tables: Tables, each_s: Sequence[float], before: Any) -> Any:  # (blocks,)
+    """Returns the share of the layers' forward that is still to be computed when a block is used
+    after `before` layers; `each_s` are the seconds of a layer by its kind."""
     kinds = np.eye(len(each_s))[[*tables.sizes.of_layer]]  # (layers, kinds)
     done_s = np.cumsum(np.vstack([0 * kinds[:1], kinds]), axis=0) @ each_s  # (layers + 1,)
-    return 1 - done_s[np.minimum(traffic.before, len(kinds))] / (done_s[-1] or 1.0)
+    return 1 - done_s[np.minimum(before, len(kinds))] / (done_s[-1] or 1.0)
 
 
 def _waiting(compute: Seconds, seconds: Numbers) -> Seconds:

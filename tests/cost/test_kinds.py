@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from cost_sizes import LLAMA_LAYER, SETS, of_layers
 
@@ -14,6 +15,7 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.kept import Keep, describe
 from longctx.cost.peak import phases
 from longctx.cost.rates import AttentionRates, Rates
+from longctx.cost.seconds import left_at
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, load
 from longctx.layer.parts.attention import SelfAttention
@@ -115,6 +117,12 @@ def test_seconds_are_summed_over_kinds() -> None:
     ends = 2 * one[0] - two[0]
     layers = sum(n * (b - a) for n, a, b in zip(LAYERS.counts, one, two, strict=True))
     assert step_s(replace(LAYERS, **cut)) == pytest.approx(ends + layers)
+
+
+def test_what_is_left_of_forward_is_a_share_of_its_seconds() -> None:
+    """Layers of 5, 1, 1, 3 s, twice: 20 s, of which 5 and 10 are over."""
+    found = left_at(StepTable.of(LAYERS, ROW), [5.0, 1.0, 3.0], np.array([0, 1, 4, 8]))
+    assert found == pytest.approx([1, 0.75, 0.5, 0])
 
 
 @pytest.mark.parametrize("keep", ["auto", "x", "o", "all"])
