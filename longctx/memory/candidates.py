@@ -129,10 +129,15 @@ def _asked(layers: int, kept: Sets, counts: Iterable[int]) -> Iterator[list[Stre
 
 
 def _usual(kept: tuple[Sets, ...]) -> list[Sets]:
-    """Returns what layers keep if memory is short: what spares most in one kind of layers, and in
-    as many steps as there are kinds."""
-    steps = dict.fromkeys((len(kept[0]), 1))
-    return [kept[min(step, len(kept) - 1)] for step in steps]
+    """Returns what layers keep if memory is short: the first sets in which each kind keeps more
+    than it must, if it can, and those in which one kind does."""
+    ends = [*zip(kept[0], kept[-1], strict=True)]
+
+    def more(names: Sets) -> bool:
+        each = zip(names, ends, strict=True)
+        return all(mine != least or mine == most for mine, (least, most) in each)
+
+    return [*dict.fromkeys((next(filter(more, kept)), kept[min(1, len(kept) - 1)]))]
 
 
 def _free(
@@ -140,7 +145,7 @@ def _free(
 ) -> Iterator[list[Stretch]]:
     """Yields the ladders of --keep auto. `kept` are sets, each with one keepable more than the one
     before."""
-    least, most = kept[0], kept[-1]
+    least, most, usual = kept[0], kept[-1], _usual(kept)
     step = -(-layers // MOST)
     for n in counts:
         hosts: Sequence[int | None] = [None]
@@ -151,7 +156,7 @@ def _free(
             hosted = None if host is None else kept[host]
             for top in tops:
                 # Where some layers keep all, there is room for what the others usually keep.
-                bases = _usual(kept)[: 1 if top else None]
+                bases = usual[: 1 if top else None]
                 for base in bases if n else [*bases, least]:
                     below, above = sorted((n, layers - top))
                     first = _keep(hosted or base, hosted)
@@ -159,15 +164,14 @@ def _free(
                     between = _keep(most, hosted) if both else _keep(base)
                     stretches = [(first, below), (between, above - below)]
                     yield [*stretches, (_keep(most), layers - above)]
-            yield from _between(layers, n, host, kept, step)
+            yield from _between(layers, n, host, kept, usual, step)
 
 
 def _between(
-    layers: int, n: int, host: int | None, kept: tuple[Sets, ...], step: int
+    layers: int, n: int, host: int | None, kept: tuple[Sets, ...], usual: list[Sets], step: int
 ) -> Iterator[list[Stretch]]:
     """Yields ladders for a GPU or a host that is full between two sets: the first of the `n` hosted
     layers keep one keepable less, or the first of the other layers keep the least."""
-    usual = _usual(kept)
     if host:
         fewer, hosted = kept[host - 1], kept[host]
         for first in range(1, n, step):
