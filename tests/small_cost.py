@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longctx.cost.kept import Ladder, runs
+from longctx.cost.kept import Ladder
 from longctx.cost.sizes import Batch
 from longctx.memory.candidates import Candidates, Counted
 from longctx.model.costs import StepTable
@@ -20,5 +20,6 @@ def activity_peak(patched: Any, tokens: int, ladder: Ladder | None = None) -> in
     ladder = patched.longctx.store.ladder if ladder is None else ladder
     layers = patched.config.num_hidden_layers
     ladder = (layers - len(ladder)) * ladder[:1] + ladder
-    found = Counted(Candidates.of([runs(ladder)]), tables_of(patched, tokens)).activity
+    tables = tables_of(patched, tokens)
+    found = Counted(Candidates.one(ladder, tables.sizes.of_layer), tables).activity
     return int(max(found.forward.max(), found.loss.max(), found.backward.max()))

@@ -10,12 +10,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from cost_sizes import keep_of
 from small_cost import tables_of
 from small_model import tiny_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from longctx.cost.kept import Keep, Ladder
+from longctx.cost.kept import Ladder
+from longctx.memory.ladder import hosted_bytes
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import Place
 from longctx.memory.settle import HostRoom
@@ -58,7 +60,7 @@ def anywhere(draw: random.Random) -> Where:
 
 def hosted(on_gpu: int, keep: str = "o", layers: int = 3) -> Ladder:
     """Of all but the last layers what they keep waits on the host."""
-    return (layers - on_gpu) * (Keep.of(keep, keep),) + on_gpu * (Keep.of(keep),)
+    return (layers - on_gpu) * (keep_of(keep, keep),) + on_gpu * (keep_of(keep),)
 
 
 @cache
@@ -127,11 +129,10 @@ def place(
     runtime = patched.longctx if patched else None
     specs = state_blocks(module, movable=runtime is not None) if specs is None else specs
     layers = sum(spec.layer is not None for spec in specs)
-    ladder = layers * (Keep.of("o"),) if ladder is None else ladder
+    ladder = layers * (keep_of("o"),) if ladder is None else ladder
     kept_bytes: list[int] = []
     if runtime:
-        layer = tables_of(patched, tokens).layer
-        kept_bytes = [layer.kept_bytes(keep.hosted) for keep in ladder]
+        kept_bytes = [*hosted_bytes(tables_of(patched, tokens), ladder)]
     room = HostRoom(
         specs,
         [where(spec) for spec in specs],

@@ -1,6 +1,6 @@
 """Model FLOPs of a step, forward and backward: what MFU counts over the chip's peak.
 
-    6 P T  +  6 H d * sum over layers and documents of (document length)^2
+    6 P T  +  6 * sum over layers of H d * sum over documents of (document length)^2
 
 with P the parameters in matmuls (lm_head included, input embedding not), T the tokens, H query
 heads of size d. The second term is causal attention: 2 matmuls of 2*L*L*d FLOPs per head in
@@ -11,10 +11,10 @@ work and does not count.
 from __future__ import annotations
 
 
-def step_flops(*, parameters: float, tokens: int, wide: int, squared: int) -> float:
-    """`parameters` are those in matmuls; `wide` is H d; `squared` is the sum of `squared_length`
-    over layers and documents."""
-    return 6.0 * parameters * tokens + 6.0 * wide * squared
+def step_flops(*, parameters: float, tokens: int, attended: float) -> float:
+    """`parameters` are those in matmuls; `attended` is the sum over layers of H d times the sum of
+    `squared_length` over documents."""
+    return 6.0 * parameters * tokens + 6.0 * attended
 
 
 def matmul_parameters(total: int, frozen: int) -> int:

@@ -20,7 +20,7 @@ No result depends on the ladder: what is recomputed comes from the same kernels 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -30,11 +30,9 @@ from longctx.options import Keeping, Offload
 Names = frozenset[str]
 ORDER = ("x", "o", "h", "q k v", "gate up", "down")
 """The order in which they are written, and in which a layer's backward needs them."""
-SETS: dict[str, Names] = {
-    keep: frozenset(ORDER[: i + 1]) for i, keep in enumerate(("x", "o", "h", "qkv", "all"))
-}
-"""The choices that the words of --keep name. What a layer must keep besides, and which of these
-names it has, says its table: `asked`."""
+WORDS: tuple[Keeping, ...] = ("x", "o", "h", "qkv", "all")
+"""The words of --keep. Each asks for what is declared with it (`Keepable.word`), and for what the
+words before it ask for."""
 NOTHING: Names = frozenset()
 
 
@@ -43,11 +41,6 @@ class Keep(NamedTuple):
 
     kept: Names
     hosted: Names = NOTHING
-
-    @classmethod
-    def of(cls, kept: str, hosted: str | None = None) -> Keep:
-        """Returns a Keep from the words that --keep has for sets."""
-        return cls(SETS[kept], NOTHING if hosted is None else SETS[hosted])
 
     @property
     def on_gpu(self) -> Names:
@@ -66,19 +59,18 @@ def in_order(names: Names) -> list[str]:
 
 def asked(keep: Keeping, layer: Table) -> Names:
     """Returns the set that a word of --keep stands for in a layer of this table: what must be kept,
-    and what the word names of the rest. "all" is everything that spares backward something."""
-    named = SETS["o" if keep == "auto" else keep]
-    if keep == "all":
-        named |= {k.name for k in layer.keepables if any(w.flops or w.nbytes for w in k.spares)}
-    return layer.always | (named & layer.by_name.keys())
+    and what the word asks for of that which spares backward something."""
+    words = WORDS[: 1 + WORDS.index("o" if keep == "auto" else keep)]
+    useful = (k for k in layer.keepables if any(w.flops or w.nbytes for w in k.spares))
+    return layer.always | {k.name for k in useful if k.word in words}
 
 
-def uniform(layer: Table, layers: int, keep: Keeping, offload: Offload) -> Ladder:
+def uniform(layers: Sequence[Table], keep: Keeping, offload: Offload) -> Ladder:
     """Returns a ladder that ignores how much memory there is: each layer keeps x and o, or what was
     asked for; with `offload` "all" it waits on the host, but for the last layer's."""
-    kept = asked(keep, layer)
-    hosted = layers - 1 if offload == "all" else 0
-    return hosted * (Keep(kept, kept),) + (layers - hosted) * (Keep(kept),)
+    kept = [asked(keep, layer) for layer in layers]
+    hosted = len(kept) - 1 if offload == "all" else 0
+    return (*(Keep(names, names) for names in kept[:hosted]), *map(Keep, kept[hosted:]))
 
 
 def runs(ladder: Ladder) -> Iterator[tuple[Keep, int]]:
@@ -90,11 +82,16 @@ def runs(ladder: Ladder) -> Iterator[tuple[Keep, int]]:
 def describe(ladder: Ladder, *, on_gpu: bool = True) -> str:
     """Returns one line that says what is kept, where, and by which layers. Without a GPU there is
     one memory."""
-    parts, first = [], 0
-    for keep, n in runs(ladder if on_gpu else tuple(Keep(keep.kept) for keep in ladder)):
+    of: dict[Keep, list[int]] = {}
+    for i, keep in enumerate(ladder):
+        of.setdefault(keep if on_gpu else Keep(keep.kept), []).append(i)
+    parts = []
+    for keep, layers in of.items():
+        first, last, n = layers[0], layers[-1], len(layers)
+        which = f"layer {first}" if n == 1 else f"layers {first} to {last}"
+        if n <= last - first:  # layers of other kinds, which keep something else, are between them
+            which = f"{n} of {which}"
         places = {" on the host": keep.hosted, " on the GPU" if on_gpu else "": keep.on_gpu}
         what = [f"{' '.join(in_order(names))}{where}" for where, names in places.items() if names]
-        layers = f"layer {first}" if n == 1 else f"layers {first} to {first + n - 1}"
-        parts.append(f"{layers}: {', '.join(what)}")
-        first += n
+        parts.append(f"{which}: {', '.join(what) or 'nothing'}")
     return "kept for backward: " + "; ".join(parts)

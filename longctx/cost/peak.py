@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from longctx.cost.kept import Keep, Ladder, Names
+from longctx.cost.kept import Keep, Ladder
 from longctx.cost.sizes import Sizes
-from longctx.cost.table import Moment, Table
+from longctx.cost.table import Table
 
 Buffers = dict[str, int]
 """Maps names to bytes."""
@@ -104,7 +104,12 @@ class Tables(Protocol):
     def sizes(self) -> Sizes: ...
 
     @property
-    def layer(self) -> Table: ...
+    def kinds(self) -> tuple[Table, ...]:
+        """The table of a layer of each kind, in the order of `Sizes.kinds`."""
+
+    @property
+    def layers(self) -> tuple[Table, ...]:
+        """The table of each layer."""
 
     @property
     def loss(self) -> Table: ...
@@ -123,25 +128,6 @@ class Tables(Protocol):
     def tiles(self) -> int:
         """How many tiles a batch has."""
 
-    @property
-    def finishing_flops(self) -> float:
-        """FLOPs of the end of a layer's backward, beside which the first tile of the layer below is
-        copied up."""
-
-
-FORWARD: tuple[Moment, ...] = ("attention forward", "mlp forward")
-BACKWARD: tuple[Moment, ...] = (
-    "mlp backward",
-    "attention backward",
-    "projections backward",
-)
-
-
-def working(layer: Table, moments: tuple[Moment, ...], kept: Names) -> Buffers:
-    """Returns a layer's buffers, without what is kept, at the larger of these moments."""
-    found = [layer.during(moment, kept) for moment in moments]
-    return max(found, key=lambda buffers: sum(buffers.values()))
-
 
 def made_bytes(layer: Table, keep: Keep) -> int:
     """Returns the bytes of the activations that a layer's forward has made, and those that its
@@ -151,25 +137,27 @@ def made_bytes(layer: Table, keep: Keep) -> int:
 
 def phases(tables: Tables, ladder: Ladder, standing: Standing) -> list[Phase]:
     """Returns the phases of a step, in their order."""
-    layer = tables.layer
-    below = [*accumulate((layer.kept_bytes(keep.on_gpu) for keep in ladder), initial=0)]
+    layers = [*zip(tables.layers, ladder, strict=True)]
+    below = [*accumulate((layer.kept_bytes(keep.on_gpu) for layer, keep in layers), initial=0)]
 
     def forward(i: int) -> Phase:
+        layer, keep = layers[i]
         buffers = {
             **standing.forward(),
             "gradients": standing.old_gradients(i),
             "kept activations": below[i],
-            "this layer's": made_bytes(layer, ladder[i]),
-            **working(layer, FORWARD, ladder[i].kept),
+            "this layer's": made_bytes(layer, keep),
+            **layer.working("forward", keep.kept),
         }
         return Phase("forward", buffers)
 
     def backward(i: int) -> Phase:
+        layer, keep = layers[i]
         buffers = {
             **standing.backward(i),
             "gradients": standing.new_gradients(i),
-            "kept activations": below[i] + made_bytes(layer, ladder[i]),
-            **working(layer, BACKWARD, ladder[i].kept),
+            "kept activations": below[i] + made_bytes(layer, keep),
+            **layer.working("backward", keep.kept),
         }
         return Phase("backward", buffers)
 

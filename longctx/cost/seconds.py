@@ -16,15 +16,17 @@ entry for each candidate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from longctx.cost.peak import Tables
 from longctx.cost.rates import Rates, share_of
-from longctx.cost.table import Load, Work, load
+from longctx.cost.table import Load, load
 
 Numbers = Any
 """A number, or an array with an entry for each candidate."""
@@ -68,11 +70,12 @@ class Exchanged(NamedTuple):
 class Hosted(NamedTuple):
     """Saved activations that wait on the host, in bytes, and the number of their layers."""
 
-    nbytes: Numbers = 0
-    layers: Numbers = 0
-    first: Numbers = 0
+    nbytes: Numbers
+    layers: Any
+    """(..., kinds): the number of these layers by their kind."""
+    first: Numbers
     """Bytes of what backward reads first and needs to a layer's end."""
-    late: Numbers = 0
+    late: Numbers
     """Bytes of what the MLP makes tile by tile. Each tile is copied down beside the next one."""
 
 
@@ -100,8 +103,8 @@ class Traffic:
     resident: Numbers
     """The share of the states that lives on the GPU. It is updated while the first of the others
     are copied up."""
-    left: Any
-    """(blocks,): the share of the layers that is still to be computed when a block is used."""
+    before: Any
+    """(blocks,): how many layers are computed before a block is used."""
 
 
 def priced(work: Load, rates: Rates) -> Seconds:
@@ -120,14 +123,13 @@ NO_TRAFFIC = Traffic(
     falls_first=0,
     backward=Copies(),
     resident=1.0,
-    left=np.ones(1),
+    before=np.zeros(1, int),
 )
 
 
 def seconds(
     tables: Tables,
     *,
-    layers: int,
     passes: int,
     again: Load,
     hosted: Hosted,
@@ -145,12 +147,12 @@ def seconds(
         waits = compute.waits + slowest - compute.step
         return compute._replace(waits=waits, link=most / link)
 
-    def of_all(works: Iterable[Work]) -> Load:
-        return load(works).each(lambda number: layers * number)
-
-    layer, loss = tables.layer, priced(load(tables.loss.forward), rates)
-    forward = priced(of_all(layer.forward), rates)
-    backward = priced(of_all(layer.backward).plus(again), rates)
+    loss = priced(load(tables.loss.forward), rates)
+    each = [load(layer.forward) for layer in tables.kinds]
+    forward = priced(_of_all(tables, each), rates)
+    left = left_at(tables, [priced(work, rates).step for work in each], traffic.before)
+    gradients = _of_all(tables, [load(layer.backward) for layer in tables.kinds])
+    backward = priced(gradients.plus(again), rates)
     update = priced(load(tables.update.forward), rates)
     waits = activation_waits(tables, hosted, rates)
     forward, backward = _waiting(forward, waits[0]), _waiting(backward, waits[1])
@@ -177,7 +179,7 @@ def seconds(
     for first, times in ((True, 1), (False, passes - 1)):
         rising = traffic.rising_first if first else traffic.rising
         head_start = early_s if first else 0.0
-        arrived = _arrived(rising, traffic.left, forward.step, loss.step, link, head_start)
+        arrived = _arrived(rising, left, forward.step, loss.step, link, head_start)
         up = rising[..., -1] - head_start * link
         down = hosted.nbytes + (traffic.falls_first if first else 0)
         phases.append(_times(beside(whole, np.maximum(arrived, exchanged[0]), up, down), times))
@@ -186,6 +188,20 @@ def seconds(
     phases.append(_times(beside(backward, slowest, up, traffic.backward.down), passes))
     step = _sum(*phases)
     return step._replace(link=step.link + passes * sum(other.link for other in exchanges))
+
+
+def _of_all(tables: Tables, each: Sequence[Load]) -> Load:
+    """Returns the sum over all layers of what a layer of each kind does."""
+    counted = zip(each, tables.sizes.counts, strict=True)
+    return reduce(Load.plus, (work.each(partial(mul, n)) for work, n in counted))
+
+
+def left_at(tables: Tables, each_s: Sequence[float], before: Any) -> Any:  # (blocks,)
+    """Returns the share of the layers' forward that is still to be computed when a block is used
+    after `before` layers; `each_s` are the seconds of a layer by its kind."""
+    kinds = np.eye(len(each_s))[[*tables.sizes.of_layer]]  # (layers, kinds)
+    done_s = np.cumsum(np.vstack([0 * kinds[:1], kinds]), axis=0) @ each_s  # (layers + 1,)
+    return 1 - done_s[np.minimum(before, len(kinds))] / (done_s[-1] or 1.0)
 
 
 def _waiting(compute: Seconds, seconds: Numbers) -> Seconds:
@@ -218,5 +234,7 @@ def activation_waits(tables: Tables, hosted: Hosted, rates: Rates) -> tuple[Numb
     first tile of x and o is copied up while the layer above finishes its later tiles (the gradients
     of q, k, v); if there is one tile only, it is copied beside no computation."""
     tiles, link = tables.tiles, rates.link_bytes
-    beside = hosted.layers * tables.finishing_flops / rates.flops * (tiles - 1)
+    # Beside the layer above's end. That this may be of another kind does not change the sum much.
+    ends_s = [priced(load(layer.finishing), rates).step for layer in tables.kinds]
+    beside = hosted.layers @ np.array(ends_s) * (tiles - 1)
     return hosted.late / link / tiles, np.maximum(0, hosted.first / link - beside) / tiles

@@ -1,18 +1,20 @@
 """The dimensions of a model that decide what its step costs, and how the work on a batch is cut.
 
-T tokens of a batch, D hidden size, F intermediate size, H query heads of size d, V vocabulary. One
+T tokens of a batch, D hidden size, V vocabulary; each kind of layers has its own (dims.py). One
 *unit* is T*D elements of the activations' dtype: 1 GiB for Llama-3.1-8B at 131072 tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longctx.constants import GIB
+from longctx.cost.dims import LayerKind
 
 
 def default_head_groups(tokens: int, kv_heads: int, ranks: int = 1) -> int:
@@ -72,18 +74,6 @@ class Cut(NamedTuple):
         )
 
 
-class Adapted(NamedTuple):
-    """The sizes of all layers' adapters, as a token meets them: an adapter that k of E tokens are
-    given counts k / E times."""
-
-    inputs: float = 0
-    """Elements per token that they read."""
-    outputs: float = 0
-    """Elements per token that they add to."""
-    parameters: float = 0
-    """Parameters that a token is multiplied by."""
-
-
 class Batch(NamedTuple):
     """A step's work: `passes` batches of `tokens` tokens, in documents of `document` tokens."""
 
@@ -96,48 +86,25 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The dimensions that decide how much memory a step takes."""
+    """The dimensions that decide how much memory a step takes: those of the model, and those of
+    each kind of its layers."""
 
-    layers: int
+    kinds: tuple[LayerKind, ...]
+    """The kinds of layers, in the order in which a forward meets them first."""
+    of_layer: tuple[int, ...]
+    """The kind of each layer, as an index."""
     hidden: int  # D
-    intermediate: int  # F
-    heads: int  # H
-    kv_heads: int  # K
-    head_dim: int  # d
     vocab: int  # V
     itemsize: int
     """Bytes of an activation's element."""
     stream_itemsize: int | None = None
     """Bytes of an element of the residual stream, if it differs: 4 in autocast."""
-    windows: tuple[int | None, ...] = ()
-    """The window of each layer's attention. Empty if no layer has one."""
-    qk_norms: bool = False
-    """Whether each head of q and k has a norm. Attention then takes copies."""
-    wide_norms: bool = False
-    """Whether q and k have norms over all heads."""
-    caps_scores: bool = False
-    """Whether attention's scores have a softcap."""
-    post_norms: bool = False
-    """Whether norms follow attention and the MLP."""
-    gated: bool = True
-    """Whether the MLP has a gate."""
-    parallel: bool = False
-    """Whether the MLP stands beside attention and reads what attention reads."""
     writes_gradients: bool = False
     """Whether attention's backward writes dq, dk and dv into the tensors it is given."""
-    trains_weights: bool = True
-    """Whether any layer's weights are trained; else they have no gradients."""
     trains_head: bool = True
     """Whether lm_head is trained."""
     tied: bool = False
     """Whether lm_head is the embedding."""
-    dense_bytes: int = 0
-    """Bytes of a layer's dense weights while it computes, if its weights are quantised."""
-    rank: int = 0
-    """The largest rank of the adapters."""
-    drops: bool = False
-    """Whether an adapter's input has dropout."""
-    adapted: Adapted = Adapted()
     trained: int = 0
     """The number of trained parameters."""
     exact: bool = True
@@ -156,9 +123,23 @@ class Sizes:
     """How many ranks share each row. Token counts are those of one rank."""
 
     @property
+    def layers(self) -> int:
+        return len(self.of_layer)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many layers there are of each kind."""
+        return tuple(map(self.of_layer.count, range(len(self.kinds))))
+
+    @property
     def scores(self) -> tuple[int, bool]:
-        """What attention's rates depend on: the size of a head, and whether scores are capped."""
-        return self.head_dim, self.caps_scores
+        """What attention's rates depend on, of the kind with the largest heads."""
+        return max(kind.scores for kind in self.kinds)
+
+    @property
+    def kv_heads(self) -> int:
+        """The most head groups into which the key/value heads of every kind can be divided."""
+        return math.gcd(*(kind.kv_heads for kind in self.kinds)) or 1
 
     @property
     def stream_bytes(self) -> int:
@@ -166,9 +147,11 @@ class Sizes:
 
     def cut(self, tokens: int) -> Cut:
         """Returns the cut for batches of so many tokens: what was asked for, else what needs little
-        memory."""
+        memory. All layers share it: tiles have room for the widest MLP, and head groups divide the
+        key/value heads of each kind."""
+        wide = max(self.kinds, key=lambda kind: (kind.intermediate, kind.post_norms))
         return Cut(
-            self.tile_tokens or default_tile_tokens(self.intermediate, self.post_norms),
+            self.tile_tokens or default_tile_tokens(wide.intermediate, wide.post_norms),
             self.head_groups or default_head_groups(tokens, self.kv_heads, self.ranks),
             self.logits_bytes or default_logits_bytes(self.vocab, self.hidden, self.trains_head),
         )
@@ -194,22 +177,12 @@ class Sizes:
         """Returns the bytes of one (T, D) tensor of the residual stream."""
         return tokens * self.hidden * self.stream_bytes
 
-    @property
-    def wide(self) -> int:
-        """Columns of q and of attention's output, all query heads together."""
-        return self.heads * self.head_dim
 
-    @property
-    def narrow(self) -> int:
-        """Columns of k, and of v, all key/value heads together."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def layer_weights(self) -> int:
-        """Elements of a layer's matrices."""
-        return self.hidden * (
-            (2 + self.gated) * self.intermediate + 2 * self.wide + 2 * self.narrow
-        )
+def kinds_of(layers: Iterable[LayerKind]) -> dict[str, Any]:
+    """Returns the fields of `Sizes` that say what these layers are, in their order."""
+    ids: dict[LayerKind, int] = {}
+    order = tuple(ids.setdefault(layer, len(ids)) for layer in layers)
+    return {"kinds": tuple(ids), "of_layer": order}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +191,8 @@ class Parameters:
 
     numels: Sequence[int]
     """Elements of each trained parameter, in the model's order."""
-    layer: int
-    """Parameters of the largest decoder layer."""
+    layers: Sequence[int]
+    """Parameters of each decoder layer."""
     embedding: int
     head: int
     """Parameters of lm_head; 0 if it is the embedding."""
@@ -228,6 +201,11 @@ class Parameters:
     @property
     def total(self) -> int:
         return sum(self.numels)
+
+    @property
+    def layer(self) -> int:
+        """Parameters of the largest decoder layer."""
+        return max(self.layers)
 
     @property
     def output(self) -> int:

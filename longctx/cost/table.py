@@ -7,23 +7,18 @@ A row stands in the file that computes what it counts. All rows are of one batch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 
-Moment = Literal[
-    "attention forward",
-    "mlp forward",
-    "loss",
-    "mlp backward",
-    "attention backward",
-    "projections backward",
-    "embedding",
-]
-"""The moments of a step. In each, one part of the model computes and its buffers exist."""
+from longctx.options import Keeping
+
+Phase = Literal["forward", "backward"]
+"""The phases of a layer. A moment, in which one part computes, is named after the part and ends
+with its phase: "mlp backward"."""
 ALIGN = 512
 """torch's allocator starts each tensor at a multiple of so many bytes."""
 
@@ -37,23 +32,23 @@ class Work:
     rate: str = "matmul"
     """A name that `Rates.of` (cost/rates.py) knows: a measured rate, or a share of one."""
     nbytes: float = 0.0
+    finishing: bool = False
+    """Whether it ends a layer's backward. The layer below is copied up beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """GPU memory that a part needs while it computes."""
+    """GPU memory that a part needs while it computes, or leaves to others."""
 
     name: str
     nbytes: int
-    during: Moment
+    during: str
+    """The moment at which it exists; a phase: all of the layer's moments in it."""
+    span: Literal["in", "before", "after"] = "in"
+    """Whether it exists in that moment, or in all of the phase before it, or after it. Other parts
+    compute then, and which ones they are is not known to the part that declares this (`joined`)."""
     spared_by: str | None = None
     """The keepable that makes it unnecessary when kept."""
-
-
-def lasting(name: str, nbytes: int, *moments: Moment) -> tuple[Buffer, ...]:
-    """Returns the rows of a buffer that outlives a moment. The part that makes it declares it for
-    all moments in which it exists, whichever part computes then."""
-    return tuple(Buffer(name=name, nbytes=nbytes, during=moment) for moment in moments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +60,8 @@ class Keepable:
     tensors: int = 1
     spares: tuple[Work, ...] = ()
     """What backward does not recompute if this is kept."""
+    word: Keeping = "all"
+    """The first word of --keep, in the order of kept.py, that asks for it."""
     needs: frozenset[str] = frozenset()
     """Other keepables without which this one is not kept."""
     of_tiles: bool = False
@@ -149,10 +146,6 @@ class Table:
         """The names of the keepables that must be kept."""
         return frozenset(keepable.name for keepable in self.keepables if keepable.always)
 
-    def work(self, name: str) -> Work:
-        """Returns the work of forward that has this name."""
-        return next(work for work in self.forward if work.name == name)
-
     def kept_bytes(self, kept: frozenset[str]) -> int:
         return sum(keepable.aligned for keepable in self.keepables if keepable.name in kept)
 
@@ -161,14 +154,51 @@ class Table:
         spared = (k.spares for k in self.keepables if k.name not in kept)
         return tuple(chain.from_iterable(spared))
 
+    @property
+    def finishing(self) -> tuple[Work, ...]:
+        """The end of backward."""
+        return tuple(work for work in self.backward if work.finishing)
+
     def again_bytes(self, kept: frozenset[str]) -> int:
         """Returns the bytes of what backward recomputes of the whole row before it begins."""
         return sum(k.aligned for k in self.keepables if k.buffered and k.name not in kept)
 
-    def during(self, moment: Moment, kept: frozenset[str] = frozenset()) -> dict[str, int]:
+    @cached_property
+    def moments(self) -> dict[str, list[Buffer]]:
+        """The buffers of each moment."""
+        found: dict[str, list[Buffer]] = {}
+        for buffer in self.buffers:
+            found.setdefault(buffer.during, []).append(buffer)
+        return found
+
+    def during(self, moment: str, kept: frozenset[str] = frozenset()) -> dict[str, int]:
         """Returns the bytes of a moment's buffers, by their names."""
         found: dict[str, int] = {}
-        for buffer in self.buffers:
-            if buffer.during == moment and buffer.spared_by not in kept:
+        for buffer in self.moments.get(moment, ()):
+            if buffer.spared_by not in kept:
                 found[buffer.name] = found.get(buffer.name, 0) + buffer.nbytes
         return found
+
+    def working(self, phase: Phase, kept: frozenset[str] = frozenset()) -> dict[str, int]:
+        """Returns the bytes of the buffers, without what is kept, at the phase's moment of most."""
+        found = (self.during(moment, kept) for moment in self.moments if moment.endswith(phase))
+        return max(found, key=lambda buffers: sum(buffers.values()), default={})
+
+
+def joined(blocks: Sequence[Table]) -> Table:
+    """Returns the table of a layer that runs these blocks one after the other, and their backward
+    in the reverse order. A buffer that exists in other moments than its own gets a row in each."""
+    whole = sum(blocks, Table())
+    moments = {
+        phase: [m for block in blocks[::way] for m in block.moments if m.endswith(f" {phase}")]
+        for phase, way in (("forward", 1), ("backward", -1))
+    }
+
+    def rows(buffer: Buffer) -> Iterable[Buffer]:
+        order = [*dict.fromkeys(moments[buffer.during.split()[-1]])]
+        if buffer.during in order:
+            at = order.index(buffer.during)
+            order = {"before": order[:at], "in": [order[at]], "after": order[at + 1 :]}[buffer.span]
+        return (replace(buffer, during=moment, span="in") for moment in order)
+
+    return replace(whole, buffers=tuple(chain.from_iterable(map(rows, whole.buffers))))

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import DEQUANTISE
 from longctx.cost.sizes import Sizes
-from longctx.cost.table import Table, Work
+from longctx.cost.table import Buffer, Table, Work
 
 
 def linear(
@@ -160,13 +161,14 @@ class WeightGradient:
 # --- what they cost ---------------------------------------------------------------------------
 
 
-def weight_sums(s: Sizes, tokens: int, elements: int) -> int:
+def weight_sums(s: Sizes, kind: LayerKind, tokens: int, elements: int) -> int:
     """Bytes that weight gradients read and write while they are summed over tiles in fp32."""
     tiles = -(-tokens // s.cut(tokens).tile_tokens)
-    return elements * s.trains_weights * (8 * tiles + 2 if tiles > 1 else 2)
+    return elements * kind.trains_weights * (8 * tiles + 2 if tiles > 1 else 2)
 
 
-def dense_cost(s: Sizes) -> Table:
-    """The cost of making quantised weights dense."""
-    made = Work(name="quantised weights made dense", nbytes=int(DEQUANTISE * s.dense_bytes))
-    return Table(forward=(made,), backward=(made,))
+def dense_cost(kind: LayerKind) -> Table:
+    """The cost of making a layer's quantised weights dense, in each direction."""
+    made = Work(name="quantised weights made dense", nbytes=int(DEQUANTISE * kind.dense_bytes))
+    there = Buffer(name="a layer's dense weights", nbytes=kind.dense_bytes, during="backward")
+    return Table(forward=(made,), backward=(made,), buffers=(there,))

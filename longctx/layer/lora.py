@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Table, Work
 from longctx.kernels.spread import spread_sums
@@ -147,20 +148,18 @@ class Adapter:
 # --- what it costs ----------------------------------------------------------------------------
 
 
-def adapter_bytes(s: Sizes) -> int:
+def adapter_bytes(s: Sizes, kind: LayerKind) -> int:
     """Bytes per token inside an adapter: 3 fp32 values per rank, and the spread ones."""
-    return s.rank * (12 + 3 * s.itemsize)
+    return kind.rank * (12 + 3 * s.itemsize)
 
 
-def adapters_cost(s: Sizes, batch: Batch) -> Table:
-    """The cost of one layer's share of all adapters. u = x A' reads x, which q, k and v share, as
+def adapters_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+    """The cost of a layer's adapters. u = x A' reads x, which q, k and v share, as
     do gate and up; u B' is added to y. In backward v = dy B reads dy, v A is added to dx, dA reads
     x, dB reads dy, and u is recomputed."""
-    adapted = s.adapted
-    flops = 2 * batch.tokens * adapted.parameters / s.layers
-    inputs, outputs = (
-        batch.tokens * s.itemsize * n / s.layers for n in (adapted.inputs, adapted.outputs)
-    )
+    adapted = kind.adapted
+    flops = 2 * batch.tokens * adapted.parameters
+    inputs, outputs = (batch.tokens * s.itemsize * n for n in (adapted.inputs, adapted.outputs))
     return Table(
         forward=(Work(name="adapters", flops=flops, nbytes=inputs + 2 * outputs),),
         backward=(Work(name="adapters", flops=3 * flops, nbytes=4 * inputs + 2 * outputs),),

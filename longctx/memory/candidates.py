@@ -1,24 +1,27 @@
 """The ladders that the search scores, and their bytes, FLOPs and copies: an array entry for each.
 
 In these ladders the first layers' activations wait on the host, since backward needs them last, and
-the last layers keep everything. For four layers the best of these ladders takes at most 5% longer
-than the best of all ladders, which is a part of one layer's work (tests/memory/test_ladder.py).
-Which ladders are scored does not depend on the budget.
+the last layers keep everything. Layers of several kinds may keep different sets. For four layers
+the best of these ladders takes at most 5% longer than the best of all ladders, which is a part of
+one layer's work (tests/memory/test_ladder.py). Which ladders are scored does not depend on the
+budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import product
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.cost.kept import Keep, Ladder, Names
-from longctx.cost.peak import BACKWARD, FORWARD, Tables, made_bytes, working
+from longctx.cost.kept import NOTHING, Keep, Ladder, Names, runs
+from longctx.cost.peak import Tables, made_bytes
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import Hosted, priced
-from longctx.cost.table import Keepable, Load, Moment, Table, load, stacked
+from longctx.cost.table import Keepable, Load, Phase, Table, load, stacked
 from longctx.memory.levels import Activity
 from longctx.options import Offload
 
@@ -26,170 +29,220 @@ MOST = 32
 """At most so many counts of layers are tried: all of them, else every second, third, and so on."""
 
 
-Stretch = tuple[Keep, int]
-"""What layers keep, and how many consecutive layers keep it."""
+Sets = tuple[Names, ...]
+"""What layers keep, by their kind."""
+Stretch = tuple[tuple[Keep, ...], int]
+"""What consecutive layers keep, by their kind, and how many layers they are."""
 
 
 class Candidates(NamedTuple):
-    """C ladders. What each layer keeps is an index into `keeps`."""
+    """C ladders. What each layer keeps is an index into `choices`."""
 
-    keeps: list[Keep]
+    choices: list[tuple[int, Keep]]
+    """Kinds of layers, and what such a layer may keep."""
     layers: Any  # (C, layers)
-    numbers: Any  # (C, keeps)
-    """How many layers of a ladder have each Keep."""
+    numbers: Any  # (C, choices)
+    """How many layers of a ladder have each choice."""
 
     @classmethod
-    def of(cls, ladders: Iterable[Iterable[Stretch]]) -> Candidates:
-        """Makes candidates of ladders. Equal ladders become one candidate."""
-        ids: dict[Keep, int] = {}
-        rows = {
-            b"".join(bytes([ids.setdefault(keep, len(ids))]) * n for keep, n in runs if n > 0): None
-            for runs in ladders
-        }
-        layers = np.array([[*row] for row in rows], np.uint8)
+    def of(cls, ladders: Iterable[Iterable[Stretch]], of_layer: Sequence[int]) -> Candidates:
+        """Makes candidates of ladders for layers of these kinds. Equal ladders become one
+        candidate."""
+        ids: dict[tuple[int, Keep], int] = {}
+        everywhere: dict[tuple[Keep, ...], bytes] = {}
+        rows: dict[bytes, None] = {}
+        width = np.uint16().itemsize
+        for ladder in ladders:
+            row, at = b"", 0
+            for keeps, n in ladder:
+                if n > 0:
+                    if keeps not in everywhere:
+                        choices = [ids.setdefault((k, keeps[k]), len(ids)) for k in of_layer]
+                        everywhere[keeps] = np.array(choices, np.uint16).tobytes()
+                    row += everywhere[keeps][width * at : width * (at + n)]
+                    at += n
+            rows[row] = None
+        layers = np.frombuffer(b"".join(rows), np.uint16).reshape(len(rows), -1)
         numbers = np.stack([(layers == k).sum(axis=1) for k in range(len(ids))], axis=1)
         return cls([*ids], layers, numbers)
 
+    @classmethod
+    def one(cls, ladder: Ladder, of_layer: Sequence[int]) -> Candidates:
+        kinds = 1 + max(of_layer)
+        return cls.of([[(kinds * (keep,), n) for keep, n in runs(ladder)]], of_layer)
+
     def ladder(self, i: int) -> Ladder:
-        return tuple(self.keeps[k] for k in self.layers[i])
+        return tuple(self.choices[k][1] for k in self.layers[i])
 
     def some(self, which: Any) -> Candidates:
-        return Candidates(self.keeps, self.layers[which], self.numbers[which])
+        return Candidates(self.choices, self.layers[which], self.numbers[which])
 
 
-def sets(layer: Table, rates: Rates) -> tuple[Names, ...]:
-    """Returns the sets that a layer may keep, the smallest first. Each adds to the one before the
-    keepable that spares most seconds per byte. A keepable that spares nothing is in no set."""
+def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
+    """Returns the sets that layers may keep, the smallest first. Each adds to the ones before the
+    keepable that spares most seconds per byte, in the kinds of layers where it does. A keepable
+    that spares nothing is in no set."""
 
-    def worth(name: str) -> float:
-        keepable = layer.by_name[name]
+    def worth(keepable: Keepable) -> float:
         return float(priced(load(keepable.spares), rates).step) / keepable.aligned
 
-    found = [layer.always]
+    def next_of(layer: Table, kept: Names) -> tuple[float, Names]:
+        able = (k for k in layer.keepables if k.name not in kept and k.needs <= kept)
+        worths = ((worth(k), frozenset({k.name})) for k in able)
+        return max(worths, key=itemgetter(0), default=(0.0, NOTHING))
+
+    found: list[Sets] = [tuple(layer.always for layer in kinds)]
     while True:
-        kept = found[-1]
-        able = [k.name for k in layer.keepables if k.name not in kept and k.needs <= kept]
-        able = [name for name in able if worth(name) > 0]
-        if not able:
+        more = [next_of(layer, kept) for layer, kept in zip(kinds, found[-1], strict=True)]
+        most = max(seconds for seconds, _ in more)
+        if most <= 0:
             return tuple(found)
-        found.append(kept | {max(able, key=worth)})
+        # Kinds that differ by a window have most keepables at one worth, and add these together.
+        chosen = zip(found[-1], more, strict=True)
+        found.append(tuple(kept | name if s == most else kept for kept, (s, name) in chosen))
 
 
 @lru_cache(maxsize=16)
 def candidates(
-    layers: int, kept: tuple[Names, ...], offload: Offload, asked: Names | None = None
+    of_layer: tuple[int, ...], kept: tuple[Sets, ...], offload: Offload, asked: Sets | None = None
 ) -> Candidates:
-    """Returns all ladders that are scored: of the sets `kept`, or with one set if that was asked
-    for."""
-    every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
+    """Returns all ladders that are scored, for layers of these kinds: of the sets `kept`, or with
+    one set if that was asked for."""
+    layers = len(of_layer)
+    # The last layer may be of the kind that takes longest: it may wait on the host, too.
+    stop = layers + (len(kept[0]) > 1)
+    every = {"none": [0], "all": [layers - 1], "auto": [*range(stop)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
     if asked is None:
-        return Candidates.of(_free(layers, kept, counts, offload))
-    return Candidates.of(_asked(layers, asked, counts))
+        return Candidates.of(_free(layers, kept, counts, offload), of_layer)
+    return Candidates.of(_asked(layers, asked, counts), of_layer)
 
 
-def _asked(layers: int, kept: Names, counts: Iterable[int]) -> Iterator[list[Stretch]]:
+@lru_cache(maxsize=1024)
+def _keep(kept: Sets, hosted: Sets | None = None) -> tuple[Keep, ...]:
+    return tuple(map(Keep, kept, hosted or len(kept) * (NOTHING,)))
+
+
+def _asked(layers: int, kept: Sets, counts: Iterable[int]) -> Iterator[list[Stretch]]:
     for n in counts:
-        yield [(Keep(kept, kept), n), (Keep(kept), layers - n)]
+        yield [(_keep(kept, kept), n), (_keep(kept), layers - n)]
+
+
+def _usual(kept: tuple[Sets, ...]) -> list[Sets]:
+    """Returns what layers keep if memory is short: the first sets in which each kind keeps more
+    than it must, if it can, and those in which one kind does."""
+    ends = [*zip(kept[0], kept[-1], strict=True)]
+
+    def more(names: Sets) -> bool:
+        each = zip(names, ends, strict=True)
+        return all(mine != least or mine == most for mine, (least, most) in each)
+
+    return [*dict.fromkeys((next(filter(more, kept)), kept[min(1, len(kept) - 1)]))]
 
 
 def _free(
-    layers: int, kept: tuple[Names, ...], counts: Iterable[int], offload: Offload
+    layers: int, kept: tuple[Sets, ...], counts: Iterable[int], offload: Offload
 ) -> Iterator[list[Stretch]]:
     """Yields the ladders of --keep auto. `kept` are sets, each with one keepable more than the one
     before."""
-    least, usual, most = kept[0], kept[min(1, len(kept) - 1)], kept[-1]
+    least, most, usual = kept[0], kept[-1], _usual(kept)
     step = -(-layers // MOST)
     for n in counts:
         hosts: Sequence[int | None] = [None]
         if n:
-            hosts = range(len(kept))[: 2 if offload == "all" else None]
+            hosts = range(len(kept))[: 1 + len(least) if offload == "all" else None]
         tops = [0] if offload == "all" else range(0, layers + 1, step)
         for host in hosts:
-            hosted = frozenset[str]() if host is None else kept[host]
+            hosted = None if host is None else kept[host]
             for top in tops:
-                for base in {usual} if n else {usual, least}:
+                # Where some layers keep all, there is room for what the others usually keep.
+                bases = usual[: 1 if top else None]
+                for base in bases if n else [*bases, least]:
                     below, above = sorted((n, layers - top))
-                    first = Keep(base if host is None else hosted, hosted)
+                    first = _keep(hosted or base, hosted)
                     both = n > layers - top  # some layers keep all, and a part of it on the host
-                    between = Keep(most, hosted) if both else Keep(base)
-                    runs = [(first, below), (between, above - below)]
-                    yield [*runs, (Keep(most), layers - above)]
-            yield from _between(layers, n, host, kept, step)
+                    between = _keep(most, hosted) if both else _keep(base)
+                    stretches = [(first, below), (between, above - below)]
+                    yield [*stretches, (_keep(most), layers - above)]
+            yield from _between(layers, n, host, kept, usual, step)
 
 
 def _between(
-    layers: int, n: int, host: int | None, kept: tuple[Names, ...], step: int
+    layers: int, n: int, host: int | None, kept: tuple[Sets, ...], usual: list[Sets], step: int
 ) -> Iterator[list[Stretch]]:
     """Yields ladders for a GPU or a host that is full between two sets: the first of the `n` hosted
     layers keep one keepable less, or the first of the other layers keep the least."""
-    usual = kept[min(1, len(kept) - 1)]
     if host:
         fewer, hosted = kept[host - 1], kept[host]
         for first in range(1, n, step):
-            runs = [(Keep(fewer, fewer), first), (Keep(hosted, hosted), n - first)]
-            yield [*runs, (Keep(usual), layers - n)]
+            stretches = [(_keep(fewer, fewer), first), (_keep(hosted, hosted), n - first)]
+            yield [*stretches, (_keep(usual[0]), layers - n)]
         return
-    hosted = frozenset() if host is None else kept[host]
-    for first in range(1, layers - n + 1, step):
-        runs = [(Keep(kept[0], hosted), n), (Keep(kept[0]), first)]
-        yield [*runs, (Keep(usual), layers - n - first)]
+    here = None if host is None else kept[host]
+    for first, rest in product(range(1, layers - n + 1, step), usual):
+        stretches = [(_keep(kept[0], here), n), (_keep(kept[0]), first)]
+        yield [*stretches, (_keep(rest), layers - n - first)]
 
 
 # --- counted -----------------------------------------------------------------------------------
 
 
-class EachKeep:
-    """The bytes and FLOPs of one layer, an entry for each Keep of the candidates. They are counted
-    once for a cut of the work: 40 placements of the states are scored with the same numbers."""
+class EachChoice:
+    """The bytes and FLOPs of one layer, an entry for each choice of the candidates. They are
+    counted once for a cut of the work: 40 placements of the states are scored with the same
+    numbers."""
 
-    def __init__(self, keeps: Sequence[Keep], layer: Table) -> None:
-        self.keeps, self.layer = keeps, layer
+    def __init__(self, choices: Sequence[tuple[int, Keep]], kinds: Sequence[Table]) -> None:
+        self.kinds = np.eye(len(kinds), dtype=int)[[kind for kind, _ in choices]]
+        self.choices = [(kinds[kind], keep) for kind, keep in choices]
 
-    def count(self, of: Callable[[Keep], float]) -> Any:  # (keeps,)
-        return np.array([of(keep) for keep in self.keeps])
-
-    @cached_property
-    def on_gpu(self) -> Any:  # (keeps,)
-        return self.count(lambda keep: self.layer.kept_bytes(keep.on_gpu))
+    def count(self, of: Callable[[Table, Keep], float]) -> Any:  # (choices,)
+        return np.array([of(layer, keep) for layer, keep in self.choices])
 
     @cached_property
-    def on_host(self) -> Any:  # (keeps,)
-        return self.count(lambda keep: self.layer.kept_bytes(keep.hosted))
+    def on_gpu(self) -> Any:  # (choices,)
+        return self.count(lambda layer, keep: layer.kept_bytes(keep.on_gpu))
 
     @cached_property
-    def forward(self) -> Any:  # (keeps,)
-        return self._working(FORWARD)
+    def on_host(self) -> Any:  # (choices,)
+        return self.count(lambda layer, keep: layer.kept_bytes(keep.hosted))
 
     @cached_property
-    def backward(self) -> Any:  # (keeps,)
-        return self._working(BACKWARD)
+    def forward(self) -> Any:  # (choices,)
+        return self._working("forward")
 
-    def _working(self, moments: tuple[Moment, ...]) -> Any:
+    @cached_property
+    def backward(self) -> Any:  # (choices,)
+        return self._working("backward")
+
+    def _working(self, phase: Phase) -> Any:
         """Returns the bytes that a layer adds while it computes, less what it keeps on the GPU."""
 
-        def added(keep: Keep) -> float:
-            buffers = working(self.layer, moments, keep.kept)
-            return sum(buffers.values()) + made_bytes(self.layer, keep)
+        def added(layer: Table, keep: Keep) -> float:
+            return sum(layer.working(phase, keep.kept).values()) + made_bytes(layer, keep)
 
         return self.count(added) - self.on_gpu
 
     @cached_property
     def again(self) -> Load:
         """What backward of the layer recomputes."""
-        return stacked([load(self.layer.again(keep.kept)) for keep in self.keeps])
+        return stacked([load(layer.again(keep.kept)) for layer, keep in self.choices])
 
     @cached_property
     def hosted(self) -> Hosted:
         """What the layer keeps on the host."""
 
         def total(which: Callable[[Keepable], bool]) -> Any:
-            of = [k for k in self.layer.keepables if which(k)]
-            return self.count(lambda keep: sum(k.aligned for k in of if k.name in keep.hosted))
+            return self.count(
+                lambda layer, keep: sum(
+                    k.aligned for k in layer.keepables if k.name in keep.hosted and which(k)
+                )
+            )
 
+        waits = self.count(lambda _, keep: bool(keep.hosted))
         return Hosted(
             nbytes=total(lambda _: True),
-            layers=self.count(lambda keep: bool(keep.hosted)),
+            layers=self.kinds * waits[:, None],
             first=total(lambda k: k.read_first),
             late=total(lambda k: k.of_tiles),
         )
@@ -198,9 +251,9 @@ class EachKeep:
 class Counted:
     """The bytes and FLOPs of candidates, of one model, batch and cut."""
 
-    def __init__(self, found: Candidates, tables: Tables, each: EachKeep | None = None) -> None:
+    def __init__(self, found: Candidates, tables: Tables, each: EachChoice | None = None) -> None:
         self.found, self.tables = found, tables
-        self.each = each or EachKeep(found.keeps, tables.layer)
+        self.each = each or EachChoice(found.choices, tables.kinds)
 
     def some(self, which: Any) -> Counted:
         if len(which) == len(self.found.layers):

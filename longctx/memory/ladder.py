@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.cost.fitted import GAPS
-from longctx.cost.kept import Ladder, asked, runs
+from longctx.cost.kept import Ladder, asked
 from longctx.cost.peak import Tables
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import NO_TRAFFIC, Exchanged, Seconds, Traffic, seconds
@@ -169,16 +169,16 @@ def _cuts(step: Step) -> Iterable[Sizes]:
 
 def _candidates(step: Step, tables: Tables) -> Candidates:
     if step.given is not None:
-        return Candidates.of([runs(step.given[0])])
-    layer = tables.layer
-    chosen = None if step.keep == "auto" else asked(step.keep, layer)
-    return candidates(step.sizes.layers, sets(layer, step.rates), step.offload, chosen)
+        return Candidates.one(step.given[0], step.sizes.of_layer)
+    kinds, chosen = tables.kinds, None
+    if step.keep != "auto":
+        chosen = tuple(asked(step.keep, layer) for layer in kinds)
+    return candidates(step.sizes.of_layer, sets(kinds, step.rates), step.offload, chosen)
 
 
 def _seconds(step: Step, counted: Counted, traffic: Traffic) -> Seconds:
     return seconds(
         counted.tables,
-        layers=step.sizes.layers,
         passes=step.batch.passes,
         again=counted.again,
         hosted=counted.hosted,
@@ -190,14 +190,19 @@ def _seconds(step: Step, counted: Counted, traffic: Traffic) -> Seconds:
 
 def host_bytes(step: Step, chosen: Chosen) -> int:
     """Returns the bytes of the host that a choice's saved activations need."""
-    layer = step.count(chosen.sizes, step.batch).layer
-    return sum(layer.kept_bytes(keep.hosted) for keep in chosen.ladder)
+    return sum(hosted_bytes(step.count(chosen.sizes, step.batch), chosen.ladder))
+
+
+def hosted_bytes(tables: Tables, ladder: Ladder) -> tuple[int, ...]:
+    """Returns the bytes that each layer keeps on the host."""
+    layers = zip(tables.layers, ladder, strict=True)
+    return tuple(layer.kept_bytes(keep.hosted) for layer, keep in layers)
 
 
 def predicted(step: Step, chosen: Chosen) -> Seconds:
     """Returns the seconds of a choice, on another batch or with other exchanges than those that it
     was chosen for."""
     tables = step.count(chosen.sizes, step.batch)
-    counted = Counted(Candidates.of([runs(chosen.ladder)]), tables)
+    counted = Counted(Candidates.one(chosen.ladder, chosen.sizes.of_layer), tables)
     found = _seconds(step, counted, chosen.traffic)
     return Seconds(*(float(np.reshape(x, -1)[0]) for x in found))

@@ -299,7 +299,7 @@ class Levels:
             falls_first=found.falls_first[level],
             backward=Copies(*(nbytes[level] for nbytes in found.backward)),
             resident=found.resident[level],
-            left=found.left,
+            before=found.before,
         )
 
     @cached_property
@@ -309,14 +309,13 @@ class Levels:
         trained = self._bytes("states") > 0  # frozen weights stay on the host as they are
         alone = np.where(of_layer, np.maximum(0, grad - IN_FLIGHT_BYTES), grad)
         up = (weight * of_layer + grad * self.accumulates).sum(axis=1)
-        before = np.cumsum(of_layer) - of_layer
         return Traffic(
             rising_first=np.cumsum(weight + grad + states, axis=1),
             rising=np.cumsum(weight, axis=1),
             falls_first=(weight * trained + states).sum(axis=1),
             backward=Copies(up, grad.sum(axis=1), alone.sum(axis=1)),
             resident=1 - states.sum(axis=1) / max(1, int(self._bytes("states").sum())),
-            left=1 - before / max(1, self.layers),
+            before=np.cumsum(of_layer) - of_layer,
         )
 
 

@@ -78,11 +78,6 @@ KINDS = ("weight", "grad", "states")
 copied up twice and down once per step, a byte of gradients or states once each way."""
 
 
-def may_update_away(block: BlockSizes) -> bool:
-    """Whether the block's states or gradients may wait on the host."""
-    return not block.fixed and bool(block.states or block.grad)
-
-
 def ring_bytes() -> int:
     """Returns the bytes of the ring, whose pieces have room for two moments, a remainder and a
     gradient of 4 bytes each."""
@@ -93,12 +88,6 @@ def window_bytes(blocks: Sequence[BlockSizes]) -> int:
     """Returns the largest bytes of streamed weights that are on the GPU while a block computes."""
     sizes = [block.weight for block in blocks if block.movable]
     return max((sum(sizes[i : i + AHEAD + 1]) for i in range(len(sizes))), default=0)
-
-
-def buffer_bytes(blocks: Sequence[BlockSizes], places: Sequence[Place]) -> int:
-    """Returns the bytes of the buffers through which blocks move that are not all on the GPU."""
-    streamed = [b for b, place in zip(blocks, places, strict=True) if not place.weight]
-    return moved_ring_bytes(places) + window_bytes(streamed)
 
 
 def moved_ring_bytes(places: Iterable[Place]) -> int:

@@ -1,4 +1,5 @@
-"""The cost of a step: one table of the rows (longctx/cost/table.py) that its parts declare.
+"""The cost of a step: a table for each kind of layers, of the rows (longctx/cost/table.py) that
+its parts declare, and those of the loss, the embedding and the update.
 
 The layer's parts and the loss declare their rows where they compute. This file has the rows of
 torch's embedding, of the update, and of Hugging Face's and Liger-Kernel's layers, and the sum.
@@ -11,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import DEQUANTISE, PEERS
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.cost.table import Buffer, Keepable, Table, Work, joined
 from longctx.layer.linear import dense_cost
 from longctx.layer.lora import adapters_cost
-from longctx.layer.parts.attention import SelfAttention, attention_flops
-from longctx.layer.parts.mlp import MLP
+from longctx.layer.parts.attention import attention_flops
 from longctx.model.log_probs import scoring_cost
 from longctx.model.loss import loss_cost
 
@@ -44,18 +45,19 @@ def update_cost(s: Sizes) -> Table:
 # --- Hugging Face's layers and Liger-Kernel's, with checkpointing by layer ---------------------
 
 
-def peer_layer_cost(s: Sizes, batch: Batch) -> Table:
+def peer_layer_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
     """The cost of a layer with checkpointing: forward keeps x, backward recomputes the layer."""
     peer, tokens, unit = PEERS[s.class_type], batch.tokens, s.unit(batch.tokens)
 
     def nbytes(multiples: tuple[float, float]) -> int:
-        elements = multiples[0] * s.hidden + multiples[1] * s.intermediate
+        elements = multiples[0] * s.hidden + multiples[1] * kind.intermediate
         return int(tokens * elements) * s.itemsize
 
-    matmuls = 2 * tokens * s.layer_weights
+    matrices = (2 + kind.gated) * kind.intermediate + 2 * kind.wide + 2 * kind.narrow
+    matmuls = 2 * tokens * s.hidden * matrices
     forward = (
         Work(name="matmuls", flops=matmuls, nbytes=nbytes(peer.moves)),
-        Work(name="attention", flops=attention_flops(s, batch), rate="attention"),
+        Work(name="attention", flops=attention_flops(s, kind, batch), rate="attention"),
     )
     layer = nbytes(peer.works)
     return Table(
@@ -64,40 +66,40 @@ def peer_layer_cost(s: Sizes, batch: Batch) -> Table:
             *forward,
             Work(
                 name="gradients",
-                flops=(1 + s.trains_weights) * matmuls,
+                flops=(1 + kind.trains_weights) * matmuls,
                 nbytes=peer.more * nbytes(peer.moves),
             ),
             Work(name="attention", flops=2.5 * forward[1].flops, rate="attention backward"),
         ),
         keepables=(Keepable(name="x", nbytes=unit, always=True),),
         buffers=(
-            Buffer(name="a layer", nbytes=layer // 2, during="mlp forward"),
-            Buffer(name="a layer", nbytes=layer - unit, during="mlp backward"),
+            Buffer(name="a layer", nbytes=layer // 2, during="layer forward"),
+            Buffer(name="a layer", nbytes=layer - unit, during="layer backward"),
         ),
     )
 
 
-def peer_adapters_cost(s: Sizes, batch: Batch) -> Table:
-    """The cost of one layer's share of PEFT's adapters and of bitsandbytes' weights, by count: no
-    row was measured. Each adapted map makes its own fp32 copy of x, which waits for backward, with
+def peer_adapters_cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+    """The cost of PEFT's adapters and of bitsandbytes' weights in a layer, by count: no row was
+    measured. Each adapted map makes its own fp32 copy of x, which waits for backward, with
     dropout the mask too. u B' is made in fp32, scaled, added to y and rounded: 28 bytes an element.
     A weight of 4 bits is made dense alone, for as long as its matmul runs."""
-    adapted = s.adapted
-    inputs, outputs = (batch.tokens * n / s.layers for n in (adapted.inputs, adapted.outputs))
-    saved = int((4 + s.drops) * inputs)
-    flops = 2 * batch.tokens * adapted.parameters / s.layers
-    dense = s.hidden * s.intermediate * s.itemsize if s.dense_bytes else 0
+    adapted = kind.adapted
+    inputs, outputs = (batch.tokens * n for n in (adapted.inputs, adapted.outputs))
+    saved = int((4 + kind.drops) * inputs)
+    flops = 2 * batch.tokens * adapted.parameters
+    dense = s.hidden * kind.intermediate * s.itemsize if kind.dense_bytes else 0
     works = (
         Work(name="adapters", flops=flops, nbytes=10 * inputs + 28 * outputs),
-        Work(name="quantised weights made dense", nbytes=int(DEQUANTISE * s.dense_bytes)),
+        Work(name="quantised weights made dense", nbytes=int(DEQUANTISE * kind.dense_bytes)),
     )
     return Table(
         forward=works,
         backward=(*works, Work(name="adapters", flops=2 * flops, nbytes=10 * (inputs + outputs))),
         buffers=(
-            Buffer(name="inputs of adapters, fp32", nbytes=saved, during="mlp backward"),
-            Buffer(name="a dense weight", nbytes=dense, during="mlp forward"),
-            Buffer(name="a dense weight", nbytes=dense, during="mlp backward"),
+            Buffer(name="inputs of adapters, fp32", nbytes=saved, during="layer backward"),
+            Buffer(name="a dense weight", nbytes=dense, during="layer forward"),
+            Buffer(name="a dense weight", nbytes=dense, during="layer backward"),
         ),
     )
 
@@ -131,12 +133,21 @@ class StepTable:
         return cls(sizes=sizes, batch=batch)
 
     @cached_property
-    def layer(self) -> Table:
+    def kinds(self) -> tuple[Table, ...]:
+        """The table of a layer of each kind."""
+        return tuple(self._of(kind) for kind in self.sizes.kinds)
+
+    def _of(self, kind: LayerKind) -> Table:
         s, batch = self.sizes, self.batch
         if s.class_type != "custom":
-            return peer_layer_cost(s, batch) + peer_adapters_cost(s, batch)
-        parts = SelfAttention.cost(s, batch) + MLP.cost(s, batch)
-        return parts + adapters_cost(s, batch) + dense_cost(s)
+            return peer_layer_cost(s, kind, batch) + peer_adapters_cost(s, kind, batch)
+        blocks = [block.cost(s, kind, batch) for block in kind.blocks]
+        return joined([*blocks, adapters_cost(s, kind, batch), dense_cost(kind)])
+
+    @cached_property
+    def layers(self) -> tuple[Table, ...]:
+        """The table of each layer."""
+        return tuple(self.kinds[kind] for kind in self.sizes.of_layer)
 
     @cached_property
     def loss(self) -> Table:
@@ -160,9 +171,3 @@ class StepTable:
     @property
     def tiles(self) -> int:
         return -(-self.batch.tokens // self.sizes.cut(self.batch.tokens).tile_tokens)
-
-    @property
-    def finishing_flops(self) -> float:
-        columns = self.sizes.wide + 2 * self.sizes.narrow
-        matmul = 2 * self.batch.tokens * self.sizes.hidden * columns
-        return (1 + self.sizes.trains_weights) * matmul

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from longctx.cost.sizes import Adapted, Sizes
+from longctx.cost.dims import Adapted, LayerKind
+from longctx.cost.sizes import Sizes, kinds_of
 from longctx.model.adapters import applied, inside_peft, is_adapted
 from longctx.model.blocks import decoder_layers, language_models
 from longctx.model.families import MLP_WIDTH, family_of, head_dim, kv_heads, score_cap
@@ -44,16 +45,16 @@ def peer_sizes(
     models = language_models(model)
     configs = [one.config.get_text_config() for one in models]
     layers = [layer for one in models for layer in decoder_layers(one)]
+    count = max(1, len(layers))
     widest: Any = max(configs, key=lambda config: config.hidden_size, default=None)
     common: dict[str, Any] = dict(
-        layers=max(1, len(layers)),
         itemsize=itemsize,
         class_type=class_type,
         chunks_loss=chunks_loss,
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
     if widest is None:
-        return Sizes(**_ONE, **common)
+        return Sizes(**_nothing(count), **common)
     family = family_of(widest)
     adapters = _adapters(layers)
     factors = {id(x) for adapter in adapters for x in (adapter.a, adapter.b)}
@@ -61,38 +62,43 @@ def peer_sizes(
     heads = [head for one in models if (head := one.get_output_embeddings()) is not None]
     first = next(iter(layers), nn.Module())
     packed = [s for p in first.parameters() if (s := getattr(p, "quant_state", None)) is not None]
-    return Sizes(
-        hidden=widest.hidden_size,
+    kind = LayerKind(
+        blocks=(),
         intermediate=max(map(_intermediate, configs)),
         heads=widest.num_attention_heads,
         kv_heads=kv_heads(widest),
         head_dim=head_dim(widest),
-        vocab=sum(config.vocab_size for config in configs),
-        head_groups=1,
         caps_scores=score_cap(widest) is not None,
         gated=family is None or "gate" in family.linears,
         trains_weights=any(p.requires_grad and id(p) not in factors for p in matrices),
-        trains_head=not heads or any(p.requires_grad for h in heads for p in h.parameters()),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
         rank=max((len(adapter.a) for adapter in adapters), default=0),
         drops=any(adapter.dropout for adapter in adapters),
         adapted=Adapted(
-            inputs=sum(adapter.a.shape[1] for adapter in adapters),
-            outputs=sum(len(adapter.b) for adapter in adapters),
-            parameters=sum(adapter.a.numel() + adapter.b.numel() for adapter in adapters),
+            inputs=sum(adapter.a.shape[1] for adapter in adapters) / count,
+            outputs=sum(len(adapter.b) for adapter in adapters) / count,
+            parameters=sum(x.a.numel() + x.b.numel() for x in adapters) / count,
         ),
+    )
+    return Sizes(
+        **kinds_of(count * [kind]),
+        hidden=widest.hidden_size,
+        vocab=sum(config.vocab_size for config in configs),
+        head_groups=1,
+        trains_head=not heads or any(p.requires_grad for h in heads for p in h.parameters()),
         **common,
     )
 
 
-_ONE: Any = dict.fromkeys(
-    ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"), 1
-) | dict.fromkeys(("head_groups", "tile_tokens", "logits_bytes"), 1)
+def _nothing(layers: int) -> dict[str, Any]:
+    kind = LayerKind(blocks=(), intermediate=1, heads=1, kv_heads=1, head_dim=1)
+    ones = ("hidden", "vocab", "head_groups", "tile_tokens", "logits_bytes")
+    return kinds_of(layers * [kind]) | dict.fromkeys(ones, 1)
 
 
 def idle_sizes(layers: int) -> Sizes:
     """Returns the sizes of a model whose work is counted elsewhere: a few bytes a token."""
-    return Sizes(**_ONE, layers=max(1, layers), itemsize=1, class_type="vanilla")
+    return Sizes(**_nothing(max(1, layers)), itemsize=1, class_type="vanilla")
 
 
 def _adapters(layers: list[Any]) -> list[Any]:

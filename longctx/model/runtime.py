@@ -21,17 +21,20 @@ from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
+from longctx.cost.dims import Adapted, LayerKind
 from longctx.cost.kept import describe, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import (
-    Adapted,
     Batch,
     Cut,
     Sizes,
     default_head_groups,
     default_tile_tokens,
+    kinds_of,
 )
 from longctx.errors import UserError
+from longctx.layer.parts.attention import SelfAttention
+from longctx.layer.parts.mlp import MLP
 from longctx.layer.passes import Rope, Schedule
 from longctx.memory.ladder import Budget, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
@@ -56,7 +59,6 @@ from longctx.model.families import (
     query_scale,
     rotary_embeddings,
     score_cap,
-    windows,
 )
 from longctx.model.look import look
 from longctx.model.strangers import why_not_chunked
@@ -183,8 +185,7 @@ class Runtime:
             rates = gpu_rates(device, self.dtype, self.backend, document, *sizes.scores)
         else:
             cut = next(iter(sizes.cuts(tokens)))
-            layer = StepTable.of(cut, batch).layer
-            given = uniform(layer, sizes.layers, keep, offload), cut
+            given = uniform(StepTable.of(cut, batch).layers, keep, offload), cut
         return Step(
             count=StepTable.of,
             sizes=sizes,
@@ -234,43 +235,49 @@ def model_sizes(
     """The dimensions of a model that the schedule knows, patched or not."""
     base, head = base_of(model), head_of(model)
     assert base is not None
-    config, family = base.config, known_family(base)
-    weights = [layer_weights(layer, look) for layer in base.layers]
-    matrices = [x for w in weights for x in w if x is not None]
-    adapters = [x for layer in base.layers for x in layer_adapters(layer, look).values()]
-    packed = [state for w in weights[0] if (state := getattr(w, "quant_state", None)) is not None]
     return Sizes(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+        **kinds_of(_kind(base, i, dtype.itemsize) for i in range(len(base.layers))),
+        hidden=base.config.hidden_size,
+        vocab=base.config.vocab_size,
+        itemsize=dtype.itemsize,
+        stream_itemsize=(stream_dtype or dtype).itemsize,
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        trains_head=head is None or any(p.requires_grad for p in head.parameters()),
+        tied=look(head, "weight", None) is look(base.embed_tokens, "weight"),
+        tile_tokens=args.tile_tokens,
+        head_groups=args.head_groups,
+        chunks_loss=chunks_loss(model),
+    )
+
+
+def _kind(base: Any, i: int, itemsize: int) -> LayerKind:
+    """Returns the kind of a layer, in the dtype of the activations."""
+    layer, config, family = base.layers[i], base.config, known_family(base)
+    weights = [x for x in layer_weights(layer, look) if x is not None]
+    adapters = layer_adapters(layer, look).values()
+    packed = [state for w in weights if (state := getattr(w, "quant_state", None)) is not None]
+    return LayerKind(
+        blocks=(SelfAttention, MLP),
         intermediate=mlp_width(config),
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
-        head_dim=base.layers[0].self_attn.head_dim,
-        vocab=config.vocab_size,
-        itemsize=dtype.itemsize,
-        stream_itemsize=(stream_dtype or dtype).itemsize,
-        windows=tuple(windows(config)),
+        head_dim=layer.self_attn.head_dim,
+        window=family.window(config, i),
         qk_norms="q_norm" in family.norms and not family.wide_norms,
         wide_norms=family.wide_norms,
         caps_scores=family.score_cap(config) is not None,
         post_norms=has_post_norms(config),
         gated="gate" in family.linears,
-        parallel=family.layer_traits(config)[0].parallel,
+        parallel=family.traits(config, i).get("parallel", False),
+        trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
+        dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
+        rank=max((len(x.a) for x in adapters), default=0),
+        drops=any(x.dropout for x in adapters),
         adapted=Adapted(
             inputs=sum(x.share * x.a.shape[1] for x in adapters),
             outputs=sum(x.share * len(x.b) for x in adapters),
             parameters=sum(x.share * (x.a.numel() + x.b.numel()) for x in adapters),
         ),
-        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),
-        trains_head=head is None or any(p.requires_grad for p in head.parameters()),
-        tied=look(head, "weight", None) is look(base.embed_tokens, "weight"),
-        dense_bytes=sum(math.prod(state.shape) * dtype.itemsize for state in packed),
-        rank=max((len(x.a) for x in adapters), default=0),
-        drops=any(x.dropout for x in adapters),
-        tile_tokens=args.tile_tokens,
-        head_groups=args.head_groups,
-        chunks_loss=chunks_loss(model),
     )
 
 

@@ -19,7 +19,7 @@ from longctx.cost.kept import Ladder
 from longctx.cost.peak import peak, phases
 from longctx.cost.seconds import NO_TRAFFIC
 from longctx.cost.sizes import Sizes
-from longctx.memory.ladder import Budget, Chosen, Step, choose, gaps
+from longctx.memory.ladder import Budget, Chosen, Step, choose, gaps, hosted_bytes
 from longctx.memory.levels import ORDERS, Levels
 from longctx.memory.place import BlockSizes, Place, PlacedStates, Placement, usable_bytes
 from longctx.memory.settle import HostRoom
@@ -177,5 +177,5 @@ def decided(
 
 def keeping(step: Step, chosen: Chosen) -> Kept:
     """Returns a ladder with the bytes that it keeps on the host."""
-    layer = step.count(chosen.sizes, step.batch).layer
-    return Kept(chosen.ladder, tuple(layer.kept_bytes(keep.hosted) for keep in chosen.ladder))
+    tables = step.count(chosen.sizes, step.batch)
+    return Kept(chosen.ladder, hosted_bytes(tables, chosen.ladder))

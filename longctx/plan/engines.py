@@ -39,7 +39,7 @@ def parameters_of(model: Any, specs: Sequence[BlockSpec]) -> Parameters:
     head = getattr(model.get_output_embeddings(), "weight", embedding)
     return Parameters(
         numels=numels,
-        layer=max(by_layer),
+        layers=by_layer,
         embedding=embedding.numel(),
         head=0 if head is embedding else head.numel(),
         hidden=embedding.shape[1],
@@ -55,8 +55,8 @@ class ShardedStates:
         self.layers, self.accumulates = layers, accumulates
         self._standing = {**layout.standing(parameters), "libraries": LIBRARY_BYTES}
         p = parameters
-        rest = p.total - layers * p.layer - p.embedding
-        self._grads = {-1: p.embedding, layers: rest} | dict.fromkeys(range(layers), p.layer)
+        rest = p.total - sum(p.layers) - p.embedding
+        self._grads = {-1: p.embedding, layers: rest} | dict(enumerate(p.layers))
         """Maps layers to their numbers of parameters; -1 is the embedding, `layers` the rest."""
 
     def _tied(self) -> Buffers:
@@ -75,7 +75,7 @@ class ShardedStates:
         if layer < 0:
             return self._standing
         p = self.parameters
-        above = p.layer if layer < self.layers - 1 else p.head
+        above = p.layers[layer + 1] if layer < self.layers - 1 else p.head
         return {**self._standing, **self.layout.backward(p, above), **self._tied()}
 
     def update(self) -> Buffers:
@@ -119,7 +119,7 @@ class ShardedStates:
         made = {
             **made,
             "the embedding's gradient": self.layout.whole(p.embedding) * (1 if p.head else 2),
-            **self.layout.backward(p, p.layer),
+            **self.layout.backward(p, p.layers[0]),
         }
         summed = self.layout.reducing(p, p.embedding)
         larger = max(made, summed, key=lambda buffers: sum(buffers.values()))
@@ -145,7 +145,7 @@ def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> E
     return Exchanged(
         forward=forward,
         backward=backward,
-        alone_forward=(ends * whole + coming) * (p.embedding + p.layer),
+        alone_forward=(ends * whole + coming) * (p.embedding + p.layers[0]),
         alone_backward=FP32 * p.embedding * share / peers + layout.waits(p),
         memory_bytes=layout.moved(p),
         update=update,
@@ -170,13 +170,14 @@ def shared_rows(sizes: Sizes, tokens: int, machine: Machine) -> Exchanged:
     if sizes.ranks == 1:
         return Exchanged()
     groups = sizes.cut(tokens).head_groups
-    q, kv = sizes.heads * sizes.head_dim // groups, sizes.kv_heads * sizes.head_dim // groups
-    sent = tokens * sizes.itemsize * (sizes.ranks - 1) / sizes.ranks
+    sent = tokens * sizes.itemsize * (sizes.ranks - 1) / sizes.ranks / machine.exchange_bytes
+    of_kinds = [*zip(sizes.kinds, sizes.counts, strict=True)]
+    q = sum(n * (kind.wide // groups) for kind, n in of_kinds)
+    kv = sum(n * (kind.narrow // groups) for kind, n in of_kinds)
     forward, backward = q + 2 * kv + q, 3 * q + 2 * kv + q + 2 * kv
-    a_number = sent * sizes.layers / machine.exchange_bytes
     return Exchanged(
-        alone_forward=a_number * forward,
-        alone_backward=a_number * backward,
-        taken_forward=a_number * forward * groups * BESIDE,
-        taken_backward=a_number * backward * groups * BESIDE,
+        alone_forward=sent * forward,
+        alone_backward=sent * backward,
+        taken_forward=sent * forward * groups * BESIDE,
+        taken_backward=sent * backward * groups * BESIDE,
     )

@@ -24,14 +24,19 @@ from longctx.model.costs import StepTable
 from longctx.plan.predict import Plan, Run
 from longctx.recipe import read_text
 
-FORMAT = 3
+FORMAT, OF_ONE_KIND = 4, 3
+"""The version that is written, and the last one whose layers were all of one kind."""
 OPTIONS = (
     *("class_type", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("place", "gpu_memory_gib", "keep", "offload_activations", "head_groups", "tile_tokens"),
     *("lora_r", "lora_targets", "lora_modules_to_save", "quantize", "task"),
 )
 """Of a run, which a plan is for."""
-DIMENSIONS = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")
+DIMENSIONS = ("layers", "hidden", "vocab")
+OF_KIND = ("intermediate", "heads", "kv_heads", "head_dim")
+"""The dimensions of a kind of layers that plans of any version have."""
+NAMED = (*OF_KIND, "window")
+"""Those that are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,9 @@ class Given:
     path: Path
     run: dict[str, Any]
     model: dict[str, int]
+    kinds: list[dict[str, Any]]
+    """The dimensions of each kind of layers."""
+    of_layer: list[int]
     budget: Budget
     ladder: Ladder
     cut: Cut
@@ -58,22 +66,30 @@ class Given:
                     f"--plan {self.path} is of a run with {_flag(name, planned)}, and this one has "
                     f"{_flag(name, asked)}: plan again, or run what was planned"
                 )
-        found = dimensions(sizes)
-        for name, planned in self.model.items():
-            if found[name] != planned:
-                raise UserError(
-                    f"--plan {self.path} is of a model with {name} {planned}, and this one's is "
-                    f"{found[name]}: plan again, with this model"
-                )
+        self._check_model(sizes)
         if len(self.ladder) != sizes.layers:
             raise UserError(f"--plan {self.path} keeps {len(self.ladder)} of {sizes.layers} layers")
-        layer = StepTable.of(sizes, Batch(run.tokens, run.tokens)).layer
-        for keep in self.ladder:
+        layers = StepTable.of(sizes, Batch(1, 1)).layers
+        for keep, layer in zip(self.ladder, layers, strict=True):
             if wrong := (keep.kept - layer.by_name.keys()) | (layer.always - keep.kept):
                 raise UserError(
                     f"--plan {self.path} keeps other activations than layers of this model can or "
                     f"must ({', '.join(in_order(wrong))}): plan again"
                 )
+
+    def _check_model(self, sizes: Sizes) -> None:
+        def compare(planned: dict[str, Any], model: object, where: str = "") -> None:
+            for name, value in planned.items():
+                if (found := getattr(model, name)) != value:
+                    raise UserError(
+                        f"--plan {self.path} is of a model with {name} {value}{where}, and this "
+                        f"one's is {found}: plan again, with this model"
+                    )
+
+        compare(self.model, sizes)
+        of_layer = self.of_layer or sizes.layers * [0]
+        for i, (planned, kind) in enumerate(zip(of_layer, sizes.of_layer, strict=True)):
+            compare(self.kinds[planned], sizes.kinds[kind], f" in layer {i}")
 
     def check_blocks(self, specs: Sequence[BlockSpec]) -> None:
         """Raises UserError if the model has other blocks than the plan places, or if something that
@@ -92,20 +108,18 @@ def _flag(name: str, value: Any) -> str:
     return f"no --{name}" if value is None else f"--{name} {value}"
 
 
-def dimensions(sizes: Sizes) -> dict[str, int]:
-    return {name: getattr(sizes, name) for name in DIMENSIONS}
-
-
 def written(planned: Plan) -> dict[str, Any]:
     """Returns a plan as JSON values."""
-    decision = planned.decision
+    decision, sizes = planned.decision, planned.sizes
     return {
         "format": FORMAT,
         "run": {name: planned.run.value(name) for name in OPTIONS},
-        "model": dimensions(planned.sizes),
+        "model": {name: getattr(sizes, name) for name in DIMENSIONS},
+        "kinds": [{name: getattr(kind, name) for name in NAMED} for kind in sizes.kinds],
+        "kind_of_layer": list(sizes.of_layer),
         "budget_bytes": list(decision.budget),
         "layers": [[in_order(keep.kept), in_order(keep.hosted)] for keep in decision.kept.ladder],
-        "cut": list(planned.sizes.cut(planned.run.tokens)),
+        "cut": list(sizes.cut(planned.run.tokens)),
         "blocks_on_gpu": [
             [kind for kind in KINDS if getattr(place, kind)] for place in decision.places
         ],
@@ -125,13 +139,16 @@ def read_given(path: str | Path) -> Given:
                 "out --optimizer_states as_weights"
             )
         plan = found["plan"]
-        if plan["format"] != FORMAT:
+        if plan["format"] not in (FORMAT, OF_ONE_KIND):
             raise UserError(f"--plan {path} was written by another version: plan again")
         gpu, host = plan["budget_bytes"]
+        kinds, of_layer = _kinds(plan)
         return Given(
             path=path,
             run={name: plan["run"][name] for name in OPTIONS},
             model={name: int(plan["model"][name]) for name in DIMENSIONS},
+            kinds=kinds,
+            of_layer=of_layer,
             budget=Budget(_whole(gpu), _whole(host)),
             ladder=_ladder(plan["layers"]),
             cut=Cut(*(_whole(number, 1) for number in plan["cut"])),
@@ -146,6 +163,18 @@ def _whole(number: Any, least: int = 0) -> int:
     if type(number) is not int or not least <= number < 2**63:
         raise ValueError(number)
     return number
+
+
+def _kinds(plan: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Returns the dimensions of each kind of layers, and the kind of each layer: no numbers if all
+    are of the first kind."""
+    if plan["format"] == OF_ONE_KIND:
+        return [{name: plan["model"][name] for name in OF_KIND}], []
+    kinds = [{name: kind[name] for name in NAMED} for kind in plan["kinds"]]
+    of_layer = [_whole(kind) for kind in plan["kind_of_layer"]]
+    if len(of_layer) != plan["model"]["layers"] or max(of_layer) >= len(kinds):
+        raise ValueError(of_layer)
+    return kinds, of_layer
 
 
 def _ladder(layers: Sequence[tuple[list[str], list[str]]]) -> Ladder:

@@ -260,9 +260,9 @@ class Plan:
     def launches_s(self) -> float:
         """Seconds in which Python may launch a step's kernels, which are not in `step_s`; 0.0 where
         the kernels themselves take longer."""
-        adapters = ADAPTER_LAUNCHES if self.sizes.rank else 0
-        passes = self.run.gradient_accumulation_steps
-        launched = passes * self.sizes.layers * (LAUNCHES + adapters) * LAUNCH_S
+        kinds = [self.sizes.kinds[kind] for kind in self.sizes.of_layer]
+        launches = sum(LAUNCHES + (ADAPTER_LAUNCHES if kind.rank else 0) for kind in kinds)
+        launched = self.run.gradient_accumulation_steps * launches * LAUNCH_S
         computed = self.seconds.products + self.seconds.attention + self.seconds.memory
         return launched if computed < launched else 0.0
 
@@ -463,7 +463,8 @@ def _exchanges(subject: Subject, sizes: Sizes, run: Run, machine: Machine) -> tu
 def _check_ranks(sizes: Sizes, tokens: int) -> None:
     if sizes.ranks > 1:
         groups = sizes.cut(tokens).head_groups
-        check_shares(sizes.heads, sizes.kv_heads, groups, sizes.ranks)
+        for kind in sizes.kinds:
+            check_shares(kind.heads, kind.kv_heads, groups, sizes.ranks)
 
 
 def _problem(decision: Decision, phases: list[Phase], limit: int, held: int) -> str | None:

@@ -48,19 +48,14 @@ def parameters_in_matmuls(model: PreTrainedModel) -> int:
     return matmul_parameters(sum(active.values()), frozen)
 
 
-def squared_lengths(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  # (B, S)
-    """The sum of `cost.flops.squared_length` over layers and documents."""
-    total = torch.zeros((), dtype=torch.int64, device=position_ids.device)
-    for window, layers in Counter(windows(config)).items():
-        seen = position_ids if window is None else position_ids.clamp(max=window - 1)
-        total += layers * (2 * seen + 1).sum()
-    return total
-
-
-def counted_flops(config: PretrainedConfig, parameters: int, tokens: int, squared: int) -> float:
-    """Model FLOPs of a step over `tokens` tokens whose `squared_lengths` are those."""
+def attended(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  # (B, S) -> () fp64
+    """Returns what `cost.flops.step_flops` calls so. Layers with windows are counted as such."""
     wide = config.num_attention_heads * head_dim(config)
-    return step_flops(parameters=parameters, tokens=tokens, wide=wide, squared=squared)
+    total = torch.zeros((), dtype=torch.float64, device=position_ids.device)
+    for (columns, window), layers in Counter((wide, w) for w in windows(config)).items():
+        seen = position_ids if window is None else position_ids.clamp(max=window - 1)
+        total += columns * layers * (2 * seen + 1).sum()
+    return total
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
@@ -90,14 +85,14 @@ class Throughput:
     """Processes that count the same rows."""
     _tokens: int = 0
     _step_tokens: int = 0
-    _squared_lengths: Tensor | int = 0
+    _attended: Tensor | float = 0.0
     _steps: int = 0
     _seconds: float = 0.0
     _last: float = field(default_factory=time.perf_counter)
 
     def count(self, position_ids: Tensor) -> None:  # (B, S)
         self._step_tokens += position_ids.numel()
-        self._squared_lengths = self._squared_lengths + squared_lengths(self.config, position_ids)
+        self._attended = self._attended + attended(self.config, position_ids)
 
     @property
     def _batches(self) -> int:
@@ -122,13 +117,13 @@ class Throughput:
         """The figures since the last call; empty before the first step."""
         if not self._steps:
             return {}
-        tokens, squared = self._tokens, int(self._squared_lengths) * self._batches
+        tokens, pairs = self._tokens, float(self._attended) * self._batches
         figures = {
             "step_s": self._seconds / self._steps,
             "tokens_per_s": tokens / self._seconds,
         }
         if self.peak_flops:
-            flops = counted_flops(self.config, self.parameters, tokens, squared)
+            flops = step_flops(parameters=self.parameters, tokens=tokens, attended=pairs)
             figures["mfu"] = mfu(flops, self._seconds, self.peak_flops * self.world_size)
-        self._tokens, self._squared_lengths, self._steps, self._seconds = 0, 0, 0, 0.0
+        self._tokens, self._attended, self._steps, self._seconds = 0, 0.0, 0, 0.0
         return figures

@@ -144,15 +144,16 @@ def _activations_spared(trainer: LongTrainer) -> dict[str, int]:
     patched: Any = patched_part(trainer.model)  # type: ignore[arg-type]
     runtime = patched.longctx
     tokens = runtime.reserved_tokens
-    layer = StepTable.of(runtime.sizes(patched), Batch(tokens, tokens)).layer
+    layers = StepTable.of(runtime.sizes(patched), Batch(tokens, tokens)).layers
     ladder = runtime.store.ladder
-    missing = patched.config.get_text_config().num_hidden_layers - len(ladder)
-    ladder = missing * ladder[:1] + ladder
-    here = [layer.kept_bytes(keep.on_gpu) for keep in ladder]
+    ladder = (len(layers) - len(ladder)) * ladder[:1] + ladder
+    placed = [(layer, keep.on_gpu) for layer, keep in zip(layers, ladder, strict=True)]
+    here = [layer.kept_bytes(kept) for layer, kept in placed]
 
     def less(word: Keeping) -> int:
-        kept = asked(word, layer)
-        return sum(here) - sum(layer.kept_bytes(keep.on_gpu & kept) for keep in ladder)
+        return sum(here) - sum(
+            layer.kept_bytes(kept & asked(word, layer)) for layer, kept in placed
+        )
 
     return {"host": sum(here[:-1]), "o": less("o"), "x": less("x")}
 

@@ -298,10 +298,10 @@ def row_keys(case: Case) -> dict[str, Any]:
 def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any) -> dict[str, Any]:
     import torch
 
-    from longctx.cost.flops import mfu
+    from longctx.cost.flops import mfu, step_flops
     from longctx.memory.machine import cgroup_limit_bytes
     from longctx.model.runtime import patched_part
-    from longctx.run.metrics import counted_flops, device_peak_flops, squared_lengths
+    from longctx.run.metrics import attended, device_peak_flops
     from profiling.build import RandomRows
 
     times = ("fwd_s", "bwd_s", "opt_s", "step_s")
@@ -316,8 +316,8 @@ def row_of(case: Case, length: int, steps: list[dict[str, float]], trainer: Any)
     one_document = isinstance(trainer.train_dataset, RandomRows)  # a row
     if peak_flops and one_document and not case["lora"]:
         config, parameters = trainer.model.config, trainer.throughput.parameters
-        squared = int(squared_lengths(config, torch.arange(length)))
-        flops = counted_flops(config, parameters, length, squared)
+        pairs = float(attended(config, torch.arange(length)))
+        flops = step_flops(parameters=parameters, tokens=length, attended=pairs)
         row["mfu"] = mfu(rows * flops, row["step_s"], peak_flops)
     row |= {name: max(step[name] for step in steps) for name in peaks}
     row["status"] = "ok"

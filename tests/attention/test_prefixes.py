@@ -18,7 +18,7 @@ from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import QKV, Attention
 from longctx.cost.flops import squared_length
 from longctx.errors import UserError
-from longctx.run.metrics import squared_lengths
+from longctx.run.metrics import attended
 
 Tree = tuple[int, list[int]]
 """The tokens of a prompt and of its answers."""
@@ -235,7 +235,7 @@ def test_every_pair_is_counted() -> None:
             sliding_window=window,
             max_window_layers=0,
         )
-        assert int(squared_lengths(config, positions[None])) == 2 * pairs
+        assert attended(config, positions[None]) == 2 * 4096 * pairs
     P, A, B = 31, 20, 7
     area = squared_length(P) + squared_length(A, before=P) + squared_length(B, before=P)
     assert area == 2 * (P * P / 2 + A * P + B * P + A * A / 2 + B * B / 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cost_sizes import LLAMA_8B
+from cost_sizes import LLAMA_8B, LLAMA_LAYER, MATRICES
 
 from longctx.cost.flops import matmul_parameters, mfu, squared_length, step_flops
 from longctx.cost.sizes import Batch
@@ -17,12 +17,11 @@ def test_model_flops_are_those_of_the_table(document: int) -> None:
     backward in it. Parameters of Llama-3.1-8B but its embedding's and norms'."""
     tokens, s = 131072, LLAMA_8B
     tables = StepTable.of(s, Batch(tokens, document))
-    layer, loss = load(tables.layer.forward), load(tables.loss.forward)
+    layer, loss = load(tables.kinds[0].forward), load(tables.loss.forward)
     flops = step_flops(
-        parameters=s.layers * s.layer_weights + s.vocab * s.hidden,
+        parameters=s.layers * MATRICES + s.vocab * s.hidden,
         tokens=tokens,
-        wide=s.wide,
-        squared=s.layers * (tokens // document) * squared_length(document),
+        attended=s.layers * LLAMA_LAYER.wide * (tokens // document) * squared_length(document),
     )
     assert flops == 3 * s.layers * (layer.at("matmul") + layer.at("attention")) + loss.at("matmul")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from cost_sizes import keep_of
 from small_model import tiny_config
 from small_states import HOST, everything_on_gpu, llama
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 
 T, LAYERS = 512, 3
 CPU = torch.device("cpu")
-X_O = Keep.of("o")
+X_O = keep_of("o")
 OF_THE_MODEL = ("weights", "AdamW's states", "gradients", "libraries", "the embedding's gradient")
 
 
@@ -85,7 +86,7 @@ def test_the_peak_of_a_step(keep, adapters, monkeypatch) -> None:
     found = {str(kind): n for kind, n in tracker.get_tracker_snapshot("peak")[CPU].items()}
     kinds = ("PARAM", "BUFFER", "GRAD")
     peak = found["Total"] - sum(found[f"_MemRefType.{kind}"] for kind in kinds)
-    by_phase = {phase.name: activations(phase) for phase in phases_of(model, Keep.of(keep))}
+    by_phase = {phase.name: activations(phase) for phase in phases_of(model, keep_of(keep))}
     planned = max(by_phase[name] for name in ("forward", "loss", "backward"))
     assert planned == pytest.approx(peak, rel=0.1)
 
@@ -107,10 +108,10 @@ def test_weights_states_and_gradients_of_each_phase() -> None:
 
 def test_on_the_host_three_blocks_weights_are_on_their_way() -> None:
     model = llama(torch.bfloat16, layers=LAYERS)
-    decision = decided(model, Keep.of("o", "o"), "host")
+    decision = decided(model, keep_of("o", "o"), "host")
     assert [place for place in decision.places if place == HOST] == (LAYERS + 2) * [HOST]
     assert everything_on_gpu(decision.specs[-1]) == decision.places[-1]  # norms stay
-    phases = {phase.name: phase for phase in phases_of(model, Keep.of("o", "o"), "host")}
+    phases = {phase.name: phase for phase in phases_of(model, keep_of("o", "o"), "host")}
     forward, loss = phases["forward"], phases["loss"]
     sizes = [block.weight for block in decision.blocks]
     assert loss.buffers["weights"] == sizes[-1]

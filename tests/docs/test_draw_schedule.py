@@ -6,10 +6,9 @@ import importlib.util
 from types import ModuleType
 
 import pytest
-from cost_sizes import LLAMA_8B
+from cost_sizes import LLAMA_8B, SETS
 from paths import ROOT
 
-from longctx.cost.kept import SETS
 from longctx.cost.sizes import Batch
 from longctx.model.costs import StepTable
 
@@ -24,7 +23,7 @@ def drawn() -> ModuleType:
 
 
 def test_what_is_kept_and_computed_is_the_counts(drawn) -> None:
-    table = StepTable.of(LLAMA_8B, Batch(drawn.T, drawn.T)).layer
+    table = StepTable.of(LLAMA_8B, Batch(drawn.T, drawn.T)).kinds[0]
     assert drawn.x + drawn.o + drawn.lse == pytest.approx(
         table.kept_bytes(SETS["o"]) / table.by_name["x"].nbytes, abs=1e-5
     )
@@ -39,7 +38,7 @@ def test_what_is_kept_and_computed_is_the_counts(drawn) -> None:
 def test_the_peaks_are_within_a_twentieth_of_the_counts(drawn, phase, moment) -> None:
     """The count leaves room for what the picture shows to be gone: a tile's h and n2 beside their
     gradients, and weight gradients, of which the picture has none that are finished."""
-    table = StepTable.of(LLAMA_8B, Batch(drawn.T, drawn.T)).layer
+    table = StepTable.of(LLAMA_8B, Batch(drawn.T, drawn.T)).kinds[0]
     unit = table.by_name["x"].nbytes
     buffers = dict(table.during(moment, SETS["o"]))
     for finished in ("the MLP's gradients", "o's gradient"):

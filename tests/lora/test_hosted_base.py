@@ -7,13 +7,13 @@ import gc
 import peft
 import pytest
 import torch
+from cost_sizes import keep_of
 from small_run import logged, prepare
 from small_run import run as run_train
 from transformers import AutoModelForCausalLM
 
 import longctx
 from longctx.config import ModelArguments
-from longctx.cost.kept import Keep
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch
 from longctx.lora.quantise import quantise_
@@ -51,7 +51,7 @@ def planned_bytes(model, tokens: int) -> int:
     blocks = [spec.sizes(accumulates=False) for spec in specs]
     places = (levels := Levels(blocks, "host", accumulates=False)).places(len(levels) - 1)
     standing = PlacedStates(blocks, places, accumulates=False)
-    ladder = (LAYERS - 1) * (Keep.of("o", "o"),) + (Keep.of("o"),)
+    ladder = (LAYERS - 1) * (keep_of("o", "o"),) + (keep_of("o"),)
     return peak(phases(StepTable.of(sizes, batch), ladder, standing)).nbytes
 
 

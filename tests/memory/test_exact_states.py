@@ -19,10 +19,10 @@ from typing import Any
 import peft
 import pytest
 import torch
+from cost_sizes import SETS
 from small_states import TOKENS, Placed, anywhere, batch, everything_on_gpu, hosted, llama, place
 from torch import Tensor
 
-from longctx.cost.kept import SETS
 from longctx.lora.quantise import quantise_
 from longctx.memory import guard as guarding
 from longctx.memory import store as storing

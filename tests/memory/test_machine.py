@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from cost_sizes import keep_of
 
 from longctx.constants import GIB
-from longctx.cost.kept import Keep
 from longctx.errors import UserError
 from longctx.memory import machine
 from longctx.memory.store import ActivationStore
@@ -131,7 +131,7 @@ def test_the_store_is_told(cgroups) -> None:
     cgroups(*CASES["v2"][:2], {"fs/job/memory.max": str(GIB), "fs/job/memory.current": "0"})
     store = ActivationStore(torch.device("cpu"))
     with pytest.raises(UserError, match="host memory is 1.1 GiB short of the 2.0 GiB"):
-        store.reserve((Keep.of("o"),), 2 * GIB)
+        store.reserve((keep_of("o"),), 2 * GIB)
 
 
 def test_what_the_run_holds() -> None:

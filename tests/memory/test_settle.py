@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from cost_sizes import SETS
 from small_cost import tables_of
 from small_states import (
     TOKENS,
@@ -20,7 +21,6 @@ from small_states import (
 from torch import Tensor
 
 from exactness import DEVICE
-from longctx.cost.kept import SETS
 from longctx.memory.place import Place
 from longctx.memory.settle import HostRoom
 from longctx.memory.slab import LINE
@@ -223,7 +223,7 @@ def assert_places_change_nothing(accumulate) -> None:
 
 def test_layers_gradients_take_the_room_of_their_activations() -> None:
     placed, optimizer = gradients_on_host()
-    layer_bytes = tables_of(placed.module, ROWS * TOKENS).layer.kept_bytes(SETS["o"])
+    layer_bytes = tables_of(placed.module, ROWS * TOKENS).kinds[0].kept_bytes(SETS["o"])
     for step in range(3):
         loss = placed.module(**batch(3 * step, DEVICE, ROWS)).loss
         assert len(kept_on_host(placed)) == 2 and leaving(placed) == []

@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from cost_sizes import keep_of
 from transformers import LlamaForCausalLM
 
 from exactness import DEVICE
@@ -33,19 +34,19 @@ def test_a_slab_has_exactly_its_size() -> None:
 
 def test_a_slab_grows_only_when_it_must() -> None:
     store = ActivationStore(CPU)
-    store.reserve((Keep.of("o"),), 3000)
+    store.reserve((keep_of("o"),), 3000)
     first = store._slab
     assert first.numel() == 3000
-    store.reserve((Keep.of("o"),), 1500)
+    store.reserve((keep_of("o"),), 1500)
     assert store._slab is first
-    store.reserve((Keep.of("o"),), 4000)
+    store.reserve((keep_of("o"),), 4000)
     assert store._slab.numel() == 4000
 
 
 def test_host_memory_that_is_short_is_named_before_it_is_taken() -> None:
     store = ActivationStore(CPU, host_limit_gib=1.0)
     with pytest.raises(UserError, match="host memory is 1.0 GiB short of the 2.0 GiB"):
-        store.reserve((Keep.of("o"),), 2**31)
+        store.reserve((keep_of("o"),), 2**31)
     assert store._slab.numel() == 0
 
 
@@ -68,7 +69,7 @@ class Link:
 def test_every_tile_is_waited_for_though_the_layer_below_comes_early(monkeypatch) -> None:
     """The order of schedule: h is given back while other tiles have not been waited for."""
     store = ActivationStore(CPU)
-    store.reserve(3 * (Keep.of("h", "h"),), 2**16)
+    store.reserve(3 * (keep_of("h", "h"),), 2**16)
     tiles, names = [slice(0, 4), slice(4, 8), slice(8, 10)], ("x", "o", "lse", "h")
     saved = []
     for layer in range(3):
@@ -105,7 +106,7 @@ def test_every_tile_is_waited_for_though_the_layer_below_comes_early(monkeypatch
 
 def test_a_tensor_that_was_not_sent_is_no_garbage_in_backward() -> None:
     store = ActivationStore(CPU)
-    store.reserve((Keep.of("o", "o"),), 2**16)
+    store.reserve((keep_of("o", "o"),), 2**16)
     saved = store.open(0)
     store.add(saved, "x", {"x": torch.ones(10, 2)})
     store.send(saved, "x")
@@ -180,7 +181,7 @@ def test_a_forked_process_has_no_copy_of_the_slab() -> None:
     assert with_gib < without_gib + 0.1
 
 
-MIXED = (Keep.of("x", "x"), Keep.of("o", "o"), Keep.of("all", "h"), Keep.of("o"))
+MIXED = (keep_of("x", "x"), keep_of("o", "o"), keep_of("all", "h"), keep_of("o"))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cost_sizes import SETS
 from small_cost import activity_peak, tables_of
 from small_families import FAMILIES
 from small_model import CPU
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from longctx.attention.documents import Documents
 from longctx.config import ModelArguments
-from longctx.cost.kept import SETS, asked
+from longctx.cost.kept import asked
 from longctx.cost.table import load
 from longctx.kernels.norm import norm_forward
 from longctx.layer import norm_spec
@@ -103,9 +104,9 @@ def test_every_product_is_computed_as_often_as_the_schedule_says(step: Step, aga
     assert backward.get_total_flops() == LAYERS * 2 * T * (again + 2 * (QKV + OUT + MLP))
     tables = tables_of(step.model, T)
     kept = SETS[step.model.longctx.args.keep]
-    assert load(tables.layer.again(kept)).at("matmul") == 2 * T * again
-    assert load(tables.layer.forward).at("matmul") == 2 * T * (QKV + OUT + MLP)
-    assert load(tables.layer.backward).at("matmul") == 2 * T * 2 * (QKV + OUT + MLP)
+    assert load(tables.kinds[0].again(kept)).at("matmul") == 2 * T * again
+    assert load(tables.kinds[0].forward).at("matmul") == 2 * T * (QKV + OUT + MLP)
+    assert load(tables.kinds[0].backward).at("matmul") == 2 * T * 2 * (QKV + OUT + MLP)
     assert load(tables.loss.forward).at("matmul") == loss_flops
 
 
@@ -126,12 +127,12 @@ def test_the_table_has_every_product_of_a_family(kind, head_groups, keep) -> Non
     tables = tables_of(step.model, T)
     with FlopCounterMode(display=False) as forward:
         loss = step.forward()
-    layer, head = load(tables.layer.forward), load(tables.loss.forward)
-    assert forward.get_total_flops() == LAYERS * layer.at("matmul") + head.at("matmul")
+    layers = sum(load(layer.forward).at("matmul") for layer in tables.layers)
+    assert forward.get_total_flops() == layers + load(tables.loss.forward).at("matmul")
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    works = load(tables.layer.backward), load(tables.layer.again(asked(keep, tables.layer)))
-    assert backward.get_total_flops() == LAYERS * sum(work.at("matmul") for work in works)
+    works = [(*layer.backward, *layer.again(asked(keep, layer))) for layer in tables.layers]
+    assert backward.get_total_flops() == sum(load(each).at("matmul") for each in works)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_layer_keeps_what_the_plan_counts(step: Step, kept_bytes: int) -> None
     loss = step.forward()
     held = step.model.longctx.store.tensors_on_gpu()
     assert sum(t.untyped_storage().nbytes() for t in held) == LAYERS * kept_bytes
-    planned = tables_of(step.model, T).layer.kept_bytes(SETS[step.model.longctx.args.keep])
+    planned = tables_of(step.model, T).kinds[0].kept_bytes(SETS[step.model.longctx.args.keep])
     assert kept_bytes <= planned <= kept_bytes + 512 * (6 + K)
     del loss
 

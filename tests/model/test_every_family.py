@@ -29,7 +29,10 @@ from transformers import AutoModelForCausalLM
 import longctx
 from exactness import DEVICE
 from longctx.config import ModelArguments
+from longctx.cost.sizes import Batch
+from longctx.cost.table import load
 from longctx.errors import UserError
+from longctx.model.costs import StepTable
 from longctx.model.families import has_windows, score_cap, windows
 from longctx.model.patch import patch_as
 from longctx.model.strangers import why_not_scheduled
@@ -203,7 +206,8 @@ def test_the_plan_counts_the_parameters_of_the_model(family, class_type) -> None
     sizes = subject.sizes(Run(model=ModelArguments(class_type=class_type)))
     model, counted = subject.model, subject.parameters
     layer = [p.numel() for p in model.model.layers[0].parameters() if p.dim() == 2]
-    assert sizes.layer_weights == sum(layer)
+    for kind in StepTable.of(sizes, Batch(1, 1)).kinds:
+        assert load(kind.forward).at("matmul") == 2 * sum(layer)
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     assert counted.embedding == embedding.numel()
     assert counted.head == (0 if head is embedding else head.numel())

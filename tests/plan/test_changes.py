@@ -156,7 +156,7 @@ def test_adapters_are_planned_without_peft(monkeypatch, quantize) -> None:
         found.append(plan(subject, request, card(24), 64 * GIB))
     assert found[0].phases == found[1].phases and found[0].seconds == found[1].seconds
     assert found[0].sizes == found[1].sizes and found[0].host_bytes == found[1].host_bytes
-    assert found[0].sizes.adapted.parameters > 0
+    assert found[0].sizes.kinds[0].adapted.parameters > 0
     monkeypatch.undo()
     monkeypatch.setattr("longctx.plan.predict.installed", lambda name: False)
     with pytest.raises(UserError, match="--lora_modules_to_save needs PEFT"):

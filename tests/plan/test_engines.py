@@ -31,9 +31,9 @@ from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.run.loading import load_config
 
 H200 = MACHINES["h200"]
-P = Parameters(numels=[80, 40, 40, 10, 80], layer=40, embedding=80, head=80, hidden=4)
+P = Parameters(numels=[80, 40, 40, 10, 80], layers=[40, 40], embedding=80, head=80, hidden=4)
 """Two layers of 40, a final norm of 10: N is 250."""
-TIED = Parameters(numels=[80, 40, 40, 10], layer=40, embedding=80, head=0, hidden=4)
+TIED = Parameters(numels=[80, 40, 40, 10], layers=[40, 40], embedding=80, head=0, hidden=4)
 
 
 def sums(*buffers: dict[str, int]) -> int:
@@ -96,7 +96,7 @@ def test_zero3_with_cpu_offload_pins_in_powers_of_two() -> None:
     gradients and weights in bf16 in one block each, and weights by parameter."""
     mi = 2**20
     p = Parameters(
-        numels=[3 * mi, 3 * mi, 3 * mi], layer=3 * mi, embedding=3 * mi, head=0, hidden=4
+        numels=[3 * mi, 3 * mi, 3 * mi], layers=[3 * mi], embedding=3 * mi, head=0, hidden=4
     )
     layout = Zero(offloads_weights=True, offloads_states=True, sub_group=5 * mi)
     assert layout.host(p) == (12 * 9 + 32 + 16 + 32 + 32 + 3 * 8) * mi

@@ -145,6 +145,34 @@ def test_a_plan_that_keeps_other_activations(tmp_path, kept, named) -> None:
         found.check(run(), SUBJECT.sizes(run()))
 
 
+def test_a_plan_of_an_older_version_is_read(tmp_path) -> None:
+    """Its layers were of one kind, whose dimensions stood with the model's."""
+    found = planned()
+    new = written(found)
+    old = dict(format=3, model=new["model"] | new["kinds"][0], kinds=None, kind_of_layer=None)
+    read = read_given(file_of(found, tmp_path / "plan.json", **old))
+    assert (read.ladder, read.places) == (found.decision.kept.ladder, found.decision.places)
+    read.check(run(), SUBJECT.sizes(run()))
+    wider = Subject(tiny_config(num_hidden_layers=4, intermediate_size=128)).sizes(run())
+    with pytest.raises(UserError, match=r"intermediate \d+ in layer 0, and this one's is 128"):
+        read.check(run(), wider)
+
+
+def test_a_plan_of_layers_of_several_kinds(tmp_path) -> None:
+    windows = dict(use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    config = tiny_config("qwen2", num_hidden_layers=4, **windows)
+    found = plan(Subject(config), run(), MACHINES["rtx-4090"], 16 * GIB)
+    read = read_given(file_of(found, tmp_path / "plan.json"))
+    read.check(run(), found.sizes)
+    assert [kind["window"] for kind in read.kinds] == [None, 64] and read.of_layer == [0, 0, 1, 1]
+    shorter = Subject(tiny_config("qwen2", num_hidden_layers=4, **windows | {"sliding_window": 32}))
+    with pytest.raises(UserError, match="a model with window 64 in layer 2, and this one's is 32"):
+        read.check(run(), shorter.sizes(run()))
+    for damaged in ([0, 0, 1], [0, 0, 1, 2], [0, 0, 1, -1], "0011"):
+        with pytest.raises(UserError, match="is no plan"):
+            read_given(file_of(found, tmp_path / "plan.json", kind_of_layer=damaged))
+
+
 def test_a_missing_file(tmp_path) -> None:
     with pytest.raises(UserError, match="--plan: cannot read .*No such file"):
         read_given(tmp_path / "plan.json")

@@ -89,14 +89,14 @@ def peer(class_type: str, **options) -> Plan:
 def test_adapters_of_others_layers_are_planned(class_type) -> None:
     whole, lora = peer(class_type), peer(class_type, lora_r=16)
     packed = peer(class_type, lora_r=16, quantize="nf4")
-    assert lora.sizes.adapted.parameters == lora.sizes.trained > 0
-    assert not lora.sizes.trains_weights and not lora.sizes.trains_head
+    (kind,) = lora.sizes.kinds
+    assert lora.sizes.layers * kind.adapted.parameters == lora.sizes.trained > 0
+    assert not kind.trains_weights and not lora.sizes.trains_head
     assert packed.gpu_bytes < lora.gpu_bytes < whole.gpu_bytes
     assert lora.seconds.products < whole.seconds.products
     assert packed.seconds.memory > lora.seconds.memory
     backward = next(phase for phase in lora.phases if phase.name == "backward").buffers
-    inputs = lora.sizes.adapted.inputs // lora.sizes.layers
-    assert backward["inputs of adapters, fp32"] == 4 * 16384 * inputs
+    assert backward["inputs of adapters, fp32"] == 4 * 16384 * kind.adapted.inputs
 
 
 REASONS = {
@@ -154,7 +154,8 @@ def test_adapters_of_any_family_are_found() -> None:
     subject = eight_layers()
     model = with_lora(subject.model, ModelArguments(lora_r=8, lora_targets=["q_proj"]))
     found = states.peer_sizes(model, "vanilla", 2)
-    assert found.rank == 8 and found.adapted.inputs == 8 * 4096
+    (kind,) = found.kinds
+    assert kind.rank == 8 and kind.adapted.inputs == 4096
 
 
 LAUNCHED = {  # preset, tokens, options; whether launches may take longer

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from cost_sizes import SETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_model import tiny_config
@@ -17,16 +18,16 @@ from transformers import BloomConfig
 from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.flops import squared_length
-from longctx.cost.kept import SETS
 from longctx.cost.machines import MACHINES
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
 from longctx.layer.parts.attention import attention_flops
 from longctx.model.costs import StepTable
+from longctx.model.families import head_dim
 from longctx.plan.predict import Plan, Subject, longest, plan
 from longctx.run.loading import load_config
-from longctx.run.metrics import squared_lengths
+from longctx.run.metrics import attended
 
 
 @cache
@@ -115,7 +116,7 @@ def test_bytes_of_adapters() -> None:
     for quantize, nbytes in (("none", 2), ("nf4", 1 / 2 + 1 / 64 + 1 / 64 / 64)):
         subject = adapted(quantize)
         found = plan(subject, run(131072), card(80), 64 * GIB)
-        assert subject.trained == subject.sizes(run()).adapted.parameters == numbers
+        assert subject.trained == 8 * subject.sizes(run()).kinds[0].adapted.parameters == numbers
         blocks = found.decision.blocks
         assert [block.weight for block in blocks[1:-2]] == 8 * [pytest.approx(nbytes * layer)]
         assert [(b.states, b.grad) for b in blocks[:-1]] == 10 * [(0, 0)]
@@ -253,16 +254,17 @@ def test_a_config_without_the_numbers() -> None:
 def test_squared_lengths_are_those_of_the_metrics(window) -> None:
     config = tiny_config("mistral", num_hidden_layers=1, sliding_window=window)
     for tokens in (1, 7, 20, 64):
-        counted = int(squared_lengths(config, torch.arange(tokens)[None]))
-        assert squared_length(tokens, window) == counted
+        wide = config.num_attention_heads * head_dim(config)
+        assert wide * squared_length(tokens, window) == attended(config, torch.arange(tokens)[None])
 
 
 def test_attention_by_documents() -> None:
     sizes = eight_layers().sizes(run())
-    whole = attention_flops(sizes, Batch(131072, 131072))
+    kind = sizes.kinds[0]
+    whole = attention_flops(sizes, kind, Batch(131072, 131072))
     assert whole == 2 * 131072**2 * 4096
-    assert attention_flops(sizes, Batch(131072, 8192)) == whole / 16
-    ragged = attention_flops(sizes, Batch(100, 64))
+    assert attention_flops(sizes, kind, Batch(131072, 8192)) == whole / 16
+    ragged = attention_flops(sizes, kind, Batch(100, 64))
     assert ragged == 2 * 4096 * (64**2 + 36**2)
     asked = run(131072, keep="o")
     short = plan(eight_layers(), asked.having(document_tokens=8192), MACHINES["h200"], 256 * GIB)
@@ -275,7 +277,7 @@ def test_head_groups_norm_once_more_each() -> None:
     unit, batch = 131072 * 4096 * 2, Batch(131072, 131072)
 
     def nbytes(groups: int, keep: str) -> tuple[float, float]:
-        layer = StepTable.of(eight_layers().sizes(run(head_groups=groups)), batch).layer
+        layer = StepTable.of(eight_layers().sizes(run(head_groups=groups)), batch).kinds[0]
         again = load(layer.again(SETS[keep])).nbytes
         return load(layer.forward).nbytes, load(layer.backward).nbytes + again
 

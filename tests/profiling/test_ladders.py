@@ -6,15 +6,16 @@ import json
 import re
 
 import pytest
+from cost_sizes import keep_of
 from paths import ROOT
 
-from longctx.cost.kept import Keep, describe
+from longctx.cost.kept import describe
 from longctx.cost.sizes import Cut
 from profiling.ladders import ladder_columns, ladder_of
 
 
 def test_a_ladder_is_read_as_it_was_written() -> None:
-    ladder = (*2 * (Keep.of("h", "h"),), Keep.of("all", "qkv"), Keep.of("o"))
+    ladder = (*2 * (keep_of("h", "h"),), keep_of("all", "qkv"), keep_of("o"))
     row = json.loads(json.dumps(ladder_columns(ladder, Cut(16, 1, 2**29))))
     assert ladder_of(row) == ladder
     assert row["cut"] == {"tile_tokens": 16, "head_groups": 1, "logits_bytes": 2**29}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
+from longctx.cost.flops import step_flops
 from longctx.run.metrics import (
     Throughput,
-    counted_flops,
+    attended,
     parameters_in_matmuls,
     peak_memory,
-    squared_lengths,
 )
 
 
@@ -46,7 +46,7 @@ def test_flops_of_packed_documents() -> None:
     seconds = throughput._seconds
     figures = throughput.read()
     flops = 2 * (6 * 1000 * 8 + 6 * 2 * 16 * (9 + 25))
-    assert counted_flops(config, 1000, 16, 2 * 2 * 34) == flops
+    assert step_flops(parameters=1000, tokens=16, attended=2 * 2 * 16 * 34) == flops
     assert figures["tokens_per_s"] == pytest.approx(16 / seconds)
     assert figures["mfu"] == pytest.approx(flops / seconds / 2e6)
     assert throughput.read() == {}
@@ -59,8 +59,8 @@ def test_flops_of_windows() -> None:
         num_hidden_layers=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
     )
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    assert squared_lengths(windowed, positions) == (9 + 25) + (2 * (6 + 12) - 8)
-    assert squared_lengths(GPT2Config(n_layer=3), positions) == 3 * (9 + 25)
+    assert attended(windowed, positions) == 4096 * ((9 + 25) + (2 * (6 + 12) - 8))
+    assert attended(GPT2Config(n_layer=3), positions) == 768 * 3 * (9 + 25)
 
 
 def test_no_figure_is_invented_without_a_gpu() -> None:

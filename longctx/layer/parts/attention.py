@@ -21,18 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx.annotate import annotated, each
 from longctx.attention.protocol import QKV, take_turns
+from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import WINDOW_EDGES
 from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work, lasting
+from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
 from longctx.layer.lora import adapter_bytes
 from longctx.layer.parts.heads import Group, HeadGroups
@@ -294,36 +295,37 @@ class SelfAttention:
     # --- what it keeps, and what it costs --------------------------------------------------
 
     @staticmethod
-    def cost(s: Sizes, batch: Batch) -> Table:
+    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         """The cost of this block in one layer."""
         tokens, unit = batch.tokens, s.unit(batch.tokens)
         tile_tokens, groups, _ = s.cut(tokens)
         n = tokens * s.itemsize
-        columns = s.wide + 2 * s.narrow
-        rotated = 2 * n * (s.wide + s.narrow)
+        columns = kind.wide + 2 * kind.narrow
+        rotated = 2 * n * (kind.wide + kind.narrow)
         projected = Work(
             name="q k v",
             flops=2 * tokens * s.hidden * columns,
             nbytes=rotated + groups * 2 * unit,  # each head group reads x and writes n1
         )
-        attended = Work(name="attention", flops=attention_flops(s, batch), rate="attention")
-        of_edges = [edge_flops(s, batch, keys) for keys in WINDOW_EDGES]
+        attended = Work(name="attention", flops=attention_flops(s, kind, batch), rate="attention")
+        of_edges = [edge_flops(kind, batch, keys) for keys in WINDOW_EDGES]
         edges = Work(name="edges of windows", flops=of_edges[0], rate="attention")
         # Norms over all heads make q and k once more: before several groups, and in backward.
-        again = 2 * tokens * s.hidden * (s.wide + s.narrow) * s.wide_norms
+        again = 2 * tokens * s.hidden * (kind.wide + kind.narrow) * kind.wide_norms
         measured = Work(
             name="q k, for their norms",
             flops=again * (groups > 1),
-            nbytes=(unit + n * (s.wide + s.narrow)) * s.wide_norms,
+            nbytes=(unit + n * (kind.wide + kind.narrow)) * kind.wide_norms,
         )
-        normed = (2 * n * s.hidden + 2 * unit) * s.post_norms
-        output = Work(name="o", flops=2 * tokens * s.wide * s.hidden, nbytes=unit + normed)
-        sums = weight_sums(s, tokens, s.hidden * (2 * s.wide + 2 * s.narrow))
-        gradients = (1 + s.trains_weights) * (projected.flops + output.flops)
+        normed = (2 * n * s.hidden + 2 * unit) * kind.post_norms
+        output = Work(name="o", flops=2 * tokens * kind.wide * s.hidden, nbytes=unit + normed)
+        sums = weight_sums(s, kind, tokens, s.hidden * (2 * kind.wide + 2 * kind.narrow))
+        twice = 1 + kind.trains_weights  # the gradients of inputs, and of weights
         h = Keepable(
             name="h",
-            nbytes=n * s.hidden if s.post_norms else unit,
+            nbytes=n * s.hidden if kind.post_norms else unit,
             spares=(Work(name="o", flops=output.flops),),
+            word="h",
             needs=frozenset({"o"}),
             of_tiles=True,
         )
@@ -334,32 +336,35 @@ class SelfAttention:
                     name="attention",
                     flops=2.5 * attended.flops,
                     rate="attention backward",
-                    nbytes=rotated + n * (4 * s.wide + 6 * s.narrow),
+                    nbytes=rotated + n * (4 * kind.wide + 6 * kind.narrow),
                 ),
                 replace(edges, flops=2.5 * of_edges[1], rate="attention backward"),
-                Work(name="q k v, o", flops=gradients, nbytes=6 * unit + 2 * normed + sums),
-                Work(name="q k, for their norms", flops=again, nbytes=2 * rotated * s.wide_norms),
+                Work(name="o", flops=twice * output.flops, nbytes=6 * unit + 2 * normed + sums),
+                Work(name="q k v", flops=twice * projected.flops, finishing=True),
+                replace(measured, flops=again, nbytes=2 * rotated * kind.wide_norms),
             ),
             keepables=(
-                Keepable(name="x", nbytes=unit, always=True, read_first=True),
+                Keepable(name="x", nbytes=unit, word="x", always=True, read_first=True),
                 Keepable(
                     name="o",
-                    nbytes=tokens * (s.wide * s.itemsize + 4 * s.heads + 8 * s.wide_norms),
-                    tensors=2 + s.wide_norms,
+                    nbytes=tokens * (kind.wide * s.itemsize + 4 * kind.heads + 8 * kind.wide_norms),
+                    tensors=2 + kind.wide_norms,
                     spares=(projected, measured, attended, edges),
+                    word="o",
                     read_first=True,
                     buffered=True,
                 ),
-                *([] if s.parallel else [h]),
+                *([] if kind.parallel else [h]),
                 Keepable(
                     name="q k v",
                     nbytes=n * columns,
-                    tensors=s.kv_heads,
+                    tensors=kind.kv_heads,
                     spares=(projected,),
+                    word="qkv",
                     needs=frozenset({"o"}),
                 ),
             ),
-            buffers=_attention_buffers(s, tokens),
+            buffers=_attention_buffers(s, kind, tokens),
         )
 
 
@@ -367,7 +372,7 @@ def _part(group: int) -> str:
     return f"qkv{group}"
 
 
-def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
+def _attention_buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, ...]:
     """Buffers of attention. Forward has a head group's q, k, v. Backward has these, do, and their
     gradients, which flash-attention sums in fp32 and allocates itself before they are copied,
     unless it writes them in place; q and k once more if they are normed; dk and dv of all groups,
@@ -375,69 +380,61 @@ def _attention_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
     summed in fp32 beside the MLP's. The projections' backward has a tile of dq, dk, dv, n1 and dn1,
     the weights of q, k and v in one, and their gradients in fp32."""
     groups = s.cut(tokens).head_groups
-    columns = s.wide + 2 * s.narrow
-    held = s.post_norms * min(2, s.heads // s.kv_heads)  # of dk and dv, do holds so many
-    alone = not (s.post_norms and s.writes_gradients)  # torch's flash copies do's columns
-    made = s.wide * alone + held * s.narrow + (0 if s.writes_gradients else columns)
+    columns = kind.wide + 2 * kind.narrow
+    held = kind.post_norms * min(2, kind.heads // kind.kv_heads)  # of dk and dv, do holds so many
+    alone = not (kind.post_norms and s.writes_gradients)  # torch's flash copies do's columns
+    made = kind.wide * alone + held * kind.narrow + (0 if s.writes_gradients else columns)
     made *= s.itemsize
     made += 4 * columns if s.itemsize < 4 else 0
-    made += (s.wide + s.narrow) * s.itemsize if s.qk_norms else 0
-    of_o = s.hidden * s.wide * s.trains_weights
-    shared = 8 * (s.wide + s.narrow) // groups * s.itemsize if s.ranks > 1 else 0
+    made += (kind.wide + kind.narrow) * s.itemsize if kind.qk_norms else 0
+    of_o = s.hidden * kind.wide * kind.trains_weights
+    shared = 8 * (kind.wide + kind.narrow) // groups * s.itemsize if s.ranks > 1 else 0
     rows = min(tokens, s.cut(tokens).tile_tokens)
-    again = (s.wide + s.narrow) * s.wide_norms  # q and k as projected, for the norms' backward
+    again = (kind.wide + kind.narrow) * kind.wide_norms  # q, k as projected, for their norms
     tile = rows * (columns + s.hidden + max(s.hidden, again)) * s.itemsize
-    stacked = s.itemsize + 4 * s.trains_weights
-    do = tokens * s.wide * s.itemsize * s.post_norms
-    dn1 = tokens * s.hidden * s.itemsize * s.parallel
+    stacked = s.itemsize + 4 * kind.trains_weights
+    do = tokens * kind.wide * s.itemsize * kind.post_norms
+    dn1 = tokens * s.hidden * s.itemsize * kind.parallel
     until_the_end = {
         "dy": s.unit(tokens),
         "o's gradient": of_o * s.itemsize,
-        "dk, dv": tokens * (2 - held) * s.narrow * s.itemsize,
-        "do": do,
-        "dn1": dn1,
+        "dk, dv": tokens * (2 - held) * kind.narrow * s.itemsize,
     }
     group = columns // groups * s.itemsize
 
-    def back(name: str, nbytes: int, spared_by: str | None = None) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="attention backward", spared_by=spared_by)
+    def back(name: str, nbytes: int, **how: Any) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="attention backward", **how)
 
     def last(name: str, nbytes: int) -> Buffer:
         return Buffer(name=name, nbytes=nbytes, during="projections backward")
 
     return (
         Buffer(name="a head group", nbytes=tokens * group, during="attention forward"),
-        Buffer(name="attention's do", nbytes=do, during="mlp backward"),
-        Buffer(name="its input's gradient", nbytes=dn1, during="mlp backward"),
-        Buffer(name="o's gradient, fp32", nbytes=4 * of_o, during="mlp backward"),
-        *chain.from_iterable(
-            lasting(name, nbytes, "attention backward", "projections backward")
-            for name, nbytes in until_the_end.items()
-        ),
-        back("a head group", tokens * (made // groups + adapter_bytes(s))),
+        # The MLP's backward fills these tile by tile.
+        Buffer(name="do", nbytes=do, during="backward"),
+        Buffer(name="dn1", nbytes=dn1, during="backward"),
+        back("o's gradient, fp32", 4 * of_o, span="before"),
+        *(row(name, nbytes) for name, nbytes in until_the_end.items() for row in (back, last)),
+        back("a head group", tokens * (made // groups + adapter_bytes(s, kind))),
         back("a head group", tokens * group, spared_by="q k v"),
         # Exchanges of the previous and the next group are under way (attention/sharded.py).
         back("exchanges", tokens * shared),
-        back("a layer's dense weights", s.dense_bytes),
         last("the projections' weights and gradients", s.hidden * columns * stacked),
         last("a tile", tile),
-        last("a layer's dense weights", s.dense_bytes),
     )
 
 
-def attention_flops(s: Sizes, batch: Batch) -> float:
-    """FLOPs of attention in one layer's forward on one rank, as a mean over the layers. A document
-    of L tokens without a window costs 2 H d L^2, since a token attends to half of the others."""
+def attention_flops(s: Sizes, kind: LayerKind, batch: Batch) -> float:
+    """FLOPs of attention in a layer's forward on one rank. A document of L tokens without a window
+    costs 2 H d L^2, since a token attends to half of the others."""
     tokens, document = batch.tokens * s.ranks, batch.document
-    windows = s.windows or (None,)
-    squared = sum(squared_length(document, window) for window in windows)
-    rest = sum(squared_length(tokens % document, window) for window in windows)
-    pairs = (tokens // document * squared + rest) / len(windows)
-    return 2.0 * s.wide * pairs / s.ranks
+    squared = squared_length(document, kind.window)
+    pairs = tokens // document * squared + squared_length(tokens % document, kind.window)
+    return 2.0 * kind.wide * pairs / s.ranks
 
 
-def edge_flops(s: Sizes, batch: Batch, keys: int) -> float:
-    """FLOPs of so many more keys for each query in the layers whose windows are shorter than the
-    documents, as a mean over the layers: kernels compute whole tiles."""
-    cut = [window is not None and window < batch.document for window in s.windows]
-    return 4.0 * s.wide * batch.tokens * keys * sum(cut) / max(1, len(cut))
+def edge_flops(kind: LayerKind, batch: Batch, keys: int) -> float:
+    """FLOPs of so many more keys for each query where a window is shorter than the documents:
+    kernels compute whole tiles."""
+    cut = kind.window is not None and kind.window < batch.document
+    return 4.0 * kind.wide * batch.tokens * keys * cut

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Keepable, Table, Work, lasting
+from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.linear import weight_sums
 from longctx.layer.lora import adapter_bytes
@@ -135,15 +136,15 @@ class MLP:
         return self._norm.forward(h).to(self._pass.schedule.dtype)
 
     @staticmethod
-    def cost(s: Sizes, batch: Batch) -> Table:
+    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
         """The cost of this block in one layer."""
         tokens, unit = batch.tokens, s.unit(batch.tokens)
-        gate = tokens * s.itemsize * s.intermediate
-        width = 1 + s.gated  # of gate and up together, or of up alone
-        gate_up = 2 * tokens * s.hidden * s.intermediate * width
-        matmuls = gate_up + 2 * tokens * s.hidden * s.intermediate
-        sums = weight_sums(s, tokens, (1 + width) * s.hidden * s.intermediate)
-        normed = (2 * unit + 2 * tokens * s.hidden * s.itemsize) * s.post_norms
+        gate = tokens * s.itemsize * kind.intermediate
+        width = 1 + kind.gated  # of gate and up together, or of up alone
+        gate_up = 2 * tokens * s.hidden * kind.intermediate * width
+        matmuls = gate_up + 2 * tokens * s.hidden * kind.intermediate
+        sums = weight_sums(s, kind, tokens, (1 + width) * s.hidden * kind.intermediate)
+        normed = (2 * unit + 2 * tokens * s.hidden * s.itemsize) * kind.post_norms
         down = Work(name="down", flops=matmuls - gate_up, nbytes=(1 + width) * gate + unit)
         z = Keepable(
             name="down",
@@ -160,7 +161,7 @@ class MLP:
             backward=(
                 Work(
                     name="gate up, down",
-                    flops=(1 + s.trains_weights) * matmuls,
+                    flops=(1 + kind.trains_weights) * matmuls,
                     nbytes=6 * unit + (2 + 2 * width) * gate + sums + 2 * normed,
                 ),
             ),
@@ -170,43 +171,42 @@ class MLP:
                     nbytes=width * gate,
                     tensors=width,
                     spares=(Work(name="gate up", flops=gate_up),),
-                    needs=frozenset({"o"} if s.parallel else {"o", "h"}),
+                    needs=frozenset({"o"} if kind.parallel else {"o", "h"}),
                     of_tiles=True,
                 ),
-                *([z] if s.post_norms else []),
+                *([z] if kind.post_norms else []),
             ),
-            buffers=_mlp_buffers(s, tokens),
+            buffers=_mlp_buffers(s, kind, tokens),
         )
 
 
-def _mlp_buffers(s: Sizes, tokens: int) -> tuple[Buffer, ...]:
+def _mlp_buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, ...]:
     """Buffers of the MLP. A tile has gate, up and their product, and h, n2 and their gradients; an
     MLP without a gate activates in place. Backward also has the weight gradients of gate, up and
     down in fp32, one of them rounded; all of them are there, rounded, until the layer's backward
     ends."""
     rows = min(tokens, s.cut(tokens).tile_tokens)
-    wide, narrow = (rows * size * s.itemsize for size in (s.intermediate, s.hidden))
-    masked = 2 * wide if s.drops else 0  # the masked input of down and the dropout mask
-    summed = 4 * (2 + s.gated) + s.itemsize
-    weights = s.hidden * s.intermediate * s.trains_weights
-    rounded = (2 + s.gated) * weights * s.itemsize
+    wide, narrow = (rows * size * s.itemsize for size in (kind.intermediate, s.hidden))
+    masked = 2 * wide if kind.drops else 0  # the masked input of down and the dropout mask
+    summed = 4 * (2 + kind.gated) + s.itemsize
+    weights = s.hidden * kind.intermediate * kind.trains_weights
+    rounded = (2 + kind.gated) * weights * s.itemsize
 
-    def back(name: str, nbytes: int, spared_by: str | None = None) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp backward", spared_by=spared_by)
+    def back(name: str, nbytes: int, **how: Any) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="mlp backward", **how)
 
-    def forward(name: str, nbytes: int, spared_by: str | None = None) -> Buffer:
-        return Buffer(name=name, nbytes=nbytes, during="mlp forward", spared_by=spared_by)
+    def forward(name: str, nbytes: int, **how: Any) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="mlp forward", **how)
 
     return (
         forward("its output", s.unit(tokens)),
         forward("a tile", wide + 2 * narrow),
-        forward("a tile", wide * s.gated, spared_by="gate up"),
-        forward("a tile", 2 * narrow * s.post_norms),
+        forward("a tile", wide * kind.gated, spared_by="gate up"),
+        forward("a tile", 2 * narrow * kind.post_norms),
         back("dy", s.unit(tokens)),
         back("the MLP's gradients, fp32", summed * weights),
-        *lasting("the MLP's gradients", rounded, "attention backward", "projections backward"),
-        back("a tile", wide + 2 * narrow + masked + rows * adapter_bytes(s)),
-        back("a tile", (1 + s.gated) * wide + 2 * narrow, spared_by="gate up"),
-        back("a tile", narrow * s.post_norms),
-        back("a layer's dense weights", s.dense_bytes),
+        back("the MLP's gradients", rounded, span="after"),
+        back("a tile", wide + 2 * narrow + masked + rows * adapter_bytes(s, kind)),
+        back("a tile", (1 + kind.gated) * wide + 2 * narrow, spared_by="gate up"),
+        back("a tile", narrow * kind.post_norms),
     )

@@ -1,0 +1,83 @@
+"""What layers of one model may differ in. A model is a sequence of layers, each of one kind.
+
+H query heads and K key/value heads of size d, F intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from longctx.cost.table import Table
+
+
+class Block(Protocol):
+    """A part of a layer, as the count sees it."""
+
+    @staticmethod
+    def cost(s: Any, kind: LayerKind, batch: Any) -> Table:
+        """Returns the rows of this part in one layer of that kind, in a model of the `Sizes` s and
+        in a step of this `Batch` (sizes.py, which imports this file)."""
+
+
+class Adapted(NamedTuple):
+    """The sizes of a layer's adapters, as a token meets them: an adapter that k of E tokens are
+    given counts k / E times."""
+
+    inputs: float = 0
+    """Elements per token that they read."""
+    outputs: float = 0
+    """Elements per token that they add to."""
+    parameters: float = 0
+    """Parameters that a token is multiplied by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """The dimensions of a layer that decide what it computes and how much memory it takes. Layers
+    that agree in all of them are of one kind."""
+
+    blocks: tuple[type[Block], ...]
+    """The parts of a layer, in forward's order. The layers of other libraries have none."""
+    intermediate: int  # F
+    heads: int  # H
+    kv_heads: int  # K
+    head_dim: int  # d
+    window: int | None = None
+    """The window of attention; None: a token attends to all before it."""
+    qk_norms: bool = False
+    """Whether each head of q and k has a norm. Attention then takes copies."""
+    wide_norms: bool = False
+    """Whether q and k have norms over all heads."""
+    caps_scores: bool = False
+    """Whether attention's scores have a softcap."""
+    post_norms: bool = False
+    """Whether norms follow attention and the MLP."""
+    gated: bool = True
+    """Whether the MLP has a gate."""
+    parallel: bool = False
+    """Whether the MLP stands beside attention and reads what attention reads."""
+    trains_weights: bool = True
+    """Whether any weights are trained; else they have no gradients."""
+    dense_bytes: int = 0
+    """Bytes of the dense weights while a layer computes, if its weights are quantised."""
+    rank: int = 0
+    """The largest rank of the adapters."""
+    drops: bool = False
+    """Whether an adapter's input has dropout."""
+    adapted: Adapted = Adapted()
+
+    @property
+    def scores(self) -> tuple[int, bool]:
+        """What attention's rates depend on: the size of a head, and whether scores are capped."""
+        return self.head_dim, self.caps_scores
+
+    @property
+    def wide(self) -> int:
+        """Columns of q and of attention's output, all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def narrow(self) -> int:
+        """Columns of k, and of v, all key/value heads together."""
+        return self.kv_heads * self.head_dim
