@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longctx.layer.lora import Lora
-from longctx.layer.weights import Weights
+from longctx.layer.adapters.lora import Lora
+from longctx.layer.adapters.protocol import Settings
 from longctx.model.look import Read, look
 
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
@@ -44,17 +44,17 @@ class Applied(NamedTuple):
 
 
 def with_adapters(
-    weights: Weights, adapters: Mapping[str, Applied], layer: int, seed: Callable[[], int]
-) -> tuple[Weights, dict[str, Lora]]:
+    weights: dict[str, Tensor], adapters: Mapping[str, Applied], layer: int, seed: Callable[[], int]
+) -> tuple[dict[str, Tensor], dict[str, Settings]]:
     """Returns a layer's parameters with its adapters' tensors, and the adapters' settings by
     projection name. `seed` gives the pass's seed, and is called only if masks are drawn."""
-    tensors: dict[str, Tensor] = {}
-    loras: dict[str, Lora] = {}
+    parameters = dict(weights)
+    settings: dict[str, Settings] = {}
     for name, x in adapters.items():
-        tensors |= {f"{name}_a": x.a, f"{name}_b": x.b}
+        parameters |= {f"{name}.a": x.a, f"{name}.b": x.b}
         own = hash((seed(), layer, *name.encode())) if x.dropout else 0
-        loras[name] = Lora(scale=x.scale, dropout=x.dropout, seed=own)
-    return weights._replace(**tensors), loras
+        settings[name] = Lora(scale=x.scale, dropout=x.dropout, seed=own)
+    return parameters, settings
 
 
 def inside_peft(model: Any) -> Any:

@@ -14,8 +14,8 @@ from functools import cached_property
 from longctx.cost.fitted import DEQUANTISE, PEERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.layer.adapters.lora import adapters_cost
 from longctx.layer.linear import dense_cost
-from longctx.layer.lora import adapters_cost
 from longctx.layer.parts.attention import SelfAttention, attention_flops
 from longctx.layer.parts.mlp import MLP
 from longctx.model.log_probs import scoring_cost

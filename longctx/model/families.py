@@ -37,8 +37,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import Traits
-from longctx.layer.weights import Weights
+from longctx.layer.passes import SIDE_BY_SIDE, Traits
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
 from longctx.model.classes import class_of
 from longctx.model.look import Read
@@ -162,13 +161,13 @@ class Family:
     mlp: str = ""
     """The name of the MLP's class, if it has another prefix."""
     linears: Mapping[str, str] = field(default_factory=lambda: _QKV | _OUT | _GATE_UP)
-    """Maps names in `Weights` to the paths of a layer's linear layers. Without k and v, q holds all
-    three in one parameter; without up, gate holds both. Such layers must have no bias. Without
-    gate, the MLP has none."""
+    """Maps the names that the parts declare to the paths of a layer's linear layers. Without k and
+    v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
+    bias. Without gate, the MLP has none."""
     interleaved: bool = False
     """RoPE rotates pairs of neighbours, instead of halves."""
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
-    """Maps names in `Weights` to the paths of a layer's norms."""
+    """Maps names of parameters to the paths of a layer's norms."""
     activation: str = "mlp.act_fn"
     activations: Names = _SILU
     """The classes that it may be of."""
@@ -251,16 +250,15 @@ class Family:
             for owner in dict.fromkeys(owner for owner, _, _ in parts)
         }
 
-    def weights(self, layer: Any, read: Read = getattr) -> Weights:
-        """Returns the parameters of a layer, without its adapters."""
-        linears = {name: part_of(layer, path) for name, path in self.linears.items()}
-        found = {name: read(module, "weight") for name, module in linears.items()}
-        norms = {name: part_of(layer, path) for name, path in self.norms.items()}
-        found |= {name: read(module, "weight") for name, module in norms.items()}
-        for name, module in (linears | norms).items():
+    def weights(self, layer: Any, read: Read = getattr) -> dict[str, Tensor]:
+        """Returns the parameters of a layer by name (layer/weights.py), without its adapters."""
+        found = {}
+        for name, path in (*self.linears.items(), *self.norms.items()):
+            module = part_of(layer, path)
+            found[name] = read(module, "weight")
             if (bias := read(module, "bias", None)) is not None:
-                found[f"{name}_bias"] = bias
-        return Weights(**found)
+                found[f"{name}.bias"] = bias
+        return found
 
     def layer_traits(self, config: Any) -> tuple[Traits, ...]:
         scale = head_dim(config) ** -0.5
@@ -412,7 +410,7 @@ FAMILIES: dict[str, Family] = {
             norms=_ONE_NORM,
             norm=_COHERE_NORM,
             interleaved=True,
-            traits=lambda config, i: {"parallel": True},
+            traits=lambda config, i: {"blocks": SIDE_BY_SIDE},
             logits_scaling=lambda model: 1 / model.logit_scale,
         ),
         Family(
@@ -423,7 +421,7 @@ FAMILIES: dict[str, Family] = {
             interleaved=True,
             window=_window_by_type,
             traits=lambda config, i: (
-                {"parallel": True} | ({} if _window_by_type(config, i) else {"rope": None})
+                {"blocks": SIDE_BY_SIDE} | ({} if _window_by_type(config, i) else {"rope": None})
             ),
             logits_scaling=lambda model: 1 / model.logit_scale,
         ),
@@ -480,14 +478,14 @@ def _family_of(kind: Any) -> Family | None:
     return next((families[part[2]] for part in parts if part[2] in families), None)
 
 
-def layer_weights(layer: Any, read: Read = getattr) -> Weights:
+def layer_weights(layer: Any, read: Read = getattr) -> dict[str, Tensor]:
     """Returns a decoder layer's parameters, as the schedule takes them, without its adapters. With
     `look` to read them, what parametrised ones are computed from stands in their places."""
     return known_family(layer).weights(layer, read)
 
 
 def layer_adapters(layer: Any, read: Read = getattr) -> dict[str, Applied]:
-    """Returns the adapters that a forward of the layer applies, by the names in `Weights` of the
+    """Returns the adapters that a forward of the layer applies, by the names of the
     projections that they adapt."""
     family = known_family(layer)
     return applied({n: part_of(layer, path) for n, path in family.linears.items()}, read)

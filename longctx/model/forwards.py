@@ -674,10 +674,10 @@ def layer_forward(
 ) -> Tensor:
     if schedule is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    weights, loras = with_adapters(
+    parameters, adapters = with_adapters(
         layer_weights(self), layer_adapters(self), layers_above, lambda: schedule.seed
     )
-    return scheduled_layer(hidden_states, schedule, layers_above, weights, loras)
+    return scheduled_layer(hidden_states, schedule, layers_above, parameters, adapters)
 
 
 def norm_forward(self: Any, x: Tensor, spec: NormSpec | None = None, owned: bool = False) -> Tensor:

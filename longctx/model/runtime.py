@@ -233,9 +233,11 @@ def model_sizes(
     assert base is not None
     config, family = base.config, known_family(base)
     weights = [layer_weights(layer, look) for layer in base.layers]
-    matrices = [x for w in weights for x in w if x is not None]
+    matrices = [x for w in weights for x in w.values()]
     adapters = [x for layer in base.layers for x in layer_adapters(layer, look).values()]
-    packed = [state for w in weights[0] if (state := getattr(w, "quant_state", None)) is not None]
+    packed = [
+        state for w in weights[0].values() if (state := getattr(w, "quant_state", None)) is not None
+    ]
     return Sizes(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,

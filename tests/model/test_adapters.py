@@ -33,14 +33,15 @@ import longctx
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.layer.lora import Lora
-from longctx.layer.weights import PROJECTIONS
+from longctx.layer.adapters.lora import Lora
+
 from longctx.model.families import FAMILIES as FAMILY_OF
 from longctx.model.families import layer_adapters
 from longctx.model.strangers import why_not_scheduled
 from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 DEVICE = torch.device(DEVICE)
 
