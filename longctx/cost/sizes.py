@@ -82,6 +82,8 @@ class Adapted(NamedTuple):
     """Elements per token that they add to."""
     parameters: float = 0
     """Parameters that a token is multiplied by."""
+    rescaled: float = 0
+    """Elements of the weights whose rows they rescale (DoRA)."""
 
 
 class Batch(NamedTuple):

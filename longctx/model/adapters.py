@@ -4,10 +4,11 @@ PEFT makes, names, saves and merges adapters: `LoraConfig` replaces a linear lay
 that holds the linear layer. The schedule computes with the tensors (projection.py):
 
     lora_A, lora_B     the active adapter's; none while adapters are disabled or merged
+    lora_magnitude_vector    of DoRA: the lengths of the rows of W + s B A
     scaling            lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora
     lora_dropout       p, in training mode
 
-If an adapter has other features (DoRA and the other variants, a bias of its own, several adapters
+If an adapter has other features (variants of LoRA besides DoRA, a bias of its own, several adapters
 at once), Hugging Face's layers run. This is checked on every forward.
 
 Dropout is seeded by one number per forward from torch's CPU generator. Masks therefore repeat after
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longctx.layer.adapters.dora import Dora
 from longctx.layer.adapters.lora import Lora
 from longctx.layer.adapters.protocol import Settings
 from longctx.model.look import Read, look
@@ -30,6 +32,9 @@ from longctx.model.look import Read, look
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
 """The quantised linear layers whose forward the schedule can replace."""
+_LINEAR = ("torch.nn.modules.linear.Linear",)
+_DORA = "peft.tuners.lora.variants.DoraLinearVariant"
+_MAGNITUDE = ("peft.tuners.lora.dora.DoraLinearLayer",)
 
 
 class Applied(NamedTuple):
@@ -41,6 +46,21 @@ class Applied(NamedTuple):
     dropout: float
     share: float = 1.0
     """The share of the layer's tokens that it is applied to."""
+    magnitude: Tensor | None = None  # (O,), of DoRA
+
+    @property
+    def settings(self) -> type[Lora]:
+        return Lora if self.magnitude is None else Dora
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Its tensors, by the names of its settings."""
+        own = {"a": self.a, "b": self.b}
+        return own if self.magnitude is None else own | {"magnitude": self.magnitude}
+
+    @property
+    def rescaled(self) -> int:
+        return 0 if self.magnitude is None else self.a.shape[1] * len(self.b)
 
 
 def with_adapters(
@@ -51,9 +71,9 @@ def with_adapters(
     parameters = dict(weights)
     settings: dict[str, Settings] = {}
     for name, x in adapters.items():
-        parameters |= {f"{name}.a": x.a, f"{name}.b": x.b}
-        own = hash((seed(), layer, *name.encode())) if x.dropout else 0
-        settings[name] = Lora(scale=x.scale, dropout=x.dropout, seed=own)
+        parameters |= {f"{name}.{own}": tensor for own, tensor in x.parameters.items()}
+        seeded = hash((seed(), layer, *name.encode())) if x.dropout else 0
+        settings[name] = x.settings(scale=x.scale, dropout=x.dropout, seed=seeded)
     return parameters, settings
 
 
@@ -84,21 +104,26 @@ def applied(modules: Mapping[str, Any], read: Read = getattr) -> dict[str, Appli
         adapter = _active(module) if is_adapted(module) else None
         if adapter is not None:
             drop = module.lora_dropout[adapter]
+            magnitude = _magnitude(module, adapter)
             found[name] = Applied(
                 a=read(module.lora_A[adapter], "weight"),
                 b=read(module.lora_B[adapter], "weight"),
                 scale=float(module.scaling[adapter]),
                 dropout=drop.p if drop.training and isinstance(drop, nn.Dropout) else 0.0,
+                magnitude=None if magnitude is None else read(magnitude, "weight"),
             )
     return found
 
 
-def inner_linears(module: Any) -> Iterator[nn.Module]:
-    """Yields the linear layers that the schedule reads inside an adapted one."""
-    yield module.base_layer
+def inner_modules(module: Any) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """Yields what the schedule reads inside an adapted linear layer, with the classes whose forward
+    it may have."""
+    yield module.base_layer, _LINEAR + QUANTISED
     for adapter in _actives(module):
-        yield module.lora_A[adapter]
-        yield module.lora_B[adapter]
+        yield module.lora_A[adapter], _LINEAR + QUANTISED
+        yield module.lora_B[adapter], _LINEAR + QUANTISED
+        if (magnitude := _magnitude(module, adapter)) is not None:
+            yield magnitude, _MAGNITUDE
 
 
 def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
@@ -110,8 +135,12 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         yield f"several adapters at once in {where}"
     for adapter in actives:
         variant = getattr(module, "lora_variant", {}).get(adapter)
-        if variant is not None or getattr(module, "use_dora", {}).get(adapter):
+        magnitude = _magnitude(module, adapter)
+        kind = f"{type(variant).__module__}.{type(variant).__qualname__}"
+        if kind != _DORA and (variant is not None or magnitude is not None):
             yield f"a variant of LoRA ({type(variant).__name__}) in {where}"
+        elif magnitude is not None and module.base_layer.weight.requires_grad:
+            yield f"DoRA over a weight that is trained in {where}"
         if look(module.lora_B[adapter], "bias") is not None:
             yield f"an adapter with a bias in {where}"
         if not isinstance(module.scaling[adapter], (int, float)):
@@ -120,7 +149,8 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         drop = module.lora_dropout[adapter]
         if type(drop) not in (nn.Dropout, nn.Identity):
             yield f"an adapter with a dropout of its own in {where}"
-        for factor in (look(part[adapter], "weight") for part in (module.lora_A, module.lora_B)):
+        parts = [module.lora_A[adapter], module.lora_B[adapter], magnitude]
+        for factor in (look(part, "weight") for part in parts if part is not None):
             if factor.dtype not in (torch.float32, dtype):
                 yield f"an adapter in {factor.dtype} over weights in {dtype} in {where}"
 
@@ -134,6 +164,11 @@ def why_not_dense(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
         yield f"a weight that is still to be quantised in {where}"
     if module.compute_dtype not in (None, dtype):
         yield f"products in {module.compute_dtype} over weights in {dtype} in {where}"
+
+
+def _magnitude(module: Any, adapter: str) -> Any | None:
+    vectors = module._modules.get("lora_magnitude_vector")
+    return vectors[adapter] if vectors is not None and adapter in vectors else None
 
 
 def _active(module: Any) -> str | None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from longctx.cost.fitted import DEQUANTISE, PEERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.layer.adapters.dora import dora_cost
 from longctx.layer.adapters.lora import adapters_cost
 from longctx.layer.linear import dense_cost
 from longctx.layer.parts.attention import SelfAttention, attention_flops
@@ -136,7 +137,7 @@ class StepTable:
         if s.class_type != "custom":
             return peer_layer_cost(s, batch) + peer_adapters_cost(s, batch)
         parts = SelfAttention.cost(s, batch) + MLP.cost(s, batch)
-        return parts + adapters_cost(s, batch) + dense_cost(s)
+        return parts + adapters_cost(s, batch) + dora_cost(s, batch) + dense_cost(s)
 
     @cached_property
     def loss(self) -> Table:

@@ -259,6 +259,7 @@ def model_sizes(
             inputs=sum(x.share * x.a.shape[1] for x in adapters),
             outputs=sum(x.share * len(x.b) for x in adapters),
             parameters=sum(x.share * (x.a.numel() + x.b.numel()) for x in adapters),
+            rescaled=sum(x.share * x.rescaled for x in adapters),
         ),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in matrices),

@@ -30,8 +30,7 @@ from transformers.utils.generic import TransformersKwargs
 from longctx.errors import one_line
 from longctx.layer.passes import Traits
 from longctx.model.adapters import (
-    QUANTISED,
-    inner_linears,
+    inner_modules,
     is_adapted,
     why_not_applied,
     why_not_dense,
@@ -227,8 +226,7 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         linears = family.linears.values()
         adapted = {name: parts[name] for name in linears if is_adapted(parts[name])}
         for name, module in adapted.items():
-            for inner in inner_linears(module):
-                known = LINEAR + QUANTISED
+            for inner, known in inner_modules(module):
                 yield from _problems(inner, known, f"{where}.{name}, inside its adapter")
             yield from why_not_applied(module, dtype, f"{where}.{name}")
             parts[name] = module.base_layer

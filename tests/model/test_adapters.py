@@ -34,7 +34,6 @@ from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.layer.adapters.lora import Lora
-
 from longctx.model.families import FAMILIES as FAMILY_OF
 from longctx.model.families import layer_adapters
 from longctx.model.strangers import why_not_scheduled
