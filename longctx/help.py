@@ -54,7 +54,7 @@ GROUPS: dict[str, Group] = {
         "torch_empty_cache_steps memory_snapshot_on_oom skip_memory_metrics",
     ),
     "adapters": Group(
-        "lora_r lora_alpha lora_dropout lora_targets quantize", "lora_modules_to_save"
+        "lora_r lora_alpha lora_dropout lora_targets quantize", "lora_modules_to_save use_dora"
     ),
     "training": Group(
         "learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs "

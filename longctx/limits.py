@@ -200,7 +200,7 @@ IDLE: tuple[tuple[str, str, Rule], ...] = (
         ),
     ),
     (
-        "lora_alpha lora_dropout lora_targets lora_modules_to_save",
+        "lora_alpha lora_dropout lora_targets lora_modules_to_save use_dora",
         "--lora_r",
         lambda m, d, t: m.lora_r is not None,
     ),

@@ -19,6 +19,7 @@ tile. The masks differ from those of torch's dropout, but have the same distribu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,29 @@ ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
 """The quantised linear layers whose forward the schedule can replace."""
 _LINEAR = ("torch.nn.modules.linear.Linear",)
-_DORA = "peft.tuners.lora.variants.DoraLinearVariant"
-_MAGNITUDE = ("peft.tuners.lora.dora.DoraLinearLayer",)
+
+
+class Kind(NamedTuple):
+    """A kind of adapter that the schedule computes, as PEFT has it."""
+
+    settings: type[Lora]
+    variant: str | None = None
+    """PEFT's class of it."""
+    more: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    """Maps each parameter besides A and B to PEFT's dict of its modules, and their class."""
+    over_trained: bool = True
+    """Whether the weight beneath may be trained, too."""
+
+
+KINDS = (
+    Kind(Lora),
+    Kind(
+        Dora,
+        variant="peft.tuners.lora.variants.DoraLinearVariant",
+        more={"magnitude": ("lora_magnitude_vector", "peft.tuners.lora.dora.DoraLinearLayer")},
+        over_trained=False,
+    ),
+)
 
 
 class Applied(NamedTuple):
@@ -46,21 +68,17 @@ class Applied(NamedTuple):
     dropout: float
     share: float = 1.0
     """The share of the layer's tokens that it is applied to."""
-    magnitude: Tensor | None = None  # (O,), of DoRA
-
-    @property
-    def settings(self) -> type[Lora]:
-        return Lora if self.magnitude is None else Dora
+    kind: Kind = KINDS[0]
+    more: Mapping[str, Tensor] = MappingProxyType({})
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Its tensors, by the names of its settings."""
-        own = {"a": self.a, "b": self.b}
-        return own if self.magnitude is None else own | {"magnitude": self.magnitude}
+        return {"a": self.a, "b": self.b, **self.more}
 
     @property
     def rescaled(self) -> int:
-        return 0 if self.magnitude is None else self.a.shape[1] * len(self.b)
+        return self.a.shape[1] * len(self.b) if self.kind.settings is Dora else 0
 
 
 def with_adapters(
@@ -73,7 +91,7 @@ def with_adapters(
     for name, x in adapters.items():
         parameters |= {f"{name}.{own}": tensor for own, tensor in x.parameters.items()}
         seeded = hash((seed(), layer, *name.encode())) if x.dropout else 0
-        settings[name] = x.settings(scale=x.scale, dropout=x.dropout, seed=seeded)
+        settings[name] = x.kind.settings(scale=x.scale, dropout=x.dropout, seed=seeded)
     return parameters, settings
 
 
@@ -104,13 +122,14 @@ def applied(modules: Mapping[str, Any], read: Read = getattr) -> dict[str, Appli
         adapter = _active(module) if is_adapted(module) else None
         if adapter is not None:
             drop = module.lora_dropout[adapter]
-            magnitude = _magnitude(module, adapter)
+            kind, more = _kind(module, adapter)
             found[name] = Applied(
                 a=read(module.lora_A[adapter], "weight"),
                 b=read(module.lora_B[adapter], "weight"),
                 scale=float(module.scaling[adapter]),
                 dropout=drop.p if drop.training and isinstance(drop, nn.Dropout) else 0.0,
-                magnitude=None if magnitude is None else read(magnitude, "weight"),
+                kind=kind,
+                more={name: read(inner, "weight") for name, inner in more.items()},
             )
     return found
 
@@ -122,8 +141,9 @@ def inner_modules(module: Any) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     for adapter in _actives(module):
         yield module.lora_A[adapter], _LINEAR + QUANTISED
         yield module.lora_B[adapter], _LINEAR + QUANTISED
-        if (magnitude := _magnitude(module, adapter)) is not None:
-            yield magnitude, _MAGNITUDE
+        kind, more = _kind(module, adapter)
+        for name, inner in more.items():
+            yield inner, (kind.more[name][1],)
 
 
 def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
@@ -135,12 +155,12 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         yield f"several adapters at once in {where}"
     for adapter in actives:
         variant = getattr(module, "lora_variant", {}).get(adapter)
-        magnitude = _magnitude(module, adapter)
-        kind = f"{type(variant).__module__}.{type(variant).__qualname__}"
-        if kind != _DORA and (variant is not None or magnitude is not None):
+        kind, more = _kind(module, adapter)
+        known = f"{type(variant).__module__}.{type(variant).__qualname__}"
+        if (known if variant is not None else None) != kind.variant:
             yield f"a variant of LoRA ({type(variant).__name__}) in {where}"
-        elif magnitude is not None and module.base_layer.weight.requires_grad:
-            yield f"DoRA over a weight that is trained in {where}"
+        if not kind.over_trained and look(module.base_layer, "weight").requires_grad:
+            yield f"{kind.settings.__name__} over a weight that is trained in {where}"
         if look(module.lora_B[adapter], "bias") is not None:
             yield f"an adapter with a bias in {where}"
         if not isinstance(module.scaling[adapter], (int, float)):
@@ -149,8 +169,8 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         drop = module.lora_dropout[adapter]
         if type(drop) not in (nn.Dropout, nn.Identity):
             yield f"an adapter with a dropout of its own in {where}"
-        parts = [module.lora_A[adapter], module.lora_B[adapter], magnitude]
-        for factor in (look(part, "weight") for part in parts if part is not None):
+        parts = (module.lora_A[adapter], module.lora_B[adapter], *more.values())
+        for factor in (look(part, "weight") for part in parts):
             if factor.dtype not in (torch.float32, dtype):
                 yield f"an adapter in {factor.dtype} over weights in {dtype} in {where}"
 
@@ -166,9 +186,13 @@ def why_not_dense(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
         yield f"products in {module.compute_dtype} over weights in {dtype} in {where}"
 
 
-def _magnitude(module: Any, adapter: str) -> Any | None:
-    vectors = module._modules.get("lora_magnitude_vector")
-    return vectors[adapter] if vectors is not None and adapter in vectors else None
+def _kind(module: Any, adapter: str) -> tuple[Kind, dict[str, Any]]:
+    """Returns the kind of an adapter, and the modules of its parameters besides A and B."""
+    for kind in reversed(KINDS):
+        found = {name: module._modules.get(inside, ()) for name, (inside, _) in kind.more.items()}
+        if all(adapter in modules for modules in found.values()):
+            return kind, {name: modules[adapter] for name, modules in found.items()}
+    raise AssertionError("the first kind has no more parameters")
 
 
 def _active(module: Any) -> str | None:

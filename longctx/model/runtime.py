@@ -51,6 +51,7 @@ from longctx.model.families import (
     layer_adapters,
     layer_norm_spec,
     layer_weights,
+    layers_of,
     mlp_width,
     model_traits,
     query_scale,
@@ -232,9 +233,10 @@ def model_sizes(
     base, head = base_of(model), head_of(model)
     assert base is not None
     config, family = base.config, known_family(base)
-    weights = [layer_weights(layer, look) for layer in base.layers]
+    layers = layers_of(base)
+    weights = [layer_weights(*layer, look) for layer in layers]
     matrices = [x for w in weights for x in w.values()]
-    adapters = [x for layer in base.layers for x in layer_adapters(layer, look).values()]
+    adapters = [x for layer in layers for x in layer_adapters(*layer, look).values()]
     packed = [
         state for w in weights[0].values() if (state := getattr(w, "quant_state", None)) is not None
     ]
@@ -244,7 +246,7 @@ def model_sizes(
         intermediate=mlp_width(config),
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
-        head_dim=base.layers[0].self_attn.head_dim,
+        head_dim=head_dim(config),
         vocab=config.vocab_size,
         itemsize=dtype.itemsize,
         stream_itemsize=(stream_dtype or dtype).itemsize,
@@ -336,7 +338,7 @@ def make_schedule(
         position_ids=position_ids,
         ropes=_ropes(base),
         query_scale=query_scale(base, position_ids),
-        head_dim=base.layers[0].self_attn.head_dim,
+        head_dim=head_dim(config),
         norm=layer_norm_spec(base),
         attention=attention,
         store=runtime.store,

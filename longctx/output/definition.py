@@ -37,6 +37,7 @@ OPTIONS = (
     "lora_dropout",
     "lora_targets",
     "lora_modules_to_save",
+    "use_dora",
     "quantize",
     "dtype",
     "bf16",

@@ -28,7 +28,7 @@ FORMAT = 3
 OPTIONS = (
     *("class_type", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("place", "gpu_memory_gib", "keep", "offload_activations", "head_groups", "tile_tokens"),
-    *("lora_r", "lora_targets", "lora_modules_to_save", "quantize", "task"),
+    *("lora_r", "lora_targets", "lora_modules_to_save", "use_dora", "quantize", "task"),
 )
 """Of a run, which a plan is for."""
 DIMENSIONS = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")

@@ -29,7 +29,7 @@ from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Table, Work
 from longctx.layer.adapters.lora import Lora, Low, LowGradient, spread
 from longctx.layer.adapters.protocol import ALL
-from longctx.layer.linear import scaled_mm, wide_mm
+from longctx.layer.linear import addmm_, wide_mm
 
 CHUNK = 2**22
 """Elements of W + s B A that exist at a time, in fp32."""
@@ -120,12 +120,15 @@ class Rescaled(Low):
         scale: float = 1.0,
         columns: slice = ALL,
     ) -> None:
-        super().add_input_grad_(dx, dy, v, tile, scale, columns)
-        if p := self.lora.dropout:
-            rest = (dy * (self.gain - 1.0)).to(dy.dtype)
-            mask = self.lora.mask(dx.new_empty(len(dx), self.a.shape[1]), tile)
-            more = scaled_mm(rest, self.weight[:, columns], scale / (1.0 - p) if p < 1.0 else 0.0)
-            dx.add_(more.mul_(mask[:, columns]))
+        p = self.lora.dropout
+        if not p:
+            super().add_input_grad_(dx, dy, v, tile, scale, columns)
+            return
+        rest = dy * ((self.gain - 1.0) / (1.0 - p if p < 1.0 else 1.0))
+        more = wide_mm(v, self.a[:, columns])
+        addmm_(more, rest.to(dy.dtype), self.weight[:, columns])
+        mask = self.lora.mask(dx.new_empty(len(dx), self.a.shape[1]), tile)
+        dx.add_(more.mul_(mask[:, columns]), alpha=scale)  # both rounded once, as in PEFT
 
     def gradient(self, wanted: Collection[str]) -> RescaledGradient:
         return RescaledGradient(self, wanted)
