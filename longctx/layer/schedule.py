@@ -59,7 +59,8 @@ from longctx.layer.weights import Parameters, Weights
 
 def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
     """Returns y, and keeps what backward needs in `p.saved`."""
-    over_row, over_tiles = (part(p) for part in parts_of(p.traits.blocks))
+    row_part, tiles_part = parts_of(p.traits.blocks)
+    over_row, over_tiles = row_part(p), tiles_part(p)
     over_row.begin(x)
     over_tiles.keep(x)
     y = torch.empty_like(x)

@@ -164,8 +164,8 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         if look(module.lora_B[adapter], "bias") is not None:
             yield f"an adapter with a bias in {where}"
         if not isinstance(module.scaling[adapter], (int, float)):
-            kind = type(module.scaling[adapter]).__name__
-            yield f"an adapter whose scaling is a {kind} in {where}"
+            found = type(module.scaling[adapter]).__name__
+            yield f"an adapter whose scaling is a {found} in {where}"
         drop = module.lora_dropout[adapter]
         if type(drop) not in (nn.Dropout, nn.Identity):
             yield f"an adapter with a dropout of its own in {where}"

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from longctx.cost.sizes import Batch, Sizes
-from longctx.cost.table import Buffer, Table, Work
+from longctx.cost.table import Buffer, Moment, Table, Work, lasting
 from longctx.layer.adapters.lora import Lora, Low, LowGradient, spread
 from longctx.layer.adapters.protocol import ALL
 from longctx.layer.linear import addmm_, wide_mm
@@ -162,6 +162,13 @@ class RescaledGradient(LowGradient):
 # --- what it costs besides LoRA -----------------------------------------------------------------
 
 
+MOMENTS: tuple[Moment, ...] = (
+    *("attention forward", "mlp forward", "mlp backward"),
+    *("attention backward", "projections backward"),
+)
+"""When linear layers compute."""
+
+
 def dora_cost(s: Sizes, batch: Batch) -> Table:
     """The cost of one layer's share of lengths and magnitudes. The norms read each weight and make
     it in fp32, in both passes. A tile's output is made and read in fp32. In backward the matmul for
@@ -175,15 +182,15 @@ def dora_cost(s: Sizes, batch: Batch) -> Table:
     )
     rows = min(batch.tokens, s.cut(batch.tokens).tile_tokens)
     wide = max(s.intermediate, s.wide, s.hidden)
-    buffers = {"norms, fp32": 8 * min(CHUNK, s.hidden * wide), "a tile, fp32": 8 * rows * wide}
+    norms_bytes = 8 * min(CHUNK, s.hidden * wide)
     of_o = batch.tokens * s.hidden * s.itemsize * (not s.drops)
     moved = 16 * batch.tokens * outputs
     return Table(
         forward=(norms, Work(name="DoRA", flops=s.drops * product, nbytes=moved)),
         backward=(norms, Work(name="DoRA", flops=(1 + s.drops) * product, nbytes=2 * moved)),
         buffers=(
-            *(Buffer(name=k, nbytes=n, during="mlp forward") for k, n in buffers.items()),
-            *(Buffer(name=k, nbytes=n, during="mlp backward") for k, n in buffers.items()),
+            *lasting("norms, fp32", norms_bytes, *MOMENTS),
+            *lasting("a tile, fp32", 8 * rows * wide, *MOMENTS),
             Buffer(name="o's gradient, rescaled", nbytes=of_o, during="attention backward"),
         ),
     )
