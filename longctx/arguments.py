@@ -139,6 +139,9 @@ class ModelArguments:
     lora_modules_to_save: list[str] | None = _rare_adapters(
         None, "Trained as a whole beside adapters and saved with them: embed_tokens, lm_head."
     )
+    use_dora: bool = _rare_adapters(
+        False, "DoRA: adapters that also train the length of each row of what they adapt."
+    )
     quantize: Literal["none", "nf4"] = _adapters(
         "none", "nf4: the frozen weights in 4 bits (QLoRA). By bitsandbytes; needs --lora_r."
     )

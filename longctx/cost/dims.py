@@ -30,6 +30,8 @@ class Adapted(NamedTuple):
     """Elements per token that they add to."""
     parameters: float = 0
     """Parameters that a token is multiplied by."""
+    rescaled: float = 0
+    """Elements of the weights whose rows they rescale (DoRA)."""
 
 
 @dataclass(frozen=True, kw_only=True)

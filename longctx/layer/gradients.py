@@ -2,98 +2,117 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from longctx.layer.linear import WeightGradient, sum_dtype
 from longctx.layer.projection import ProjectionGradient, added_up
-from longctx.layer.weights import Layer, Weights
+from longctx.layer.weights import Weights
 
 
 class Gradients:
-    """The gradients of the parameters that `wants` marks. Each is rounded when it is complete."""
+    """The gradients of the parameters that `wanted` names. Each is rounded to its parameter's own
+    dtype when it is complete."""
 
-    def __init__(self, given: Weights, w: Layer, wants: Weights, sums: int) -> None:
+    def __init__(self, w: Weights, wanted: Collection[str], sums: int) -> None:
         """`sums` is the number of tiles that a gradient is summed over; a final scaling adds 1."""
-        self.given, self.w, self.wants, self.sums = given, w, wants, sums
+        self.w, self._wanted, self.sums = w, wanted, sums
+        self._owners = {name.partition(".")[0] for name in wanted}
         self.done: dict[str, Tensor | None] = {}
-        self._gate_up: Tensor | None = None
+        self._stacked: dict[str, Tensor] = {}
 
     def wanted(self, *names: str) -> bool:
-        """Whether any parameter of these projections or norms is trained."""
-        suffixes = ("", "_bias", "_a", "_b")
-        return any(getattr(self.wants, n + s, False) for n in names for s in suffixes)
+        """Whether any parameter of these linear layers or norms is trained."""
+        return not self._owners.isdisjoint(names)
+
+    def wants(self, *names: str) -> bool:
+        """Whether any of these parameters is trained."""
+        return any(name in self._wanted for name in names)
 
     def projection(self, name: str, base: WeightGradient | None = None) -> ProjectionGradient:
-        wants, held = self.wants, self.given.in_one.get(name, name)
+        """Returns the sums of a linear layer's gradients; `base` has those of weight and bias."""
+        held = self.w.holders.get(name, name)
         if base is None:
-            dtype = sum_dtype(getattr(self.given, name), self.sums)
-            base = WeightGradient(getattr(wants, name), getattr(wants, f"{name}_bias"), dtype=dtype)
-        a, b = (getattr(wants, f"{held}_{factor}") for factor in "ab")
-        return ProjectionGradient(getattr(self.w, name), base, a=a, b=b)
+            dtype = sum_dtype(self.w.given[name], self.sums)
+            base = WeightGradient(self.wants(name), self.wants(f"{name}.bias"), dtype=dtype)
+        at = len(held) + 1
+        own = [n[at:] for n in self._wanted if n.startswith(f"{held}.") and n[at:] != "bias"]
+        return ProjectionGradient(self.w[name], base, own)
 
-    def inner(self) -> list[ProjectionGradient]:
-        """Returns the sums of gate's and up's gradients; of up's alone if there is no gate."""
-        if not self.given.gate_up_in_one:
-            return [self.projection(name) for name in self.w.inner]
-        halves = [WeightGradient(False), WeightGradient(False)]
-        if self.wants.gate:
-            assert self.given.gate is not None
-            dtype = sum_dtype(self.given.gate, self.sums)
-            self._gate_up = torch.empty_like(self.given.gate, dtype=dtype)
-            halves = [WeightGradient(True, into=half) for half in self._gate_up.chunk(2)]
-        return [self.projection("gate", halves[0]), self.projection("up", halves[1])]
+    def projections(self, names: Sequence[str]) -> dict[str, ProjectionGradient]:
+        """The same of several, which may lie in one parameter: their sums then do, too."""
+        held = self.w.holders.get(names[0])
+        if held is None:
+            return {name: self.projection(name) for name in names}
+        bases = [WeightGradient(False) for _ in names]
+        if self.wants(held):
+            given = self.w.given[held]
+            whole = torch.empty_like(given, dtype=sum_dtype(given, self.sums))
+            parts = whole.split([len(self.w[name].weight) for name in names])
+            bases = [WeightGradient(True, into=part) for part in parts]
+            self._stacked[held] = whole
+        return {n: self.projection(n, base) for n, base in zip(names, bases, strict=True)}
 
     def norm(self, name: str) -> tuple[Tensor | None, Tensor | None]:
         """Returns the sums of the gradients of a norm's weight and bias, in fp32."""
-        return self._sum(name), self._sum(f"{name}_bias")
+        return self._sum(name), self._sum(f"{name}.bias")
 
     def _sum(self, name: str) -> Tensor | None:
-        wanted = getattr(self.wants, name, False)
-        return torch.zeros_like(getattr(self.w, name), dtype=torch.float32) if wanted else None
+        wanted = self.wants(name)
+        return torch.zeros_like(self.w.given[name], dtype=torch.float32) if wanted else None
 
     def finish_norm(self, name: str, sums: tuple[Tensor | None, Tensor | None]) -> None:
-        for suffix, grad in zip(("", "_bias"), sums, strict=True):
+        for suffix, grad in zip(("", ".bias"), sums, strict=True):
             self._put(f"{name}{suffix}", grad)
 
     def finish(self, name: str, grad: ProjectionGradient, scale: float = 1.0) -> None:
-        """Rounds the gradients of projection `name`, which are `scale` times `grad`."""
-        dtype = self.given.q.dtype
-        self.done[name], self.done[f"{name}_bias"] = grad.base.round(dtype, scale)
+        """Rounds the gradients of linear layer `name`, which are `scale` times `grad`."""
+        weight, bias = grad.base.round(self.w.given[name].dtype, scale)
+        self.done[name] = weight
+        self._put(f"{name}.bias", bias)
         self._finish_adapters({name: grad}, scale)
 
-    def finish_inner(self, grads: list[ProjectionGradient]) -> None:
-        named = dict(zip(self.w.inner, grads, strict=True))
-        if self.given.gate_up_in_one:
-            self._put("gate", self._gate_up)
-            self._gate_up = None
-            self._finish_adapters(named)
-        else:
-            for name, grad in named.items():
+    def finish_all(self, grads: dict[str, ProjectionGradient]) -> None:
+        """The same of those that `projections` made."""
+        held = self.w.holders.get(next(iter(grads)))
+        if held is None:
+            for name, grad in grads.items():
                 self.finish(name, grad)
+        else:
+            self._put(held, self._stacked.pop(held, None))
+            self._finish_adapters(grads)
 
-    def finish_qkv(self, base: WeightGradient, grads: list[ProjectionGradient]) -> None:
-        for suffix, whole in zip(("", "_bias"), base.round(self.given.q.dtype), strict=True):
-            parts: list[Tensor | None] | Any = [whole, None, None]
-            if whole is not None and not self.given.qkv_in_one:
-                parts = whole.split([len(p.weight) for p in self.w.qkv])
-            self.done |= {f"{n}{suffix}": part for n, part in zip("qkv", parts, strict=True)}
-        named = dict(zip("qkv", grads, strict=True))
-        for group in [named] if self.given.qkv_in_one else [{n: g} for n, g in named.items()]:
+    def finish_stacked(self, base: WeightGradient, grads: dict[str, ProjectionGradient]) -> None:
+        """The same of several weights whose gradients `base` has summed as one matrix."""
+        names = list(grads)
+        held = self.w.holders.get(names[0])
+        for suffix, whole in zip(("", ".bias"), base.round(self._dtype(names[0])), strict=True):
+            if held is not None:
+                self._put(f"{held}{suffix}", whole)
+            elif whole is not None:
+                parts = whole.split([len(self.w[name].weight) for name in names])
+                for name, part in zip(names, parts, strict=True):
+                    self._put(f"{name}{suffix}", part)
+        for group in [grads] if held is not None else [{n: g} for n, g in grads.items()]:
             self._finish_adapters(group)
 
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.w.given[name].dtype
+
     def _finish_adapters(self, grads: dict[str, ProjectionGradient], scale: float = 1.0) -> None:
-        """Adapter gradients of one parameter: A is shared and summed, B's parts are stacked."""
-        found = [grad.adapters(scale) for grad in grads.values()]
-        name = next(iter(grads))
-        self._put(f"{name}_a", added_up(a for a, _ in found))
-        parts = [b for _, b in found if b is not None]
-        self._put(f"{name}_b", torch.cat(parts) if parts else None)
+        """Adapter gradients of one parameter: those by rows are stacked, those shared summed."""
+        found = [(g.adapter, g.of_adapter(scale)) for g in grads.values() if g.adapter is not None]
+        first = next(iter(grads))
+        held = self.w.holders.get(first, first)
+        for name in found[0][1] if found else ():
+            adapter, parts = found[0][0], [x for _, of in found if (x := of[name]) is not None]
+            if parts and name in adapter.by_rows:
+                self._put(f"{held}.{name}", torch.cat(parts))
+            elif parts:
+                self._put(f"{held}.{name}", added_up(parts))
 
     def _put(self, name: str, grad: Tensor | None) -> None:
-        dtype = self.given.q.dtype
-        if name[-2:] in ("_a", "_b") and grad is not None:
-            dtype = getattr(self.given, name).dtype
-        self.done[name] = None if grad is None else grad.to(dtype)
+        if grad is not None:
+            self.done[name] = grad.to(self._dtype(name))

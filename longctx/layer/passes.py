@@ -13,11 +13,15 @@ from torch import Tensor
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import Attention
 from longctx.kernels.rope import rope_
+from longctx.layer.adapters.protocol import ALL
 from longctx.layer.gradients import Gradients
-from longctx.layer.lora import ALL
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.weights import Layer
+from longctx.layer.weights import Weights
 from longctx.memory.store import ActivationStore, Saved
+
+Blocks = tuple[tuple[str, ...], ...]
+IN_TURN: Blocks = (("attention",), ("mlp",))
+SIDE_BY_SIDE: Blocks = (("attention", "mlp"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +38,15 @@ class Traits:
     """The norms of q and k come after RoPE."""
     activation: str = "silu"
     """The activation of the MLP (kernels/swiglu.py): of its gate, or of `up` without a gate."""
-    parallel: bool = False
-    """The MLP stands beside attention: it reads n1, and both are added to x."""
+    blocks: Blocks = IN_TURN
+    """The parts of its residual blocks, by their names in parts/table.py. Parts of one block stand
+    side by side: the second one reads the norm of the first, and both are added to x."""
     residual: float = 1.0
     """Multiplies the outputs of attention and of the MLP before they are added."""
+
+    @property
+    def parallel(self) -> bool:
+        return any(len(block) > 1 for block in self.blocks)
 
 
 class Rope(NamedTuple):
@@ -105,7 +114,7 @@ class Pass:
 
     schedule: Schedule
     traits: Traits
-    weights: Layer
+    weights: Weights
     saved: Saved | None = None
     """The tensors that forward keeps for backward; None where no backward follows."""
     gradients: Gradients | None = None

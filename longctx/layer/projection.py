@@ -1,7 +1,7 @@
 """A linear layer inside a pass: a weight, frozen or trained, an optional bias, an optional adapter,
 and the gradients of all of them.
 
-    y  = x W' + b + u B'            u, v, A, B: the adapter's (lora.py)
+    y  = x W' + b + u B'            u, v, A, B: the adapter's (adapters/lora.py)
     dx = dy W + m (v A)
     dW = dy' x,  dB = dy' u,  dA = v' (m x),  db = sum dy          only for what is trained
 
@@ -13,14 +13,14 @@ T tokens, I features in, O features out, r ranks; weights are (O, I), as Hugging
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from longctx.layer.adapters.protocol import Adapter
 from longctx.layer.linear import WeightGradient, linear, linear_add, scaled_mm, wide_mm
-from longctx.layer.lora import Adapter, folded
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Projection:
     bias: Tensor | None = None  # (O,)
     adapter: Adapter | None = None
 
+    def rows(self, rows: slice) -> Projection:
+        """Returns the projection to these output features only."""
+        bias = None if self.bias is None else self.bias[rows]
+        adapter = None if self.adapter is None else self.adapter.rows(rows)
+        return Projection(self.weight[rows], bias, adapter)
+
     def __call__(
         self,
         x: Tensor,  # (T, I)
@@ -45,7 +51,8 @@ class Projection:
     ) -> Tensor:  # (T, O)
         y = linear(x, self.weight, self.bias, scale=scale, out=out)
         if self.adapter is not None:
-            self.adapter.add_(y, self.adapter.inner(x, tile) if u is None else u, scale)
+            u = self.adapter.inner(x, tile) if u is None else u
+            self.adapter.add_(y, x, u, tile, scale)
         return y
 
     def added(
@@ -77,13 +84,18 @@ class Projection:
         out: Tensor | None = None,  # (T, I)
     ) -> Tensor:  # (T, I)
         """Returns scale dx, or dx added to `onto`."""
+        own = self.output_grad(dy)
         if onto is None:
-            dx = scaled_mm(dy, self.weight, scale, out)
+            dx = scaled_mm(own, self.weight, scale, out)
         else:
-            dx = torch.addmm(onto, dy, self.weight, out=onto)
+            dx = torch.addmm(onto, own, self.weight, out=onto)
         if self.adapter is not None and v is not None:
-            self.adapter.add_input_grad_(dx, v, tile, scale)
+            self.adapter.add_input_grad_(dx, dy, v, tile, scale)
         return dx
+
+    def output_grad(self, dy: Tensor) -> Tensor:  # (T, O) -> (T, O)
+        """Returns the gradient of x W', without what the adapter adds to it."""
+        return dy if self.adapter is None else self.adapter.output_grad(dy)
 
 
 def inners(
@@ -92,12 +104,13 @@ def inners(
     tile: slice,
 ) -> list[Tensor | None]:  # (T, r) or (T, 3 r); None without an adapter
     """Returns u of each projection. Adapters without dropout share one matmul that reads x once."""
-    shared = [a for p in projections if (a := p.adapter) is not None and not a.lora.dropout]
+    adapters = [p.adapter for p in projections if p.adapter is not None]
+    shared = [(a, factor) for a in adapters if (factor := a.inner_factor) is not None]
     found: dict[int, Tensor] = {}
     if shared:
-        factors = [a.inner_factor for a in shared]
+        factors = [factor for _, factor in shared]
         products = wide_mm(x, torch.cat(factors, 1)).split([f.shape[1] for f in factors], 1)
-        found = {id(a): a.spread_out(u) for a, u in zip(shared, products, strict=True)}
+        found = {id(a): a.spread_out(u) for (a, _), u in zip(shared, products, strict=True)}
 
     def inner(adapter: Adapter | None) -> Tensor | None:
         if adapter is None:
@@ -111,11 +124,11 @@ class ProjectionGradient:
     """Sums the gradients of a projection's trained parameters over tiles of tokens."""
 
     def __init__(
-        self, projection: Projection, base: WeightGradient, *, a: bool = False, b: bool = False
+        self, projection: Projection, base: WeightGradient, wanted: Collection[str] = ()
     ) -> None:
+        """`wanted` names the adapter's parameters that are trained."""
         self.adapter, self.base = projection.adapter, base
-        self._wants_a, self._wants_b = a, b
-        self._a, self._b = WeightGradient(a), WeightGradient(b)
+        self._own = None if self.adapter is None or not wanted else self.adapter.gradient(wanted)
 
     def add(
         self,
@@ -126,21 +139,12 @@ class ProjectionGradient:
         u: Tensor | None = None,  # inners(x), if it is known
     ) -> None:
         self.base.add(dy, x)
-        if self.adapter is None or v is None or not (self._wants_a or self._wants_b):
-            return
-        self._a.add(self.adapter.halves(v), self.adapter.masked(x, tile))
-        if self._wants_b:
-            u = self.adapter.inner(x, tile) if u is None else u
-            self._b.add(dy, self.adapter.halves(u))
+        if self._own is not None and v is not None:
+            self._own.add(dy, x, u, v, tile)
 
-    def adapters(self, scale: float = 1.0) -> tuple[Tensor | None, Tensor | None]:
-        """Returns `scale` times the gradients of A (r, I) and B (O, r), in fp32."""
-        if self.adapter is None:
-            return None, None
-        sums = (grad.round(torch.float32, scale)[0] for grad in (self._a, self._b))
-        rank = self.adapter.rank
-        a, b = (None if x is None else folded(x, rank, dim) for dim, x in enumerate(sums))
-        return a, b
+    def of_adapter(self, scale: float = 1.0) -> dict[str, Tensor | None]:
+        """Returns `scale` times the gradients of the adapter's parameters by name, in fp32."""
+        return {} if self._own is None else self._own.finish(scale)
 
 
 def added_up(grads: Iterable[Tensor | None]) -> Tensor | None:

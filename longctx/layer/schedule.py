@@ -6,11 +6,12 @@ For the T tokens of a batch, x (T, D), and weights (out, in) as Hugging Face sto
     o, lse = attention(q, k, v)   h = x + o Wo'                               (T, H d), (T, D)
     n2 = rms_norm(h)              y = h + (silu(n2 Wg') * (n2 Wu')) Wd'       (T, F), (T, D)
 
-This is Llama's layer: two residual blocks, each a part of its own (parts/). Other families
-(model/families.py) differ by data (`Traits`, `Weights`): a window or another scale of attention,
-layers without rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, norms after the
-parts, an MLP without a gate or beside attention (it reads n1, and y = h + its output), and
-parameters that hold several of these weights. Any of the seven weights may have a low-rank adapter.
+This is Llama's layer: two residual blocks, each a part of its own (parts/). `Traits.blocks` names
+the parts of a layer, and one of them may be missing. Other families (model/families.py) differ by
+data (`Traits`, the parameters they have): a window or another scale of attention, layers without
+rope, a factor r of both sums (h = x + r o Wo'), norms of q and k, norms after the parts, an MLP
+without a gate or beside attention (it reads n1, and y = h + its output), and parameters that hold
+several of these weights. Any of the seven weights may have an adapter.
 No gradient is computed for frozen weights, and dx only where a parameter below is trained.
 
 Token-wise work runs in tiles of the sequence and attention in head groups, so that gate, up and q,
@@ -48,25 +49,26 @@ from torch import Tensor
 
 from longctx.annotate import annotate, annotated, each
 from longctx.kernels.launch import once_differentiable
+from longctx.layer.adapters.protocol import Settings
 from longctx.layer.gradients import Gradients
-from longctx.layer.lora import Lora
-from longctx.layer.parts.attention import SelfAttention
-from longctx.layer.parts.mlp import MLP
+from longctx.layer.parts.protocol import Kept, OverRow, OverTiles
+from longctx.layer.parts.table import parts_of
 from longctx.layer.passes import Pass, Schedule, Traits
-from longctx.layer.weights import Weights
+from longctx.layer.weights import Parameters, Weights
 
 
 def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
     """Returns y, and keeps what backward needs in `p.saved`."""
-    attention, mlp = SelfAttention(p), MLP(p)
-    o = attention.begin(x)
-    mlp.keep(o)
+    row_part, tiles_part = parts_of(p.traits.blocks)
+    over_row, over_tiles = row_part(p), tiles_part(p)
+    over_row.begin(x)
+    over_tiles.keep(x)
     y = torch.empty_like(x)
 
     def run(tile: slice) -> None:
-        h = attention.output(x, o, tile)
-        read = attention.normed(x[tile]) if p.traits.parallel else h
-        mlp.forward(read, tile, onto=h, out=y[tile])
+        h = over_row.output(x, tile)
+        read = over_row.normed(x[tile]) if p.traits.parallel else h
+        over_tiles.forward(read, tile, onto=h, out=y[tile])
         p.send(tile)
 
     with annotate("mlp"):
@@ -79,16 +81,16 @@ def layer_backward_(
     p: Pass,
     dy: Tensor,  # (T, D), overwritten by dx
     x: Tensor,  # (T, D)
-    kept: dict[str, Tensor],
+    kept: Kept,
     wants_dx: bool,
 ) -> None:
-    attention = SelfAttention(p, kept)
-    o, lse = attention.again(x)
-    wants_do = wants_dx or p.grads.wanted("norm1", "q", "k", "v", "q_norm", "k_norm")
-    dn1 = _tiles_backward_(p, dy, x, o, attention, MLP(p, kept), wants_do)
-    if wants_do:
-        dkv = attention.backward_(dy, x, o, lse)
-        attention.input_backward_(dy, x, o, dkv, dn1, wants_dx)
+    row_part, tiles_part = parts_of(p.traits.blocks)
+    over_row = row_part(p, kept)
+    over_row.again(x)
+    goes_on = over_row.reaches(wants_dx)
+    dn = _tiles_backward_(p, dy, x, over_row, tiles_part(p, kept), goes_on)
+    if goes_on:
+        over_row.backward_(dy, x, dn, wants_dx)
 
 
 @annotated("mlp")
@@ -96,31 +98,30 @@ def _tiles_backward_(
     p: Pass,
     dy: Tensor,  # (T, D), overwritten by dh
     x: Tensor,  # (T, D)
-    o: Tensor,  # (T, H d)
-    attention: SelfAttention,
-    mlp: MLP,
-    wants_do: bool,
+    over_row: OverRow,
+    over_tiles: OverTiles,
+    goes_on: bool,
 ) -> Tensor | None:  # (T, D)
-    """Runs backward of the MLP's block and of attention's output projection, tile by tile. Returns
-    the gradient of n1 that comes from an MLP beside attention; dy is dh there. The sums of the
-    MLP's gradients are freed with `mlp`."""
+    """Runs backward of the part over tiles and of the end of the part over the row, tile by tile.
+    Returns the gradient of n1 that comes from a part beside the latter; dy is dh there. The sums of
+    the former's gradients are freed with it."""
     dn1 = torch.empty_like(x, dtype=p.schedule.dtype) if p.traits.parallel else None
 
     def run(tile: slice) -> None:
         if dn1 is not None:
-            mlp.backward(dy[tile], attention.normed(x[tile]), tile, out=dn1[tile])
-            z = None
+            over_tiles.backward(dy[tile], over_row.normed(x[tile]), tile, out=dn1[tile])
+            held = None
         else:
-            h, z = attention.output_again(x, o, tile)
-            mlp.backward(dy[tile], h, tile, onto=dy[tile], out=dy[tile])
-        attention.output_backward(dy[tile], o, z, tile, wants_do=wants_do)
+            h, held = over_row.output_again(x, tile)
+            over_tiles.backward(dy[tile], h, tile, onto=dy[tile], out=dy[tile])
+        over_row.output_backward(dy[tile], held, tile, goes_on=goes_on)
 
     for tile in each("tile", p.schedule.tiles(len(x))):
         p.schedule.store.wait(tile)
         run(tile)
         p.retire_tile(tile)
-    attention.finish_output()
-    mlp.finish()
+    over_row.finish_output()
+    over_tiles.finish()
     return dn1
 
 
@@ -133,10 +134,12 @@ class _ScheduledLayer(torch.autograd.Function):
         t: Traits,
         s: Schedule,
         layers_above: int | None,
-        loras: Mapping[str, Lora],
-        *weights: Tensor | None,
+        adapters: Mapping[str, Settings],
+        names: tuple[str, ...],
+        *parameters: Tensor,
     ) -> Tensor:  # (T, D)
-        w = Weights(*weights).dense().layer(loras, s.dtype)  # type: ignore[arg-type]
+        parts = parts_of(t.blocks)
+        w = Weights.of(dict(zip(names, parameters, strict=True)), parts, adapters, s.dtype)
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above)
@@ -145,9 +148,10 @@ class _ScheduledLayer(torch.autograd.Function):
         y = layer_forward(p, x)
         if saved is not None:
             s.store.release(saved)
-        ctx.traits, ctx.schedule, ctx.loras, ctx.saved = t, s, loras, saved
+        ctx.traits, ctx.schedule, ctx.saved = t, s, saved
+        ctx.adapters, ctx.names = adapters, names
         ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
-        ctx.save_for_backward(*weights)
+        ctx.save_for_backward(*parameters)
         return y
 
     @staticmethod
@@ -156,11 +160,13 @@ class _ScheduledLayer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         t: Traits = ctx.traits
         s: Schedule = ctx.schedule
-        given = Weights(*ctx.saved_tensors).dense()
-        w = given.layer(ctx.loras, s.dtype)
-        wants_dx, wants = ctx.needs_input_grad[0], Weights(*ctx.needs_input_grad[5:])
+        names: tuple[str, ...] = ctx.names
+        parameters = dict(zip(names, ctx.saved_tensors, strict=True))
+        w = Weights.of(parameters, parts_of(t.blocks), ctx.adapters, s.dtype)
+        wants_dx, *_ = needs = ctx.needs_input_grad
+        wanted = [name for name, needed in zip(names, needs[-len(names) :], strict=True) if needed]
         tiles = s.tiles(dy.shape[0])
-        grads = Gradients(given, w, wants, len(tiles) + (t.residual != 1.0))
+        grads = Gradients(w, wanted, len(tiles) + (t.residual != 1.0))
         kept = s.store.load(ctx.saved, tiles)
         x = kept["x"]
         if x is ctx.x() and x._version != ctx.version:  # may be the user's own: inputs_embeds
@@ -169,22 +175,23 @@ class _ScheduledLayer(torch.autograd.Function):
         p = Pass(schedule=s, traits=t, weights=w, saved=ctx.saved, gradients=grads)
         layer_backward_(p, dx, x, kept, wants_dx)
         s.store.finish(ctx.saved)
-        found = (grads.done.get(name) for name in Weights._fields)
-        return dx if wants_dx else None, None, None, None, None, *found
+        found = (grads.done.get(name) for name in names)
+        return dx if wants_dx else None, None, None, None, None, None, *found
 
 
 def scheduled_layer(
     x: Tensor,  # (T, D)
     s: Schedule,
     layers_above: int,
-    w: Weights,
-    loras: Mapping[str, Lora] = MappingProxyType({}),
+    parameters: Parameters,
+    adapters: Mapping[str, Settings] = MappingProxyType({}),
 ) -> Tensor:  # (T, D)
-    """Runs the decoder layer of the module's equations, differentiable in x and every weight.
+    """Runs the decoder layer of the module's equations, differentiable in x and every parameter.
 
     `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
-    `loras` has the settings of each adapter in `w`, by projection name. Backward raises
-    RuntimeError if x was modified in place after forward.
+    `adapters` has the settings of each adapter in `parameters`, by the name of what it adapts.
+    Backward raises RuntimeError if x was modified in place after forward.
     """
     above = layers_above if torch.is_grad_enabled() else None  # without backward nothing is kept
-    return _ScheduledLayer.apply(x, s.traits[-1 - layers_above], s, above, loras, *w)
+    t, names = s.traits[-1 - layers_above], tuple(parameters)
+    return _ScheduledLayer.apply(x, t, s, above, adapters, names, *parameters.values())

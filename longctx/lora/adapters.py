@@ -1,4 +1,5 @@
-"""Adapters on a model that train.py loads: r (I + O) numbers in fp32 for each map (O, I).
+"""Adapters on a model that train.py loads: r (I + O) numbers in fp32 for each map (O, I), of DoRA O
+more.
 
 check_peft       a run needs PEFT; a plan counts shapes without it (shapes.py)
 check_lora       what the options name is in the model, before its weights are read
@@ -112,8 +113,9 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
     skeleton = without_storage(config)
     if skeleton is None or args.lora_r is None:
         return 0
-    adapted = adapted_linears(skeleton, args).values()
+    adapted = [*adapted_linears(skeleton, args).values()]
     total = sum(args.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
+    total += args.use_dora * sum(linear.out_features for linear in adapted)
     saved = len(args.lora_modules_to_save or ())
     text = config.get_text_config()
     total += saved * text.vocab_size * text.hidden_size
@@ -150,6 +152,7 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         lora_dropout=args.lora_dropout,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         modules_to_save=args.lora_modules_to_save,
+        use_dora=args.use_dora,
         exclude_modules=_seeing(model),
     )
     with warnings.catch_warnings():
@@ -179,7 +182,8 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
         adapted.enable_input_require_grads()
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     count = sum("lora_A" in name for name, _ in adapted.named_parameters())
-    said = f"LoRA of rank {args.lora_r} on {count} maps, {counted(trained)} parameters trained"
+    kind = "DoRA" if args.use_dora else "LoRA"
+    said = f"{kind} of rank {args.lora_r} on {count} maps, {counted(trained)} parameters trained"
     said += " with the head of rewards" * is_classifier(inside_peft(adapted).config)
     return adapted, said
 

@@ -20,15 +20,19 @@ _NAME = "default"
 
 
 class LoraShape(nn.Module):
-    """A linear map (O, I) with factors (r, I) and (O, r) in fp32."""
+    """A linear map (O, I) with factors (r, I) and (O, r) in fp32, and a magnitude (O,) of DoRA."""
 
-    def __init__(self, base_layer: nn.Linear, r: int, dropout: float) -> None:
+    def __init__(self, base_layer: nn.Linear, r: int, dropout: float, dora: bool = False) -> None:
         super().__init__()
         inputs, outputs = base_layer.in_features, base_layer.out_features
         self.base_layer = base_layer
         self.lora_A = _only(nn.Linear(inputs, r, bias=False, dtype=torch.float32))
         self.lora_B = _only(nn.Linear(r, outputs, bias=False, dtype=torch.float32))
         self.lora_dropout = _only(nn.Dropout(dropout) if dropout else nn.Identity())
+        if dora:
+            magnitude = nn.Module()
+            magnitude.weight = nn.Parameter(torch.empty(outputs, dtype=torch.float32))
+            self.lora_magnitude_vector = _only(magnitude)
         self.scaling = {_NAME: 1.0}
         self.active_adapters = [_NAME]
         self.disable_adapters = self.merged = False
@@ -53,9 +57,8 @@ def with_lora_shapes(model: Any, args: ModelArguments) -> Any:
         raise UserError("--lora_modules_to_save needs PEFT: pip install 'longctx[lora]'")
     assert args.lora_r is not None
     model.requires_grad_(False)
+    how = args.lora_r, args.lora_dropout, args.use_dora
     for path, linear in adapted_linears(model, args).items():
         parent, _, name = path.rpartition(".")
-        setattr(
-            model.get_submodule(parent), name, LoraShape(linear, args.lora_r, args.lora_dropout)
-        )
+        setattr(model.get_submodule(parent), name, LoraShape(linear, *how))
     return model

@@ -4,10 +4,11 @@ PEFT makes, names, saves and merges adapters: `LoraConfig` replaces a linear lay
 that holds the linear layer. The schedule computes with the tensors (projection.py):
 
     lora_A, lora_B     the active adapter's; none while adapters are disabled or merged
+    lora_magnitude_vector    of DoRA: the lengths of the rows of W + s B A
     scaling            lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora
     lora_dropout       p, in training mode
 
-If an adapter has other features (DoRA and the other variants, a bias of its own, several adapters
+If an adapter has other features (variants of LoRA besides DoRA, a bias of its own, several adapters
 at once), Hugging Face's layers run. This is checked on every forward.
 
 Dropout is seeded by one number per forward from torch's CPU generator. Masks therefore repeat after
@@ -18,18 +19,44 @@ tile. The masks differ from those of torch's dropout, but have the same distribu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from longctx.layer.lora import Lora
-from longctx.layer.weights import Weights
+from longctx.layer.adapters.dora import Dora
+from longctx.layer.adapters.lora import Lora
+from longctx.layer.adapters.protocol import Settings
 from longctx.model.look import Read, look
 
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
 """The quantised linear layers whose forward the schedule can replace."""
+_LINEAR = ("torch.nn.modules.linear.Linear",)
+
+
+class Kind(NamedTuple):
+    """A kind of adapter that the schedule computes, as PEFT has it."""
+
+    settings: type[Lora]
+    variant: str | None = None
+    """PEFT's class of it."""
+    more: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    """Maps each parameter besides A and B to PEFT's dict of its modules, and their class."""
+    over_trained: bool = True
+    """Whether the weight beneath may be trained, too."""
+
+
+KINDS = (
+    Kind(Lora),
+    Kind(
+        Dora,
+        variant="peft.tuners.lora.variants.DoraLinearVariant",
+        more={"magnitude": ("lora_magnitude_vector", "peft.tuners.lora.dora.DoraLinearLayer")},
+        over_trained=False,
+    ),
+)
 
 
 class Applied(NamedTuple):
@@ -41,20 +68,31 @@ class Applied(NamedTuple):
     dropout: float
     share: float = 1.0
     """The share of the layer's tokens that it is applied to."""
+    kind: Kind = KINDS[0]
+    more: Mapping[str, Tensor] = MappingProxyType({})
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Its tensors, by the names of its settings."""
+        return {"a": self.a, "b": self.b, **self.more}
+
+    @property
+    def rescaled(self) -> int:
+        return self.a.shape[1] * len(self.b) if self.kind.settings is Dora else 0
 
 
 def with_adapters(
-    weights: Weights, adapters: Mapping[str, Applied], layer: int, seed: Callable[[], int]
-) -> tuple[Weights, dict[str, Lora]]:
+    weights: dict[str, Tensor], adapters: Mapping[str, Applied], layer: int, seed: Callable[[], int]
+) -> tuple[dict[str, Tensor], dict[str, Settings]]:
     """Returns a layer's parameters with its adapters' tensors, and the adapters' settings by
     projection name. `seed` gives the pass's seed, and is called only if masks are drawn."""
-    tensors: dict[str, Tensor] = {}
-    loras: dict[str, Lora] = {}
+    parameters = dict(weights)
+    settings: dict[str, Settings] = {}
     for name, x in adapters.items():
-        tensors |= {f"{name}_a": x.a, f"{name}_b": x.b}
-        own = hash((seed(), layer, *name.encode())) if x.dropout else 0
-        loras[name] = Lora(scale=x.scale, dropout=x.dropout, seed=own)
-    return weights._replace(**tensors), loras
+        parameters |= {f"{name}.{own}": tensor for own, tensor in x.parameters.items()}
+        seeded = hash((seed(), layer, *name.encode())) if x.dropout else 0
+        settings[name] = x.kind.settings(scale=x.scale, dropout=x.dropout, seed=seeded)
+    return parameters, settings
 
 
 def inside_peft(model: Any) -> Any:
@@ -84,21 +122,28 @@ def applied(modules: Mapping[str, Any], read: Read = getattr) -> dict[str, Appli
         adapter = _active(module) if is_adapted(module) else None
         if adapter is not None:
             drop = module.lora_dropout[adapter]
+            kind, more = _kind(module, adapter)
             found[name] = Applied(
                 a=read(module.lora_A[adapter], "weight"),
                 b=read(module.lora_B[adapter], "weight"),
                 scale=float(module.scaling[adapter]),
                 dropout=drop.p if drop.training and isinstance(drop, nn.Dropout) else 0.0,
+                kind=kind,
+                more={name: read(inner, "weight") for name, inner in more.items()},
             )
     return found
 
 
-def inner_linears(module: Any) -> Iterator[nn.Module]:
-    """Yields the linear layers that the schedule reads inside an adapted one."""
-    yield module.base_layer
+def inner_modules(module: Any) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """Yields what the schedule reads inside an adapted linear layer, with the classes whose forward
+    it may have."""
+    yield module.base_layer, _LINEAR + QUANTISED
     for adapter in _actives(module):
-        yield module.lora_A[adapter]
-        yield module.lora_B[adapter]
+        yield module.lora_A[adapter], _LINEAR + QUANTISED
+        yield module.lora_B[adapter], _LINEAR + QUANTISED
+        kind, more = _kind(module, adapter)
+        for name, inner in more.items():
+            yield inner, (kind.more[name][1],)
 
 
 def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
@@ -110,17 +155,22 @@ def why_not_applied(module: Any, dtype: torch.dtype, where: str) -> Iterator[str
         yield f"several adapters at once in {where}"
     for adapter in actives:
         variant = getattr(module, "lora_variant", {}).get(adapter)
-        if variant is not None or getattr(module, "use_dora", {}).get(adapter):
+        kind, more = _kind(module, adapter)
+        known = f"{type(variant).__module__}.{type(variant).__qualname__}"
+        if (known if variant is not None else None) != kind.variant:
             yield f"a variant of LoRA ({type(variant).__name__}) in {where}"
+        if not kind.over_trained and look(module.base_layer, "weight").requires_grad:
+            yield f"{kind.settings.__name__} over a weight that is trained in {where}"
         if look(module.lora_B[adapter], "bias") is not None:
             yield f"an adapter with a bias in {where}"
         if not isinstance(module.scaling[adapter], (int, float)):
-            kind = type(module.scaling[adapter]).__name__
-            yield f"an adapter whose scaling is a {kind} in {where}"
+            found = type(module.scaling[adapter]).__name__
+            yield f"an adapter whose scaling is a {found} in {where}"
         drop = module.lora_dropout[adapter]
         if type(drop) not in (nn.Dropout, nn.Identity):
             yield f"an adapter with a dropout of its own in {where}"
-        for factor in (look(part[adapter], "weight") for part in (module.lora_A, module.lora_B)):
+        parts = (module.lora_A[adapter], module.lora_B[adapter], *more.values())
+        for factor in (look(part, "weight") for part in parts):
             if factor.dtype not in (torch.float32, dtype):
                 yield f"an adapter in {factor.dtype} over weights in {dtype} in {where}"
 
@@ -134,6 +184,15 @@ def why_not_dense(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
         yield f"a weight that is still to be quantised in {where}"
     if module.compute_dtype not in (None, dtype):
         yield f"products in {module.compute_dtype} over weights in {dtype} in {where}"
+
+
+def _kind(module: Any, adapter: str) -> tuple[Kind, dict[str, Any]]:
+    """Returns the kind of an adapter, and the modules of its parameters besides A and B."""
+    for kind in reversed(KINDS):
+        found = {name: module._modules.get(inside, ()) for name, (inside, _) in kind.more.items()}
+        if all(adapter in modules for modules in found.values()):
+            return kind, {name: modules[adapter] for name, modules in found.items()}
+    raise AssertionError("the first kind has no more parameters")
 
 
 def _active(module: Any) -> str | None:

@@ -16,8 +16,9 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import DEQUANTISE, PEERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, joined
+from longctx.layer.adapters.dora import dora_cost
+from longctx.layer.adapters.lora import adapters_cost
 from longctx.layer.linear import dense_cost
-from longctx.layer.lora import adapters_cost
 from longctx.layer.parts.attention import attention_flops
 from longctx.model.log_probs import scoring_cost
 from longctx.model.loss import loss_cost
@@ -142,7 +143,8 @@ class StepTable:
         if s.class_type != "custom":
             return peer_layer_cost(s, kind, batch) + peer_adapters_cost(s, kind, batch)
         blocks = [block.cost(s, kind, batch) for block in kind.blocks]
-        return joined([*blocks, adapters_cost(s, kind, batch), dense_cost(kind)])
+        adapters = [adapters_cost(s, kind, batch), dora_cost(s, kind, batch)]
+        return joined([*blocks, *adapters, dense_cost(kind)])
 
     @cached_property
     def layers(self) -> tuple[Table, ...]:

@@ -28,7 +28,7 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -37,8 +37,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import Traits
-from longctx.layer.weights import Weights
+from longctx.layer.passes import SIDE_BY_SIDE, Traits
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
 from longctx.model.classes import class_of
 from longctx.model.look import Read
@@ -161,15 +160,21 @@ class Family:
     """The rest of the base model's."""
     mlp: str = ""
     """The name of the MLP's class, if it has another prefix."""
+    modules: Mapping[str, str] = field(
+        default_factory=lambda: {"self_attn": "Attention", "mlp": "MLP"}
+    )
+    """Maps the paths of the modules whose place the parts take to the rest of their classes'
+    names. A layer without one of them has no linear layer and no norm in it."""
     linears: Mapping[str, str] = field(default_factory=lambda: _QKV | _OUT | _GATE_UP)
-    """Maps names in `Weights` to the paths of a layer's linear layers. Without k and v, q holds all
-    three in one parameter; without up, gate holds both. Such layers must have no bias. Without
-    gate, the MLP has none."""
+    """Maps the names that the parts declare to the paths of a layer's linear layers. Without k and
+    v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
+    bias. Without gate, the MLP has none."""
     interleaved: bool = False
     """RoPE rotates pairs of neighbours, instead of halves."""
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
-    """Maps names in `Weights` to the paths of a layer's norms."""
+    """Maps names of parameters to the paths of a layer's norms."""
     activation: str = "mlp.act_fn"
+    """The path of the MLP's activation; empty where there is no MLP."""
     activations: Names = _SILU
     """The classes that it may be of."""
     wide_norms: bool = False
@@ -181,6 +186,11 @@ class Family:
     """Returns the window of a layer, from the configuration and the layer's index."""
     traits: Callable[[Any, int], dict[str, Any]] = field(default=lambda config, layer: {})
     """Returns the other fields of `Traits` that differ from Llama's."""
+    by_layer: Callable[[Any, int], dict[str, Any]] = field(default=lambda config, layer: {})
+    """Returns those of these fields that differ in a layer: the paths of its modules, their
+    classes, the width of its MLP."""
+    width: str = MLP_WIDTH
+    """The name of the width of the MLP in the configuration."""
     position_rows: int = 1
     """The rows of positions to which the base model expands one, as in positions.py."""
     query_scale: Callable[[Any, Tensor], Tensor | None] = field(default=lambda config, at: None)
@@ -192,6 +202,11 @@ class Family:
     """Returns the number by which a model divides its logits."""
     logits_cap: Callable[[Any], float | None] = field(default=lambda model: None)
     """Returns the softcap of a model's logits."""
+
+    def of_layer(self, config: Any, layer: int) -> Family:
+        """Returns the family as one layer sees it."""
+        own = self.by_layer(config, layer)
+        return replace(self, **own) if own else self
 
     def known(self, suffix: str) -> Names:
         names = {"Model": self.prefix + self.base, "MLP": self.mlp or f"{self.prefix}MLP"}
@@ -216,7 +231,7 @@ class Family:
 
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Returns the shape of the weight of each linear layer and norm of a layer, by path."""
-        D, F, d = config.hidden_size, mlp_width(config), head_dim(config)
+        D, F, d = config.hidden_size, getattr(config, self.width), head_dim(config)
         q, kv = d * config.num_attention_heads, d * kv_heads(config)
         rows = dict(q=q, k=kv, v=kv, o=D, gate=F, up=F, down=D)
         if "k" not in self.linears:
@@ -233,9 +248,8 @@ class Family:
         """Maps each module to the classes whose forward it may have, given by name, so that a class
         whose forward was replaced process-wide (as Liger-Kernel does) does not match."""
         return {
-            "self_attn": self.known("Attention"),
-            "mlp": self.known("MLP"),
-            self.activation: self.activations,
+            **{path: self.known(suffix) for path, suffix in self.modules.items()},
+            **({self.activation: self.activations} if self.activation else {}),
             **dict.fromkeys(self.linears.values(), LINEAR + QUANTISED + ADAPTED),
             **dict.fromkeys(self.norms.values(), self.norm_classes),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
@@ -251,16 +265,15 @@ class Family:
             for owner in dict.fromkeys(owner for owner, _, _ in parts)
         }
 
-    def weights(self, layer: Any, read: Read = getattr) -> Weights:
-        """Returns the parameters of a layer, without its adapters."""
-        linears = {name: part_of(layer, path) for name, path in self.linears.items()}
-        found = {name: read(module, "weight") for name, module in linears.items()}
-        norms = {name: part_of(layer, path) for name, path in self.norms.items()}
-        found |= {name: read(module, "weight") for name, module in norms.items()}
-        for name, module in (linears | norms).items():
+    def weights(self, layer: Any, read: Read = getattr) -> dict[str, Tensor]:
+        """Returns the parameters of a layer by name (layer/weights.py), without its adapters."""
+        found = {}
+        for name, path in (*self.linears.items(), *self.norms.items()):
+            module = part_of(layer, path)
+            found[name] = read(module, "weight")
             if (bias := read(module, "bias", None)) is not None:
-                found[f"{name}_bias"] = bias
-        return Weights(**found)
+                found[f"{name}.bias"] = bias
+        return found
 
     def layer_traits(self, config: Any) -> tuple[Traits, ...]:
         scale = head_dim(config) ** -0.5
@@ -412,7 +425,7 @@ FAMILIES: dict[str, Family] = {
             norms=_ONE_NORM,
             norm=_COHERE_NORM,
             interleaved=True,
-            traits=lambda config, i: {"parallel": True},
+            traits=lambda config, i: {"blocks": SIDE_BY_SIDE},
             logits_scaling=lambda model: 1 / model.logit_scale,
         ),
         Family(
@@ -423,7 +436,7 @@ FAMILIES: dict[str, Family] = {
             interleaved=True,
             window=_window_by_type,
             traits=lambda config, i: (
-                {"parallel": True} | ({} if _window_by_type(config, i) else {"rope": None})
+                {"blocks": SIDE_BY_SIDE} | ({} if _window_by_type(config, i) else {"rope": None})
             ),
             logits_scaling=lambda model: 1 / model.logit_scale,
         ),
@@ -480,16 +493,21 @@ def _family_of(kind: Any) -> Family | None:
     return next((families[part[2]] for part in parts if part[2] in families), None)
 
 
-def layer_weights(layer: Any, read: Read = getattr) -> Weights:
+def layers_of(base: Any) -> list[tuple[Any, Family]]:
+    """Returns a base model's layers, each with its family as this layer sees it."""
+    family = known_family(base)
+    return [(layer, family.of_layer(base.config, i)) for i, layer in enumerate(base.layers)]
+
+
+def layer_weights(layer: Any, family: Family, read: Read = getattr) -> dict[str, Tensor]:
     """Returns a decoder layer's parameters, as the schedule takes them, without its adapters. With
     `look` to read them, what parametrised ones are computed from stands in their places."""
-    return known_family(layer).weights(layer, read)
+    return family.weights(layer, read)
 
 
-def layer_adapters(layer: Any, read: Read = getattr) -> dict[str, Applied]:
-    """Returns the adapters that a forward of the layer applies, by the names in `Weights` of the
-    projections that they adapt."""
-    family = known_family(layer)
+def layer_adapters(layer: Any, family: Family, read: Read = getattr) -> dict[str, Applied]:
+    """Returns the adapters that a forward of the layer applies, by the names of the linear layers
+    that they adapt."""
     return applied({n: part_of(layer, path) for n, path in family.linears.items()}, read)
 
 

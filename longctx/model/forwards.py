@@ -40,6 +40,7 @@ from longctx.layer.schedule import scheduled_layer
 from longctx.model.adapters import with_adapters
 from longctx.model.caller import Caller, classifier_reads_padding, labels_on_padding
 from longctx.model.families import (
+    Family,
     base_of,
     embedding_multiplier,
     final_norm_spec,
@@ -47,6 +48,7 @@ from longctx.model.families import (
     known_family,
     layer_adapters,
     layer_weights,
+    layers_of,
     logits_cap,
     logits_scaling,
     query_scale,
@@ -564,10 +566,12 @@ def _scheduled_forward(
     # The loop stands here and not in a function, whose caller would hold the embedding's output.
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
         schedule = make_schedule(base, runtime, rope, documents, B)
-        for above, layer in zip(reversed(range(len(base.layers))), base.layers, strict=True):
+        layers = layers_of(base)
+        for above, (layer, family) in zip(reversed(range(len(layers))), layers, strict=True):
             # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
             # that Hugging Face's layer class would put around the schedule.
-            x = nn.Module.__call__(layer, x, schedule=schedule, layers_above=above)
+            given = dict(schedule=schedule, layers_above=above, family=family)
+            x = nn.Module.__call__(layer, x, **given)
         owned = caller.owns_gradient or sharing is not None
         x = base.norm(x, spec=final_norm_spec(base), owned=owned)
     x = _spread(x, sharing, where, real, B * S).view(B, S, D)
@@ -657,7 +661,7 @@ def _why_not_shared(base: Any, runtime: Runtime, input_ids: Tensor | None) -> st
         return "the call has inputs_embeds, which are not compared"
     if runtime.shards is not None:
         return "ranks share rows"
-    adapters = (x for layer in base.layers for x in layer_adapters(layer, look).values())
+    adapters = (x for layer in layers_of(base) for x in layer_adapters(*layer, look).values())
     if base.training and any(adapter.dropout for adapter in adapters):
         return "dropout of adapters draws another mask for each row"
     return None
@@ -704,14 +708,14 @@ def layer_forward(
     *args: Any,
     schedule: Schedule | None = None,
     layers_above: int = 0,
+    family: Family | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    if schedule is None:
+    if schedule is None or family is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    weights, loras = with_adapters(
-        layer_weights(self), layer_adapters(self), layers_above, lambda: schedule.seed
-    )
-    return scheduled_layer(hidden_states, schedule, layers_above, weights, loras)
+    weights, adapters = layer_weights(self, family), layer_adapters(self, family)
+    given = with_adapters(weights, adapters, layers_above, lambda: schedule.seed)
+    return scheduled_layer(hidden_states, schedule, layers_above, *given)
 
 
 def norm_forward(self: Any, x: Tensor, spec: NormSpec | None = None, owned: bool = False) -> Tensor:

@@ -57,7 +57,7 @@ def peer_sizes(
         return Sizes(**_nothing(count), **common)
     family = family_of(widest)
     adapters = _adapters(layers)
-    factors = {id(x) for adapter in adapters for x in (adapter.a, adapter.b)}
+    factors = {id(x) for adapter in adapters for x in adapter.parameters.values()}
     matrices = [p for layer in layers for p in layer.parameters() if p.dim() > 1]
     heads = [head for one in models if (head := one.get_output_embeddings()) is not None]
     first = next(iter(layers), nn.Module())

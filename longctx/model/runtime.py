@@ -33,9 +33,8 @@ from longctx.cost.sizes import (
     kinds_of,
 )
 from longctx.errors import UserError
-from longctx.layer.parts.attention import SelfAttention
-from longctx.layer.parts.mlp import MLP
-from longctx.layer.passes import Rope, Schedule
+from longctx.layer.parts.table import parts_of
+from longctx.layer.passes import Rope, Schedule, Traits
 from longctx.memory.ladder import Budget, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
 from longctx.memory.pending import Pending, pending_bytes
@@ -44,6 +43,7 @@ from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
 from longctx.model.costs import StepTable
 from longctx.model.families import (
+    Family,
     base_of,
     has_post_norms,
     has_windows,
@@ -54,6 +54,7 @@ from longctx.model.families import (
     layer_adapters,
     layer_norm_spec,
     layer_weights,
+    layers_of,
     mlp_width,
     model_traits,
     query_scale,
@@ -235,10 +236,12 @@ def model_sizes(
     """The dimensions of a model that the schedule knows, patched or not."""
     base, head = base_of(model), head_of(model)
     assert base is not None
+    config = base.config
+    layers = zip(layers_of(base), known_family(base).layer_traits(config), strict=True)
     return Sizes(
-        **kinds_of(_kind(base, i, dtype.itemsize) for i in range(len(base.layers))),
-        hidden=base.config.hidden_size,
-        vocab=base.config.vocab_size,
+        **kinds_of(_kind(config, *layer, traits, dtype.itemsize) for layer, traits in layers),
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
         itemsize=dtype.itemsize,
         stream_itemsize=(stream_dtype or dtype).itemsize,
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -250,25 +253,24 @@ def model_sizes(
     )
 
 
-def _kind(base: Any, i: int, itemsize: int) -> LayerKind:
+def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int) -> LayerKind:
     """Returns the kind of a layer, in the dtype of the activations."""
-    layer, config, family = base.layers[i], base.config, known_family(base)
-    weights = [x for x in layer_weights(layer, look) if x is not None]
-    adapters = layer_adapters(layer, look).values()
+    weights = layer_weights(layer, family, look).values()
+    adapters = layer_adapters(layer, family, look).values()
     packed = [state for w in weights if (state := getattr(w, "quant_state", None)) is not None]
     return LayerKind(
-        blocks=(SelfAttention, MLP),
-        intermediate=mlp_width(config),
+        blocks=parts_of(traits.blocks),
+        intermediate=getattr(config, family.width),
         heads=config.num_attention_heads,
         kv_heads=kv_heads(config),
-        head_dim=layer.self_attn.head_dim,
-        window=family.window(config, i),
+        head_dim=head_dim(config),
+        window=traits.window,
         qk_norms="q_norm" in family.norms and not family.wide_norms,
         wide_norms=family.wide_norms,
         caps_scores=family.score_cap(config) is not None,
         post_norms=has_post_norms(config),
         gated="gate" in family.linears,
-        parallel=family.traits(config, i).get("parallel", False),
+        parallel=traits.parallel,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
         rank=max((len(x.a) for x in adapters), default=0),
@@ -277,6 +279,7 @@ def _kind(base: Any, i: int, itemsize: int) -> LayerKind:
             inputs=sum(x.share * x.a.shape[1] for x in adapters),
             outputs=sum(x.share * len(x.b) for x in adapters),
             parameters=sum(x.share * (x.a.numel() + x.b.numel()) for x in adapters),
+            rescaled=sum(x.share * x.rescaled for x in adapters),
         ),
     )
 
@@ -343,7 +346,7 @@ def make_schedule(
         position_ids=position_ids,
         ropes=_ropes(base),
         query_scale=query_scale(base, position_ids),
-        head_dim=base.layers[0].self_attn.head_dim,
+        head_dim=head_dim(config),
         norm=layer_norm_spec(base),
         attention=attention,
         store=runtime.store,

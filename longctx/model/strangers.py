@@ -30,8 +30,7 @@ from transformers.utils.generic import TransformersKwargs
 from longctx.errors import one_line
 from longctx.layer.passes import Traits
 from longctx.model.adapters import (
-    QUANTISED,
-    inner_linears,
+    inner_modules,
     is_adapted,
     why_not_applied,
     why_not_dense,
@@ -47,6 +46,7 @@ from longctx.model.families import (
     is_a,
     known_family,
     kv_heads,
+    layers_of,
     logits_cap,
     part_of,
     rotary_embeddings,
@@ -209,9 +209,8 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     if any(changing_hooks(torch_module, (f"_global{hooks}" for hooks in _HOOKS))):
         yield "hooks on all modules"
     traits, layer_class = family.layer_traits(config), family.known("DecoderLayer")
-    shapes = family.shapes(config)
-    for i, layer in enumerate(base.layers):
-        where = f"model.layers.{i}"
+    for i, (layer, family) in enumerate(layers_of(base)):
+        where, shapes = f"model.layers.{i}", family.shapes(config)
         yield from _problems(layer, layer_class, where, patched=patched)
         parts = {name: part_of(layer, name) for name in family.in_layer}
         for name, known in family.in_layer.items():
@@ -227,15 +226,18 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         linears = family.linears.values()
         adapted = {name: parts[name] for name in linears if is_adapted(parts[name])}
         for name, module in adapted.items():
-            for inner in inner_linears(module):
-                known = LINEAR + QUANTISED
+            for inner, known in inner_modules(module):
                 yield from _problems(inner, known, f"{where}.{name}, inside its adapter")
             yield from why_not_applied(module, dtype, f"{where}.{name}")
             parts[name] = module.base_layer
         for name in linears:
             yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
         yield from _other_dtypes(parts.values(), dtype, where)
-        yield from _other_settings(family, layer, parts, config, traits[i], where)
+        yield from _other_parameters(family, parts, config, where)
+        if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
+            yield f"a residual multiplier of its own in {where}"
+        if "self_attn" in family.modules:
+            yield from _other_attention(family, parts, config, traits[i], where)
 
 
 def _problems(
@@ -309,15 +311,23 @@ def _other_dtypes(modules: Iterable[nn.Module], dtype: torch.dtype, where: str) 
                 yield f"weights in {parameter.dtype} in {where} where others are in {dtype}"
 
 
-def _other_settings(
-    family: Family, layer: Any, parts: dict[str, Any], config: Any, traits: Traits, where: str
+def _other_parameters(
+    family: Family, parts: dict[str, Any], config: Any, where: str
+) -> Iterator[str]:
+    for name in family.norms.values():
+        if getattr(parts[name], family.norm.epsilon) != getattr(config, family.norm.configured):
+            yield f"another epsilon than the configuration's in {where}"
+    for name in family.fused:
+        if look(parts[name], "bias") is not None:
+            yield f"a bias of {name} in {where}"
+
+
+def _other_attention(
+    family: Family, parts: dict[str, Any], config: Any, traits: Traits, where: str
 ) -> Iterator[str]:
     attention = parts["self_attn"]
     state = vars(attention)
     _ = attention.attention_dropout  # Hugging Face's forward fails without it
-    for name in family.norms.values():
-        if getattr(parts[name], family.norm.epsilon) != getattr(config, family.norm.configured):
-            yield f"another epsilon than the configuration's in {where}"
     if not attention.is_causal:
         yield f"attention to later tokens in {where}"
     if attention.head_dim != head_dim(config):
@@ -334,11 +344,6 @@ def _other_settings(
         yield f"another window than the configuration's in {where}"
     if bool(state.get("use_rope", traits.rope is not None)) != (traits.rope is not None):
         yield f"RoPE where the configuration has none, or none where it has, in {where}"
-    if vars(layer).get("residual_multiplier", 1.0) != traits.residual:
-        yield f"a residual multiplier of its own in {where}"
-    for name in family.fused:
-        if look(parts[name], "bias") is not None:
-            yield f"a bias of {name} in {where}"
     biases = {look(parts[family.linears[n]], "bias") is None for n in "qkv" if n in family.linears}
     if len(biases) > 1:
         yield f"biases on some of q, k, v only in {where}"

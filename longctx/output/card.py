@@ -83,7 +83,8 @@ def model_card(record: Record, lines: Sequence[Mapping[str, Any]]) -> str:
     base = model["hub_id"] or public(model.get("name") or f"{model['preset']} (random weights)")
     length = f"{options['seq_len']:,} tokens"
     how = _TITLES.get(task, f"trained by {task.upper()}")
-    what = "LoRA adapters of" if adapter else "The model is"
+    kind = "DoRA" if options.get("use_dora") else "LoRA"
+    what = f"{kind} adapters of" if adapter else "The model is"
     named = "" if model["hub_id"] or "preset" in model else ", a local folder"
     version = record["starts"][-1]["versions"]["longctx"]
     known = [part["hub_id"] for part in record["data"].values() if part.get("hub_id")]
@@ -203,7 +204,8 @@ def _of_run(record: Record, base: str) -> Facts:
     if "lora_r" in options:
         alpha = options.get("lora_alpha") or 2 * options["lora_r"]
         over = "" if options.get("quantize", "none") == "none" else f", over {options['quantize']}"
-        found.append(("adapters", f"LoRA, rank {options['lora_r']}, alpha {alpha:g}{over}"))
+        kind = "DoRA" if options.get("use_dora") else "LoRA"
+        found.append(("adapters", f"{kind}, rank {options['lora_r']}, alpha {alpha:g}{over}"))
     processes = record["starts"][-1]["machine"]["processes"]
     ranks_a_row = options.get("sequence_parallel_size", 1)
     rows = options["per_device_train_batch_size"] * options["gradient_accumulation_steps"]

@@ -29,7 +29,7 @@ FORMAT, OF_ONE_KIND = 4, 3
 OPTIONS = (
     *("class_type", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("place", "gpu_memory_gib", "keep", "offload_activations", "head_groups", "tile_tokens"),
-    *("lora_r", "lora_targets", "lora_modules_to_save", "quantize", "task"),
+    *("lora_r", "lora_targets", "lora_modules_to_save", "use_dora", "quantize", "task"),
 )
 """Of a run, which a plan is for."""
 DIMENSIONS = ("layers", "hidden", "vocab")
@@ -142,10 +142,11 @@ def read_given(path: str | Path) -> Given:
         if plan["format"] not in (FORMAT, OF_ONE_KIND):
             raise UserError(f"--plan {path} was written by another version: plan again")
         gpu, host = plan["budget_bytes"]
+        run = ({"use_dora": False} if plan["format"] == OF_ONE_KIND else {}) | plan["run"]
         kinds, of_layer = _kinds(plan)
         return Given(
             path=path,
-            run={name: plan["run"][name] for name in OPTIONS},
+            run={name: run[name] for name in OPTIONS},
             model={name: int(plan["model"][name]) for name in DIMENSIONS},
             kinds=kinds,
             of_layer=of_layer,

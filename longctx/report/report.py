@@ -118,7 +118,8 @@ def _model(run: Run) -> str | None:
         said.append(f"{whole:,} parameters" + f", {trained:,} trained" * (trained != whole))
     said += [str(x) for x in (run.get("model", "dtype"), run.options.get("class_type")) if x]
     rank, quantize = run.options.get("lora_r"), run.options.get("quantize", "none")
-    said += [f"LoRA of rank {rank}"] if rank else []
+    kind = "DoRA" if run.options.get("use_dora") else "LoRA"
+    said += [f"{kind} of rank {rank}"] if rank else []
     said += [f"over {quantize}"] if quantize != "none" else []
     return ", ".join(said)
 

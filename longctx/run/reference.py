@@ -53,6 +53,7 @@ def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArgu
         lora_r=None,
         lora_targets=None,
         lora_modules_to_save=None,
+        use_dora=False,
     )
 
 

@@ -46,6 +46,7 @@ def teacher_arguments(model_args: ModelArguments, args: TrainArguments) -> Model
         lora_r=None,
         lora_targets=None,
         lora_modules_to_save=None,
+        use_dora=False,
         rope_scaling="none",
         extend_context=True,  # what RoPE does beyond its positions is said
     )

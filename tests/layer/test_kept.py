@@ -10,8 +10,8 @@ from small_layer import PACKED, batch, gradients, trio
 from torch import Tensor
 
 from longctx.cost.kept import Keep
-from longctx.layer import schedule
 from longctx.layer.parts.mlp import MLP
+from longctx.layer.parts.table import PARTS
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -25,10 +25,10 @@ class Routed(MLP):
         super().__init__(p, kept or {})
         self._route = None if kept is None else kept["route"]
 
-    def keep(self, o: Tensor) -> None:
-        super().keep(o)
+    def keep(self, x: Tensor) -> None:
+        super().keep(x)
         if self._pass.keeps("route"):
-            self._route = o.new_empty(len(o), 1)
+            self._route = x.new_empty(len(x), 1)
             self._pass.keep("route", {"route": self._route}, of_tiles=True)
 
     def forward(self, h: Tensor, tile: slice, **rest: Any) -> None:
@@ -46,7 +46,7 @@ class Routed(MLP):
     "hosted", [set(), {"route"}, {"x", "o", "route"}], ids=["nothing", "it alone", "all"]
 )
 def test_a_second_tensor_that_must_be_kept_comes_back(hosted, monkeypatch) -> None:
-    monkeypatch.setattr(schedule, "MLP", Routed)
+    monkeypatch.setitem(PARTS, "mlp", Routed)
     monkeypatch.setattr(Routed, "seen", [])
     ours = trio(torch.float32, dict(tile_tokens=31))[2]
     inputs = batch(PACKED)

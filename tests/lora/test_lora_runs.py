@@ -204,6 +204,32 @@ def test_peft_loads_it_and_merging_gives_the_same_model(flags, finished, tmp_pat
     assert card.data.tags == ["longctx", "merged"] and "| adapter | `final` |" in card.text
 
 
+def test_dora(flags, tmp_path, capsys) -> None:
+    """Trained by the schedule, resumed bit by bit, merged; the option defines the run."""
+    dora = [*flags, "--use_dora"]
+    run(dora, tmp_path / "run", *KINDS["fp32"])
+    out = capsys.readouterr().out
+    assert "DoRA of rank 4 on 14 maps" in out and "Hugging Face's layers" not in out
+    whole = adapter(tmp_path / "run/final")
+    assert sum("magnitude" in name for name in whole) == 14
+    assert "DoRA, rank 4" in (tmp_path / "run/final/README.md").read_text()
+    begun = Path(shutil.copytree(tmp_path / "run", tmp_path / "again"))
+    resume = ["--resume_from_checkpoint", str(begun / "checkpoint-2")]
+    with pytest.raises(UserError, match="use_dora True -> False"):
+        run(flags, begun, *KINDS["fp32"], *resume)
+    run(dora, begun, *KINDS["fp32"], *resume)
+    assert all(torch.equal(adapter(begun / "final")[name], x) for name, x in whole.items())
+    args = ModelArguments(lora_r=4, use_dora=True, model_name_or_path=base_of(flags), seq_len=64)
+    held = sum(x.nbytes for x in whole.values())
+    assert adapter_bytes(args, load_config(args, vocab_size=1)) == held
+    cli.run(["merge", str(begun / "final"), "--output", str(tmp_path / "merged")])
+    ids = torch.arange(3, 30)[None]
+    base = AutoModelForCausalLM.from_pretrained(base_of(flags)).eval()
+    trained = peft.PeftModel.from_pretrained(base, str(begun / "final")).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(ids).logits, trained(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_the_merged_model_has_the_rope_of_the_run(flags, tmp_path) -> None:
     """Which no adapter holds, and its model's files do not say."""
     limit = AutoConfig.from_pretrained(base_of(flags)).max_position_embeddings

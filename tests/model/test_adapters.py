@@ -33,14 +33,14 @@ import longctx
 from exactness import DEVICE
 from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.layer.lora import Lora
-from longctx.layer.weights import PROJECTIONS
+from longctx.layer.adapters.lora import Lora
 from longctx.model.families import FAMILIES as FAMILY_OF
-from longctx.model.families import layer_adapters
+from longctx.model.families import layer_adapters, layers_of
 from longctx.model.strangers import why_not_scheduled
 from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 DEVICE = torch.device(DEVICE)
 
@@ -327,7 +327,8 @@ def test_disabled_merged_and_unmerged_adapters() -> None:
     with_adapter = ours(**inputs).loss.item()
     assert with_adapter == pytest.approx(naive(**inputs).loss.item(), rel=1e-6)
     ours.merge_adapter()
-    assert layer_adapters(ours.get_base_model().model.layers[0]) == {}
+    first, *_ = layers_of(ours.get_base_model().model)
+    assert layer_adapters(*first) == {}
     assert ours(**inputs).loss.item() == pytest.approx(with_adapter, rel=1e-5)
     ours.unmerge_adapter()
     assert ours(**inputs).loss.item() == pytest.approx(with_adapter, rel=1e-5)
@@ -350,7 +351,6 @@ def test_one_of_two_adapters_is_active() -> None:
 @pytest.mark.parametrize(
     ("settings", "change", "says"),
     [
-        (dict(use_dora=True), None, "a variant of LoRA (DoraLinearVariant)"),
         (dict(lora_bias=True), None, "an adapter with a bias"),
         ({}, lambda m: m.base_model.set_adapter(["default", "second"]), "several adapters at once"),
         (
@@ -371,7 +371,7 @@ def test_one_of_two_adapters_is_active() -> None:
         ),
         ({}, lambda m: (m.merge_adapter(), m.disable_adapter_layers()), "a disabled adapter that"),
     ],
-    ids=["dora", "bias", "several", "hook", "dtype", "dropout", "scaling", "merged and disabled"],
+    ids=["bias", "several", "hook", "dtype", "dropout", "scaling", "merged and disabled"],
 )
 def test_what_is_left_to_hugging_faces_layers(settings, change, says, monkeypatch) -> None:
     monkeypatch.setattr(nn.Module, "half_", lambda m: m.lora_A.half(), raising=False)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from longctx.config import ModelArguments
 from longctx.cost.sizes import Batch
 from longctx.errors import UserError
-from longctx.layer.lora import adapters_cost
+from longctx.layer.adapters.lora import adapters_cost
 from longctx.lora.adapters import check_lora
 from longctx.model import runtime
 from longctx.model.adapters import Applied

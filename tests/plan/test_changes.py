@@ -142,12 +142,12 @@ def test_nothing_helps_a_model_that_is_too_large() -> None:
     assert found_changes(run(8192), card(2), 2, grows=False) == {}
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_adapters_are_planned_without_peft(monkeypatch, quantize) -> None:
+@pytest.mark.parametrize(("quantize", "dora"), [("none", False), ("nf4", False), ("none", True)])
+def test_adapters_are_planned_without_peft(monkeypatch, quantize, dora) -> None:
     """As with its own layers, to the byte."""
     pytest.importorskip("peft")
     asked = ModelArguments(lora_r=16, quantize=quantize, lora_targets=["q_proj", "down_proj"])
-    asked = replace(asked, lora_dropout=0.1)
+    asked = replace(asked, lora_dropout=0.1, use_dora=dora)
     request = run(32768, lora_r=16, quantize=quantize)
     found = []
     for adapt in (with_lora_shapes, with_lora):

@@ -19,9 +19,8 @@ The letters are those of layer/__init__.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,25 +33,38 @@ from longctx.cost.fitted import WINDOW_EDGES
 from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.layer.adapters.lora import adapter_bytes
 from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
-from longctx.layer.lora import adapter_bytes
 from longctx.layer.parts.heads import Group, HeadGroups
 from longctx.layer.parts.key_gradients import KeyGradients
 from longctx.layer.parts.norms import Norm
+from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
 from longctx.layer.passes import Pass
+from longctx.layer.weights import InOne, Parameters
 
 
-class SelfAttention:
+def _rows_in_one(w: Parameters) -> tuple[int, int, int]:
+    """Returns the rows of q, k and v where one parameter holds them: o says how many q has."""
+    columns = w["o"].shape[1]
+    of_keys = (len(w["q"]) - columns) // 2
+    return columns, of_keys, of_keys
+
+
+class SelfAttention(OverRow):
     """The block in one pass. `kept` has what forward kept: among it h (T, D), the block's result,
     or z where a norm follows."""
 
-    def __init__(self, p: Pass, kept: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        self._pass, self._schedule, self._weights = p, p.schedule, p.weights
+    linears = ("q", "k", "v", "o")
+    in_one = (InOne(("q", "k", "v"), _rows_in_one),)
+
+    def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
+        self._pass, self._schedule, self._o = p, p.schedule, p.weights["o"]
         self._kept = kept
         self._heads = HeadGroups(p, kept.get("rstd"))
         self._post = Norm(p, "post1")
         self.h = kept.get("h")
         self._do: Tensor | None = None
+        self._attended: tuple[Tensor, Tensor] | None = None  # o (T, H d), lse (H, T)
         self._d_o = None if p.gradients is None else p.gradients.projection("o")
 
     # --- forward ---------------------------------------------------------------------------
@@ -61,12 +73,11 @@ class SelfAttention:
         """Returns n1, which an MLP beside attention reads, too."""
         return self._heads.normed(x)
 
-    def begin(self, x: Tensor) -> Tensor:  # (T, D) -> (T, H d)
-        """Returns o, and keeps what forward keeps of the whole row."""
+    def begin(self, x: Tensor) -> None:  # (T, D)
+        """Computes o, and keeps what forward keeps of the whole row."""
         qkv: list[Tensor] = []
-        o, lse = self.forward(x, qkv if self._pass.keeps("q k v") else None)
-        self._keep(x, o, lse, qkv)
-        return o
+        self._attended = self.forward(x, qkv if self._pass.keeps("q k v") else None)
+        self._keep(x, *self._attended, qkv)
 
     def forward(
         self,
@@ -74,10 +85,10 @@ class SelfAttention:
         kept: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
         """Runs attention over the row, and appends each group's q, k, v to `kept` if given."""
-        s, t, w = self._schedule, self._pass.traits, self._weights
-        T, Hd = x.shape[0], len(w.q.weight)
+        s, t, weight = self._schedule, self._pass.traits, self._heads.q.weight
+        T, Hd = x.shape[0], len(weight)
         # In the weights' dtype: the residual stream x may be fp32, as in autocast.
-        o = w.q.weight.new_empty(T, Hd)
+        o = weight.new_empty(T, Hd)
         lse = torch.empty(Hd // s.head_dim, T, dtype=torch.float32, device=x.device)
         self._heads.measure(x)
 
@@ -116,60 +127,76 @@ class SelfAttention:
             self.h = torch.empty_like(x, dtype=x.dtype if self._post.weight is None else o.dtype)
             p.keep("h", {"h": self.h}, of_tiles=True)
 
+    @property
+    def o(self) -> Tensor:  # (T, H d)
+        assert self._attended is not None
+        return self._attended[0]
+
     @annotated("projections")
-    def output(self, x: Tensor, o: Tensor, tile: slice) -> Tensor:
+    def output(self, x: Tensor, tile: slice) -> Tensor:
         """Returns h of a tile, (t, D), and writes what forward keeps of it."""
         out = None if self.h is None else self.h[tile]
         if self._post.weight is not None:
-            return self._normed(x, self._weights.o(o[tile], tile, out=out), tile)
+            return self._normed(x, self._o(self.o[tile], tile, out=out), tile)
         scale = self._pass.traits.residual
-        return self._weights.o.added(x[tile], o[tile], tile, scale=scale, out=out)
+        return self._o.added(x[tile], self.o[tile], tile, scale=scale, out=out)
 
     def _normed(self, x: Tensor, z: Tensor, tile: slice) -> Tensor:
         return x[tile] + self._post.forward(z)
 
     # --- backward --------------------------------------------------------------------------
 
-    def again(self, x: Tensor) -> tuple[Tensor, Tensor]:  # o (T, H d), lse (H, T)
-        """Returns o and lse, kept or else recomputed from all of x."""
+    def again(self, x: Tensor) -> None:
+        """Makes ready o and lse, kept or else recomputed from all of x."""
         if "o" in self._kept:
-            return self._kept["o"], self._kept["lse"]
+            self._attended = self._kept["o"], self._kept["lse"]
+            return
         # Attention reads the whole row, so all of x must have come up from the host.
         for tile in self._schedule.tiles(len(x)):
             self._schedule.store.wait(tile)
-        return self.forward(x)
+        self._attended = self.forward(x)
 
     @annotated("projections")
-    def output_again(self, x: Tensor, o: Tensor, tile: slice) -> tuple[Tensor, Tensor | None]:
+    def output_again(self, x: Tensor, tile: slice) -> tuple[Tensor, Tensor | None]:
         """Returns h of a tile, (t, D), kept or else recomputed, and z where a norm follows."""
         if self._post.weight is None:
-            return (self.output(x, o, tile) if self.h is None else self.h[tile]), None
-        z = self._weights.o(o[tile], tile) if self.h is None else self.h[tile]
+            return (self.output(x, tile) if self.h is None else self.h[tile]), None
+        z = self._o(self.o[tile], tile) if self.h is None else self.h[tile]
         return self._normed(x, z, tile), z
 
     @annotated("projections")
     def output_backward(
-        self, dh: Tensor, o: Tensor, z: Tensor | None, tile: slice, *, wants_do: bool
+        self, dh: Tensor, held: Tensor | None, tile: slice, *, goes_on: bool
     ) -> None:
         """Adds a tile's part, from dh (t, D), to the gradients of o's projection and of the norm
-        that follows. Such a norm makes dz another tensor than dh, and `backward_` is left do (T, H
-        d) instead, if it is wanted."""
+        that follows, which read z, `held`. Such a norm makes dz another tensor than dh, and
+        `backward_` is left do (T, H d) instead, if it follows."""
+        z, o = held, self.o
         assert self._d_o is not None
         narrow = (dh if z is None else self._post.backward(dh, z)).to(self._schedule.dtype)
-        v = self._weights.o.inner_grad(narrow)
+        v = self._o.inner_grad(narrow)
         self._d_o.add(narrow, o[tile], v, tile)
-        if z is not None and wants_do:
+        if z is not None and goes_on:
             self._do = torch.empty_like(o) if self._do is None else self._do
             scale = self._pass.traits.residual
-            self._weights.o.input_grad(narrow, v, tile, scale=scale, out=self._do[tile])
+            self._o.input_grad(narrow, v, tile, scale=scale, out=self._do[tile])
 
     def finish_output(self) -> None:
         assert self._d_o is not None
         self._pass.grads.finish("o", self._d_o, self._pass.traits.residual)
         self._post.finish()
 
+    def reaches(self, wants_dx: bool) -> bool:
+        names = ("norm1", "q", "k", "v", "q_norm", "k_norm")
+        return wants_dx or self._pass.grads.wanted(*names)
+
+    def backward_(self, dh: Tensor, x: Tensor, dn: Tensor | None, wants_dx: bool) -> None:
+        assert self._attended is not None
+        o, lse = self._attended
+        self.input_backward_(dh, x, o, self.groups_backward_(dh, x, o, lse), dn, wants_dx)
+
     @annotated("projections")
-    def backward_(
+    def groups_backward_(
         self,
         dh: Tensor,  # (T, D)
         x: Tensor,  # (T, D)
@@ -179,7 +206,7 @@ class SelfAttention:
         """Computes dq, dk, dv as the projections' outputs need them, one head group at a time, and
         the gradients of the norms of q and k."""
         s, t, heads = self._schedule, self._pass.traits, self._heads
-        dkv = KeyGradients(list(heads), self._do, self._weights.q.weight, x.shape[0])
+        dkv = KeyGradients(list(heads), self._do, self._heads.q.weight, x.shape[0])
         output_grad, kept = self._output_grad(dh), self._kept_groups()
 
         def run(i: int, group: Group) -> Iterator[None]:
@@ -213,19 +240,20 @@ class SelfAttention:
 
     def _output_grad(self, dh: Tensor) -> Callable[[Group], Tensor]:
         """Returns what gives do (T, h d) of a group: of those that are held, or made from dh."""
-        s, w, scale = self._schedule, self._weights, self._pass.traits.residual
+        s, w_o, scale = self._schedule, self._o, self._pass.traits.residual
         # Given up here, so that it is freed with the function that is returned.
         held, self._do = self._do, None
         if held is not None:
             return lambda group: held[:, group.q]
         narrow = dh.to(s.dtype)
-        v = w.o.inner_grad(narrow)
+        v, own = w_o.inner_grad(narrow), w_o.output_grad(narrow)
 
         def made(group: Group) -> Tensor:
-            do = scaled_mm(narrow, w.o.weight[:, group.q], scale)
-            if w.o.adapter is not None and v is not None:
+            do = scaled_mm(own, w_o.weight[:, group.q], scale)
+            if w_o.adapter is not None and v is not None:
                 for tile in s.tiles(len(do)):
-                    w.o.adapter.add_input_grad_(do[tile], v[tile], tile, scale, group.q)
+                    dy, at = narrow[tile], group.q
+                    w_o.adapter.add_input_grad_(do[tile], dy, v[tile], tile, scale, at)
             return do
 
         return made
@@ -242,12 +270,12 @@ class SelfAttention:
     ) -> None:
         """Turns dh into dx = dh + rms_norm'(x, dn1), if wanted; finishes q, k and v's gradients.
         `dn` is the part of dn1 that comes from an MLP beside attention."""
-        s, w, heads, grads = self._schedule, self._weights, self._heads, self._pass.grads
-        given, norm = grads.given, heads.norm
-        whole = given.q.to(s.dtype) if given.qkv_in_one else torch.cat([p.weight for p in w.qkv])
+        s, heads, grads = self._schedule, self._heads, self._pass.grads
+        norm, qkv, in_one = heads.norm, heads.qkv, "q" in grads.w.holders
+        whole = grads.w.given["q"].to(s.dtype) if in_one else torch.cat([p.weight for p in qkv])
         d_qkv = self._d_qkv(whole)
-        d_adapters = [grads.projection(name, WeightGradient(False)) for name in "qkv"]
-        rows = [len(p.weight) for p in w.qkv]
+        d_adapters = {name: grads.projection(name, WeightGradient(False)) for name in "qkv"}
+        rows = [len(p.weight) for p in qkv]
 
         def run(tile: slice) -> None:
             n1 = heads.normed(x[tile])
@@ -258,14 +286,17 @@ class SelfAttention:
                 d_q, d_k, _ = dqkv.split(rows, dim=1)
                 heads.wide_norms.backward_(d_q, d_k, *heads.unnormed(n1, us, tile))
             d_qkv.add(dqkv, n1)
-            dn1 = None
+            dys, dn1 = dqkv.split(rows, dim=1), None
             if wants_dx or norm.trained:
-                dn1 = dqkv @ whole if dn is None else torch.addmm(dn[tile], dqkv, whole)
-            for p, grad, dy, u in zip(w.qkv, d_adapters, dqkv.split(rows, dim=1), us, strict=True):
+                owns = [p.output_grad(dy) for p, dy in zip(qkv, dys, strict=True)]
+                changed = any(own is not dy for own, dy in zip(owns, dys, strict=True))
+                own = torch.cat(owns, dim=1) if changed else dqkv
+                dn1 = own @ whole if dn is None else torch.addmm(dn[tile], own, whole)
+            for p, grad, dy, u in zip(qkv, d_adapters.values(), dys, us, strict=True):
                 v = p.inner_grad(dy)
                 grad.add(dy, n1, v, tile, u)
                 if dn1 is not None and p.adapter is not None and v is not None:
-                    p.adapter.add_input_grad_(dn1, v, tile)
+                    p.adapter.add_input_grad_(dn1, dy, v, tile)
             if dn1 is not None:
                 norm.backward(dn1.to(x.dtype), x[tile], onto=dh[tile], out=dh[tile])
 
@@ -278,16 +309,15 @@ class SelfAttention:
         norm.finish()
         if heads.wide_norms is not None:
             heads.wide_norms.finish()
-        grads.finish_qkv(d_qkv, d_adapters)
+        grads.finish_stacked(d_qkv, d_adapters)
 
     def _d_qkv(self, whole: Tensor) -> WeightGradient:
         """The gradient of the weights of q, k and v, stacked along the rows."""
         grads = self._pass.grads
-        given, wants = grads.given, grads.wants
-        alike = given.q.dtype == self._schedule.dtype
+        alike = grads.w.given["q"].dtype == self._schedule.dtype
         return WeightGradient(
-            bool(wants.q or wants.k or wants.v),
-            bool(wants.q_bias or wants.k_bias or wants.v_bias),
+            grads.wants("q", "k", "v"),
+            grads.wants("q.bias", "k.bias", "v.bias"),
             # A weight of another dtype than the matmuls', as in autocast, has its gradient in fp32.
             dtype=sum_dtype(whole, grads.sums) if alike else torch.float32,
         )

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from longctx.annotate import annotated, each
 from longctx.attention.protocol import QKV
+from longctx.layer.adapters.protocol import ALL
 from longctx.layer.linear import linear
-from longctx.layer.lora import ALL
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.wide_norms import WideNorms
 from longctx.layer.passes import Pass
@@ -41,13 +41,15 @@ class HeadGroups:
     """Computes the q, k, v of one pass, one head group at a time."""
 
     def __init__(self, p: Pass, rstd: Tensor | None = None) -> None:
-        self._pass, self._schedule, self._weights = p, p.schedule, p.weights
+        self._pass, self._schedule = p, p.schedule
+        self.q, self.k, self.v = self.qkv = tuple(p.weights[name] for name in "qkv")
+        self._q_norm = p.weights.given.get("q_norm")
         self.norm = Norm(p, "norm1")
         self.qk_norms: tuple[Norm, ...] = ()
         """Of each head."""
         self.wide_norms: WideNorms | None = None
         """Of all heads together."""
-        if (weight := p.weights.q_norm) is not None:
+        if (weight := self._q_norm) is not None:
             if len(weight) == p.schedule.head_dim:
                 self.qk_norms = Norm(p, "q_norm"), Norm(p, "k_norm")
             else:
@@ -55,8 +57,8 @@ class HeadGroups:
         self._inner: dict[int, list[Tensor | None]] = {}
 
     def __iter__(self) -> Iterator[Group]:
-        s, w = self._schedule, self._weights
-        H, K = len(w.q.weight) // s.head_dim, len(w.k.weight) // s.head_dim
+        s = self._schedule
+        H, K = len(self.q.weight) // s.head_dim, len(self.k.weight) // s.head_dim
         k = K // s.head_groups
         h = k * (H // K)
         for i in range(s.head_groups):
@@ -69,10 +71,10 @@ class HeadGroups:
         return self.norm.forward(x).to(self._schedule.dtype)
 
     def inner(self, n1: Tensor, tile: slice) -> list[Tensor | None]:
-        """Returns u of q, k, v (layer/lora.py), (T, r) or (T, 3 r), made once for all groups."""
+        """Returns u of q, k, v (layer/adapters/), (T, r) or (T, 3 r), made once for all groups."""
         if tile.start not in self._inner:
             # x A' does not depend on the group: with 8 groups it would be computed 8 times.
-            self._inner[tile.start] = inners(n1, self._weights.qkv, tile)
+            self._inner[tile.start] = inners(n1, self.qkv, tile)
         return self._inner[tile.start]
 
     def forget_inner(self) -> None:
@@ -89,29 +91,28 @@ class HeadGroups:
 
     def unnormed(self, n1: Tensor, us: list[Tensor | None], tile: slice) -> tuple[Tensor, Tensor]:
         """Returns q (t, H d) and k (t, K d) of a tile, of all heads, as projected."""
-        w = self._weights
-        return w.q(n1, tile, u=us[0]), w.k(n1, tile, u=us[1])
+        return self.q(n1, tile, u=us[0]), self.k(n1, tile, u=us[1])
 
     @annotated("projections")
     def project(self, x: Tensor, group: Group) -> Tensor:  # (T, D) -> (T, (h + 2 k) d)
         """Computes q, k, v of one group: norm, one fused matmul, norms over all heads, rotation. If
         each head has a norm, q and k are returned as projected, without rotation."""
-        s, w = self._schedule, self._weights
-        parts = list(zip(w.qkv, (group.q, group.kv, group.kv), strict=True))
+        s = self._schedule
+        columns = (group.q, group.kv, group.kv)
+        parts = [p.rows(rows) for p, rows in zip(self.qkv, columns, strict=True)]
         # One matmul for q, k and v of the group: n1 (T, D) is read once instead of three times.
-        weight = torch.cat([p.weight[rows] for p, rows in parts])
+        weight = torch.cat([p.weight for p in parts])
         bias = None
-        if w.q.bias is not None:
-            bias = torch.cat([p.bias[rows] for p, rows in parts if p.bias is not None])
+        if self.q.bias is not None:
+            bias = torch.cat([p.bias for p in parts if p.bias is not None])
         qkv = weight.new_empty(x.shape[0], weight.shape[0])
-        outs = qkv.split([rows.stop - rows.start for _, rows in parts], dim=1)
-        adapters = [None if p.adapter is None else p.adapter.rows(rows) for p, rows in parts]
+        outs = qkv.split([len(p.weight) for p in parts], dim=1)
         for tile in each("tile", s.tiles(x.shape[0])):
             n1 = self.normed(x[tile])
             linear(n1, weight, bias, out=qkv[tile])
-            for adapter, out, u in zip(adapters, outs, self.inner(n1, tile), strict=True):
-                if adapter is not None and u is not None:
-                    adapter.add_(out[tile], u)
+            for p, out, u in zip(parts, outs, self.inner(n1, tile), strict=True):
+                if p.adapter is not None and u is not None:
+                    p.adapter.add_(out[tile], n1, u, tile)
             # A single group has all heads: their squares are summed here, and `measure` is spared.
             if self.wide_norms is not None and s.head_groups == 1:
                 self.wide_norms.measure(outs[0][tile], outs[1][tile], tile)
@@ -192,7 +193,7 @@ class HeadGroups:
 
     @property
     def _normed_dtype(self) -> torch.dtype:
-        weight, given = self._weights.q_norm, self._weights.q.weight.dtype
+        weight, given = self._q_norm, self.q.weight.dtype
         return self._schedule.norm.dtype(given, weight.dtype) if weight is not None else given
 
     @property
@@ -200,7 +201,7 @@ class HeadGroups:
         """Whether the norms of q and k return another dtype than q's. In autocast q is projected in
         16 bits and Llama's norm returns fp32; q stays so, one tile at a time, until it is
         rotated."""
-        return self._normed_dtype != self._weights.q.weight.dtype
+        return self._normed_dtype != self.q.weight.dtype
 
     def _split(self, qkv: Tensor, group: Group) -> QKV:
         """Returns views of q (T, h, d), k (T, k, d) and v (T, k, d)."""

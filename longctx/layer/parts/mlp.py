@@ -16,9 +16,7 @@ layer/__init__.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,36 +26,41 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
+from longctx.layer.adapters.lora import adapter_bytes
 from longctx.layer.linear import weight_sums
-from longctx.layer.lora import adapter_bytes
 from longctx.layer.parts.norms import Norm
+from longctx.layer.parts.protocol import NOTHING, Kept, OverTiles
 from longctx.layer.passes import Pass
 from longctx.layer.projection import inners
+from longctx.layer.weights import InOne
 
 
-class MLP:
+class MLP(OverTiles):
     """The block in one pass. `kept` has gate and up (T, F) and z (T, D), which is called "down", if
     forward keeps them."""
 
-    def __init__(self, p: Pass, kept: Mapping[str, Tensor] = MappingProxyType({})) -> None:
-        self._pass, self._down = p, p.weights.down
-        self._inner = p.weights.inner
+    linears = ("gate", "up", "down")
+    in_one = (InOne(("gate", "up"), lambda w: [len(w["gate"]) // 2] * 2),)
+
+    def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
+        self._pass, self._down = p, p.weights["down"]
+        self._inner = p.weights.all_of("gate", "up")
         self._norm, self._post = Norm(p, "norm2"), Norm(p, "post2")
         self._kept = [kept[name] for name in self._inner if name in kept]
         self._z = kept.get("down")
         if p.gradients is not None:
-            self._d_down, self._d_inner = p.gradients.projection("down"), p.gradients.inner()
+            self._d_down = p.gradients.projection("down")
+            self._d_inner = p.gradients.projections(list(self._inner))
 
-    def keep(self, o: Tensor) -> None:
-        """Allocates gate and up (T, F) and z (T, D) if they are kept, with o's number of tokens and
-        dtype."""
+    def keep(self, x: Tensor) -> None:
+        """Allocates gate and up (T, F) and z (T, D) if they are kept."""
+        T, weight = len(x), self._down.weight
         if self._pass.keeps("gate up"):
-            T, F = len(o), self._down.weight.shape[1]
-            self._kept = [o.new_empty(T, F) for _ in self._inner]
+            self._kept = [weight.new_empty(T, weight.shape[1]) for _ in self._inner]
             made = dict(zip(self._inner, self._kept, strict=True))
             self._pass.keep("gate up", made, of_tiles=True)
         if self._pass.keeps("down") and self._post.weight is not None:
-            self._z = o.new_empty(len(o), len(self._down.weight))
+            self._z = weight.new_empty(T, len(weight))
             self._pass.keep("down", {"down": self._z}, of_tiles=True)
 
     def forward(self, h: Tensor, tile: slice, *, onto: Tensor, out: Tensor) -> None:
@@ -89,7 +92,7 @@ class MLP:
         self._d_down.add(narrow, product, v, tile)
         layers = self._inner.values()
         vs = [layer.inner_grad(dx) for layer, dx in zip(layers, made, strict=True)]
-        for grad, dx, v, u in zip(self._d_inner, made, vs, us, strict=True):
+        for grad, dx, v, u in zip(self._d_inner.values(), made, vs, us, strict=True):
             grad.add(dx, n2, v, tile, u)
         dn2: Tensor | None = None
         for layer, dx, v in zip(layers, made, vs, strict=True):
@@ -108,7 +111,7 @@ class MLP:
     def finish(self) -> None:
         grads = self._pass.grads
         grads.finish("down", self._d_down, self._pass.traits.residual)
-        grads.finish_inner(self._d_inner)
+        grads.finish_all(self._d_inner)
         self._norm.finish()
         self._post.finish()
 

@@ -18,8 +18,8 @@ class Norm:
 
     def __init__(self, p: Pass, name: str) -> None:
         self._pass, self._name, self.spec = p, name, p.schedule.norm
-        self.weight: Tensor | None = getattr(p.weights, name)
-        self.bias: Tensor | None = getattr(p.weights, f"{name}_bias", None)
+        self.weight: Tensor | None = p.weights.given.get(name)
+        self.bias: Tensor | None = p.weights.given.get(f"{name}.bias")
         self._sums = (None, None) if p.gradients is None else p.gradients.norm(name)
 
     @property

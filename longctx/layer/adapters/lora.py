@@ -20,6 +20,7 @@ T tokens, I features in, O features out, r ranks.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,9 +30,8 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Table, Work
 from longctx.kernels.spread import spread_sums
-from longctx.layer.linear import scaled_mm, wide_mm
-
-ALL = slice(None)
+from longctx.layer.adapters.protocol import ALL
+from longctx.layer.linear import WeightGradient, scaled_mm, wide_mm
 
 
 def spread(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
@@ -60,6 +60,13 @@ class Lora:
     """Seeds the dropout masks of this pass."""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return ("a", "b")
+
+    def adapter(self, own: Mapping[str, Tensor], weight: Tensor, bias: Tensor | None) -> Low:
+        return Low.of(own["a"], own["b"], self, weight.dtype)
+
+    @property
     def factor(self) -> float:
         """The scale, times the factor by which dropout multiplies the elements it keeps."""
         return self.scale / (1.0 - self.dropout) if self.dropout < 1.0 else 0.0
@@ -72,7 +79,7 @@ class Lora:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
+class Low:
     """The low-rank part of a projection, made once per pass with its factors spread."""
 
     a: Tensor  # (r, I), or (3 r, I) spread
@@ -81,7 +88,7 @@ class Adapter:
     lora: Lora
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, lora: Lora, dtype: torch.dtype) -> Adapter:
+    def of(cls, a: Tensor, b: Tensor, lora: Lora, dtype: torch.dtype) -> Low:
         """Spreads a (r, I) and b (O, r) for matmuls in `dtype`."""
         wide_a, wide_b = a.float(), b.float()
         return cls(
@@ -91,20 +98,23 @@ class Adapter:
             lora=lora,
         )
 
-    def rows(self, rows: slice) -> Adapter:
-        """The adapter of these output features only."""
+    @property
+    def by_rows(self) -> frozenset[str]:
+        return frozenset({"b"})
+
+    def rows(self, rows: slice) -> Low:
         return replace(self, b=self.b[rows])
 
     def masked(self, x: Tensor, tile: slice) -> Tensor:  # (T, I)
         return x * self.lora.mask(x, tile) if self.lora.dropout else x
 
     @property
-    def inner_factor(self) -> Tensor:  # (I, r) or (I, 2 r)
-        return self._two(self.a.t())
+    def inner_factor(self) -> Tensor | None:  # (I, r) or (I, 2 r)
+        return None if self.lora.dropout else self._two(self.a.t())
 
     def inner(self, x: Tensor, tile: slice) -> Tensor:  # (T, I) -> (T, r) or (T, 3 r)
         """Returns u = s (m x) A'."""
-        return self.spread_out(wide_mm(self.masked(x, tile), self.inner_factor))
+        return self.spread_out(wide_mm(self.masked(x, tile), self._two(self.a.t())))
 
     def inner_grad(self, dy: Tensor) -> Tensor:  # (T, O) -> (T, r) or (T, 3 r)
         """Returns v = s dy B."""
@@ -116,13 +126,17 @@ class Adapter:
             return spread_sums(u, self.lora.factor, self.a.dtype)
         return u.mul(self.lora.factor).to(self.a.dtype)
 
-    def add_(self, y: Tensor, u: Tensor, scale: float = 1.0) -> None:
+    def add_(self, y: Tensor, x: Tensor, u: Tensor, tile: slice, scale: float = 1.0) -> None:
         """Adds scale u B' to y (T, O)."""
         torch.addmm(y, u, self.b.t(), alpha=scale, out=y)
+
+    def output_grad(self, dy: Tensor) -> Tensor:  # (T, O) -> (T, O)
+        return dy
 
     def add_input_grad_(
         self,
         dx: Tensor,  # (T, columns)
+        dy: Tensor,  # (T, O)
         v: Tensor,  # (T, r) or (T, 3 r)
         tile: slice,
         scale: float = 1.0,
@@ -136,6 +150,9 @@ class Adapter:
         mask = self.lora.mask(dx.new_empty(len(dx), self.a.shape[1]), tile)
         dx.add_(scaled_mm(v, a, scale).mul_(mask[:, columns]))
 
+    def gradient(self, wanted: Collection[str]) -> LowGradient:
+        return LowGradient(self, wanted)
+
     def halves(self, u: Tensor) -> Tensor:
         """Returns the two parts of a spread u or v that add up to it, (T, 2 r)."""
         return u[:, : 2 * self.rank]
@@ -143,6 +160,29 @@ class Adapter:
     def _two(self, factor: Tensor) -> Tensor:  # (I, 3 r) -> (I, 2 r)
         """Returns the high and low parts of a spread factor."""
         return factor[:, self.rank :] if factor.shape[1] > self.rank else factor
+
+
+class LowGradient:
+    """Sums the gradients of A and B over tiles of tokens."""
+
+    def __init__(self, adapter: Low, wanted: Collection[str]) -> None:
+        self._adapter = adapter
+        self._a, self._b = (WeightGradient(name in wanted) for name in ("a", "b"))
+        self._wants_b = "b" in wanted
+
+    def add(self, dy: Tensor, x: Tensor, u: Tensor | None, v: Tensor, tile: slice) -> None:
+        adapter = self._adapter
+        self._a.add(adapter.halves(v), adapter.masked(x, tile))
+        if self._wants_b:
+            u = adapter.inner(x, tile) if u is None else u
+            self._b.add(dy, adapter.halves(u))
+
+    def finish(self, scale: float = 1.0) -> dict[str, Tensor | None]:
+        """Returns `scale` times the gradients of A (r, I) and B (O, r), in fp32."""
+        sums = (grad.round(torch.float32, scale)[0] for grad in (self._a, self._b))
+        rank = self._adapter.rank
+        a, b = (None if x is None else folded(x, rank, dim) for dim, x in enumerate(sums))
+        return {"a": a, "b": b}
 
 
 # --- what it costs ----------------------------------------------------------------------------

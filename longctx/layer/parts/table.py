@@ -1,0 +1,23 @@
+"""The parts by the names under which `Traits.blocks` has them."""
+
+from __future__ import annotations
+
+from longctx.layer.parts.attention import SelfAttention
+from longctx.layer.parts.mlp import MLP
+from longctx.layer.parts.protocol import OverRow, OverTiles, Part
+from longctx.layer.passes import Blocks
+
+PARTS: dict[str, type[Part]] = {"attention": SelfAttention, "mlp": MLP}
+
+
+def parts_of(blocks: Blocks) -> tuple[type[OverRow], type[OverTiles]]:
+    """Returns the part of each role of a layer's blocks."""
+    row, tiles = OverRow, OverTiles
+    for kind in (PARTS[name] for block in blocks for name in block):
+        if issubclass(kind, OverRow):
+            assert row is OverRow and tiles is OverTiles, f"{blocks}: a row's part is the first"
+            row = kind
+        elif issubclass(kind, OverTiles):
+            assert tiles is OverTiles, f"{blocks}: two parts over tiles"
+            tiles = kind
+    return row, tiles
