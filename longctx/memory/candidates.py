@@ -80,8 +80,8 @@ class Candidates(NamedTuple):
 
 def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
     """Returns the sets that layers may keep, the smallest first. Each adds to the ones before the
-    keepable that spares most seconds per byte, in the kinds of layers where it does. A keepable
-    that spares nothing is in no set."""
+    keepable that spares most seconds per byte. Kinds of layers take turns: none gets its second
+    keepable before all have their first. A keepable that spares nothing is in no set."""
 
     def worth(keepable: Keepable) -> float:
         return float(priced(load(keepable.spares), rates).step) / keepable.aligned
@@ -93,13 +93,16 @@ def sets(kinds: Sequence[Table], rates: Rates) -> tuple[Sets, ...]:
 
     found: list[Sets] = [tuple(layer.always for layer in kinds)]
     while True:
-        more = [next_of(layer, kept) for layer, kept in zip(kinds, found[-1], strict=True)]
-        most = max(seconds for seconds, _ in more)
-        if most <= 0:
+        more = []
+        for layer, kept in zip(kinds, found[-1], strict=True):
+            spared, name = next_of(layer, kept)
+            more.append((spared > 0, -len(kept - layer.always), spared, kept | name))
+        best = max(of[:3] for of in more)
+        if not best[0]:
             return tuple(found)
         # Kinds that differ by a window have most keepables at one worth, and add these together.
-        chosen = zip(found[-1], more, strict=True)
-        found.append(tuple(kept | name if s == most else kept for kept, (s, name) in chosen))
+        each = zip(found[-1], more, strict=True)
+        found.append(tuple(of[3] if of[:3] == best else kept for kept, of in each))
 
 
 @lru_cache(maxsize=16)
@@ -109,10 +112,10 @@ def candidates(
     """Returns all ladders that are scored, for layers of these kinds: of the sets `kept`, or with
     one set if that was asked for."""
     layers = len(of_layer)
-    # The last layer may be of the kind that takes longest: it may wait on the host, too.
-    stop = layers + (len(kept[0]) > 1)
-    every = {"none": [0], "all": [layers - 1], "auto": [*range(stop)]}[offload]
+    every = {"none": [0], "all": [layers - 1], "auto": [*range(layers)]}[offload]
     counts = every[:: -(-len(every) // MOST)]
+    if len(kept[0]) > 1 and offload == "auto":
+        counts.append(layers)  # the last layer, which may be of the kind that takes longest
     if asked is None:
         return Candidates.of(_free(layers, kept, counts, offload), of_layer)
     return Candidates.of(_asked(layers, asked, counts), of_layer)
