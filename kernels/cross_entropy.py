@@ -241,7 +241,7 @@ def cross_entropy(
     """The loss of each row. `d_logits`, if given, receives `scale` times the gradient of their sum.
 
     A 16-bit `d_logits` may begin at the address of fp32 logits, at the same stride in elements. Not
-    differentiable by autograd: `longctx.model.loss` calls it chunk by chunk. Raises ValueError for
+    differentiable by autograd: `longctx.head.loss` calls it chunk by chunk. Raises ValueError for
     a wrong shape, dtype, device or layout.
     """
     if logits.dim() != 2:

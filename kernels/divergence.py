@@ -15,7 +15,7 @@ q = softmax(Z):
 
 which is the generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1) with the
 ends that its authors and TRL give it. The factor 1 / t is the caller's (see `Objective.divisor` in
-longctx/model/head.py); the teacher has no gradient.
+longctx/head/stream.py); the teacher has no gradient.
 
 The first kernel has one program a row, which reads both rows twice: once for the two lse (as
 log_softmax.py does), once for D and what the gradient subtracts. The second reads both and writes
@@ -276,7 +276,7 @@ def divergence(
 ) -> Divergence:
     """The divergence of each row, and what its gradient needs.
 
-    Not differentiable by autograd: `longctx.model.distillation` calls it piece by piece. Raises
+    Not differentiable by autograd: `longctx.head.distillation` calls it piece by piece. Raises
     ValueError for a wrong shape, dtype, device or layout.
     """
     _check(logits, teacher)

@@ -13,7 +13,7 @@ softcap is given (so the cap comes before the temperature), else z = x / t:
     t dx_j = (g ([j = y] - p_j) - h p_j (log p_j + entropy)) (1 - (t z_j / softcap)^2)
 
 for the gradients g of log_prob and h of entropy. mean_logit and is_top1 have none. The factor 1 / t
-is the caller's (see `Objective.divisor` in longctx/model/head.py).
+is the caller's (see `Objective.divisor` in longctx/head/stream.py).
 
 lse and entropy are kept, 8 bytes a token. Bytes: the first kernel reads each logit once (fp32: 4
 bytes a logit), the second reads it and writes its gradient (fp32 to bf16: 6).
@@ -242,7 +242,7 @@ def log_softmax(
 ) -> LogProbs:
     """The values above of each row; a label outside [0, V) gives NaN and is not top-1.
 
-    Not differentiable by autograd: `longctx.model.log_probs` calls it piece by piece. Raises
+    Not differentiable by autograd: `longctx.head.log_probs` calls it piece by piece. Raises
     ValueError for a wrong shape, dtype, device or layout.
     """
     check_logits(logits, labels)

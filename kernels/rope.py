@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.annotate import annotated
+from longctx.kernels.annotate import annotated
 from longctx.kernels.launch import (
     Config,
     check_float,

@@ -26,15 +26,15 @@ from longctx.constants import __version__ as __version__
 if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what runs
     from longctx import losses as losses
     from longctx.attention.documents import Documents as Documents
+    from longctx.head.distillation import linear_jsd as linear_jsd
+    from longctx.head.distillation import linear_kl as linear_kl
+    from longctx.head.log_probs import linear_log_probs as linear_log_probs
+    from longctx.head.loss import linear_cross_entropy as linear_cross_entropy
     from longctx.kernels.norm import layer_norm as layer_norm
     from longctx.kernels.norm import rms_norm as rms_norm
     from longctx.kernels.rope import rope as rope
     from longctx.kernels.swiglu import geglu as geglu
     from longctx.kernels.swiglu import swiglu as swiglu
-    from longctx.model.distillation import linear_jsd as linear_jsd
-    from longctx.model.distillation import linear_kl as linear_kl
-    from longctx.model.log_probs import linear_log_probs as linear_log_probs
-    from longctx.model.loss import linear_cross_entropy as linear_cross_entropy
     from longctx.model.nn import GeGLU as GeGLU
     from longctx.model.nn import LayerNorm as LayerNorm
     from longctx.model.nn import LinearCrossEntropyLoss as LinearCrossEntropyLoss
@@ -57,10 +57,10 @@ _HOMES = {
     "Documents": "longctx.attention.documents",
     "exact_adamw": "longctx.run.loop",
     "LongTrainer": "longctx.run.trainer",
-    "linear_cross_entropy": "longctx.model.loss",
-    "linear_log_probs": "longctx.model.log_probs",
-    "linear_jsd": "longctx.model.distillation",
-    "linear_kl": "longctx.model.distillation",
+    "linear_cross_entropy": "longctx.head.loss",
+    "linear_log_probs": "longctx.head.log_probs",
+    "linear_jsd": "longctx.head.distillation",
+    "linear_kl": "longctx.head.distillation",
     "rms_norm": "longctx.kernels.norm",
     "layer_norm": "longctx.kernels.norm",
     "rope": "longctx.kernels.rope",

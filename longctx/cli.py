@@ -27,7 +27,7 @@ from longctx.errors import UserError, say
 from longctx.program import importing, program
 
 COMMANDS = {
-    "cache": "longctx.data.prune",
+    "cache": "longctx.data.pack.prune",
     "doctor": "longctx.report.doctor",
     "eval": "longctx.report.evaluate",
     "merge": "longctx.lora.merge",

@@ -17,13 +17,13 @@ import torch
 from torch.utils.data import Dataset, default_collate
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, set_seed
 
-from longctx.annotate import annotate
-from longctx.config import DataArguments, ModelArguments
-from longctx.data.groups import Group
-from longctx.data.packing_groups import build_group_row
+from longctx.data.pack.packing_groups import build_group_row
+from longctx.data.reading.groups import Group
 from longctx.data.rows import as_arrays, build_dataset, check_sources
-from longctx.data.tokenizer import load_tokenizer
+from longctx.data.text.tokenizer import load_tokenizer
+from longctx.kernels.annotate import annotate
 from longctx.model.patch import patch_as
+from longctx.options.config import DataArguments, ModelArguments
 from longctx.run.loading import _hf_attention, check_request, load_config, load_model
 from longctx.run.oom import explained_oom_of_weights
 from longctx.run.options import parse_args

@@ -21,11 +21,11 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost import fitted
 from longctx.cost.machines import MACHINES
 from longctx.cost.sizes import Sizes
+from longctx.options.config import ModelArguments
 from longctx.plan.engines import shared_rows
 from longctx.plan.predict import Subject, plan
 from profiling.front import batches

@@ -221,7 +221,7 @@ def _sources() -> dict[str, tuple[str, ...]]:
 
 
 def source(module: ModuleType) -> str:
-    """`/longctx/model/loss.py`: a module's file from its top package on. A snapshot may be recorded
+    """`/longctx/head/loss.py`: a module's file from its top package on. A snapshot may be recorded
     on another machine, where only what stands before it differs."""
     file = Path(str(module.__file__))
     depth = module.__name__.count(".") + (2 if file.stem == "__init__" else 1)

@@ -32,7 +32,7 @@ from longctx.report.page import (
     with_ending,
     write_page,
 )
-from longctx.writing import MARK
+from longctx.safety.writing import MARK
 from profiling.memory_categories import CATEGORIES, Marks, categorise
 from profiling.results import files_named
 

@@ -9,7 +9,7 @@ Every moment of the profiled steps is given to one line of the table:
     copies not hidden                        only copies between host and GPU run
     idle                                     nothing runs on the GPU
 
-A kernel belongs to the innermost named range (`longctx/annotate.py`) that was open on the thread
+A kernel belongs to the innermost named range (`kernels/annotate.py`) that was open on the thread
 that launched it. A kernel of autograd's own backward has none: there the range of the forward
 operator counts, to which the profiler links it. Failing both, the operator's name decides.
 

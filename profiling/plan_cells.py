@@ -31,7 +31,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.machines import MACHINES, Machine, machine_like
 from longctx.cost.peak import peak, phases
@@ -43,6 +42,7 @@ from longctx.memory.levels import Levels
 from longctx.memory.place import PlacedStates, usable_bytes
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
+from longctx.options.config import ModelArguments
 from longctx.plan.decide import decided, keeping
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report.page import pyplot, with_ending

@@ -36,9 +36,9 @@ from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from longctx.annotate import annotated
 from longctx.constants import GIB
 from longctx.errors import UserError
+from longctx.kernels.annotate import annotated
 from longctx.report.page import code, figure, heading, paragraph, pyplot, table, write_page
 from longctx.run.oom import explained_oom
 from longctx.run.trainer import LongTrainer

@@ -4,7 +4,7 @@
     python scripts/rooms.py 55ff973      the tree of a commit
 
 A *floor* is a file's height over the files that import nothing of ours. A *room* is a folder of
-longctx/; files beside the rooms (config.py, errors.py, ...) are one, called `longctx`. Every import
+longctx/; files beside the rooms (cli.py, errors.py, ...) are one, called `longctx`. Every import
 statement counts, those inside functions too; what the public doors (longctx/__init__.py, cli.py)
 import by name when it is asked for, or for type checkers alone, does not. tests/test_rooms.py holds
 the tree to this count.

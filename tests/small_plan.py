@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from longctx.config import ModelArguments
 from longctx.cost.machines import MACHINES, Machine
+from longctx.options.config import ModelArguments
 from longctx.plan.predict import Run, Subject
 from longctx.run.loading import load_config
 

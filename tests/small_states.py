@@ -26,7 +26,7 @@ from longctx.memory.stream import StateStream
 from longctx.model.blocks import state_blocks
 from longctx.model.patch import patch_as
 from longctx.model.runtime import patched_part
-from longctx.options import PatchOptions
+from longctx.options.model import PatchOptions
 
 TOKENS = 48
 """Of the longest batch."""

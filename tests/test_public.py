@@ -16,7 +16,7 @@ from paths import PYTHONPATH, ROOT
 
 import longctx
 from longctx.model.patch import OPTIONS
-from longctx.options import PatchOptions
+from longctx.options.model import PatchOptions
 
 
 @pytest.mark.parametrize("name", longctx.__all__)

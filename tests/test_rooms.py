@@ -10,25 +10,27 @@ from rooms import arrows, floors, read_imports, room_floors, sizes
 from tests_for import nearest_tests
 from tree import PAGE, with_tree
 
-GROUND = {"longctx"}
-"""What all rooms may import: the files beside the rooms."""
+GROUND = {"longctx", "options", "safety"}
+"""What all rooms may import: the files beside the rooms, and two rooms."""
 ALLOWED = {
-    "commands": {"report", "run", "engines", "output", "tasks", "model", "data"},
+    "commands": {"report", "run", "tasks", "output", "engines", "loading", "model", "data"},
     "report": {
-        *("plan", "run", "engines", "output", "data", "attention", "memory", "cost"),
-        *("model", "kernels"),
+        *("run", "plan", "output", "engines", "model", "attention", "data", "memory"),
+        *("cost", "kernels"),
     },
     "run": {
-        *("plan", "lora", "output", "engines", "model", "layer", "attention", "memory", "cost"),
-        *("tasks", "data", "kernels"),
+        *("plan", "lora", "tasks", "output", "engines", "loading", "model", "head"),
+        *("layer", "attention", "data", "memory", "cost", "kernels"),
     },
     "plan": {"lora", "engines", "model", "attention", "memory", "cost"},
-    "lora": {"output", "model", "data"},
-    "tasks": {"losses", "model", "data", "attention"},
-    "losses": {"model"},
+    "lora": {"output", "loading", "model", "data"},
+    "tasks": {"losses", "model", "head", "attention", "data"},
+    "losses": {"model", "head"},
     "output": {"memory", "cost"},
     "engines": {"memory", "cost"},
-    "model": {"layer", "attention", "memory", "cost", "kernels"},
+    "loading": {"model"},
+    "model": {"head", "layer", "attention", "memory", "cost", "kernels"},
+    "head": {"layer", "cost", "kernels"},
     "layer": {"attention", "memory", "cost", "kernels"},
     "attention": {"kernels"},
     "data": set(),
@@ -56,6 +58,21 @@ def test_arrows_go_one_way(imports) -> None:
 
 def test_every_room_is_known(imports) -> None:
     assert sizes(imports).keys() == {*ALLOWED, *GROUND}
+
+
+DATA = ("reading", "chat", "pack", "text")
+"""The folders of longctx/data: each may import itself and those before it."""
+
+
+def test_the_folders_of_data_go_one_way(imports) -> None:
+    def floor(name: str) -> int:
+        parts = name.split(".")
+        return DATA.index(parts[2]) if len(parts) > 3 else len(DATA)
+
+    inside = {name for name in imports if name.startswith("longctx.data.")}
+    for name in inside:
+        for other in imports[name] & inside:
+            assert floor(other) <= floor(name), f"{name} imports {other}"
 
 
 def test_a_circle_is_found() -> None:

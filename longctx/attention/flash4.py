@@ -32,7 +32,7 @@ import torch
 
 from longctx.errors import one_line, print_rank0
 from longctx.kernels.compiling import NOTICE
-from longctx.system import CACHE, expanded
+from longctx.safety.system import CACHE, expanded
 
 TRAINABLE = (9, 10, 11, 12)
 """Major compute capabilities with kernels for forward and backward."""

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longctx.annotate import annotate
 from longctx.attention.documents import Documents
+from longctx.kernels.annotate import annotate
 
 
 class QKV(NamedTuple):

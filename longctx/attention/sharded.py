@@ -39,10 +39,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.annotate import annotate
 from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention, take_turns
 from longctx.attention.shards import Shards
+from longctx.kernels.annotate import annotate
 
 Parts = Callable[[], Sequence[Tensor]]
 """A function that waits for an exchange and returns the received tensors."""

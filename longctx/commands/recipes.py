@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from longctx.errors import UserError
+from longctx.options.shipped import did_you_mean, files
 from longctx.program import Parser
-from longctx.shipped import did_you_mean, files
 
 RECIPES, SCRIPTS = files("recipes", ".yaml"), files("recipes", ".py")
 DEEPSPEED, FSDP2 = files("ds_configs", ".json"), files("fsdp_configs", ".json")

@@ -5,7 +5,7 @@
     accelerate launch -m longctx train ...               one of several processes
     python train.py ...                                  the same in a clone
 
-`longctx train --help` lists every option (longctx/arguments.py documents them).
+`longctx train --help` lists every option (longctx/options/arguments.py documents them).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import IO, Any, NamedTuple
 
 from transformers import PretrainedConfig, set_seed
 
-from longctx.config import DataArguments, ModelArguments, TrainArguments, explained_options
 from longctx.data.rows import (
     as_arrays,
     build_dataset,
@@ -25,12 +24,14 @@ from longctx.data.rows import (
     document_names,
     rows_identity,
 )
-from longctx.data.tokenizer import load_tokenizer
-from longctx.data.trial import varies
+from longctx.data.text.tokenizer import load_tokenizer
+from longctx.data.text.trial import varies
 from longctx.engines import check_resume
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError, print_rank0
-from longctx.model.pretrained import read_config, weights_identity
+from longctx.loading.pretrained import read_config, weights_identity
+from longctx.options.config import DataArguments, ModelArguments, TrainArguments, explained_options
+from longctx.options.shipped import SHARE
 from longctx.output import FINAL, checkpoint_step
 from longctx.output.card import model_card
 from longctx.output.definition import RunDefinition, check_same_run, define
@@ -64,7 +65,6 @@ from longctx.run.reference import References, check_reference
 from longctx.run.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.run.trackers import tracked_as, tracked_name
 from longctx.run.trainer import LongTrainer
-from longctx.shipped import SHARE
 from longctx.tasks import make_task
 from longctx.tasks.protocol import Task
 

@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from longctx.cost.table import Table
-from longctx.options import Keeping, Offload
+from longctx.options.model import Keeping, Offload
 
 Names = frozenset[str]
 ORDER = ("x", "o", "h", "q k v", "gate up", "down")

@@ -1,1 +1,5 @@
-"""Text becomes training rows: documents, tokens, packed rows of `seq_len`, cached."""
+"""Text becomes training rows: documents, tokens, packed rows of `seq_len`, cached.
+
+The folders stand on each other in the order reading, chat, pack, text; rows.py and stream.py call
+them all.
+"""

@@ -31,8 +31,8 @@ from datasets.utils import tqdm
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from longctx.config import DataArguments
-from longctx.data.cache import (
+from longctx.data.chat.rendering import lines_of
+from longctx.data.pack.cache import (
     cache_path,
     content_of,
     dataset_identity,
@@ -45,13 +45,16 @@ from longctx.data.cache import (
     write_arrow,
     write_text,
 )
-from longctx.data.chat import lines_of
-from longctx.data.encoding import check_vocabulary, pad_token_id
-from longctx.data.groups import READERS, Rows
-from longctx.data.packing import ROW_FEATURES, PackingStats, check_trainable, lengthened, pack
-from longctx.data.packing_groups import GROUP_ROW_FEATURES, GroupStats, check_groups, pack_groups
-from longctx.data.records import FORMATS, Document
-from longctx.data.sources import (
+from longctx.data.pack.packing import ROW_FEATURES, PackingStats, check_trainable, lengthened, pack
+from longctx.data.pack.packing_groups import (
+    GROUP_ROW_FEATURES,
+    GroupStats,
+    check_groups,
+    pack_groups,
+)
+from longctx.data.reading.groups import READERS, Rows
+from longctx.data.reading.records import FORMATS, Document
+from longctx.data.reading.sources import (
     check_dataset_name,
     find_files,
     load_records,
@@ -59,9 +62,11 @@ from longctx.data.sources import (
     stdlib_files,
 )
 from longctx.data.stream import stream_rows
-from longctx.data.tokens import DOCUMENT_FEATURES, groups_of, kinds_of, pieces_of, tokens_of
+from longctx.data.text.encoding import check_vocabulary, pad_token_id
+from longctx.data.text.tokens import DOCUMENT_FEATURES, groups_of, kinds_of, pieces_of, tokens_of
 from longctx.errors import UserError, print_rank0, shortened
-from longctx.system import expanded
+from longctx.options.config import DataArguments
+from longctx.safety.system import expanded
 
 
 def build_dataset(

@@ -13,13 +13,13 @@ from typing import Any
 from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from longctx.config import DataArguments
-from longctx.data.chat import lines_of
-from longctx.data.encoding import encode, pad_token_id
-from longctx.data.packing import ROW_FEATURES, PackingStats, Piece, check_trainable, pack
-from longctx.data.records import as_document
-from longctx.data.values import read_row
+from longctx.data.chat.rendering import lines_of
+from longctx.data.pack.packing import ROW_FEATURES, PackingStats, Piece, check_trainable, pack
+from longctx.data.reading.records import as_document
+from longctx.data.reading.values import read_row
+from longctx.data.text.encoding import encode, pad_token_id
 from longctx.errors import UserError, print_rank0, shortened
+from longctx.options.config import DataArguments
 
 SHUFFLE_BUFFER_DOCUMENTS = 256
 BATCH_DOCUMENTS = 16  # tokenised together; a row waits for as many

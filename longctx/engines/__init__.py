@@ -16,12 +16,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from longctx.config import TrainArguments
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
+from longctx.options.config import TrainArguments
 
 ENGINES: tuple[type[Engine], ...] = (DeepSpeed, FSDP2, Plain)
 """Engines are asked in this order; Plain takes what no other claims."""

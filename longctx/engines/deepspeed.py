@@ -23,16 +23,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from longctx.config import TrainArguments, explained_options, means_no, read_settings
 from longctx.engines.builds import build_one_at_a_time
 from longctx.engines.collectives import become_one_process, gathered_bytes, whole_numel
 from longctx.engines.layout import Layout, moments_bytes, zero_layout
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
 from longctx.memory.pending import Pending, trained_bytes_on_gpu
-from longctx.noise import show_greeting
-from longctx.shipped import find
-from longctx.system import installed
+from longctx.options.config import TrainArguments, explained_options, means_no, read_settings
+from longctx.options.shipped import find
+from longctx.safety.noise import show_greeting
+from longctx.safety.system import installed
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer

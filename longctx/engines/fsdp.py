@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from longctx.config import TrainArguments, means_no, read_settings
 from longctx.engines.collectives import (
     become_one_process,
     gathered_bytes,
@@ -32,6 +31,7 @@ from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError, shortened
 from longctx.memory.pending import Pending, pending_bytes
+from longctx.options.config import TrainArguments, means_no, read_settings
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from longctx.config import TrainArguments
 from longctx.engines.protocol import Engine
 from longctx.errors import print_rank0
+from longctx.options.config import TrainArguments
 from longctx.program import started_as
 
 

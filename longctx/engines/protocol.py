@@ -26,13 +26,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx.config import TrainArguments
 from longctx.engines.collectives import destroy_process_group
 from longctx.engines.layout import Layout
 from longctx.engines.rows import asked_parallelism, share_rows
 from longctx.errors import UserError
-from longctx.limits import given
 from longctx.memory.pending import Pending, pending_bytes
+from longctx.options.config import TrainArguments
+from longctx.options.limits import given
 
 if TYPE_CHECKING:  # it imports datasets
     from transformers import Trainer

@@ -15,8 +15,8 @@ from typing import Any
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig, parse_flag_from_env
 
-from longctx.config import TrainArguments
 from longctx.errors import UserError, one_line
+from longctx.options.config import TrainArguments
 
 _FROM_LAUNCHER = "ACCELERATE_USE_PARALLELISM_CONFIG"
 

@@ -47,7 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.annotate import annotate, annotated, each
+from longctx.kernels.annotate import annotate, annotated, each
 from longctx.kernels.launch import once_differentiable
 from longctx.layer.adapters.protocol import Settings
 from longctx.layer.gradients import Gradients

@@ -24,7 +24,6 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, TrainerCallback
 
-from longctx.config import ModelArguments
 from longctx.errors import UserError, counted
 from longctx.lora.quantise import check_all_linear
 from longctx.model.adapters import inside_peft
@@ -33,7 +32,8 @@ from longctx.model.families import base_of
 from longctx.model.matrices import linears
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
-from longctx.system import expanded, installed
+from longctx.options.config import ModelArguments
+from longctx.safety.system import expanded, installed
 
 ALL_LINEAR = "all-linear"
 _ENDS = ("embed_tokens", "lm_head")

@@ -23,10 +23,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from longctx.errors import UserError, one_line
-from longctx.files import read_json, refuse_odd, tensor_problem
 from longctx.model.classes import class_of
 from longctx.output.manifest import Damaged, check_files, read_manifest
-from longctx.processes import Unbounded, in_child
+from longctx.safety.files import read_json, refuse_odd, tensor_problem
+from longctx.safety.processes import Unbounded, in_child
 
 CONFIG, SAFE, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 REHEARSE_S, REHEARSE_BYTES = 60.0, 2 << 30

@@ -8,8 +8,8 @@ W + s B A is computed in fp32 and rounded once, to the dtype of the model's file
 is the model's; with `--quantize nf4` it has the values of 4 bits that a run with that flag trained
 the adapter over. Host memory: the model, and three of one weight in fp32.
 
-Adapter and model may be a stranger's (foreign.py, model/pretrained.py): no code of theirs runs, and
-what is published is whole, finite, and has a weight for every tensor of both.
+Adapter and model may be a stranger's (foreign.py, loading/pretrained.py): no code of theirs runs,
+and what is published is whole, finite, and has a weight for every tensor of both.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from longctx.config import ModelArguments
-from longctx.data.tokenizer import largest_id, read_tokenizer
+from longctx.data.text.tokenizer import largest_id, read_tokenizer
 from longctx.errors import UserError, one_line, say
+from longctx.loading.pretrained import read_config, read_model, weights_identity
+from longctx.loading.stopping import add_ends, ids_of, name_ends
+from longctx.loading.weights import forget_tie
 from longctx.lora.foreign import base_of_run, check_fits, read_adapter
 from longctx.lora.quantise import round_to_nf4_
 from longctx.model.classes import as_reward_model
-from longctx.model.pretrained import read_config, read_model, weights_identity
-from longctx.model.stopping import add_ends, ids_of, name_ends
 from longctx.model.vision import copy_processor
-from longctx.model.weights import forget_tie
-from longctx.options import ModelSource
+from longctx.options.config import ModelArguments
+from longctx.options.model import ModelSource
 from longctx.output.card import merged_card, write_card
 from longctx.output.definition import BASE
 from longctx.output.folder import claimed
 from longctx.output.rehearsal import rehearse
 from longctx.output.save import disk_problem, publish, require_space
 from longctx.program import Parser
-from longctx.system import expanded, installed
+from longctx.safety.system import expanded, installed
 
 QUANTIZE = ("none", "nf4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

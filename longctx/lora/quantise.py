@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.loading.weights import holds_nf4, quantization
 from longctx.model.blocks import decoder_layers
 from longctx.model.matrices import linears, stacks
-from longctx.model.weights import holds_nf4, quantization
-from longctx.system import installed
+from longctx.options.config import ModelArguments
+from longctx.safety.system import installed
 
 
 def check_quantize(args: ModelArguments) -> None:

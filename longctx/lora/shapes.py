@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.lora.adapters import adapted_linears
+from longctx.options.config import ModelArguments
 
 _NAME = "default"
 

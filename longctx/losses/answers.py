@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
-from longctx.model.head import check_positive
-from longctx.model.log_probs import linear_log_probs
+from longctx.head.log_probs import linear_log_probs
+from longctx.head.stream import check_positive
 
 
 class PreferenceOutput(NamedTuple):

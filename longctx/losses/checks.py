@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.model.head import check_number, check_positive
+from longctx.head.stream import check_number, check_positive
 
 __all__ = ["check_between", "check_name", "check_number", "check_positive", "widened"]
 

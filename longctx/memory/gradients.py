@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longctx.annotate import annotate
 from longctx.constants import GIB
 from longctx.errors import print_rank0
+from longctx.kernels.annotate import annotate
 from longctx.memory.aliases import any_is_seen, is_seen, share_memory
 from longctx.memory.guard import unguarded
 from longctx.memory.held import Held, HeldGradient

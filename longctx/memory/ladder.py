@@ -26,7 +26,7 @@ from longctx.cost.sizes import Batch, Sizes
 from longctx.memory.candidates import Candidates, Counted, candidates, sets
 from longctx.memory.levels import Levels
 from longctx.memory.place import Place
-from longctx.options import Keeping, Offload
+from longctx.options.model import Keeping, Offload
 
 Count = Callable[[Sizes, Batch], Tables]
 """Returns the tables of a model for a cut of its work."""

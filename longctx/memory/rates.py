@@ -35,7 +35,7 @@ from longctx.cost.machines import between, machine_like
 from longctx.cost.rates import AttentionRates, Rates, of_heads
 from longctx.errors import UserError, print_rank0
 from longctx.memory.slab import PinnedSlab
-from longctx.system import CACHE, expanded
+from longctx.safety.system import CACHE, expanded
 
 FORMAT = 1
 """The version of the file and of the measurement. Any change raises it."""

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.annotate import annotate
 from longctx.constants import GIB
 from longctx.cost.kept import Keep, Ladder
 from longctx.errors import UserError
+from longctx.kernels.annotate import annotate
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.slab import PinnedSlab, whole_lines
 

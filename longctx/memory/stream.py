@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx.annotate import annotate
 from longctx.kernels.adamw import CHECKED, adamw_
+from longctx.kernels.annotate import annotate
 from longctx.memory.place import AHEAD, MOVING, PIECE, RING
 from longctx.memory.states import Block, Step
 

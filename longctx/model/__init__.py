@@ -2,13 +2,12 @@
 
     patch.py        patches one instance of a transformers model
       forwards.py     the forwards that replace Hugging Face's              input_ids -> loss
-      logits.py       logits that are computed when they are read
       families.py     how a family's layers differ, and where their weights are
       strangers.py    finds parts of a model that the schedule would ignore
       adapters.py     reads PEFT's LoRA layers
       runtime.py      the instance's backend and activation store, and a batch's Schedule
       longctx/layer   one decoder layer, forward and backward by hand       x -> y, dy -> dx
-      loss.py         lm_head and cross-entropy in chunks                   x -> loss, dx
+      longctx/head    lm_head and cross-entropy in chunks                   x -> loss, dx
 
     embed   layer 0            layer 1                        norm    lm_head + cross-entropy
     ids -> x ---------> x -----------------> ... ----------> x ---> n -----------> loss

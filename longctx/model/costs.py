@@ -16,12 +16,12 @@ from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import DEQUANTISE, PEERS
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work, joined
+from longctx.head.log_probs import scoring_cost
+from longctx.head.loss import loss_cost
 from longctx.layer.adapters.dora import dora_cost
 from longctx.layer.adapters.lora import adapters_cost
 from longctx.layer.linear import dense_cost
 from longctx.layer.parts.attention import attention_flops
-from longctx.model.log_probs import scoring_cost
-from longctx.model.loss import loss_cost
 
 # --- the embedding and the update -----------------------------------------------------------
 

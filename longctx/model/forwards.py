@@ -33,6 +33,8 @@ from longctx.attention.documents import Documents, Parents
 from longctx.attention.padding import sorted_rows
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError, print_rank0
+from longctx.head.logits import lazy_logits
+from longctx.head.loss import RowCount, linear_cross_entropy
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Schedule
@@ -54,9 +56,7 @@ from longctx.model.families import (
     query_scale,
     rotary_embeddings,
 )
-from longctx.model.logits import lazy_logits
 from longctx.model.look import look
-from longctx.model.loss import RowCount, linear_cross_entropy
 from longctx.model.parents import PARENTS, check_labels, check_positions
 from longctx.model.positions import Positions, four_rows, positions_of
 from longctx.model.read_padding import (

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
+from longctx.head.distillation import Reduction, linear_jsd
+from longctx.head.log_probs import OUTPUTS, TokenLogProbs, linear_log_probs
+from longctx.head.loss import linear_cross_entropy
 from longctx.kernels.launch import check_eps, check_shape
 from longctx.kernels.norm import layer_norm, rms_norm
 from longctx.kernels.rope import rope
 from longctx.kernels.swiglu import geglu, swiglu
-from longctx.model.distillation import Reduction, linear_jsd
-from longctx.model.log_probs import OUTPUTS, TokenLogProbs, linear_log_probs
-from longctx.model.loss import linear_cross_entropy
 
 
 class RMSNorm(nn.Module):

@@ -4,9 +4,9 @@
 
 Its class, its parameters, their names and the files it saves stay Hugging Face's. In training the
 base model runs the scheduled layers (longctx/layer), and with labels lm_head and cross-entropy run
-chunk by chunk (loss.py), so that neither a layer's activations nor the (tokens, vocabulary) logits
-are ever there as a whole: at 131072 tokens and a vocabulary of 128256 the logits are 31 GiB in
-bf16, and vanilla holds them twice more in fp32. forwards.py is what runs.
+chunk by chunk (head/loss.py), so that neither a layer's activations nor the (tokens, vocabulary)
+logits are ever there as a whole: at 131072 tokens and a vocabulary of 128256 the logits are 31 GiB
+in bf16, and vanilla holds them twice more in fp32. forwards.py is what runs.
 
 `patch_as` is the switch of train.py's `--class_type`:
 
@@ -33,7 +33,7 @@ from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, not_known, score_cap
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
-from longctx.options import Backend, Keeping, Offload, PatchOptions
+from longctx.options.model import Backend, Keeping, Offload, PatchOptions
 
 _NOT_ASKED = ("class_type", "seq_len")
 OPTIONS = tuple(option.name for option in fields(PatchOptions) if option.name not in _NOT_ASKED)

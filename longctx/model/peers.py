@@ -17,7 +17,7 @@ from longctx.cost.sizes import Sizes, kinds_of
 from longctx.model.adapters import applied, inside_peft, is_adapted
 from longctx.model.blocks import decoder_layers, language_models
 from longctx.model.families import MLP_WIDTH, family_of, head_dim, kv_heads, score_cap
-from longctx.options import ClassType
+from longctx.options.model import ClassType
 
 FLASH = {"flash_attention_2": "flash", "flash_attention_4": "fa4", "eager": "math"}
 

@@ -63,8 +63,8 @@ from longctx.model.families import (
 )
 from longctx.model.look import look
 from longctx.model.strangers import why_not_chunked
-from longctx.options import PatchOptions
-from longctx.task_options import TaskName, scored_tokens
+from longctx.options.model import PatchOptions
+from longctx.options.task import TaskName, scored_tokens
 
 logger = logging.getLogger("longctx")
 NO_RATES = Rates(1.0, 1.0, 1.0, AttentionRates(1.0, 1.0))

@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from longctx.checksum import checksums
 from longctx.errors import print_rank0
 from longctx.output import CARD
 from longctx.output.manifest import Damaged, read_manifest
 from longctx.output.public import as_code, as_text, hub_id, public, public_value
 from longctx.output.record import Record, counts_of, hardware, versions
+from longctx.safety.checksum import checksums
 
 _TEMPLATE = """\
 ---

@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from longctx.about import NUMBERS, ROWS, Resume
-from longctx.arguments import OPTIONS as ABOUT
 from longctx.errors import UserError, print_rank0
+from longctx.options.about import NUMBERS, ROWS, Resume
+from longctx.options.arguments import OPTIONS as ABOUT
 from longctx.output.manifest import read_manifest
 
 OPTIONS = tuple(

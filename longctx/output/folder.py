@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from longctx.config import TrainArguments
 from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0, shortened
+from longctx.options.config import TrainArguments
 from longctx.output import FINAL, MANIFEST, METRICS, STAGING, STATE, checkpoints
 from longctx.output.inputs import refuse_lost
 from longctx.output.removal import discard, remove, require_removable

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.limits import words_of
-from longctx.system import expanded
+from longctx.options.limits import words_of
+from longctx.safety.system import expanded
 
 _MOST_LINKS = 40
 """Linux follows as many links in one path."""

@@ -17,10 +17,10 @@ from typing import Any
 
 import xxhash
 
-from longctx.checksum import checksums
 from longctx.errors import UserError
-from longctx.files import odd_entry, read_json
 from longctx.output import MANIFEST
+from longctx.safety.checksum import checksums
+from longctx.safety.files import odd_entry, read_json
 
 FORMAT = 1
 

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from longctx.errors import printable, shortened
-from longctx.system import expanded
+from longctx.safety.system import expanded
 
 MOST_CHARACTERS = 300
 """Longest name or text."""

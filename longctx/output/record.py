@@ -23,9 +23,9 @@ from typing import Any
 
 from longctx.constants import GIB, __version__
 from longctx.errors import UserError, print_rank0
-from longctx.files import read_json
 from longctx.output import RECORD
-from longctx.writing import replace_file
+from longctx.safety.files import read_json
+from longctx.safety.writing import replace_file
 
 Record = dict[str, Any]
 FORMAT = 1

@@ -22,12 +22,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.serialization import config as torch_files
 from transformers import TrainerState
 
-from longctx.config import TrainArguments
 from longctx.errors import UserError, one_line, print_rank0, shortened
-from longctx.files import read_json, tensor_problem
+from longctx.options.config import TrainArguments
 from longctx.output import ABANDONED, STATE, checkpoint_step, checkpoints
 from longctx.output.manifest import Damaged, check_files, unlisted
-from longctx.system import expanded
+from longctx.safety.files import read_json, tensor_problem
+from longctx.safety.system import expanded
 
 # --- choosing --------------------------------------------------------------------------------
 

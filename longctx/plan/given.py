@@ -21,8 +21,8 @@ from longctx.memory.ladder import Budget, Step
 from longctx.memory.place import KINDS, Place
 from longctx.memory.states import BlockSpec
 from longctx.model.costs import StepTable
+from longctx.options.recipe import read_text
 from longctx.plan.predict import Plan, Run
-from longctx.recipe import read_text
 
 FORMAT, OF_ONE_KIND = 4, 3
 """The version that is written, and the last one whose layers were all of one kind."""

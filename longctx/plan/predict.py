@@ -18,7 +18,6 @@ import torch
 from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS, lacks
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.fitted import ADAPTER_LAUNCHES, LAUNCH_S, LAUNCHES, PROCESS_BYTES
 from longctx.cost.machines import Machine
@@ -45,11 +44,12 @@ from longctx.model.peers import peer_sizes
 from longctx.model.runtime import check_shares, chunks_loss, model_sizes
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import PREFIXES, rest_
-from longctx.options import PatchOptions
+from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
+from longctx.options.task import LABELLED, TaskName, scored_tokens
 from longctx.plan.decide import Decision, decide, decided, gpu_budget, keeping
 from longctx.plan.engines import ShardedStates, averaged, exchanged, parameters_of, shared_rows
-from longctx.system import installed
-from longctx.task_options import LABELLED, TaskName, scored_tokens
+from longctx.safety.system import installed
 
 DTYPE = torch.bfloat16
 SHORTEST = 512

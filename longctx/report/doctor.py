@@ -30,15 +30,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from longctx.attention import flash4
-from longctx.config import DataArguments, TrainArguments
 from longctx.constants import GIB
 from longctx.errors import UserError, printable
 from longctx.memory.machine import available_host_bytes
 from longctx.memory.rates import driver_version, rates_path, read_rates, version_of
+from longctx.options.config import DataArguments, TrainArguments
 from longctx.plan.measure import Gpu, gpu_here, this_machine
 from longctx.program import Parser
 from longctx.report.missing import Facts, Rate, Unfit, missing, rates
-from longctx.system import expanded
+from longctx.safety.system import expanded
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from longctx.config import DataArguments, ModelArguments, TrainArguments
 from longctx.errors import printable, shortened
+from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.output import FINAL, METRICS
 from longctx.program import started_as
 from longctx.report.sample import Sample

@@ -28,17 +28,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from longctx.config import DataArguments, ModelArguments
-from longctx.data.encoding import encode
-from longctx.data.sources import find_files, read_documents
-from longctx.data.tokenizer import load_tokenizer
+from longctx.data.reading.sources import find_files, read_documents
+from longctx.data.text.encoding import encode
+from longctx.data.text.tokenizer import load_tokenizer
 from longctx.errors import UserError, one_line, printable, say
+from longctx.options.config import DataArguments, ModelArguments
+from longctx.options.recipe import read_text
 from longctx.program import Parser
-from longctx.recipe import read_text
 from longctx.report.needle import DEPTHS, needles
 from longctx.report.page import legend_name, pyplot
 from longctx.run.loading import load_config, load_model
-from longctx.writing import MARK, check_writable, replace_file
+from longctx.safety.writing import MARK, check_writable, replace_file
 
 LOGIT_TOKENS = 1024
 PICTURES = {"png": "Software", "pdf": "Creator", "svg": "Creator"}

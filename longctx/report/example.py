@@ -24,7 +24,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from longctx.constants import IGNORE_INDEX
-from longctx.data.groups import SIDE_NAMES, Rows
+from longctx.data.reading.groups import SIDE_NAMES, Rows
 from longctx.errors import printable
 
 STRETCH = 600

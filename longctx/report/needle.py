@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from longctx.data.windows import tokenise
+from longctx.data.text.windows import tokenise
 from longctx.errors import UserError
 
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from longctx.errors import UserError, printable
-from longctx.writing import MARK, replace_file
+from longctx.safety.writing import MARK, replace_file
 
 _JINJA = Environment(
     autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -35,7 +35,7 @@ from longctx.report.plan_run import check_dtype, check_known, run_of, unplanned,
 from longctx.report.plan_text import show
 from longctx.run.loading import load_config
 from longctx.run.options import check_layers, check_towers, parse_planned
-from longctx.writing import check_writable
+from longctx.safety.writing import check_writable
 
 SWEEP_FROM = 4096
 

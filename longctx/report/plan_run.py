@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from longctx.config import ModelArguments, TrainArguments
 from longctx.engines import Engine
 from longctx.engines.rows import groups_of, ulysses
 from longctx.errors import UserError
+from longctx.options.config import ModelArguments, TrainArguments
 from longctx.plan.predict import DTYPE, Run
 from longctx.run.loading import HF_ATTENTION
 from longctx.run.states import uses_exact_states

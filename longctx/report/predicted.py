@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from longctx.config import ModelArguments, TrainArguments
 from longctx.constants import GIB
 from longctx.cost.kept import Ladder
 from longctx.cost.machines import Machine
@@ -30,6 +29,7 @@ from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
+from longctx.options.config import ModelArguments, TrainArguments
 from longctx.plan.changes import changes
 from longctx.plan.given import read_given
 from longctx.plan.measure import known_machine

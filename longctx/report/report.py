@@ -35,7 +35,7 @@ from longctx.report.page import (
 )
 from longctx.report.panels import PANELS, draw_all
 from longctx.report.runs import Run, metrics_path, read_runs
-from longctx.writing import check_writable
+from longctx.safety.writing import check_writable
 
 MOST_LINES = 2000
 """Most lines of a run on the page: a browser is slow with more."""

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 
 from longctx.constants import IGNORE_INDEX
-from longctx.data.packing import TOKEN_COLUMNS
+from longctx.data.pack.packing import TOKEN_COLUMNS
 from longctx.kernels import launch
 from longctx.model.adapters import inside_peft
 from longctx.model.vision import is_whole

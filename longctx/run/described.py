@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from longctx.config import DataArguments, ModelArguments, TrainArguments
 from longctx.engines.collectives import whole_numel
-from longctx.limits import given
 from longctx.model.adapters import inside_peft
+from longctx.options.config import DataArguments, ModelArguments, TrainArguments
+from longctx.options.limits import given
 from longctx.output.definition import plain
 from longctx.output.public import hub_id
 from longctx.output.record import FORMAT, Record, machine, versions
 from longctx.program import started_as
 
 _NOT_CHOSEN = ("accelerator_config", "activation_checkpointing", "dataloader_pin_memory", "do_eval")
-"""transformers and config.py set them, from other options and from the machine."""
+"""transformers and options/config.py set them, from other options and from the machine."""
 _ALWAYS = (
     "seq_len class_type learning_rate lr_scheduler_type warmup_steps optim adam_beta1 adam_beta2 "
     "weight_decay max_grad_norm per_device_train_batch_size gradient_accumulation_steps seed"

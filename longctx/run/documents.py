@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from longctx.config import ModelArguments, TrainArguments
 from longctx.engines.collectives import any_rank
 from longctx.errors import UserError, one_line, print_rank0
 from longctx.model.classes import class_of, own_class_of
@@ -23,6 +22,7 @@ from longctx.model.packed import why_joined, with_short_windows
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.specimen import Specimen, outline
+from longctx.options.config import ModelArguments, TrainArguments
 from longctx.run.loading import attention_name, compute_dtype
 
 

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import SCHEDULER_NAME
 
-from longctx.config import TrainArguments
 from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0
 from longctx.lora.foreign import check_resumed
@@ -29,6 +28,8 @@ from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.model.adapters import inside_peft
 from longctx.model.vision import at_rest
+from longctx.options.config import TrainArguments
+from longctx.options.task import TaskName
 from longctx.output.resume import (
     apply_learning_rate,
     check_states,
@@ -38,7 +39,6 @@ from longctx.output.resume import (
 from longctx.output.states import read_states, state_files, write_states
 from longctx.plan.given import read_given
 from longctx.run.states import limit_gpu, place_states, uses_exact_states
-from longctx.task_options import TaskName
 
 SHARD_BYTES = 4 * 10**9
 SCHEDULED = "longctx_groups"

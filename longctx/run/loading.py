@@ -1,6 +1,7 @@
 """Loads what a run trains: configuration, weights and dtype, checked before heavy work.
 
-A model comes from a folder, a GGUF file or the hub, or is one of presets.py with random weights.
+A model comes from a folder, a GGUF file or the hub, or is one of options/presets.py with random
+weights.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from longctx.attention import flash4
 from longctx.attention.backends import choose_attention, lacks
-from longctx.config import ModelArguments
 from longctx.engines import Engine, Plain
 from longctx.engines.collectives import whole_numel
 from longctx.errors import UserError, counted, print_rank0
+from longctx.loading.pretrained import read_config, read_model, unreadable
+from longctx.loading.weights import holds_nf4
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
 from longctx.lora.quantise import check_quantize, compute_in_, quantise_, quantised_loading
 from longctx.model.classes import (
@@ -33,12 +35,11 @@ from longctx.model.families import family_of, has_windows, head_dim, not_known, 
 from longctx.model.forwards import foretell
 from longctx.model.patch import patch_as
 from longctx.model.positions import keep_documents_apart
-from longctx.model.pretrained import read_config, read_model, unreadable
 from longctx.model.vision import PREFIXES, rest_, towers
-from longctx.model.weights import holds_nf4
-from longctx.options import ModelSource
-from longctx.presets import PRESETS
-from longctx.system import installed
+from longctx.options.config import ModelArguments
+from longctx.options.model import ModelSource
+from longctx.options.presets import PRESETS
+from longctx.safety.system import installed
 
 HF_ATTENTION = {
     "sdpa": "sdpa",

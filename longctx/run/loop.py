@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from longctx.about import COUNT, POSITIVE
 from longctx.errors import UserError
-from longctx.limits import check_argument
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import Placement
 from longctx.model.runtime import patched_part
+from longctx.options.about import COUNT, POSITIVE
+from longctx.options.limits import check_argument
 from longctx.run.states import place_states
 
 

@@ -28,21 +28,22 @@ from transformers.integrations import sdpa_attention
 from transformers.loss import loss_utils
 
 from longctx.attention import backends, cross, flash4, prefixes, protocol, sharded
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.kept import asked
 from longctx.cost.sizes import Batch
 from longctx.engines import Engine
 from longctx.engines.collectives import local_shard
 from longctx.errors import UserError
+from longctx.head import distillation, log_probs, loss, pieces
+from longctx.head import stream as head
 from longctx.kernels import cross_entropy, divergence, log_softmax
 from longctx.layer import parts
 from longctx.memory import slab, store
 from longctx.memory.held import HeldGradient
-from longctx.model import distillation, head, log_probs, loss, pieces
 from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part
-from longctx.options import Keeping
+from longctx.options.config import ModelArguments
+from longctx.options.model import Keeping
 from longctx.run.trainer import LongTrainer
 
 _RECORDED = 100_000

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from longctx.config import TrainArguments, explained_options
 from longctx.errors import UserError
+from longctx.options.config import TrainArguments, explained_options
 
 
 class _Trial(Trainer):

@@ -15,21 +15,21 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from longctx.config import (
+from longctx.engines import Engine, choose_engine
+from longctx.errors import UserError, print_rank0
+from longctx.model.declined import is_dropout, why_declined
+from longctx.model.vision import PREFIXES
+from longctx.options.config import (
     DataArguments,
     ModelArguments,
     TrainArguments,
     make_arguments,
     parse_flags,
 )
-from longctx.engines import Engine, choose_engine
-from longctx.errors import UserError, print_rank0
-from longctx.limits import given, idle_options
-from longctx.model.declined import is_dropout, why_declined
-from longctx.model.vision import PREFIXES
-from longctx.processes import make_room_for_workers
+from longctx.options.limits import given, idle_options
 from longctx.run.loading import compute_dtype
 from longctx.run.states import uses_exact_states
+from longctx.safety.processes import make_room_for_workers
 
 
 def parse_args(

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from longctx.config import DataArguments, ModelArguments, TrainArguments
-from longctx.data.cache import digest
+from longctx.data.pack.cache import digest
 from longctx.engines import Engine
 from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError
-from longctx.model.pretrained import computed_by, weights_identity
-from longctx.options import ModelSource
+from longctx.loading.pretrained import computed_by, weights_identity
+from longctx.options.config import DataArguments, ModelArguments, TrainArguments
+from longctx.options.model import ModelSource
 from longctx.run.loading import compute_dtype, load_config, load_model
 from longctx.run.trainer import LongTrainer
-from longctx.system import expanded
+from longctx.safety.system import expanded
 from longctx.tasks.protocol import Batch, Task
 from longctx.tasks.reference import ReferencePass
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from longctx.config import TrainArguments
 from longctx.constants import GIB
 from longctx.cost.sizes import Batch
 from longctx.engines.collectives import all_reduce_min
@@ -29,9 +28,10 @@ from longctx.model.families import base_of
 from longctx.model.peers import peer_backend, peer_class, peer_sizes
 from longctx.model.runtime import NO_RATES, chunks_loss, patched_part
 from longctx.model.strangers import why_not_scheduled
+from longctx.options.config import TrainArguments
+from longctx.options.task import TaskName, scored_tokens
 from longctx.plan.decide import Decision, decide, decide_as_given, gpu_budget
 from longctx.plan.given import Given
-from longctx.task_options import TaskName, scored_tokens
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 

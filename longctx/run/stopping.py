@@ -15,9 +15,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from longctx.constants import IGNORE_INDEX
-from longctx.data.chat import ending_of
-from longctx.data.ends import end_tokens
-from longctx.model.stopping import name_ends
+from longctx.data.chat.ends import end_tokens
+from longctx.data.chat.rendering import ending_of
+from longctx.loading.stopping import name_ends
 
 ROWS = 256
 """The rows that are looked at."""

@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from longctx.config import ModelArguments, TrainArguments
 from longctx.constants import GIB
 from longctx.cost.sizes import Batch
-from longctx.data.cache import digest
-from longctx.data.tokenizer import read_tokenizer
+from longctx.data.pack.cache import digest
+from longctx.data.text.tokenizer import read_tokenizer
 from longctx.engines import Engine
 from longctx.errors import UserError, print_rank0
+from longctx.loading.pretrained import computed_by, weights_identity
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.machine import host_budget, host_share_bytes
 from longctx.memory.store import free_gpu_bytes
@@ -26,8 +26,8 @@ from longctx.memory.stream import StateStream
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.peers import idle_sizes
-from longctx.model.pretrained import computed_by, weights_identity
 from longctx.model.runtime import NO_RATES
+from longctx.options.config import ModelArguments, TrainArguments
 from longctx.plan.decide import decide, gpu_budget
 from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config, load_model

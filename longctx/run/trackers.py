@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from longctx.config import TrainArguments
+from longctx.options.config import TrainArguments
 from longctx.output.record import read_record
 from longctx.run.callbacks import Reporter
 

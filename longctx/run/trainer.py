@@ -14,21 +14,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, TrainerState
 
-from longctx.about import COUNT
 from longctx.attention.shards import Shards
-from longctx.config import TrainArguments, with_our_options
 from longctx.constants import IGNORE_INDEX
 from longctx.engines import Engine, choose_engine
 from longctx.engines.collectives import any_rank
 from longctx.engines.peers import end_with_peers
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.compiling import announce_compiling
-from longctx.limits import check_argument
 from longctx.lora.adapters import Reached, save_config
 from longctx.lora.foreign import check_resumed
 from longctx.model.adapters import inside_peft
 from longctx.model.runtime import patched_part
 from longctx.model.vision import copy_processor, is_whole
+from longctx.options.about import COUNT
+from longctx.options.config import TrainArguments, with_our_options
+from longctx.options.limits import check_argument
 from longctx.output import STATE
 from longctx.output.card import write_card
 from longctx.output.definition import RunDefinition
@@ -53,7 +53,6 @@ from longctx.output.save import (
     try_on_all_ranks,
 )
 from longctx.output.states import state_files
-from longctx.processes import explained_workers
 from longctx.run.callbacks import (
     Clock,
     MetricsFile,
@@ -73,6 +72,7 @@ from longctx.run.metrics import (
 from longctx.run.nonfinite import Names, NonFinite
 from longctx.run.stopping import name_trained_ends, trained_ends
 from longctx.run.task_trainer import TaskTrainer
+from longctx.safety.processes import explained_workers
 from longctx.tasks.protocol import Task
 
 

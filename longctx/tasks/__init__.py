@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from longctx.task_options import TaskOptions
+from longctx.options.task import TaskOptions
 from longctx.tasks.protocol import Task
 
 TASKS = {

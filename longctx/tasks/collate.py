@@ -1,5 +1,6 @@
-"""Batches of prompts with their answers, with what tasks need of them beside what data/batches.py
-makes: how many tokens each answer has, which is its last one, and the reference's opinion."""
+"""Batches of prompts with their answers, with what tasks need of them beside what
+data/pack/batches.py makes: how many tokens each answer has, which is its last one, and the
+reference's opinion."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longctx.data.batches import collate_separate, collate_shared
+from longctx.data.pack.batches import collate_separate, collate_shared
 
 
 def answers_collator(

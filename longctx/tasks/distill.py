@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError
-from longctx.model.distillation import linear_jsd
+from longctx.head.distillation import linear_jsd
 from longctx.model.families import head_of, logits_cap, logits_scaling
-from longctx.model.scoring import Scoring, attach_scoring, logits_bytes
 from longctx.tasks.answers import scored
 from longctx.tasks.protocol import Batch, Measured, Task, Values
+from longctx.tasks.scoring import Scoring, attach_scoring, logits_bytes
 
 
 class Teacher:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx.data.groups import MISMATCHED, SIDE_NAMES
+from longctx.data.reading.groups import MISMATCHED, SIDE_NAMES
 from longctx.errors import UserError
 from longctx.losses.kto import kto_loss
-from longctx.model.scoring import attach_scoring
 from longctx.tasks.answers import answer_log_probs
 from longctx.tasks.collate import answers_collator
 from longctx.tasks.protocol import Batch, Measured, Task, Values
+from longctx.tasks.scoring import attach_scoring
 
 DESIRABLE = SIDE_NAMES["rated"].index("desirable")
 

@@ -17,10 +17,10 @@ from longctx.errors import UserError
 from longctx.losses.loss_types import LOSS_TYPES
 from longctx.losses.preference import DPOOptions, dpo_loss
 from longctx.losses.without_reference import CPOOptions, cpo_loss, orpo_loss
-from longctx.model.scoring import attach_scoring
 from longctx.tasks.answers import Tokens, answer_log_probs, summed_log_probs
 from longctx.tasks.collate import answers_collator
 from longctx.tasks.protocol import Batch, Measured, Task, Values
+from longctx.tasks.scoring import attach_scoring
 
 
 class Pairs(Task):

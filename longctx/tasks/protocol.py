@@ -20,7 +20,7 @@ from torch import Tensor
 from longctx.attention.shards import Shards
 from longctx.data.rows import collate
 from longctx.errors import UserError
-from longctx.task_options import TaskOptions
+from longctx.options.task import TaskOptions
 
 Batch = dict[str, Tensor]
 

@@ -2,7 +2,7 @@
 
 The reference is the model as it is before the first update, or another one that is loaded alone
 and is gone before training begins; no second model exists. A row's log-probabilities do not change
-while a run trains, so they are kept in cache_dir (data/cache.py):
+while a run trains, so they are kept in cache_dir (data/pack/cache.py):
 
     reference-v3-<key>.arrow             a row of numbers for each packed row, one per answer
     reference-v3-<key of a part>.arrow   the same of PART_ROWS rows, deleted when all are there
@@ -26,7 +26,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.utils import tqdm
 from torch import Tensor
 
-from longctx.data.cache import cache_path, content_of, digest, forget, open_arrow, write_arrow
+from longctx.data.pack.cache import cache_path, content_of, digest, forget, open_arrow, write_arrow
 from longctx.errors import UserError, many, print_rank0
 from longctx.tasks.protocol import Batch
 

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from longctx.losses.reward import reward_loss
-from longctx.model.scoring import Rewards
 from longctx.tasks.answers import own_predictors, scored, sum_of_ranks
 from longctx.tasks.pairs import Pairs
 from longctx.tasks.protocol import Batch, Measured, Values
+from longctx.tasks.scoring import Rewards
 
 
 class Reward(Pairs):

@@ -31,8 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.options.config import ModelArguments
 from longctx.report.page import (
     figure,
     heading,
@@ -42,7 +42,7 @@ from longctx.report.page import (
     with_ending,
     write_page,
 )
-from longctx.system import installed
+from longctx.safety.system import installed
 from profiling.bench import step_bench
 from profiling.bench.peers import CHECKPOINTING
 from profiling.bench.runner import ROOT, Case, Row, run_child

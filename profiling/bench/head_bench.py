@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
 from longctx.cost.sizes import default_logits_bytes
-from longctx.model.distillation import linear_jsd, linear_jsd_reference
-from longctx.model.log_probs import linear_log_probs, linear_log_probs_reference
-from longctx.model.loss import linear_cross_entropy, linear_cross_entropy_reference
-from longctx.model.pieces import _pieces
+from longctx.head.distillation import linear_jsd, linear_jsd_reference
+from longctx.head.log_probs import linear_log_probs, linear_log_probs_reference
+from longctx.head.loss import linear_cross_entropy, linear_cross_entropy_reference
+from longctx.head.pieces import _pieces
 from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ class Counts(NamedTuple):
     nbytes: int
     """Bytes of logits and their gradients that are written and read in device memory."""
     row_lines: int
-    """Lines of the workspace a row (see `longctx.model.pieces._pieces`)."""
+    """Lines of the workspace a row (see `longctx.head.pieces._pieces`)."""
 
 
 COUNTS = {

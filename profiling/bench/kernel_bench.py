@@ -50,12 +50,12 @@ from triton.testing import do_bench
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
+from longctx.head.loss import linear_cross_entropy, linear_cross_entropy_reference
 from longctx.kernels.adamw import adamw_, split_master, weight_checksums
 from longctx.kernels.cross_entropy import cross_entropy
 from longctx.kernels.norm import layer_norm, norm_reference, rms_norm
 from longctx.kernels.rope import rope, rope_reference
 from longctx.kernels.swiglu import activate, swiglu, swiglu_reference
-from longctx.model.loss import linear_cross_entropy, linear_cross_entropy_reference
 from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -102,7 +102,7 @@ def complete(case: Case) -> Case:
 
 def make_model(case: Case) -> PreTrainedModel:
     """With random weights in bf16, and as its trainer wants it."""
-    from longctx.config import ModelArguments
+    from longctx.options.config import ModelArguments
     from longctx.run.loading import load_config
 
     tokens = case["prompt"] + case["answer"] * case["answers"]

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from longctx.config import ModelArguments
 from longctx.constants import IGNORE_INDEX
 from longctx.lora.merge import merge
+from longctx.options.config import ModelArguments
 from longctx.report.evaluate import draw as draw_evaluations
 from longctx.run.loading import load_config
 from profiling.bench.runner import ROOT, Row, train_lines

@@ -259,8 +259,8 @@ def idle_share(busy: Iterable[tuple[int, int]]) -> float:
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
     """One row of the results, from this process."""
-    from longctx.config import ModelArguments
     from longctx.model.runtime import patched_part
+    from longctx.options.config import ModelArguments
     from longctx.run.loading import load_config
     from profiling.build import VOCABULARY
 

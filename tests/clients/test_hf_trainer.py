@@ -22,7 +22,8 @@ from small_tokenizer import small_tokenizer
 from transformers import DataCollatorForLanguageModeling, EvalPrediction, Trainer, TrainingArguments
 
 import longctx
-from longctx.model import logits, shared_prefixes
+from longctx.head import logits
+from longctx.model import shared_prefixes
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -23,7 +23,7 @@ from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.patch import patch_as
 from longctx.model.runtime import model_sizes
-from longctx.options import PatchOptions
+from longctx.options.model import PatchOptions
 from longctx.plan.decide import Decision, decide
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

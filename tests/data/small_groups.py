@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from longctx.data.groups import Group
-from longctx.data.packing_groups import GroupStats, pack_groups
+from longctx.data.pack.packing_groups import GroupStats, pack_groups
+from longctx.data.reading.groups import Group
 
 PAD = 0
 Row = dict[str, np.ndarray]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from small_groups import PAD, make_groups, packed, some_groups
 
 from longctx.attention.documents import Documents
-from longctx.data.batches import collate_separate, collate_shared
-from longctx.data.packing_groups import build_group_row
+from longctx.data.pack.batches import collate_separate, collate_shared
+from longctx.data.pack.packing_groups import build_group_row
 
 SCORING = ("targets", "answers", "sides", "groups", "rows", "records", "margins")
 

@@ -18,10 +18,8 @@ from small_tokenizer import small_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from longctx import checksum
-from longctx.config import DataArguments
-from longctx.data import cache
-from longctx.data.cache import (
+from longctx.data.pack import cache
+from longctx.data.pack.cache import (
     FORMAT,
     cache_path,
     digest,
@@ -32,6 +30,8 @@ from longctx.data.cache import (
 )
 from longctx.data.rows import _report, build_dataset
 from longctx.errors import UserError
+from longctx.options.config import DataArguments
+from longctx.safety import checksum
 
 FEATURES = Features({"ids": List(Value("int32")), "name": Value("large_string")})
 
@@ -168,7 +168,7 @@ WRITER = """
 import signal, sys
 from pathlib import Path
 from datasets import Features, Value
-from longctx.data.cache import cache_path, digest, scratch_folder, write_arrow
+from longctx.data.pack.cache import cache_path, digest, scratch_folder, write_arrow
 
 def wait():
     print("writing", flush=True)
@@ -348,7 +348,8 @@ def test_the_rows_of_this_format(tmp_path):
     hashed = hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
     assert hashed == ROWS.get(FORMAT), (
         "the same documents give other rows than before: if that is meant, raise FORMAT in "
-        f"longctx/data/cache.py, or old caches will be used, and write down {hashed!r} for it here"
+        f"longctx/data/pack/cache.py, or old caches will be used, and write down {hashed!r} for it "
+        "here"
     )
 
 

@@ -8,9 +8,9 @@ import signal
 import pytest
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 
-from longctx.data import chat
-from longctx.data.chat import rendered
-from longctx.data.records import Document
+from longctx.data.chat import rendering as chat
+from longctx.data.chat.rendering import rendered
+from longctx.data.reading.records import Document
 from longctx.errors import UserError
 
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

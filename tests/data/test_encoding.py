@@ -5,9 +5,9 @@ import pytest
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 from tokenizers import pre_tokenizers, processors
 
-from longctx.data import encoding
-from longctx.data.encoding import encode
-from longctx.data.records import Document
+from longctx.data.reading.records import Document
+from longctx.data.text import encoding
+from longctx.data.text.encoding import encode
 from longctx.errors import UserError
 
 LLAMA3 = (

@@ -10,10 +10,10 @@ import pytest
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 from tokenizers import processors
 
-from longctx.data import chat
-from longctx.data.encoding_groups import cut_at_shared, encode_groups
-from longctx.data.groups import Group
-from longctx.data.records import as_document
+from longctx.data.chat import rendering as chat
+from longctx.data.reading.groups import Group
+from longctx.data.reading.records import as_document
+from longctx.data.text.encoding_groups import cut_at_shared, encode_groups
 from longctx.errors import UserError
 
 U = {"role": "user", "content": "value?"}
@@ -138,7 +138,7 @@ def test_mismatched_answers_of_a_batch_are_the_set_of_trl():
     """In TRL each example of a batch has the answer before it, here each the one after it: over a
     whole batch the same answers."""
     pytest.importorskip("trl")
-    from longctx.data.packing_groups import with_mismatched
+    from longctx.data.pack.packing_groups import with_mismatched
 
     records = [
         {"prompt": [U], "completion": [{**A, "content": f"answer {n}"}], "label": n % 2 == 0}

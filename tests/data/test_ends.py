@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from longctx.data.chat import lines_of
-from longctx.data.encoding import encode
-from longctx.data.encoding_groups import encode_groups
-from longctx.data.records import as_document
+from longctx.data.chat.rendering import lines_of
+from longctx.data.reading.records import as_document
+from longctx.data.text.encoding import encode
+from longctx.data.text.encoding_groups import encode_groups
 from longctx.errors import UserError
 
 TOKENS = (

@@ -12,19 +12,19 @@ import torch
 from datasets import Dataset
 from small_tokenizer import small_tokenizer
 
-from longctx.config import DataArguments
 from longctx.data import rows as data
-from longctx.data import tokens as tokenising
-from longctx.data.batches import collate_separate, collate_shared
-from longctx.data.cache import content_of
-from longctx.data.packing_groups import GROUP_ROW_FEATURES
+from longctx.data.pack.batches import collate_separate, collate_shared
+from longctx.data.pack.cache import content_of
+from longctx.data.pack.packing_groups import GROUP_ROW_FEATURES
 from longctx.data.rows import (
     as_arrays,
     build_dataset,
     check_sources,
     document_names,
 )
+from longctx.data.text import tokens as tokenising
 from longctx.errors import UserError
+from longctx.options.config import DataArguments
 
 U = {"role": "user", "content": "value?"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from small_tokenizer import PLAIN_CHATML
 
-from longctx.data.ends import EndTokens
-from longctx.data.masks import Conversation
-from longctx.data.tokenizer import CHAT_TEMPLATE
+from longctx.data.chat.ends import EndTokens
+from longctx.data.chat.masks import Conversation
+from longctx.data.text.tokenizer import CHAT_TEMPLATE
 from longctx.errors import UserError
 
 TURNS = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from longctx.constants import IGNORE_INDEX
-from longctx.data.packing import TOKEN_COLUMNS, PackingStats, Piece, build_row, pack
+from longctx.data.pack.packing import TOKEN_COLUMNS, PackingStats, Piece, build_row, pack
 
 
 def document(length: int, first_id: int = 0) -> Piece:

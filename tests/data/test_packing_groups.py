@@ -12,14 +12,14 @@ from small_groups import PAD, make_groups, packed, some_groups
 
 from longctx.attention.documents import Documents
 from longctx.constants import IGNORE_INDEX
-from longctx.data.groups import Group, columns_of, group_of
-from longctx.data.packing_groups import (
+from longctx.data.pack.packing_groups import (
     GROUP_ROW_FEATURES,
     build_group_row,
     check_groups,
     cut_group,
     with_mismatched,
 )
+from longctx.data.reading.groups import Group, columns_of, group_of
 from longctx.errors import UserError
 
 NAN = float("nan")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.constants import IGNORE_INDEX
-from longctx.data.packing import PackingStats, Piece, pack
+from longctx.data.pack.packing import PackingStats, Piece, pack
 
 PAD = 0
 Row = dict[str, np.ndarray]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.data.records import as_document
+from longctx.data.reading.records import as_document
 from longctx.errors import UserError
 
 SYSTEM = {"role": "system", "content": "s"}

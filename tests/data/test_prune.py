@@ -12,8 +12,8 @@ import pytest
 from datasets import Features, List, Value
 
 from longctx import cli
-from longctx.data import cache, prune
-from longctx.data.cache import cache_path, digest, open_arrow, scratch_folder, write_arrow
+from longctx.data.pack import cache, prune
+from longctx.data.pack.cache import cache_path, digest, open_arrow, scratch_folder, write_arrow
 
 FEATURES = Features({"ids": List(Value("int32"))})
 KEY = digest("a corpus")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from longctx.data.records import as_document
+from longctx.data.reading.records import as_document
 from longctx.errors import UserError
 
 

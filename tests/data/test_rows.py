@@ -12,13 +12,13 @@ from datasets import Dataset, IterableDataset, List, Value
 from paths import PYTHONPATH
 from small_tokenizer import small_tokenizer
 
-from longctx.config import DataArguments
 from longctx.data import rows as data
-from longctx.data import tokens as tokenising
-from longctx.data import training_templates
-from longctx.data.cache import dataset_identity
+from longctx.data.chat import training_templates
+from longctx.data.pack.cache import dataset_identity
 from longctx.data.rows import build_dataset, check_sources, collate, document_names
+from longctx.data.text import tokens as tokenising
 from longctx.errors import UserError
+from longctx.options.config import DataArguments
 
 
 @pytest.fixture

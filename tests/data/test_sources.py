@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from longctx.config import DataArguments
-from longctx.data.sources import (
+from longctx.data.reading.sources import (
     check_dataset_name,
     find_files,
     load_records,
@@ -22,6 +21,7 @@ from longctx.data.sources import (
     stdlib_files,
 )
 from longctx.errors import UserError
+from longctx.options.config import DataArguments
 
 
 @pytest.fixture

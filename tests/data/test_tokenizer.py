@@ -4,10 +4,10 @@ import pytest
 from small_tokenizer import small_tokenizer
 from transformers import AutoTokenizer
 
-from longctx.config import DataArguments, ModelArguments
-from longctx.data import tokenizer as tokenizer_module
-from longctx.data.tokenizer import default_tokenizer, load_tokenizer
+from longctx.data.text import tokenizer as tokenizer_module
+from longctx.data.text.tokenizer import default_tokenizer, load_tokenizer
 from longctx.errors import UserError
+from longctx.options.config import DataArguments, ModelArguments
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from longctx.data.conversation import Renderer
-from longctx.data.ends import EndTokens, with_ends
-from longctx.data.masks import Conversation, by_prefixes, by_training_template
-from longctx.data.training_templates import (
+from longctx.data.chat.conversation import Renderer
+from longctx.data.chat.ends import EndTokens, with_ends
+from longctx.data.chat.masks import Conversation, by_prefixes, by_training_template
+from longctx.data.chat.training_templates import (
     BATTERY,
     FAMILIES,
     FOLDER,
@@ -442,13 +442,13 @@ def test_what_ours_renders_otherwise_goes_through_the_tokenizers_own():
 
 def test_the_package_holds_every_template():
     project = (ROOT / "pyproject.toml").read_text()
-    (pattern,) = re.findall(r'"longctx\.data" = \["(.*)"\]', project)
+    (pattern,) = re.findall(r'"longctx\.data\.chat" = \["(.*)"\]', project)
     assert {path.name for path in FOLDER.parent.glob(pattern)} == {f.file for f in FAMILIES}
     assert {path.name for path in FOLDER.iterdir()} == {f.file for f in FAMILIES}
 
 
 def test_a_changed_template_or_option_is_another_identity(monkeypatch):
-    from longctx.data import training_templates
+    from longctx.data.chat import training_templates
 
     before = identity()
     monkeypatch.setattr(training_templates, "_read", lambda file: "other")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from small_tokenizer import small_tokenizer
 
-from longctx.data import trial
-from longctx.data.encoding import encode
-from longctx.data.records import Document
-from longctx.data.tokenizer import read_tokenizer
+from longctx.data.reading.records import Document
+from longctx.data.text import trial
+from longctx.data.text.encoding import encode
+from longctx.data.text.tokenizer import read_tokenizer
 from longctx.errors import UserError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longctx.data.turns import check_some_trained, read_turns
+from longctx.data.reading.turns import check_some_trained, read_turns
 from longctx.errors import UserError
 
 USER = {"role": "user", "content": "u"}

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 from datasets import Json, List, Value
 
-from longctx.data.values import check_depth, is_flag, kind, parse_json, shown, without_padding
+from longctx.data.reading.values import (
+    check_depth,
+    is_flag,
+    kind,
+    parse_json,
+    shown,
+    without_padding,
+)
 from longctx.errors import UserError
 
 

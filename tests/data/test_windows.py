@@ -28,8 +28,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from longctx.data import windows
-from longctx.data.windows import tokenise
+from longctx.data.text import windows
+from longctx.data.text.windows import tokenise
 
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "[CLS]", "[SEP]", "<|im_end|>"]
 CORPUS = [
@@ -308,9 +308,9 @@ def test_patterns_that_run_on(regex, far):
 MEASURE = """
 import resource, sys
 from small_tokenizer import small_tokenizer
-from longctx.data import windows
-from longctx.data.encoding import encode
-from longctx.data.records import Document
+from longctx.data.text import windows
+from longctx.data.text.encoding import encode
+from longctx.data.reading.records import Document
 
 windows.WINDOW_CHARS, windows.OVERLAP_CHARS = 1 << 14, 1 << 11
 windows.MARGIN_CHARS = 1 << 9

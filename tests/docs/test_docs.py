@@ -20,8 +20,8 @@ from paths import ROOT
 
 import longctx.report.plan as plan_command
 from longctx.cli import COMMANDS
-from longctx.config import parse_flags
 from longctx.errors import UserError
+from longctx.options.config import parse_flags
 from longctx.program import Parser
 
 PAGES = [
@@ -211,7 +211,7 @@ def parsing_alone(monkeypatch):
 
     monkeypatch.setattr(Parser, "parse_args", parse_args)
     real = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr("longctx.config._Parser.parse_args", real)
+    monkeypatch.setattr("longctx.options.config._Parser.parse_args", real)
     monkeypatch.chdir(ROOT)
 
 

@@ -14,7 +14,7 @@ from paths import ROOT
 from small_job import Warm, on_cpu
 from small_task import flags, pairs, rated, write_jsonl
 
-from longctx.system import installed
+from longctx.safety.system import installed
 
 SCRIPT = "tests/engines/as_on_a_gpu.py"
 ENGINES = ("plain", "zero1", "zero2", "zero3", "zero3_cpu", "fsdp2", "fsdp2_offload")

@@ -15,14 +15,14 @@ import yaml
 from accelerate import ParallelismConfig
 from paths import ROOT
 
-from longctx.config import TrainArguments, read_settings
 from longctx.engines import check_resume, choose_engine
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError
-from longctx.system import installed
+from longctx.options.config import TrainArguments, read_settings
+from longctx.safety.system import installed
 
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 

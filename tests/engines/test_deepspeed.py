@@ -10,7 +10,7 @@ from paths import ROOT
 from small_job import Warm, assert_same_run, batch, of_family, on_cpu, run
 
 from longctx.commands import train
-from longctx.system import installed
+from longctx.safety.system import installed
 
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 KILLED = "zero3_cpu"

@@ -14,9 +14,9 @@ from small_job import Launched, Warm, assert_same_run, batch, of_family, run
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longctx.commands import train
-from longctx.config import ModelArguments
 from longctx.engines.fsdp import FSDP2, keep_shapes_only
-from longctx.presets import PRESETS
+from longctx.options.config import ModelArguments
+from longctx.options.presets import PRESETS
 from longctx.run.loading import load_config, load_model
 
 

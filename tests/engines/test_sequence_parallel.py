@@ -15,7 +15,7 @@ from longctx.attention.shards import Shards
 from longctx.commands import train
 from longctx.errors import UserError
 from longctx.run.trainer import _joined
-from longctx.system import installed
+from longctx.safety.system import installed
 
 SCRIPT = "tests/engines/fsdp_on_cpu.py"
 FSDP2 = "--fsdp true --fsdp_config fsdp_configs/fsdp2.json".split()

@@ -10,7 +10,7 @@ from small_job import Warm, assert_same_run, lines_of, on_cpu
 from small_task import flags, pairs, write_jsonl
 
 from longctx.commands import train
-from longctx.system import installed
+from longctx.safety.system import installed
 
 METRICS = ("rewards/margins", "logps/chosen", "eval_rewards/margins")
 ROWS_A_STEP = 4

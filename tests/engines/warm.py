@@ -31,7 +31,7 @@ import torch
 from small_run import add_callback, fork_ranks, import_late
 from transformers import TrainerCallback
 
-from longctx.model import logits
+from longctx.head import logits
 
 
 class WaitForDeath(TrainerCallback):

@@ -34,12 +34,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from exactness import DEVICE, assert_exact, relative_error
-from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.layer.parts.attention import SelfAttention
 from longctx.layer.parts.mlp import MLP
 from longctx.model.patch import patch_as
-from longctx.options import PatchOptions
+from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -13,7 +13,6 @@ from small_run import run as run_train
 from transformers import AutoModelForCausalLM
 
 import longctx
-from longctx.config import ModelArguments
 from longctx.cost.peak import peak, phases
 from longctx.cost.sizes import Batch
 from longctx.lora.quantise import quantise_
@@ -22,6 +21,7 @@ from longctx.memory.place import PlacedStates
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.runtime import patched_part
+from longctx.options.config import ModelArguments
 from longctx.run.exact import move_buffers
 from longctx.run.loading import load_config
 

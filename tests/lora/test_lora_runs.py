@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from longctx import cli
 from longctx.commands import train
-from longctx.config import ModelArguments
 from longctx.errors import UserError
+from longctx.loading.pretrained import read_config
+from longctx.loading.weights import holds_nf4
 from longctx.lora.adapters import Reached, adapter_bytes, check_lora
 from longctx.lora.quantise import quantise_shapes_, quantised_loading
 from longctx.model.blocks import scales
-from longctx.model.pretrained import read_config
-from longctx.model.weights import holds_nf4
-from longctx.options import ModelSource
+from longctx.options.config import ModelArguments
+from longctx.options.model import ModelSource
 from longctx.output.manifest import read_manifest, write_manifest
 from longctx.run.loading import check_request, load_config
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.memory.levels import ORDERS, Activity, Levels, pending_levels
 from longctx.memory.pending import Pending, pending_bytes
@@ -25,7 +24,8 @@ from longctx.memory.place import (
     window_bytes,
 )
 from longctx.model.patch import patch_as
-from longctx.options import PatchOptions
+from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
 from longctx.run.loading import load_config
 
 UNIT = 2**28

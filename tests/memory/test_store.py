@@ -15,13 +15,13 @@ from cost_sizes import keep_of
 from transformers import LlamaForCausalLM
 
 from exactness import DEVICE
-from longctx.config import ModelArguments
 from longctx.cost.kept import Keep
 from longctx.errors import UserError
 from longctx.memory.slab import PinnedSlab
 from longctx.memory.store import ActivationStore
 from longctx.model.patch import patch_as, unpatch
-from longctx.options import PatchOptions
+from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
 from longctx.run.loading import load_config
 from profiling.bench.slab_bench import fork
 

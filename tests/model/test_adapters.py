@@ -31,12 +31,12 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import DEVICE
-from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.layer.adapters.lora import Lora
 from longctx.model.families import FAMILIES as FAMILY_OF
 from longctx.model.families import layer_adapters, layers_of
 from longctx.model.strangers import why_not_scheduled
+from longctx.options.config import ModelArguments
 from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")

@@ -21,7 +21,7 @@ from longctx.lora.quantise import quantise_
 from longctx.memory.states import BlockSpec
 from longctx.model.blocks import decoder_layers, state_blocks
 from longctx.model.patch import patch_as
-from longctx.options import PatchOptions
+from longctx.options.model import PatchOptions
 
 SIZES = dict(
     vocab_size=101,

@@ -21,13 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from longctx.attention.documents import Documents
-from longctx.config import ModelArguments
 from longctx.cost.kept import asked
 from longctx.cost.table import load
 from longctx.kernels.norm import norm_forward
 from longctx.layer import norm_spec
 from longctx.model.patch import patch_as
-from longctx.options import PatchOptions
+from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
 from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -26,11 +26,11 @@ from transformers import (
 )
 
 import longctx
-from longctx.config import ModelArguments
 from longctx.errors import UserError
-from longctx.model import logits
+from longctx.head import logits
 from longctx.model.patch import OPTIONS, patch_as
-from longctx.options import PatchOptions
+from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 Batch = dict[str, Any]

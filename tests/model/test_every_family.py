@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import DEVICE
-from longctx.config import ModelArguments
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
@@ -36,7 +35,8 @@ from longctx.model.costs import StepTable
 from longctx.model.families import has_windows, score_cap, windows
 from longctx.model.patch import patch_as
 from longctx.model.strangers import why_not_scheduled
-from longctx.options import PatchOptions
+from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
 from longctx.plan.predict import Run, Subject
 from longctx.run.loading import load_config
 

@@ -17,8 +17,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import longctx
-from longctx.config import ModelArguments
 from longctx.model.families import FAMILIES, family_of, is_a
+from longctx.options.config import ModelArguments
 from longctx.run.loading import load_config
 
 BORROWED = ["internlm3", "iquestcoder"]

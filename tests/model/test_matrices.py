@@ -11,7 +11,6 @@ from small_model import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from longctx.config import ModelArguments
 from longctx.cost.sizes import Batch
 from longctx.errors import UserError
 from longctx.layer.adapters.lora import adapters_cost
@@ -20,7 +19,8 @@ from longctx.model import runtime
 from longctx.model.adapters import Applied
 from longctx.model.matrices import active_shares, linears, stacks
 from longctx.model.runtime import model_sizes
-from longctx.options import PatchOptions
+from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
 from longctx.run.metrics import parameters_in_matmuls
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {

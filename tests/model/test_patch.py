@@ -14,9 +14,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from longctx.model.logits import LazyLogits
+from longctx.head.logits import LazyLogits
 from longctx.model.patch import patch_as
-from longctx.options import PatchOptions
+from longctx.options.model import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 

@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import DEVICE
-from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.strangers import why_not_scheduled
+from longctx.options.config import ModelArguments
 from longctx.run.loading import load_config
 
 peft = pytest.importorskip("peft")

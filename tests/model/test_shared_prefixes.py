@@ -22,7 +22,7 @@ from longctx.attention.documents import Documents
 from longctx.model import forwards, shared_prefixes
 from longctx.model.patch import patch_as
 from longctx.model.shared_prefixes import best_groups, found, spread
-from longctx.options import PatchOptions
+from longctx.options.model import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 VOCAB = 64

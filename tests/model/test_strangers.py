@@ -22,13 +22,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-from longctx.config import TrainArguments
 from longctx.errors import UserError
 from longctx.model.families import FAMILIES, Family, part_of
 from longctx.model.forwards import output_class
 from longctx.model.patch import patch_as
 from longctx.model.strangers import asks_for_router_logits, why_not_scheduled
-from longctx.options import PatchOptions
+from longctx.options.config import TrainArguments
+from longctx.options.model import PatchOptions
 from longctx.run.trainer import LongTrainer
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from longctx.config import TrainArguments
 from longctx.errors import UserError
+from longctx.options.config import TrainArguments
 from longctx.output.folder import check_output_dir
 from longctx.output.removal import staging_path
 from longctx.output.resume import resolve_resume

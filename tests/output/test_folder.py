@@ -14,10 +14,10 @@ import pytest
 import torch
 from paths import PYTHONPATH
 
-from longctx.config import DataArguments, ModelArguments, TrainArguments
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
+from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.output.folder import (
     check_disk_space,
     check_output_dir,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from small_run import prepare, run
 
-from longctx.config import TrainArguments
 from longctx.errors import UserError
+from longctx.options.config import TrainArguments
 from longctx.output import manifest, resume, verify
 from longctx.output.manifest import Damaged, check_files, read_manifest, write_manifest
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from small_run import run
 from transformers import TrainerState
 
-from longctx.config import TrainArguments
 from longctx.errors import UserError
+from longctx.options.config import TrainArguments
 from longctx.output.resume import integrity_problem, resolve_resume
 from longctx.run.callbacks import MetricsFile
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longctx.config import ModelArguments
 from longctx.cost.machines import machine_named
 from longctx.errors import UserError
+from longctx.options.config import ModelArguments
 from longctx.plan.predict import Run, Subject, plan
 from longctx.report.plan_run import with_answers
 from longctx.report.predicted import equal_tokens

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from small_plan import card, eight_layers, run
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.machines import Machine
 from longctx.engines.layout import FullyShard
 from longctx.errors import UserError
 from longctx.lora.adapters import with_lora
 from longctx.lora.shapes import with_lora_shapes
+from longctx.options.config import ModelArguments
 from longctx.plan import predict
 from longctx.plan.changes import changes
 from longctx.plan.predict import Run, plan

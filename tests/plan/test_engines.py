@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
 from longctx.cost.peak import LIBRARY_BYTES
@@ -25,6 +24,7 @@ from longctx.engines.layout import (
 )
 from longctx.errors import UserError
 from longctx.memory.pending import Pending
+from longctx.options.config import ModelArguments
 from longctx.plan import engines as planned_engines
 from longctx.plan.engines import ShardedStates, averaged, exchanged, shared_rows
 from longctx.plan.predict import Plan, Run, Subject, plan

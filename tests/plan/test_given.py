@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from small_model import tiny_config
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
 from longctx.errors import UserError
 from longctx.memory.place import Place
+from longctx.options.config import ModelArguments
 from longctx.plan.given import Given, read_given, written
 from longctx.plan.predict import Plan, Run, Subject, plan
 

@@ -11,7 +11,6 @@ import torch
 from small_model import tiny_config
 from small_plan import card, run
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.machines import MACHINES
 from longctx.errors import UserError
@@ -19,6 +18,8 @@ from longctx.lora.adapters import with_lora
 from longctx.model.blocks import state_blocks
 from longctx.model.declined import is_dropout, set_dropout_, why_declined
 from longctx.model.patch import patch_custom
+from longctx.options.config import ModelArguments
+from longctx.options.task import TaskName
 from longctx.plan import predict
 from longctx.plan.changes import changes
 from longctx.plan.predict import Plan, Run, Subject, plan
@@ -27,7 +28,6 @@ from longctx.report.plan_text import figures
 from longctx.run import states
 from longctx.run.loading import load_config
 from longctx.run.loop import _Placing
-from longctx.task_options import TaskName
 
 MACHINE = card(24)
 

@@ -15,7 +15,6 @@ from small_model import tiny_config
 from small_plan import card, eight_layers, run, whole_model
 from transformers import BloomConfig
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.flops import squared_length
 from longctx.cost.machines import MACHINES
@@ -25,6 +24,7 @@ from longctx.errors import UserError
 from longctx.layer.parts.attention import attention_flops
 from longctx.model.costs import StepTable
 from longctx.model.families import head_dim
+from longctx.options.config import ModelArguments
 from longctx.plan.predict import Plan, Subject, longest, plan
 from longctx.run.loading import load_config
 from longctx.run.metrics import attended

@@ -12,7 +12,7 @@ import pytest
 import torch
 from browser import open_page
 
-from longctx.system import installed
+from longctx.safety.system import installed
 
 
 @pytest.fixture

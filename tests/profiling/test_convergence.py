@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from browser import open_page
 
-from longctx.config import parse_flags
 from longctx.errors import UserError
+from longctx.options.config import parse_flags
 
 STEPS = 20
 

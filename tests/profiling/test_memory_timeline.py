@@ -27,12 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from longctx.head import loss, pieces
+from longctx.head import stream as head
 from longctx.kernels import launch
 from longctx.layer import schedule
 from longctx.memory.store import ActivationStore
-from longctx.model import head, loss, pieces
 from longctx.model.patch import patch_as
-from longctx.options import PatchOptions
+from longctx.options.model import PatchOptions
 
 GIB = 2**30
 WEIGHTS, STATES, UNKNOWN, GRADIENT = 0x1000, 0x2000, 0x3000, 0x9000

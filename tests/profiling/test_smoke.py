@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx.config import parse_flags
+from longctx.options.config import parse_flags
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from small_run import prepare
 from small_tokenizer import small_tokenizer
 
 from longctx.commands import train
-from longctx.data.groups import Group
-from longctx.data.packing import Piece, build_row
-from longctx.data.packing_groups import build_group_row
+from longctx.data.pack.packing import Piece, build_row
+from longctx.data.pack.packing_groups import build_group_row
+from longctx.data.reading.groups import Group
 from longctx.report import example
 from longctx.report.example import show_example
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from longctx.engines.layout import FullyShard
 from longctx.errors import UserError
-from longctx.model.pretrained import SIZES
+from longctx.loading.pretrained import SIZES
 from longctx.plan.changes import FSDP2 as FSDP2_FLAGS
 from longctx.report.plan import main
 from longctx.report.plan_text import figures, ways_out

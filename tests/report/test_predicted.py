@@ -14,7 +14,6 @@ from datasets import Dataset
 from small_run import add_callback, prepare, run
 from transformers import TrainerCallback
 
-from longctx.config import ModelArguments
 from longctx.constants import GIB
 from longctx.cost.kept import in_order
 from longctx.cost.machines import MACHINES
@@ -22,6 +21,7 @@ from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
 from longctx.memory.place import KINDS
+from longctx.options.config import ModelArguments
 from longctx.output import METRICS
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report import predicted

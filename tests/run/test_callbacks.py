@@ -11,10 +11,10 @@ from small_model import tiny_config
 from small_run import on_ranks
 from transformers import LlamaForCausalLM
 
-from longctx.config import TrainArguments
 from longctx.memory import store
 from longctx.model.patch import patch_as
-from longctx.options import PatchOptions
+from longctx.options.config import TrainArguments
+from longctx.options.model import PatchOptions
 from longctx.run import callbacks
 from longctx.run.callbacks import Console, Lines, Reserve, console
 

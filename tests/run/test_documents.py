@@ -12,8 +12,8 @@ from small_tokenizer import small_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx.commands import train
-from longctx.config import ModelArguments, TrainArguments
 from longctx.errors import UserError
+from longctx.options.config import ModelArguments, TrainArguments
 from longctx.run import documents
 from longctx.run.documents import needs_one_document
 from longctx.run.loading import weights_bytes

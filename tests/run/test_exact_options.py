@@ -6,11 +6,11 @@ import pytest
 import torch
 from small_run import prepare, run
 
-from longctx.config import TrainArguments
 from longctx.constants import GIB
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.fsdp import FSDP2
 from longctx.errors import UserError
+from longctx.options.config import TrainArguments
 from longctx.output import METRICS
 from longctx.run import options, states
 

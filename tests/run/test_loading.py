@@ -23,9 +23,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 import longctx
 from longctx.attention import flash4
-from longctx.config import ModelArguments
 from longctx.errors import UserError
 from longctx.model.families import FAMILIES
+from longctx.options.config import ModelArguments
 from longctx.run import loading
 from longctx.run.loading import check_request, load_config, load_model
 

@@ -13,9 +13,10 @@ import torch
 
 from longctx.commands import train
 from longctx.errors import UserError
+from longctx.head import loss
+from longctx.head import stream as head
 from longctx.layer import passes
 from longctx.layer.parts import mlp
-from longctx.model import head, loss
 from longctx.run import oom
 from longctx.run.oom import OutOfMemory
 

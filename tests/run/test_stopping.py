@@ -9,12 +9,12 @@ import pytest
 from small_tokenizer import PLAIN_CHATML, small_tokenizer
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from longctx.data.encoding import encode
-from longctx.data.encoding_groups import encode_groups
-from longctx.data.packing import PackingStats, pack
-from longctx.data.packing_groups import GroupStats, pack_groups
-from longctx.data.records import as_document
-from longctx.model.stopping import add_ends
+from longctx.data.pack.packing import PackingStats, pack
+from longctx.data.pack.packing_groups import GroupStats, pack_groups
+from longctx.data.reading.records import as_document
+from longctx.data.text.encoding import encode
+from longctx.data.text.encoding_groups import encode_groups
+from longctx.loading.stopping import add_ends
 from longctx.run.stopping import name_trained_ends, trained_ends
 
 CHAT = {

@@ -13,7 +13,6 @@ from small_tokenizer import small_tokenizer
 from small_vision import KINDS, image_batch, vision_config, vision_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from longctx.config import ModelArguments
 from longctx.engines.deepspeed import DeepSpeed
 from longctx.engines.plain import Plain
 from longctx.errors import UserError
@@ -21,6 +20,7 @@ from longctx.lora.adapters import adapter_bytes
 from longctx.lora.merge import main as merge
 from longctx.model.blocks import state_blocks
 from longctx.model.vision import at_rest, towers
+from longctx.options.config import ModelArguments
 from longctx.plan.predict import Subject
 from longctx.run import trainer as trainer_file
 from longctx.run.loading import load_config, load_model, weights_bytes

@@ -13,9 +13,9 @@ from small_run import run
 from small_task import flags, pairs, rated, write_jsonl, written
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from longctx.config import parse_flags
 from longctx.errors import UserError
 from longctx.lora.merge import merge
+from longctx.options.config import parse_flags
 from longctx.run.options import parse_args
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")

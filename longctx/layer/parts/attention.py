@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx.annotate import annotated, each
 from longctx.attention.protocol import QKV, take_turns
 from longctx.cost.dims import LayerKind
 from longctx.cost.fitted import WINDOW_EDGES
 from longctx.cost.flops import squared_length
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.kernels.annotate import annotated, each
 from longctx.layer.adapters.lora import adapter_bytes
 from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
 from longctx.layer.parts.heads import Group, HeadGroups

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.annotate import annotated, each
 from longctx.attention.protocol import QKV
+from longctx.kernels.annotate import annotated, each
 from longctx.layer.adapters.protocol import ALL
 from longctx.layer.linear import linear
 from longctx.layer.parts.norms import Norm

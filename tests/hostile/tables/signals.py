@@ -30,9 +30,9 @@ BEFORE_TRAINING = {
     "opening the output folder": file_event("mkdir", "*/run"),
     "reading the data": file_event("open", "*/documents-*"),
     "tokenising": file_event("open", "*/tokens-*"),
-    "tokenising a batch": before("longctx.data.tokens.encode"),
+    "tokenising a batch": before("longctx.data.text.tokens.encode"),
     "packing": file_event("open", "*/rows-*.arrow*"),
-    "packing a row": before("longctx.data.packing.build_row"),
+    "packing a row": before("longctx.data.pack.packing.build_row"),
     "writing a checksum": file_event("open", "*.xxh3-*"),
     "renaming a file of the cache": file_event("rename", "*/fresh/*"),
     "loading the weights": before("transformers.AutoModelForCausalLM.from_pretrained"),
@@ -185,7 +185,7 @@ SIGNALS = {
     "INT while an example is shown": (
         both(FRESH, given("--show_example")),
         ends(130),
-        at(before("longctx.data.packing.build_row"), send("INT")),
+        at(before("longctx.data.pack.packing.build_row"), send("INT")),
     ),
     "INT in a report": (
         given("longctx report BASE/run --output FOLDER/page.html"),
@@ -200,7 +200,7 @@ SIGNALS = {
     "INT in longctx cache": (
         given("longctx cache --cache_dir FOLDER/cache"),
         ends(130),
-        at(before("longctx.data.prune.table"), send("INT")),
+        at(before("longctx.data.pack.prune.table"), send("INT")),
     ),
 }
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from hostile.cases import fails, setting, table, works
 from hostile.files import CHAT, template
 
-LESS = setting("longctx.data.chat.RENDER_S", 3.0), setting("longctx.data.chat.RENDER_BYTES", 2**29)
+LESS = (
+    setting("longctx.data.chat.rendering.RENDER_S", 3.0),
+    setting("longctx.data.chat.rendering.RENDER_BYTES", 2**29),
+)
 REFUSED = r"chat\.jsonl:1: the chat template refuses this conversation"
 LOOP = "{% for m in messages %}"
 PLAIN = LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -1,0 +1,1 @@
+"""Conversations go through the chat template, and keep track of which characters are trained."""

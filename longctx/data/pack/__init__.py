@@ -1,0 +1,1 @@
+"""Documents and groups are packed into rows of `seq_len` tokens, which are kept on disk."""

@@ -1,0 +1,1 @@
+"""Files and datasets become checked records: texts, conversations, groups of answers."""

@@ -1,0 +1,1 @@
+"""Texts become token ids, by a tokenizer that was tried before it saw data."""

@@ -1,0 +1,1 @@
+"""lm_head with what follows it, computed in pieces, so that the logits never exist as a whole."""

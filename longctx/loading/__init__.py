@@ -1,0 +1,1 @@
+"""A model's files: where a model comes from, and what its files must hold."""

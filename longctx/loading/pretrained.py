@@ -1,0 +1,303 @@
+"""A pretrained model of a folder, a GGUF file or the hub: its configuration and weights, checked.
+
+What a stranger's files want is not done: no code of theirs runs without --trust_remote_code, no
+kernel is fetched, no adapter is put in, no weight is random, none is cast from integers. A folder
+with a pipe or a device in it is refused before anything is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+)
+from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
+
+from longctx.errors import UserError, one_line, print_rank0, shortened
+from longctx.loading.weights import (
+    REWARD_HEAD,
+    WEIGHTS,
+    check_files,
+    fetched_files,
+    forget_tie,
+    holds_nf4,
+    refuse_partial,
+    unread_of_gguf,
+    weight_files,
+)
+from longctx.model.classes import auto_class, is_classifier
+from longctx.model.vision import PREFIXES
+from longctx.options.model import ModelSource
+from longctx.safety.checksum import checksums
+from longctx.safety.files import refuse_odd, refuse_run
+from longctx.safety.noise import hidden_report
+from longctx.safety.system import expanded, installed
+
+MOST_LAYERS = 512
+"""Each takes 10 ms even on the meta device; the deepest language models have about 130."""
+LARGEST_SIZE = 1 << 22
+"""The largest size in a config.json: a product of three fits in 64 bits; no model comes near it."""
+SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
+)
+"""These sizes must be whole and positive, where a model has them."""
+
+
+def read_config(source: ModelSource) -> PretrainedConfig:
+    """The configuration of a pretrained model, without what its author chose for other machines.
+    Raises UserError for one that is unreadable, or of a model that cannot be trained."""
+    name, where = _pretrained(source)
+    try:
+        adapter = find_adapter_config_file(name)
+        if "gguf_file" not in where:
+            _check_raw_sizes(source, PretrainedConfig.get_config_dict(name)[0])
+        config = AutoConfig.from_pretrained(name, **where)
+    except UserError:
+        raise
+    except Exception as error:  # a file's values raise as many types as there are checks
+        raise unreadable(source, error, "its config.json: ") from error
+    if adapter:  # transformers would put it into the model, whoever's that is
+        raise _is_adapter(source, Path(adapter).name)
+    _check_sizes(source, config)
+    if "gguf_file" not in where:
+        _refuse_quantised(source, config)
+    if other := getattr(config, "transformers_weights", None):
+        raise UserError(
+            f"{source.name}: its config.json has the weights in {shortened(str(other), 80)} "
+            f"(transformers_weights): call that file {WEIGHTS[0][0]} and leave the name out"
+        )
+    # A kernel of the hub, which would be downloaded and run; a layout over GPUs.
+    config._attn_implementation = config._experts_implementation = None
+    vars(config).pop("distributed_config", None)
+    return config
+
+
+def _is_adapter(source: ModelSource, file: str) -> UserError:
+    return UserError(
+        f"{source.flag} {source.name} holds an adapter ({file}) and a run takes whole models, or "
+        "trains new adapters: merge it into its model first (longctx merge)"
+    )
+
+
+def _check_raw_sizes(source: ModelSource, found: Mapping[str, Any]) -> None:
+    """Raises UserError for numbers in a config.json that are too large: some configurations make a
+    list of so many layers while they are read."""
+    for name, value in found.items():
+        if isinstance(value, dict):  # the text part of a model
+            _check_raw_sizes(source, value)
+        elif name in SIZES and isinstance(value, (int, float)) and value > 1:
+            _check_size(source, name, value)
+
+
+def _check_sizes(source: ModelSource, config: PretrainedConfig) -> None:
+    """Raises UserError for numbers of which no model can be made, or none in any memory: not every
+    configuration looks at its values."""
+    for part in (config, config.get_text_config()):
+        for name in SIZES:
+            found = getattr(part, name, None)
+            if found is not None and not isinstance(found, list):  # of numbers for each layer
+                _check_size(source, name, found)
+    named = getattr(config, "architectures", None) or []
+    if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
+        raise UserError(
+            f"{source.name}: its config.json has architectures {shortened(repr(named), 40)}: "
+            "a list of names of classes is needed"
+        )
+    dropout = getattr(config, "attention_dropout", None) or 0.0
+    if not 0 <= dropout < 1:
+        raise UserError(f"{source.name}: its config.json drops {dropout} of attention")
+
+
+def _check_size(source: ModelSource, name: str, found: Any) -> None:
+    most = MOST_LAYERS if name == "num_hidden_layers" else LARGEST_SIZE
+    if type(found) is not int or not 1 <= found <= most:
+        raise UserError(
+            f"{source.name}: its config.json has {name} {shortened(repr(found), 40)}: "
+            f"a whole number from 1 to {most} is needed"
+        )
+
+
+def _refuse_quantised(source: ModelSource, config: PretrainedConfig) -> None:
+    if holds_nf4(config) and config.model_type not in PREFIXES:
+        if source.under_adapters:
+            return
+        raise UserError(
+            f"{source.name} is in 4 bits (bitsandbytes): rounded weights cannot be trained as a "
+            "whole, nor merged: train adapters over them with --lora_r and --quantize nf4, or give "
+            "the model that it was made from, in bfloat16 or float32"
+        )
+    for part in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            found = getattr(part, key, None)
+            if found:
+                method = found.get("quant_method") if isinstance(found, dict) else None
+                raise UserError(
+                    f"{source.name} is quantised ({method or 'by an unnamed method'}), "
+                    "and rounded weights cannot be trained as a whole: give the model that it was "
+                    "made from, in bfloat16 or float32"
+                )
+
+
+def read_model(
+    source: ModelSource,
+    config: PretrainedConfig,
+    *,
+    dtype: Any,
+    attention: str | None,
+    head_follows: bool = False,
+    **more: Any,
+) -> Any:
+    """The model with the weights of its files, all of them; `dtype` may be "auto", the files' own.
+    Says if a model of rewards starts with a random head, unless an adapter's takes its place
+    (`head_follows`). Raises UserError where a weight is missing or damaged."""
+    name, where = _pretrained(source)
+    try:
+        check_files(_weight_files(name, where), packed=holds_nf4(config))
+        with hidden_report(REWARD_HEAD):
+            loaded: Any = auto_class(config).from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+                generation_config=_generation(source, config),
+                **where,
+                **more,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{source.name} holds a file that is damaged or would run code when "
+            "read; nothing of it was run"
+        ) from error
+    except Exception as error:  # a file's values raise as many types as there are
+        raise unreadable(source, error) from error
+    model, found = loaded
+    if is_classifier(config) and REWARD_HEAD in found["missing_keys"]:
+        found["missing_keys"] -= {REWARD_HEAD}
+        if not head_follows:
+            print_rank0(
+                f"{source.name} is no model of rewards yet: its head of one number starts random"
+            )
+    gguf = unread_of_gguf(Path(name, where["gguf_file"]), model) if "gguf_file" in where else []
+    refuse_partial(str(source.name), model, found, beside=gguf)
+    forget_tie(model)
+    if "gguf_file" in where:
+        forget_gguf(model)
+    return model
+
+
+def _generation(source: ModelSource, config: PretrainedConfig) -> GenerationConfig | None:
+    """None: transformers reads the model's own. Where it refuses to, training need not: a new one
+    takes its place, and it is said."""
+    name, where = _pretrained(source)
+    if "gguf_file" in where:
+        return None
+    try:
+        GenerationConfig.from_pretrained(name)
+    except OSError:  # most base models have none
+        return None
+    except Exception as error:  # each of transformers' checks has a type of its own
+        print_rank0(f"{name}: its generation_config.json is left out ({one_line(error, 200)})")
+        return GenerationConfig.from_model_config(config)
+    return None
+
+
+def unreadable(source: ModelSource, error: Exception, where: str = "") -> UserError:
+    reason = where + one_line(error)
+    if "custom code" in reason:
+        reason = (
+            "it ships code of its own, which runs with --trust_remote_code alone: read it first"
+        )
+    here = os.path.exists(expanded(source.name or ""))
+    name = f"{source.name}{'' if here else ', a hub id: no such folder is here'}"
+    return UserError(f"cannot load a model from {name}: {reason}")
+
+
+def _pretrained(source: ModelSource) -> tuple[str, dict[str, Any]]:
+    """Returns `from_pretrained`'s arguments: a folder or hub id, and keywords of a GGUF file."""
+    name = source.name
+    assert name is not None
+    where: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
+    if name.endswith(".gguf"):
+        path = expanded(name)
+        if not os.path.isfile(path):
+            raise UserError(f"no such GGUF file: {name}")
+        if not installed("gguf"):
+            raise UserError(f"{name} needs the gguf package: pip install gguf")
+        return str(path.parent), {**where, "gguf_file": path.name}
+    folder = expanded(name)
+    if os.path.isdir(folder):
+        if not os.path.isfile(folder / "config.json"):
+            if os.path.isfile(folder / ADAPTER_CONFIG_NAME):
+                raise _is_adapter(source, ADAPTER_CONFIG_NAME)
+            refuse_run(name, folder)
+            raise UserError(f"{source.flag} {name} has no config.json: it holds no model")
+        refuse_odd(folder)
+        return str(folder), where
+    if os.path.exists(folder) or name.startswith((".", "/", "~")):
+        raise UserError(f"{source.flag} {name} is no folder: give a model's folder or hub id")
+    if name.count("/") > 1:  # an address too
+        raise UserError(
+            f"{source.flag} {name} is no folder here and no hub id, which has one / at most"
+        )
+    return name, where
+
+
+def _weight_files(name: str, where: dict[str, Any]) -> list[Path]:
+    """The files that `from_pretrained` reads with these arguments; of a GGUF file none, whose
+    integers are weights that it says how to compute."""
+    if "gguf_file" in where:
+        return []
+    return weight_files(Path(name)) if os.path.isdir(name) else fetched_files(name)
+
+
+def forget_gguf(model: Any) -> None:
+    """A GGUF's weights are dequantised on loading, but the model still says it is quantised, and
+    then can be neither trained nor saved."""
+    model.is_quantized = False
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+
+
+def weights_identity(source: ModelSource, config: PretrainedConfig) -> str | None:
+    """What tells a model's weights from others of the same configuration: the checksum of all its
+    files of weights, or a hub model's commit. None for a preset, whose seed decides them, and for a
+    hub model without a commit.
+
+    Files are read once, which their loading then need not: 13 GB/s a thread from memory. The same
+    weights cut into other files are others. Raises UserError for files that cannot be read.
+    """
+    if source.name is None:
+        return None
+    name, where = _pretrained(source)
+    if not os.path.isdir(name):
+        commit = getattr(config, "_commit_hash", None)
+        return None if commit is None else f"commit {commit}"
+    try:
+        gguf = [Path(name, where["gguf_file"])] if "gguf_file" in where else []
+        found = checksums(gguf or weight_files(Path(name)), f"Checking {name}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise unreadable(source, error) from error
+    return f"xxh3 {xxhash.xxh3_64(' '.join(found).encode()).hexdigest()}"
+
+
+def computed_by(config: PretrainedConfig) -> dict[str, Any]:
+    """Returns what a configuration says of the numbers that its model computes."""
+    return {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPUTED}
+
+
+_NOT_COMPUTED = {"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"}

@@ -1,0 +1,104 @@
+"""What longctx knows of an option beside its type and default: one place for all that is asked.
+
+Our options say it where they stand (arguments.py, task.py), in the metadata of their
+fields; for those of transformers theirs.py has a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included unless they are `open_low` or `open_high`. NaN is
+    in none."""
+
+    low: float = -(2**31)
+    high: float = 2**31 - 1
+    open_low: bool = False
+    open_high: bool = False
+
+    def problem(self, value: float) -> str | None:
+        """What a value outside must be instead; None for one inside."""
+        if math.isnan(value):
+            return "a number"
+        if value < self.low or (self.open_low and value == self.low):
+            return f"{'above' if self.open_low else 'at least'} {self.low}"
+        if value > self.high or (self.open_high and value == self.high):
+            return f"{'below' if self.open_high else 'at most'} {self.high}"
+        return None
+
+
+COUNT = Range(1)
+NOT_NEGATIVE = Range(0)
+POSITIVE = Range(0, open_low=True)
+SHARE = Range(0, 1, open_high=True)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Without which options do nothing. A run says so and goes on, because runs share recipes."""
+
+    words: str
+    is_met: Callable[[Any, Any, Any], bool]
+    """Of the three dataclasses: model, data, training."""
+
+
+class Resume(Enum):
+    """What another value means in a resumed run: other rows or numbers are refused, and what people
+    change on purpose is applied. An option of none changes speed, memory or rounding alone."""
+
+    ROWS = 1
+    NUMBERS = 2
+    APPLIED = 3
+
+
+ROWS, NUMBERS, APPLIED = Resume
+Fact = Range | Need | Resume
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """All that is known of an option."""
+
+    group: str = ""
+    """Its group in the help."""
+    rare: bool = False
+    """Whether --help_all alone lists it."""
+    says: str = ""
+    """A line for the help, instead of transformers' own text."""
+    range: Range = Range()
+    """The numbers that it may be; any that is finite and fits in 32 bits by default."""
+    needs: tuple[Need, ...] = ()
+    resume: Resume | None = None
+
+    @classmethod
+    def of(cls, group: str, facts: Sequence[Fact], **rest: Any) -> About:
+        """The facts in any order: a range, a kind of resuming, needs."""
+        ranges = [fact for fact in facts if isinstance(fact, Range)] or [cls.range]
+        needs = tuple(fact for fact in facts if isinstance(fact, Need))
+        resume = next((fact for fact in facts if isinstance(fact, Resume)), None)
+        return cls(group=group, range=ranges[0], needs=needs, resume=resume, **rest)
+
+
+def having(group: str, *facts: Fact, rare: bool = False) -> Callable[..., Any]:
+    """Makes fields of a dataclass behind the command line, of which all this is true."""
+
+    def option(default: Any, help: str, *more: Fact, **for_argparse: Any) -> Any:
+        known = {**for_argparse, "help": help, "about": About.of(group, (*facts, *more), rare=rare)}
+        if isinstance(default, list):
+            return field(default_factory=default.copy, metadata=known)
+        return field(default=default, metadata=known)
+
+    return option
+
+
+CHECKPOINTS = Need(
+    "--class_type vanilla or liger; custom always computes again what it does not keep",
+    lambda m, d, t: m.class_type != "custom",
+)

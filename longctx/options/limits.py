@@ -1,0 +1,269 @@
+"""What the value of an option may be, so that a run that cannot work ends before it begins.
+
+NOT_OURS     options of transformers that would break what a run promises, or do nothing here
+CONFLICTS    options that cannot be together
+
+The range of a number, and what an option does nothing without, is known of each (about.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from numbers import Integral, Real
+from typing import Any
+
+from longctx.errors import UserError
+from longctx.options.about import Range
+from longctx.options.theirs import about
+
+_LOSS_ONLY = (
+    "does nothing: evaluation keeps the loss, logits of long rows fit nowhere; leave it out"
+)
+_NO_UPLOAD = "is not part of a run: when it is done, `hf upload REPO OUTPUT_DIR/final` uploads it"
+_LIGER = "would replace the model's forward after it was patched: use --class_type liger"
+_ROUNDS = "would round the weights that are trained and saved: leave it out"
+_EQUAL_ROWS = "orders rows by length, but all have --seq_len tokens: leave it out"
+
+NOT_OURS: dict[str, str] = {
+    "use_liger_kernel": _LIGER,
+    "liger_kernel_config": _LIGER,
+    "enable_jit_checkpoint": "would handle SIGTERM a second time: leave it out, SIGTERM saves a "
+    "checkpoint anyway",
+    "auto_find_batch_size": "would change the batch when memory runs out: leave it out, the error "
+    "says what needs less",
+    "use_cache": "would let the documents of a row attend to each other: leave it out, final/ "
+    "generates with a cache anyway",
+    "push_to_hub": _NO_UPLOAD,
+    "hub_model_id": _NO_UPLOAD,
+    "hub_token": _NO_UPLOAD,
+    "hub_private_repo": _NO_UPLOAD,
+    "hub_strategy": _NO_UPLOAD,
+    "hub_always_push": _NO_UPLOAD,
+    "hub_revision": _NO_UPLOAD,
+    "bf16_full_eval": _ROUNDS,
+    "fp16_full_eval": _ROUNDS,
+    "prediction_loss_only": _LOSS_ONLY,
+    "eval_do_concat_batches": _LOSS_ONLY,
+    "eval_use_gather_object": _LOSS_ONLY,
+    "eval_accumulation_steps": _LOSS_ONLY,
+    "include_for_metrics": _LOSS_ONLY,
+    "batch_eval_metrics": _LOSS_ONLY,
+    "label_names": "would look for labels that rows do not have: leave it out",
+    "do_predict": "has nothing to predict: leave it out, `longctx eval` examines a model",
+    "length_column_name": _EQUAL_ROWS,
+    "restore_callback_states_from_checkpoint": "does nothing: no callback of a run has a state; "
+    "leave it out",
+}
+"""Option -> why it is refused unless it has its default, and what to do instead."""
+
+
+_CHECKPOINT_KEYS = {
+    "use_reentrant",
+    "preserve_rng_state",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "every_n_layers",
+    "offload",
+}
+
+
+def _asks_to_evaluate(t: Any) -> bool:
+    return t.eval_strategy != "no" or t.eval_on_start or t.do_eval
+
+
+CONFLICTS: tuple[tuple[Callable[[Any, Any, Any], bool], str], ...] = (
+    (
+        lambda m, d, t: m.quantize != "none" and m.lora_r is None,
+        "--quantize rounds weights, which cannot be trained then: give --lora_r, whose adapters "
+        "can, or leave it out",
+    ),
+    (
+        lambda m, d, t: m.lora_r is not None and t.save_fp32,
+        "--save_fp32 is of whole models: adapters are trained and saved in fp32 anyway",
+    ),
+    (
+        lambda m, d, t: t.max_steps == 0 or t.max_steps < -1,
+        "--max_steps must be at least 1, or -1 to train by --num_train_epochs",
+    ),
+    (
+        lambda m, d, t: d.streaming and t.max_steps < 1,
+        "--streaming has no known length: say how long to train with --max_steps",
+    ),
+    (
+        lambda m, d, t: _asks_to_evaluate(t) and not d.eval_file,
+        "--eval_strategy, --eval_on_start and --do_eval evaluate what --eval_file names: give it",
+    ),
+    (
+        lambda m, d, t: (
+            (t.load_best_model_at_end or t.save_strategy == "best") and t.eval_strategy == "no"
+        ),
+        "--load_best_model_at_end and --save_strategy best choose by evaluations: give "
+        "--eval_strategy",
+    ),
+    (
+        lambda m, d, t: t.metric_for_best_model not in (None, "loss", "eval_loss"),
+        "--metric_for_best_model must be loss: evaluation measures nothing else",
+    ),
+    (
+        lambda m, d, t: 0 < t.max_grad_norm < 1e-8,
+        "--max_grad_norm below 1e-8 clips gradients to nothing: 0 switches clipping off",
+    ),
+    (
+        lambda m, d, t: (
+            t.dataloader_num_workers == 0
+            and (t.dataloader_persistent_workers or t.dataloader_multiprocessing_context)
+        ),
+        "--dataloader_persistent_workers and --dataloader_multiprocessing_context need workers: "
+        "give --dataloader_num_workers",
+    ),
+    (
+        lambda m, d, t: t.train_sampling_strategy in ("group_by_length", "batch_rebalance"),
+        f"--train_sampling_strategy {_EQUAL_ROWS}",
+    ),
+    (
+        lambda m, d, t: t.optim.endswith("layerwise") or "lomo" in t.optim,
+        "--optim steps layer by layer inside backward, where gradients cannot be checked, clipped "
+        "or added up: choose another one",
+    ),
+    (
+        lambda m, d, t: t.task not in ("sft", "distill") and d.streaming,
+        "--streaming reads text for --task sft and distill: give the data as files, or without it",
+    ),
+    (
+        lambda m, d, t: t.task != "sft" and t.label_smoothing_factor,
+        "--label_smoothing_factor is of the loss of --task sft: leave it out",
+    ),
+    (
+        lambda m, d, t: t.task == "dpo" and t.loss_weights and not any(t.loss_weights),
+        "--loss_weights of 0 alone train nothing: give one that is not",
+    ),
+    (
+        lambda m, d, t: t.task == "kto" and not t.desirable_weight and not t.undesirable_weight,
+        "--desirable_weight 0 and --undesirable_weight 0 train nothing: give one that is not",
+    ),
+    (
+        lambda m, d, t: (
+            t.task != "sft" and t.sequence_parallel_size > 1 and m.class_type != "custom"
+        ),
+        "--sequence_parallel_size with another --task than sft needs --class_type custom",
+    ),
+    (
+        lambda m, d, t: t.task == "distill" and t.sequence_parallel_size > 1,
+        "--task distill runs without --sequence_parallel_size: a teacher shares no rows",
+    ),
+    (
+        lambda m, d, t: t.task != "sft" and m.seq_len % t.sequence_parallel_size,
+        "--seq_len must be a multiple of --sequence_parallel_size with another --task than sft",
+    ),
+    (
+        lambda m, d, t: "tpu_metrics_debug" in t.debug,
+        "--debug tpu_metrics_debug needs a TPU: leave it out",
+    ),
+    (
+        lambda m, d, t: not {*(t.gradient_checkpointing_kwargs or {})} <= _CHECKPOINT_KEYS,
+        f"--gradient_checkpointing_kwargs takes {', '.join(sorted(_CHECKPOINT_KEYS))}",
+    ),
+    (
+        lambda m, d, t: m.class_type != "custom" and m.seq_len % t.sequence_parallel_size,
+        "--seq_len must be a multiple of --sequence_parallel_size with vanilla and liger",
+    ),
+    (
+        lambda m, d, t: t.world_size > 1 and t.accelerator_config.even_batches is False,
+        "--accelerator_config: without even_batches one process would wait for ever for another",
+    ),
+    (
+        lambda m, d, t: (
+            t.accelerator_config.split_batches and t.per_device_train_batch_size % t.world_size
+        ),
+        "--accelerator_config: split_batches needs a --per_device_train_batch_size that the "
+        "processes divide",
+    ),
+)
+"""Pairs of options that conflict, of model, data and training, each with its error message."""
+
+
+def given(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that do not have their defaults."""
+    found = {}
+    for field in fields(options):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(options, field.name, default)
+        if value != default:
+            found[field.name] = value
+    return found
+
+
+def check_values(options: Any) -> None:
+    """Raises UserError for a number out of its range, an empty word, or a word that no file can be
+    called."""
+    for field in fields(options):
+        if not field.init:
+            continue
+        value = getattr(options, field.name)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                if problem := about(field).range.problem(number):
+                    raise UserError(f"--{field.name} must be {problem}, got {number}")
+        for word in words_of(value):
+            if not word.strip() and value != field.default:
+                raise UserError(f"--{field.name} is empty: give it a value, or leave it out")
+            if "\0" in word or not _is_text(word):
+                raise UserError(
+                    f"--{field.name} {word!r} is not UTF-8 text: rename it, or link to it"
+                )
+
+
+def check_argument(call: str, name: str, value: Any, range_: Range, *, whole: bool = False) -> None:
+    """Raises UserError for an argument of a function that is no number, or none in its range."""
+    kind = Integral if whole else Real
+    if not isinstance(value, kind) or isinstance(value, bool):
+        expected = "a whole number" if whole else "a number"
+        raise UserError(f"{call}: {name} must be {expected}, got {value!r}")
+    if problem := range_.problem(float(value)):
+        raise UserError(f"{call}: {name} must be {problem}, got {value!r}")
+
+
+def refuse_not_ours(options: Any) -> None:
+    """Raises UserError for an option of transformers that cannot be used here."""
+    for name in given(options).keys() & NOT_OURS.keys():
+        raise UserError(f"--{name} {NOT_OURS[name]}")
+
+
+def check_together(model: Any, data: Any, train: Any) -> None:
+    """Raises UserError for options that contradict each other."""
+    for conflict, line in CONFLICTS:
+        if conflict(model, data, train):
+            raise UserError(line)
+
+
+def idle_options(model: Any, data: Any, train: Any) -> Iterator[str]:
+    """A line for every option that was given and does nothing."""
+    idle: dict[str, list[str]] = {}
+    for options in (model, data, train):
+        found = given(options)
+        for option in fields(options):
+            for need in about(option).needs if option.name in found else ():
+                if not need.is_met(model, data, train):
+                    idle.setdefault(need.words, []).append(f"--{option.name}")
+    for words, names in idle.items():
+        yield f"{', '.join(names)} needs {words}; without it, the option has no effect"
+
+
+def words_of(value: Any) -> Iterator[str]:
+    """The words in an option's value, which may be a list."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from words_of(item)
+
+
+def _is_text(word: str) -> bool:
+    """Not for a name in bytes that are no UTF-8, which JSON, Arrow and safetensors cannot hold."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Guards against strangers' files, broken machines and other processes."""
