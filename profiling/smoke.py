@@ -233,6 +233,7 @@ def _resumes(inputs: Inputs) -> Iterator[Case]:
         "zero3": torchrun(1, *TINY, *SAVES, "--deepspeed", "zero3"),
         "fsdp2": accelerate(1, "fsdp_configs/fsdp2.yaml", *TINY, *SAVES),
         "lora": (*TRAIN, *TINY, *SAVES, "--lora_r", "4"),
+        "dora": (*TRAIN, *TINY, *SAVES, "--lora_r", "4", "--use_dora"),
     }
     for name, words in launchers.items():
         name = f"resume_{name}"
@@ -264,6 +265,8 @@ def _adapters(inputs: Inputs) -> Iterator[Case]:
     )  # fmt: skip
     for name, more in (
         ("qlora", ("--quantize", "nf4")),
+        ("dora", ("--use_dora",)),
+        ("qdora", ("--use_dora", "--quantize", "nf4")),
         ("lora_vanilla", ("--class_type", "vanilla")),
         ("lora_liger", ("--class_type", "liger")),
         ("qlora_vanilla", ("--quantize", "nf4", "--class_type", "vanilla")),
