@@ -69,6 +69,14 @@ def heard_signals() -> Iterator[None]:
 
 
 @pytest.fixture
+def deterministic() -> Iterator[None]:
+    """On a GPU fa4's dq is summed with atomics unless torch is told to be deterministic."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the plain torch references, as they do for users. The interpreter would take
     seconds a layer; the kernels have tests of their own."""

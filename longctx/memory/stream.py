@@ -308,6 +308,9 @@ class StateStream:
 
     def flush(self) -> None:
         """Ends all that is outstanding, so that weights and states may be read, on the host too."""
+        # Also within a step that has noted some updates and begun none: their gradients are there
+        # when the computation has come here, which an earlier mark does not say.
+        self._begun = self.compute.mark()
         for block in self.blocks:
             if block.update is not None:
                 self.bring(block)

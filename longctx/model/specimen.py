@@ -26,6 +26,8 @@ from longctx.model.classes import on_meta, taken_by
 POOL_NUMBERS = 1 << 22
 LARGE = 1 << 16
 """Numbers in a weight that is a view of noise."""
+ALIGNED = 64
+"""Numbers between two places where the row of such a weight may begin: 128 bytes in 16 bits."""
 _DECAYS = ("a_log", "dt_bias", "decay")
 """Parts of the names of parameters that say how fast a recurrence forgets."""
 _SLOWER = 3.0
@@ -149,8 +151,10 @@ def _marked(values: Tensor) -> nn.Parameter:
 
 
 def _view(pool: Tensor, shape: torch.Size, at: int) -> Tensor:
-    """Returns a view of the shape. The rows of a weight that is larger than the pool overlap."""
+    """Returns a view of the shape. The rows of a weight that is larger than the pool overlap. All
+    rows are as aligned as those of a weight of its own, which grouped matmuls of GPUs ask for."""
     rows, columns = shape[:-1].numel(), shape[-1]
-    step = min(columns, (len(pool) - columns) // max(1, rows - 1))
+    step = (len(pool) - columns) // max(1, rows - 1)
+    step = columns if step >= columns else step - step % ALIGNED
     at %= len(pool) - (rows - 1) * step - columns + 1
-    return pool.as_strided((rows, columns), (step, 1), at).view(shape)
+    return pool.as_strided((rows, columns), (step, 1), at - at % ALIGNED).view(shape)

@@ -176,14 +176,10 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient() -> None:
         loss.backward()
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_repeated_runs_are_identical() -> None:
-    """On a GPU fa4's dq is summed with atomics unless torch is told to be deterministic."""
     _, _, ours = trio(torch.bfloat16)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        (loss, first), (again, second) = (gradients(ours, batch(PACKED)) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    (loss, first), (again, second) = (gradients(ours, batch(PACKED)) for _ in range(2))
     assert torch.equal(loss, again)
     assert all(torch.equal(first[name], second[name]) for name in first)
 

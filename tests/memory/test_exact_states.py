@@ -43,13 +43,6 @@ pytestmark = pytest.mark.usefixtures("reference_kernels", "poison", "determinist
 
 
 @pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     leave, after, mark, settle = Block.leave, Lane.after, Compute.mark, guarding.settle
     are_seen, is_lent = WatchedGradients.are_seen, Block.is_lent

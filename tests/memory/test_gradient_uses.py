@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -589,6 +590,20 @@ def test_a_gradient_is_where_its_parameter_is(where) -> None:
             assert p.grad is not None and p.grad.device == p.device
             check(p, home, torch.device(DEVICE).type)
         loop.zero(to_none=not keeps)
+
+
+def test_an_update_waits_for_its_gradient_when_a_step_is_interrupted(monkeypatch) -> None:
+    """Its lane waits for marks alone, and an earlier step's says nothing of this gradient."""
+    loop = Loop("gradients on the host")
+    loop.backward()
+    loop.other.grad = loop.w.grad
+    stream, order = loop.optimizer.stream, []
+    for owner, name in ((stream.compute, "mark"), (stream, "bring")):
+        was = getattr(owner, name)
+        heard = partial(lambda was, name, *a: (order.append(name), was(*a))[1], was, name)
+        monkeypatch.setattr(owner, name, heard)
+    loop.step()
+    assert "bring" in order and order[0] == "mark"
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="numpy has no tensors of a GPU")

@@ -108,6 +108,7 @@ def together(runs: list[Any]) -> Any:
     return torch.cat(losses), {n: torch.cat([g[n] for g in gradients]) for n in gradients[0]}
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_no_bit_depends_on_what_is_kept_and_where(dropout) -> None:
     found = []

@@ -16,7 +16,7 @@ from longctx.data.rows import collate
 from longctx.model.classes import class_of
 from longctx.model.packed import why_joined, with_short_windows
 from longctx.model.positions import keep_documents_apart
-from longctx.model.specimen import POOL_NUMBERS, Specimen, outline
+from longctx.model.specimen import POOL_NUMBERS, Specimen, _view, outline
 
 ROUNDING = 1e-5 if DEVICE == "cpu" else 1e-4
 """Of fp32: kernels of GPUs for recurrences, which transformers takes where it finds them, multiply
@@ -123,6 +123,15 @@ def test_no_decay_hides_a_leak() -> None:
 def test_a_document_of_the_future_is_a_leak() -> None:
     probed = specimen(AutoConfig.for_model("bert", **SIZES))
     assert why_joined(probed, torch.float32)
+
+
+@pytest.mark.parametrize("at", [0, 7919, 9 * 7919])
+@pytest.mark.parametrize("shape", [(4, 48, 64), (1 << 12, 1 << 12)])
+def test_rows_of_noise_are_aligned(shape, at) -> None:
+    """torch's grouped matmul takes no others on a GPU."""
+    view = _view(torch.zeros(POOL_NUMBERS), torch.Size(shape), at)
+    assert view.shape == shape and view.data_ptr() % 16 == 0
+    assert all(stride % 16 == 0 for stride in view.stride()[:-1])
 
 
 def test_a_specimen_of_a_large_model_is_small() -> None:
