@@ -18,18 +18,24 @@ class Gradients:
 
     def __init__(self, w: Weights, wanted: Collection[str], sums: int) -> None:
         """`sums` is the number of tiles that a gradient is summed over; a final scaling adds 1."""
-        self.w, self._wanted, self.sums = w, wanted, sums
-        self._owners = {name.partition(".")[0] for name in wanted}
+        self.w, self._wanted, self.sums = w, frozenset(wanted), sums
+        self._owned: dict[str, list[str]] = {}
+        """The linear layers and norms with wanted parameters, each with those of its adapter."""
+        for name in wanted:
+            owner, _, rest = name.partition(".")
+            own = self._owned.setdefault(owner, [])
+            if rest not in ("", "bias"):
+                own.append(rest)
         self.done: dict[str, Tensor | None] = {}
         self._stacked: dict[str, Tensor] = {}
 
     def wanted(self, *names: str) -> bool:
         """Whether any parameter of these linear layers or norms is trained."""
-        return not self._owners.isdisjoint(names)
+        return not self._owned.keys().isdisjoint(names)
 
     def wants(self, *names: str) -> bool:
         """Whether any of these parameters is trained."""
-        return any(name in self._wanted for name in names)
+        return not self._wanted.isdisjoint(names)
 
     def projection(self, name: str, base: WeightGradient | None = None) -> ProjectionGradient:
         """Returns the sums of a linear layer's gradients; `base` has those of weight and bias."""
@@ -37,9 +43,7 @@ class Gradients:
         if base is None:
             dtype = sum_dtype(self.w.given[name], self.sums)
             base = WeightGradient(self.wants(name), self.wants(f"{name}.bias"), dtype=dtype)
-        at = len(held) + 1
-        own = [n[at:] for n in self._wanted if n.startswith(f"{held}.") and n[at:] != "bias"]
-        return ProjectionGradient(self.w[name], base, own)
+        return ProjectionGradient(self.w[name], base, self._owned.get(held, ()))
 
     def projections(self, names: Sequence[str]) -> dict[str, ProjectionGradient]:
         """The same of several, which may lie in one parameter: their sums then do, too."""

@@ -89,7 +89,8 @@ def with_adapters(
     parameters = dict(weights)
     settings: dict[str, Settings] = {}
     for name, x in adapters.items():
-        parameters |= {f"{name}.{own}": tensor for own, tensor in x.parameters.items()}
+        for own, tensor in x.parameters.items():
+            parameters[f"{name}.{own}"] = tensor
         seeded = hash((seed(), layer, *name.encode())) if x.dropout else 0
         settings[name] = x.kind.settings(scale=x.scale, dropout=x.dropout, seed=seeded)
     return parameters, settings
@@ -129,7 +130,7 @@ def applied(modules: Mapping[str, Any], read: Read = getattr) -> dict[str, Appli
                 scale=float(module.scaling[adapter]),
                 dropout=drop.p if drop.training and isinstance(drop, nn.Dropout) else 0.0,
                 kind=kind,
-                more={name: read(inner, "weight") for name, inner in more.items()},
+                more={name: read(inner, "weight") for name, inner in more.items()} if more else {},
             )
     return found
 
@@ -188,10 +189,15 @@ def why_not_dense(module: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
 
 def _kind(module: Any, adapter: str) -> tuple[Kind, dict[str, Any]]:
     """Returns the kind of an adapter, and the modules of its parameters besides A and B."""
-    for kind in reversed(KINDS):
-        found = {name: module._modules.get(inside, ()) for name, (inside, _) in kind.more.items()}
-        if all(adapter in modules for modules in found.values()):
-            return kind, {name: modules[adapter] for name, modules in found.items()}
+    for kind in reversed(KINDS):  # often run, so it reads the dicts behind PEFT's modules
+        found = {}
+        for name, (inside, _) in kind.more.items():
+            modules = module._modules.get(inside)
+            if modules is None or adapter not in modules._modules:
+                break
+            found[name] = modules._modules[adapter]
+        else:
+            return kind, found
     raise AssertionError("the first kind has no more parameters")
 
 
