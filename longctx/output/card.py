@@ -19,7 +19,7 @@ from longctx.errors import print_rank0
 from longctx.output import CARD
 from longctx.output.manifest import Damaged, read_manifest
 from longctx.output.public import as_code, as_text, hub_id, public, public_value
-from longctx.output.record import Record, counts_of, hardware, versions
+from longctx.output.record import LOSSES, Record, counts_of, hardware, versions
 from longctx.safety.checksum import checksums
 
 _TEMPLATE = Path(__file__).with_suffix(".jinja")
@@ -178,12 +178,7 @@ def _of_lines(lines: Sequence[Mapping[str, Any]]) -> Facts:
     found = [("steps", f"{last:,}")]
     if tokens := max((line.get("tokens", 0) for line in lines), default=0):
         found.append(("tokens", f"{tokens:,}, padding included"))
-    for key, what in (
-        ("loss", "loss"),
-        ("eval_loss", "evaluation loss"),
-        ("eval_rewards/accuracies", "evaluation accuracy"),
-        ("eval_accuracy", "evaluation accuracy"),
-    ):
+    for key, what in LOSSES.items():
         if logged := [line for line in lines if key in line]:
             first, newest = logged[0], logged[-1]
             at = f"{newest[key]:.4f} (step {newest.get('step', last)})"

@@ -30,6 +30,13 @@ Record = dict[str, Any]
 FORMAT = 1
 MOST_STARTS = 100
 """Kept of a run that is resumed again and again: the first and the newest."""
+LOSSES = {
+    "loss": "loss",
+    "eval_loss": "evaluation loss",
+    "eval_rewards/accuracies": "evaluation accuracy",
+    "eval_accuracy": "evaluation accuracy",
+}
+"""Key of metrics.jsonl -> what a card and a report call it."""
 PACKAGES = (
     "torch transformers accelerate peft bitsandbytes triton flash-attn-4 liger-kernel deepspeed "
     "datasets tokenizers"
