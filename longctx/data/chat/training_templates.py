@@ -53,11 +53,11 @@ class Family:
 
 def _families() -> tuple[Family, ...]:
     found = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return tuple(
-        Family(**row, note="; ".join(found["notes"][name] for name in notes))
-        for row in found["families"]
-        for notes in [row.pop("note", ["marked"])]
-    )
+
+    def note(row: dict[str, Any]) -> str:
+        return "; ".join(found["notes"][name] for name in row.get("note", ["marked"]))
+
+    return tuple(Family(**{**row, "note": note(row)}) for row in found["families"])
 
 
 FAMILIES = _families()
