@@ -81,7 +81,11 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> 
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert packed == sources
-    assert {"longctx/py.typed", "longctx/data/chat/templates/llama.jinja"} < packed
+    assert {
+        "longctx/py.typed",
+        "longctx/data/chat/templates/llama.jinja",
+        "longctx/options/presets.yaml",
+    } < packed
     assert {"longctx/kernels/norm.py", "longctx/share/ds_configs/zero3.json"} < packed
 
 

@@ -101,13 +101,7 @@ class CrossFlash4(Cross):
         return o[0], lse[0]
 
     def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
     ) -> Gradients:
         dq, dk, dv = self._backward(
             *_rows(*qkv, o, do, lse),
@@ -132,13 +126,7 @@ class CrossFlash(Cross):
         return o[0], lse[0]
 
     def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
     ) -> Gradients:
         no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
         dq, dk, dv = aten._flash_attention_backward(
@@ -157,13 +145,7 @@ class CrossMath(Cross):
         return Math(self.softcap).document_forward(qkv, scale, window, after=len(qkv.k))
 
     def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
     ) -> Gradients:
         return Math(self.softcap).document_backward(
             do, qkv, scale, o, lse, window, after=len(qkv.k)
@@ -183,13 +165,7 @@ class CrossFlashOnCpu(CrossMath):
         return o[0].transpose(0, 1), lse[0]
 
     def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
     ) -> Gradients:
         q, k, v = qkv
         if window is not None or self.softcap is not None:
@@ -215,13 +191,7 @@ class CrossCudnn(CrossMath):
         return o[0].transpose(0, 1), lse[0].reshape(qkv.q.shape[1], -1)
 
     def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
     ) -> Gradients:
         n, m = len(qkv.q), len(qkv.k)
         if 1 in (n, m):
@@ -246,13 +216,7 @@ class CrossByLength(Cross):
         return self._cross(qkv).forward(qkv, scale, window)
 
     def backward(
-        self,
-        do: Tensor,
-        qkv: QKV,
-        scale: float,
-        o: Tensor,
-        lse: Tensor,
-        window: int | None = None,
+        self, do: Tensor, qkv: QKV, scale: float, o: Tensor, lse: Tensor, window: int | None = None
     ) -> Gradients:
         return self._cross(qkv).backward(do, qkv, scale, o, lse, window)
 

@@ -24,7 +24,7 @@ import os
 import platform
 import warnings
 from contextlib import suppress
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch
 
 from longctx.errors import one_line, print_rank0
 from longctx.kernels.compiling import NOTICE
-from longctx.safety.system import CACHE, expanded
+from longctx.safety.system import CACHE, cpu_line, expanded, version_of
 
 TRAINABLE = (9, 10, 11, 12)
 """Major compute capabilities with kernels for forward and backward."""
@@ -159,19 +159,7 @@ def _identity() -> str:
     """Hashes everything that decides a kernel's code but is not in flash-attn-4's file names: a
     library compiled in, CUDA, the processor (a home may be shared) and CUTLASS's settings."""
     settings = sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_"))
-    parts = [_version("quack-kernels"), torch.version.cuda, platform.machine(), _cpu(), settings]
+    # The processor's instruction sets: code around a kernel is compiled for them.
+    cpu = cpu_line("flags", "Features")
+    parts = [version_of("quack-kernels"), torch.version.cuda, platform.machine(), cpu, settings]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-
-
-def _version(package: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
-
-
-def _cpu() -> str:
-    """Names the processor's instruction sets, for which the code around a kernel is compiled."""
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return ""

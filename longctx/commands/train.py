@@ -52,13 +52,7 @@ from longctx.report.sample import sample
 from longctx.run.callbacks import RunFile
 from longctx.run.described import describe_run
 from longctx.run.documents import needs_one_document
-from longctx.run.loading import (
-    check_request,
-    compute_dtype,
-    load_config,
-    load_model,
-    saved_bytes,
-)
+from longctx.run.loading import check_request, compute_dtype, load_config, load_model, saved_bytes
 from longctx.run.oom import explained_oom, explained_oom_of_weights
 from longctx.run.options import check_layers, check_rows, check_towers, parse_args
 from longctx.run.reference import References, check_reference

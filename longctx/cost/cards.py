@@ -24,7 +24,6 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from longctx.errors import UserError
@@ -72,8 +71,7 @@ H20 = Shares(0.82, {"fa4": (0.80, 0.70), "cudnn": (0.75, 0.65), "flash": (0.70, 
 BLACKWELL = Shares(0.64, {"fa4": (0.56, 0.46), "cudnn": (0.54, 0.40), "flash": (0.17, 0.15)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Card:
+class Card(NamedTuple):
     """A datasheet."""
 
     name: str
@@ -90,64 +88,44 @@ class Card:
     shares: Shares
     nvlinks: float = 0.0
     """The rate of its NVLink in that of an H100; 0: it has none."""
-    aliases: tuple[str, ...] = ()
 
 
-def _card(
-    name: str,
-    device: str,
-    gib: float,
-    tflops: float,
-    gb_per_s: float,
-    link: float,
-    shares: Shares,
-    nvlinks: float = 0.0,
-    aliases: tuple[str, ...] = (),
-) -> Card:
-    return Card(
-        name=name,
-        device=device,
-        gpu_gib=gib,
-        peak_flops=tflops * 1e12,
-        memory_bytes=gb_per_s * 1e9,
-        link_bytes=link,
-        shares=shares,
-        nvlinks=nvlinks,
-        aliases=aliases,
+CARDS = tuple(
+    Card(name, device, gib, tflops * 1e12, gb_per_s * 1e9, link, shares, nvlinks)
+    for name, device, gib, tflops, gb_per_s, link, shares, nvlinks in (
+        ("h100-pcie", "H100 PCIe", 79.1, 756, 2039, PCIE5, HOPPER, 0.0),
+        ("h100-nvl", "H100 NVL", 93.0, 835, 3938, PCIE5, HOPPER, 0.0),
+        ("h20", "H20", 95.0, 148, 4000, PCIE5, H20, 1.0),
+        ("gh200", "GH200", 94.5, 989, 4000, GRACE, HOPPER, 0.0),
+        ("b200", "B200", 178.3, 2250, 8000, PCIE5, BLACKWELL, 2.0),
+        ("b300", "B300", 267.0, 2250, 8000, PCIE5, BLACKWELL, 2.0),
+        ("gb200", "GB200", 184.0, 2500, 8000, GRACE / 2, BLACKWELL, 2.0),
+        ("a100", "A100", 79.25, 312, 2039, PCIE4, A100, 0.6),
+        ("a100-40gb", "A100.*40GB", 39.4, 312, 1555, PCIE4, A100, 0.6),
+        ("l40s", "L40S", 44.4, 362, 864, PCIE4, WORKSTATION, 0.0),
+        ("l4", "L4", 22.0, 121, 300, PCIE4, LOW_POWER, 0.0),
+        ("a10g", "A10G", 22.0, 70, 600, PCIE4, GEFORCE, 0.0),
+        ("a40", "A40", 44.4, 149.7, 696, PCIE4, WORKSTATION, 0.0),
+        ("a6000", "RTX A6000", 47.4, 154.8, 768, PCIE4, WORKSTATION, 0.0),
+        ("rtx-6000-ada", "RTX 6000 Ada", 47.4, 364.2, 960, PCIE4, WORKSTATION, 0.0),
+        ("rtx-pro-6000", "RTX PRO 6000", 94.9, 503.8, 1792, PCIE5, WORKSTATION, 0.0),
+        ("rtx-3090", "RTX 3090", 23.6, 71, 936, PCIE4, GEFORCE, 0.0),
+        ("rtx-4080", "RTX 4080", 15.6, 97.5, 717, PCIE4, GEFORCE, 0.0),
+        ("rtx-4090", "RTX 4090", 23.5, 165.2, 1008, PCIE4, GEFORCE, 0.0),
+        ("rtx-5090", "RTX 5090", 31.3, 209.5, 1792, PCIE5, GEFORCE, 0.0),
     )
-
-
-CARDS = (
-    _card("h100-pcie", "H100 PCIe", 79.1, 756, 2039, PCIE5, HOPPER),
-    _card("h100-nvl", "H100 NVL", 93.0, 835, 3938, PCIE5, HOPPER),
-    _card("h20", "H20", 95.0, 148, 4000, PCIE5, H20, 1.0, ("h20-96gb",)),
-    _card("gh200", "GH200", 94.5, 989, 4000, GRACE, HOPPER, 0.0, ("gh200-96gb", "gh200-480gb")),
-    _card("b200", "B200", 178.3, 2250, 8000, PCIE5, BLACKWELL, 2.0),
-    _card("b300", "B300", 267.0, 2250, 8000, PCIE5, BLACKWELL, 2.0),
-    _card("gb200", "GB200", 184.0, 2500, 8000, GRACE / 2, BLACKWELL, 2.0),
-    _card(
-        *("a100", "A100", 79.25, 312, 2039, PCIE4, A100, 0.6),
-        aliases=("a100-80gb", "a100-sxm"),
-    ),
-    _card("a100-40gb", "A100.*40GB", 39.4, 312, 1555, PCIE4, A100, 0.6),
-    _card("l40s", "L40S", 44.4, 362, 864, PCIE4, WORKSTATION),
-    _card("l4", "L4", 22.0, 121, 300, PCIE4, LOW_POWER),
-    _card("a10g", "A10G", 22.0, 70, 600, PCIE4, GEFORCE),
-    _card("a40", "A40", 44.4, 149.7, 696, PCIE4, WORKSTATION),
-    _card("a6000", "RTX A6000", 47.4, 154.8, 768, PCIE4, WORKSTATION, 0.0, ("rtx-a6000",)),
-    _card(
-        *("rtx-6000-ada", "RTX 6000 Ada", 47.4, 364.2, 960, PCIE4, WORKSTATION),
-        aliases=("a6000-ada", "ada-6000"),
-    ),
-    _card(
-        *("rtx-pro-6000", "RTX PRO 6000", 94.9, 503.8, 1792, PCIE5, WORKSTATION),
-        aliases=("pro-6000-blackwell", "rtx-pro-6000-blackwell", "rtx-6000-pro", "6000-blackwell"),
-    ),
-    _card("rtx-3090", "RTX 3090", 23.6, 71, 936, PCIE4, GEFORCE),
-    _card("rtx-4080", "RTX 4080", 15.6, 97.5, 717, PCIE4, GEFORCE),
-    _card("rtx-4090", "RTX 4090", 23.5, 165.2, 1008, PCIE4, GEFORCE),
-    _card("rtx-5090", "RTX 5090", 31.3, 209.5, 1792, PCIE5, GEFORCE),
 )
+ALIASES = {
+    "h20": "h20-96gb",
+    "gh200": "gh200-96gb gh200-480gb",
+    "a100": "a100-80gb a100-sxm",
+    "a6000": "rtx-a6000",
+    "rtx-6000-ada": "a6000-ada ada-6000",
+    "rtx-pro-6000": "pro-6000-blackwell rtx-pro-6000-blackwell rtx-6000-pro 6000-blackwell",
+    "h100": "h100-sxm h100-80gb",
+    "h200": "h200-sxm h200-141gb",
+}
+"""Other names of a card, by its name."""
 TOO_OLD = ("t4", "v100", "p100", "rtx-2080-ti", "titan-rtx", "quadro-rtx-8000")
 """Turing and older. A T4 does 2.3 TFLOP/s in bf16, a twentieth of what it does in fp16."""
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from longctx.constants import GIB
 from longctx.cost.cards import (
+    ALIASES,
     CARDS,
     LINK_SHARE,
     MEMORY_SHARE,
@@ -108,31 +109,23 @@ _HOPPER = {
     "cudnn": AttentionRates(575e12, 550e12),
     "flash": AttentionRates(400e12, 330e12),
 }
-_MEASURED = (
+_MEASURED = tuple(
     Machine(
-        name="h100",
-        device="H100",
-        gpu_gib=79.18,
+        name=name,
+        device=name.upper(),
+        gpu_gib=gib,
         peak_flops=989e12,
         flops=665e12,
         attention=_HOPPER,
-        memory_bytes=2.95e12,
-        link_bytes=50e9,
+        memory_bytes=memory_bytes,
+        link_bytes=link_bytes,
         peer_bytes=NVLINK,
         measured=True,
-    ),
-    Machine(
-        name="h200",
-        device="H200",
-        gpu_gib=139.80,
-        peak_flops=989e12,
-        flops=665e12,
-        attention=_HOPPER,
-        memory_bytes=4.25e12,
-        link_bytes=52e9,
-        peer_bytes=NVLINK,
-        measured=True,
-    ),
+    )
+    for name, gib, memory_bytes, link_bytes in (
+        ("h100", 79.18, 2.95e12, 50e9),
+        ("h200", 139.80, 4.25e12, 52e9),
+    )
 )
 
 
@@ -159,11 +152,7 @@ def estimated(card: Card, spread: tuple[float, float] = SPREAD, assumed: str = "
 
 
 MACHINES = {machine.name: machine for machine in (*_MEASURED, *(estimated(card) for card in CARDS))}
-_ALIASES = {
-    **{alias: card.name for card in CARDS for alias in card.aliases},
-    **dict.fromkeys(("h100-sxm", "h100-80gb"), "h100"),
-    **dict.fromkeys(("h200-sxm", "h200-141gb"), "h200"),
-}
+_ALIASES = {alias: name for name, aliases in ALIASES.items() for alias in aliases.split()}
 
 
 def machine_named(name: str) -> Machine:

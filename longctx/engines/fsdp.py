@@ -21,12 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from longctx.engines.collectives import (
-    become_one_process,
-    gathered_bytes,
-    head_numel,
-    local_shard,
-)
+from longctx.engines.collectives import become_one_process, gathered_bytes, head_numel, local_shard
 from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending, is_true
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError, shortened

@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import (
-    AutoConfig,
-    GenerationConfig,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from longctx.errors import UserError, one_line, print_rank0, shortened

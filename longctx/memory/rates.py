@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from longctx.cost.machines import between, machine_like
 from longctx.cost.rates import AttentionRates, Rates, of_heads
 from longctx.errors import UserError, print_rank0
 from longctx.memory.slab import PinnedSlab
-from longctx.safety.system import CACHE, expanded
+from longctx.safety.system import CACHE, cpu_line, expanded, version_of
 
 FORMAT = 1
 """The version of the file and of the measurement. Any change raises it."""
@@ -164,19 +163,17 @@ def identity(device: torch.device) -> list[Any]:
     """Returns what the rates depend on: GPU, host, driver and libraries, since machines may share a
     home."""
     gpu = torch.cuda.get_device_properties(device)
-    host = [platform.machine(), _cpu(), os.cpu_count(), psutil.virtual_memory().total]
+    host = [
+        platform.machine(),
+        cpu_line("model name"),
+        os.cpu_count(),
+        psutil.virtual_memory().total,
+    ]
     versions = [torch.__version__, torch.version.cuda, torch.backends.cudnn.version()]
     return [
         *(gpu.name, gpu.total_memory, gpu.major, gpu.minor, driver_version()),
         *(host, versions, version_of("flash-attn-4")),
     ]
-
-
-def _cpu() -> str:
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        return next((line for line in lines if line.startswith("model name")), "")
-    return ""
 
 
 def driver_version() -> str | None:
@@ -185,12 +182,6 @@ def driver_version() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text(errors="replace")
         words = text.splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)
-    return None
-
-
-def version_of(package: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
     return None
 
 

@@ -57,7 +57,6 @@ _OUT = {"o": "self_attn.o_proj", "down": "mlp.down_proj"}
 _GATE_UP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj"}
 _BOTH = {"gate": "mlp.gate_up_proj"}
 _NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-_ONE_NORM = {"norm1": "input_layernorm"}
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
 _FOUR = {
     **{"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm"},
@@ -142,7 +141,6 @@ class NormClass:
 
 _ROUNDED_ONCE = partial(NormSpec, llama_rounding=False)
 _CENTRED = partial(_ROUNDED_ONCE, centred=True)
-_COHERE_NORM = NormClass(suffix="LayerNorm", configured="layer_norm_eps", spec=_CENTRED)
 _GEMMA_NORM = NormClass(epsilon="eps", spec=partial(_ROUNDED_ONCE, offset=1.0))
 
 
@@ -283,6 +281,23 @@ class Family:
         )
 
 
+# What the families of one maker share.
+_OLMO: dict[str, Any] = dict(
+    norms=_POST | _OF_Q_AND_K, wide_norms=True, norm=NormClass(spec=_ROUNDED_ONCE)
+)
+_GLM: dict[str, Any] = dict(
+    linears=_QKV | _OUT | _BOTH, interleaved=True, activation="mlp.activation_fn"
+)
+_GEMMA: dict[str, Any] = dict(norm=_GEMMA_NORM, activations=_GELU_TANH)
+_COHERE: dict[str, Any] = dict(
+    norms={"norm1": "input_layernorm"},
+    norm=NormClass(suffix="LayerNorm", configured="layer_norm_eps", spec=_CENTRED),
+    interleaved=True,
+    logits_scaling=lambda model: 1 / model.logit_scale,
+)
+_QWEN_VL: dict[str, Any] = dict(
+    base="TextModel", mlp="Qwen2MLP", window=_window_by_type, position_rows=3
+)
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -315,19 +330,11 @@ FAMILIES: dict[str, Family] = {
             window=_window_by_type,
             traits=_no_rope_without_window,
         ),
-        Family(
-            kind="olmo2",
-            prefix="Olmo2",
-            norms=_POST | _OF_Q_AND_K,
-            wide_norms=True,
-            norm=NormClass(spec=_ROUNDED_ONCE),
-        ),
+        Family(kind="olmo2", prefix="Olmo2", **_OLMO),
         Family(
             kind="olmo3",
             prefix="Olmo3",
-            norms=_POST | _OF_Q_AND_K,
-            wide_norms=True,
-            norm=NormClass(spec=_ROUNDED_ONCE),
+            **_OLMO,
             window=_window_by_type,
             traits=lambda config, i: {"rope": config.layer_types[i]},
         ),
@@ -344,34 +351,24 @@ FAMILIES: dict[str, Family] = {
             window=_one_window,
             query_scale=_scale_by_position,
         ),
-        Family(
-            kind="glm",
-            prefix="Glm",
-            linears=_QKV | _OUT | _BOTH,
-            interleaved=True,
-            activation="mlp.activation_fn",
-        ),
+        Family(kind="glm", prefix="Glm", **_GLM),
         Family(
             kind="glm4",
             prefix="Glm4",
-            linears=_QKV | _OUT | _BOTH,
+            **_GLM,
             norms=_NORMS | {"post1": "post_self_attn_layernorm", "post2": "post_mlp_layernorm"},
-            interleaved=True,
-            activation="mlp.activation_fn",
         ),
         Family(
             kind="gemma",
             prefix="Gemma",
-            norm=_GEMMA_NORM,
-            activations=_GELU_TANH,
+            **_GEMMA,
             traits=lambda config, i: {"activation": "gelu_tanh"},
         ),
         Family(
             kind="gemma2",
             prefix="Gemma2",
+            **_GEMMA,
             norms=_FOUR,
-            norm=_GEMMA_NORM,
-            activations=_GELU_TANH,
             window=_window_by_type,
             score_cap=lambda config: config.attn_logit_softcapping,
             logits_cap=_final_cap,
@@ -385,9 +382,8 @@ FAMILIES: dict[str, Family] = {
             module="gemma3",
             prefix="Gemma3",
             base="TextModel",
+            **_GEMMA,
             norms=_FOUR | _OF_Q_AND_K,
-            norm=_GEMMA_NORM,
-            activations=_GELU_TANH,
             window=_window_by_type,
             logits_cap=_final_cap,
             traits=lambda config, i: {
@@ -422,23 +418,17 @@ FAMILIES: dict[str, Family] = {
         Family(
             kind="cohere",
             prefix="Cohere",
-            norms=_ONE_NORM,
-            norm=_COHERE_NORM,
-            interleaved=True,
+            **_COHERE,
             traits=lambda config, i: {"blocks": SIDE_BY_SIDE},
-            logits_scaling=lambda model: 1 / model.logit_scale,
         ),
         Family(
             kind="cohere2",
             prefix="Cohere2",
-            norms=_ONE_NORM,
-            norm=_COHERE_NORM,
-            interleaved=True,
+            **_COHERE,
             window=_window_by_type,
             traits=lambda config, i: (
                 {"blocks": SIDE_BY_SIDE} | ({} if _window_by_type(config, i) else {"rope": None})
             ),
-            logits_scaling=lambda model: 1 / model.logit_scale,
         ),
         Family(
             kind="phi3",
@@ -448,24 +438,8 @@ FAMILIES: dict[str, Family] = {
             dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
             window=_one_window,
         ),
-        Family(
-            kind="qwen2_vl_text",
-            module="qwen2_vl",
-            prefix="Qwen2VL",
-            base="TextModel",
-            mlp="Qwen2MLP",
-            window=_window_by_type,
-            position_rows=3,
-        ),
-        Family(
-            kind="qwen2_5_vl_text",
-            module="qwen2_5_vl",
-            prefix="Qwen2_5_VL",
-            base="TextModel",
-            mlp="Qwen2MLP",
-            window=_window_by_type,
-            position_rows=3,
-        ),
+        Family(kind="qwen2_vl_text", module="qwen2_vl", prefix="Qwen2VL", **_QWEN_VL),
+        Family(kind="qwen2_5_vl_text", module="qwen2_5_vl", prefix="Qwen2_5_VL", **_QWEN_VL),
         Family(
             kind="qwen3_vl_text",
             module="qwen3_vl",

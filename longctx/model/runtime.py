@@ -24,14 +24,7 @@ from longctx.attention.shards import Shards
 from longctx.cost.dims import Adapted, LayerKind
 from longctx.cost.kept import describe, uniform
 from longctx.cost.rates import AttentionRates, Rates
-from longctx.cost.sizes import (
-    Batch,
-    Cut,
-    Sizes,
-    default_head_groups,
-    default_tile_tokens,
-    kinds_of,
-)
+from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
 from longctx.errors import UserError
 from longctx.layer.parts.table import parts_of
 from longctx.layer.passes import Rope, Schedule, Traits

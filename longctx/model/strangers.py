@@ -29,12 +29,7 @@ from transformers.utils.generic import TransformersKwargs
 
 from longctx.errors import one_line
 from longctx.layer.passes import Traits
-from longctx.model.adapters import (
-    inner_modules,
-    is_adapted,
-    why_not_applied,
-    why_not_dense,
-)
+from longctx.model.adapters import inner_modules, is_adapted, why_not_applied, why_not_dense
 from longctx.model.families import (
     LAYER_NORM,
     LINEAR,

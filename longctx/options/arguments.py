@@ -6,8 +6,8 @@ module does not import: what a run's folder says is read without torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from longctx.errors import UserError
 from longctx.options.about import (
@@ -174,6 +174,11 @@ class ModelArguments:
             trust_remote_code=self.trust_remote_code,
             under_adapters=self.quantize == "nf4",
         )
+
+    def of_another(self, name: str | None, **changes: Any) -> ModelArguments:
+        """The options of a whole model that runs beside this one, as it does: without adapters."""
+        none = dict.fromkeys(("preset", "lora_r", "lora_targets", "lora_modules_to_save"))
+        return replace(self, model_name_or_path=name, use_dora=False, **{**none, **changes})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,14 @@
 """What the value of an option may be, so that a run that cannot work ends before it begins.
 
 NOT_OURS     options of transformers that would break what a run promises, or do nothing here
-CONFLICTS    options that cannot be together
+conflicts    options that cannot be together
 
 The range of a number, and what an option does nothing without, is known of each (about.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from typing import Any
@@ -23,6 +23,11 @@ _LOSS_ONLY = (
 _NO_UPLOAD = "is not part of a run: when it is done, `hf upload REPO OUTPUT_DIR/final` uploads it"
 _LIGER = "would replace the model's forward after it was patched: use --class_type liger"
 _ROUNDS = "would round the weights that are trained and saved: leave it out"
+_HUB = "model_id token private_repo strategy always_push revision"
+_MEASURED = (
+    "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+    "include_for_metrics batch_eval_metrics"
+)
 _EQUAL_ROWS = "orders rows by length, but all have --seq_len tokens: leave it out"
 
 NOT_OURS: dict[str, str] = {
@@ -35,20 +40,10 @@ NOT_OURS: dict[str, str] = {
     "use_cache": "would let the documents of a row attend to each other: leave it out, final/ "
     "generates with a cache anyway",
     "push_to_hub": _NO_UPLOAD,
-    "hub_model_id": _NO_UPLOAD,
-    "hub_token": _NO_UPLOAD,
-    "hub_private_repo": _NO_UPLOAD,
-    "hub_strategy": _NO_UPLOAD,
-    "hub_always_push": _NO_UPLOAD,
-    "hub_revision": _NO_UPLOAD,
+    **{f"hub_{name}": _NO_UPLOAD for name in _HUB.split()},
     "bf16_full_eval": _ROUNDS,
     "fp16_full_eval": _ROUNDS,
-    "prediction_loss_only": _LOSS_ONLY,
-    "eval_do_concat_batches": _LOSS_ONLY,
-    "eval_use_gather_object": _LOSS_ONLY,
-    "eval_accumulation_steps": _LOSS_ONLY,
-    "include_for_metrics": _LOSS_ONLY,
-    "batch_eval_metrics": _LOSS_ONLY,
+    **dict.fromkeys(_MEASURED.split(), _LOSS_ONLY),
     "label_names": "would look for labels that rows do not have: leave it out",
     "do_predict": "has nothing to predict: leave it out, `longctx eval` examines a model",
     "length_column_name": _EQUAL_ROWS,
@@ -58,130 +53,88 @@ NOT_OURS: dict[str, str] = {
 """Option -> why it is refused unless it has its default, and what to do instead."""
 
 
-_CHECKPOINT_KEYS = {
-    "use_reentrant",
-    "preserve_rng_state",
-    "determinism_check",
-    "debug",
-    "early_stop",
-    "every_n_layers",
-    "offload",
-}
+_CHECKPOINT_KEYS = (
+    "debug determinism_check early_stop every_n_layers offload preserve_rng_state use_reentrant"
+).split()
 
 
-def _asks_to_evaluate(t: Any) -> bool:
-    return t.eval_strategy != "no" or t.eval_on_start or t.do_eval
-
-
-CONFLICTS: tuple[tuple[Callable[[Any, Any, Any], bool], str], ...] = (
-    (
-        lambda m, d, t: m.quantize != "none" and m.lora_r is None,
-        "--quantize rounds weights, which cannot be trained then: give --lora_r, whose adapters "
-        "can, or leave it out",
-    ),
-    (
-        lambda m, d, t: m.lora_r is not None and t.save_fp32,
-        "--save_fp32 is of whole models: adapters are trained and saved in fp32 anyway",
-    ),
-    (
-        lambda m, d, t: t.max_steps == 0 or t.max_steps < -1,
-        "--max_steps must be at least 1, or -1 to train by --num_train_epochs",
-    ),
-    (
-        lambda m, d, t: d.streaming and t.max_steps < 1,
-        "--streaming has no known length: say how long to train with --max_steps",
-    ),
-    (
-        lambda m, d, t: _asks_to_evaluate(t) and not d.eval_file,
-        "--eval_strategy, --eval_on_start and --do_eval evaluate what --eval_file names: give it",
-    ),
-    (
-        lambda m, d, t: (
-            (t.load_best_model_at_end or t.save_strategy == "best") and t.eval_strategy == "no"
-        ),
-        "--load_best_model_at_end and --save_strategy best choose by evaluations: give "
-        "--eval_strategy",
-    ),
-    (
-        lambda m, d, t: t.metric_for_best_model not in (None, "loss", "eval_loss"),
-        "--metric_for_best_model must be loss: evaluation measures nothing else",
-    ),
-    (
-        lambda m, d, t: 0 < t.max_grad_norm < 1e-8,
-        "--max_grad_norm below 1e-8 clips gradients to nothing: 0 switches clipping off",
-    ),
-    (
-        lambda m, d, t: (
-            t.dataloader_num_workers == 0
-            and (t.dataloader_persistent_workers or t.dataloader_multiprocessing_context)
-        ),
-        "--dataloader_persistent_workers and --dataloader_multiprocessing_context need workers: "
-        "give --dataloader_num_workers",
-    ),
-    (
-        lambda m, d, t: t.train_sampling_strategy in ("group_by_length", "batch_rebalance"),
-        f"--train_sampling_strategy {_EQUAL_ROWS}",
-    ),
-    (
-        lambda m, d, t: t.optim.endswith("layerwise") or "lomo" in t.optim,
-        "--optim steps layer by layer inside backward, where gradients cannot be checked, clipped "
-        "or added up: choose another one",
-    ),
-    (
-        lambda m, d, t: t.task not in ("sft", "distill") and d.streaming,
-        "--streaming reads text for --task sft and distill: give the data as files, or without it",
-    ),
-    (
-        lambda m, d, t: t.task != "sft" and t.label_smoothing_factor,
-        "--label_smoothing_factor is of the loss of --task sft: leave it out",
-    ),
-    (
-        lambda m, d, t: t.task == "dpo" and t.loss_weights and not any(t.loss_weights),
-        "--loss_weights of 0 alone train nothing: give one that is not",
-    ),
-    (
-        lambda m, d, t: t.task == "kto" and not t.desirable_weight and not t.undesirable_weight,
-        "--desirable_weight 0 and --undesirable_weight 0 train nothing: give one that is not",
-    ),
-    (
-        lambda m, d, t: (
-            t.task != "sft" and t.sequence_parallel_size > 1 and m.class_type != "custom"
-        ),
-        "--sequence_parallel_size with another --task than sft needs --class_type custom",
-    ),
-    (
-        lambda m, d, t: t.task == "distill" and t.sequence_parallel_size > 1,
-        "--task distill runs without --sequence_parallel_size: a teacher shares no rows",
-    ),
-    (
-        lambda m, d, t: t.task != "sft" and m.seq_len % t.sequence_parallel_size,
-        "--seq_len must be a multiple of --sequence_parallel_size with another --task than sft",
-    ),
-    (
-        lambda m, d, t: "tpu_metrics_debug" in t.debug,
-        "--debug tpu_metrics_debug needs a TPU: leave it out",
-    ),
-    (
-        lambda m, d, t: not {*(t.gradient_checkpointing_kwargs or {})} <= _CHECKPOINT_KEYS,
-        f"--gradient_checkpointing_kwargs takes {', '.join(sorted(_CHECKPOINT_KEYS))}",
-    ),
-    (
-        lambda m, d, t: m.class_type != "custom" and m.seq_len % t.sequence_parallel_size,
-        "--seq_len must be a multiple of --sequence_parallel_size with vanilla and liger",
-    ),
-    (
-        lambda m, d, t: t.world_size > 1 and t.accelerator_config.even_batches is False,
-        "--accelerator_config: without even_batches one process would wait for ever for another",
-    ),
-    (
-        lambda m, d, t: (
-            t.accelerator_config.split_batches and t.per_device_train_batch_size % t.world_size
-        ),
-        "--accelerator_config: split_batches needs a --per_device_train_batch_size that the "
-        "processes divide",
-    ),
-)
-"""Pairs of options that conflict, of model, data and training, each with its error message."""
+def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
+    """Yields the error message of each conflict between options of model, data and training."""
+    if m.quantize != "none" and m.lora_r is None:
+        yield (
+            "--quantize rounds weights, which cannot be trained then: give --lora_r, whose "
+            "adapters can, or leave it out"
+        )
+    if m.lora_r is not None and t.save_fp32:
+        yield "--save_fp32 is of whole models: adapters are trained and saved in fp32 anyway"
+    if t.max_steps == 0 or t.max_steps < -1:
+        yield "--max_steps must be at least 1, or -1 to train by --num_train_epochs"
+    if d.streaming and t.max_steps < 1:
+        yield "--streaming has no known length: say how long to train with --max_steps"
+    if (t.eval_strategy != "no" or t.eval_on_start or t.do_eval) and not d.eval_file:
+        yield (
+            "--eval_strategy, --eval_on_start and --do_eval evaluate what --eval_file names: give "
+            "it"
+        )
+    if (t.load_best_model_at_end or t.save_strategy == "best") and t.eval_strategy == "no":
+        yield (
+            "--load_best_model_at_end and --save_strategy best choose by evaluations: give "
+            "--eval_strategy"
+        )
+    if t.metric_for_best_model not in (None, "loss", "eval_loss"):
+        yield "--metric_for_best_model must be loss: evaluation measures nothing else"
+    if 0 < t.max_grad_norm < 1e-8:
+        yield "--max_grad_norm below 1e-8 clips gradients to nothing: 0 switches clipping off"
+    if t.dataloader_num_workers == 0 and (
+        t.dataloader_persistent_workers or t.dataloader_multiprocessing_context
+    ):
+        yield (
+            "--dataloader_persistent_workers and --dataloader_multiprocessing_context need "
+            "workers: give --dataloader_num_workers"
+        )
+    if t.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+        yield f"--train_sampling_strategy {_EQUAL_ROWS}"
+    if t.optim.endswith("layerwise") or "lomo" in t.optim:
+        yield (
+            "--optim steps layer by layer inside backward, where gradients cannot be checked, "
+            "clipped or added up: choose another one"
+        )
+    if t.task not in ("sft", "distill") and d.streaming:
+        yield (
+            "--streaming reads text for --task sft and distill: give the data as files, or "
+            "without it"
+        )
+    if t.task != "sft" and t.label_smoothing_factor:
+        yield "--label_smoothing_factor is of the loss of --task sft: leave it out"
+    if t.task == "dpo" and t.loss_weights and not any(t.loss_weights):
+        yield "--loss_weights of 0 alone train nothing: give one that is not"
+    if t.task == "kto" and not t.desirable_weight and not t.undesirable_weight:
+        yield (
+            "--desirable_weight 0 and --undesirable_weight 0 train nothing: give one that is not"
+        )
+    if t.task != "sft" and t.sequence_parallel_size > 1 and m.class_type != "custom":
+        yield "--sequence_parallel_size with another --task than sft needs --class_type custom"
+    if t.task == "distill" and t.sequence_parallel_size > 1:
+        yield "--task distill runs without --sequence_parallel_size: a teacher shares no rows"
+    if t.task != "sft" and m.seq_len % t.sequence_parallel_size:
+        yield (
+            "--seq_len must be a multiple of --sequence_parallel_size with another --task than sft"
+        )
+    if "tpu_metrics_debug" in t.debug:
+        yield "--debug tpu_metrics_debug needs a TPU: leave it out"
+    if not {*(t.gradient_checkpointing_kwargs or {})} <= {*_CHECKPOINT_KEYS}:
+        yield f"--gradient_checkpointing_kwargs takes {', '.join(_CHECKPOINT_KEYS)}"
+    if m.class_type != "custom" and m.seq_len % t.sequence_parallel_size:
+        yield "--seq_len must be a multiple of --sequence_parallel_size with vanilla and liger"
+    if t.world_size > 1 and t.accelerator_config.even_batches is False:
+        yield (
+            "--accelerator_config: without even_batches one process would wait for ever for another"
+        )
+    if t.accelerator_config.split_batches and t.per_device_train_batch_size % t.world_size:
+        yield (
+            "--accelerator_config: split_batches needs a --per_device_train_batch_size that the "
+            "processes divide"
+        )
 
 
 def given(options: Any) -> dict[str, Any]:
@@ -233,9 +186,8 @@ def refuse_not_ours(options: Any) -> None:
 
 def check_together(model: Any, data: Any, train: Any) -> None:
     """Raises UserError for options that contradict each other."""
-    for conflict, line in CONFLICTS:
-        if conflict(model, data, train):
-            raise UserError(line)
+    for line in conflicts(model, data, train):
+        raise UserError(line)
 
 
 def idle_options(model: Any, data: Any, train: Any) -> Iterator[str]:

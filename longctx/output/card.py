@@ -19,41 +19,10 @@ from longctx.errors import print_rank0
 from longctx.output import CARD
 from longctx.output.manifest import Damaged, read_manifest
 from longctx.output.public import as_code, as_text, hub_id, public, public_value
-from longctx.output.record import Record, counts_of, hardware, versions
+from longctx.output.record import LOSSES, Record, counts_of, hardware, versions
 from longctx.safety.checksum import checksums
 
-_TEMPLATE = """\
----
-{{ card_data }}
----
-
-# {{ title }}
-
-{{ beginning }}
-
-## Use
-
-```python
-{{ use }}
-```
-
-## {{ heading }}
-
-| | |
-|---|---|
-{% for name, value in facts %}
-| {{ name }} | {{ value }} |
-{% endfor %}
-
-{% if options %}
-## Options
-
-{{ options }}
-
-{% endif %}
-No license is stated here: those of the base model and of the data decide. Nothing but what stands
-above was evaluated.
-"""
+_TEMPLATE = Path(__file__).with_suffix(".jinja")
 _OF_THIS_MACHINE = (
     "output_dir overwrite_output_dir cache_dir resume_from_checkpoint allow_changed plan run_name "
     "report_to disable_tqdm"
@@ -147,43 +116,17 @@ def _render(
             pipeline_tag=does,
             tags=tags,
         ),
-        template_str=_TEMPLATE.replace("%}\n", "%}"),
+        template_str=_TEMPLATE.read_text(encoding="utf-8").replace("%}\n", "%}"),
         title=as_text(title),
-        use="\n".join(_with_adapter(loader, base_model, other_rope) if adapter else _use(loader)),
+        loader=loader,
+        adapter=adapter,
+        # adapter_config.json may name a folder of this machine.
+        base=base_model,
+        # The adapter's own configuration tells of RoPE that was changed for the run.
+        other_rope=other_rope,
         **parts,
     )
     return str(card)
-
-
-_NAME = 'name = "..."  # this folder, or where it was uploaded to'
-
-
-def _use(loader: str) -> list[str]:
-    return [
-        f"from transformers import {loader}, AutoTokenizer",
-        "",
-        _NAME,
-        f'model = {loader}.from_pretrained(name, dtype="auto")',
-        "tokenizer = AutoTokenizer.from_pretrained(name)",
-    ]
-
-
-def _with_adapter(loader: str, base: str | None, other_rope: bool) -> list[str]:
-    """The base is named here: that of adapter_config.json may be a folder of this machine. The
-    adapter's own configuration tells of RoPE that was changed for the run."""
-    given, imported = "base", f"{loader}, AutoTokenizer"
-    if other_rope:
-        given, imported = "base, config=AutoConfig.from_pretrained(name)", f"AutoConfig, {imported}"
-    return [
-        "from peft import PeftModel",
-        f"from transformers import {imported}",
-        "",
-        f'base = "{base or "..."}"' + "  # the folder of the base model" * (base is None),
-        _NAME,
-        f'model = {loader}.from_pretrained({given}, dtype="auto")',
-        "model = PeftModel.from_pretrained(model, name)",
-        "tokenizer = AutoTokenizer.from_pretrained(name)",
-    ]
 
 
 Facts = list[tuple[str, str]]
@@ -235,12 +178,7 @@ def _of_lines(lines: Sequence[Mapping[str, Any]]) -> Facts:
     found = [("steps", f"{last:,}")]
     if tokens := max((line.get("tokens", 0) for line in lines), default=0):
         found.append(("tokens", f"{tokens:,}, padding included"))
-    for key, what in (
-        ("loss", "loss"),
-        ("eval_loss", "evaluation loss"),
-        ("eval_rewards/accuracies", "evaluation accuracy"),
-        ("eval_accuracy", "evaluation accuracy"),
-    ):
+    for key, what in LOSSES.items():
         if logged := [line for line in lines if key in line]:
             first, newest = logged[0], logged[-1]
             at = f"{newest[key]:.4f} (step {newest.get('step', last)})"

@@ -12,12 +12,10 @@ resumed run adds a start and replaces the rest.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,20 @@ from longctx.constants import GIB, __version__
 from longctx.errors import UserError, print_rank0
 from longctx.output import RECORD
 from longctx.safety.files import read_json
+from longctx.safety.system import cpu_line, version_of
 from longctx.safety.writing import replace_file
 
 Record = dict[str, Any]
 FORMAT = 1
 MOST_STARTS = 100
 """Kept of a run that is resumed again and again: the first and the newest."""
+LOSSES = {
+    "loss": "loss",
+    "eval_loss": "evaluation loss",
+    "eval_rewards/accuracies": "evaluation accuracy",
+    "eval_accuracy": "evaluation accuracy",
+}
+"""Key of metrics.jsonl -> what a card and a report call it."""
 PACKAGES = (
     "torch transformers accelerate peft bitsandbytes triton flash-attn-4 liger-kernel deepspeed "
     "datasets tokenizers"
@@ -66,7 +72,9 @@ def machine(device: Any, processes: int) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "processes": processes,
-        "cpu": _cpu(),
+        "cpu": cpu_line("model name").partition(":")[2].strip()
+        or platform.processor()
+        or platform.machine(),
         "cores": os.cpu_count(),
         "host_gib": round(psutil.virtual_memory().total / GIB, 1),
     }
@@ -79,24 +87,13 @@ def machine(device: Any, processes: int) -> dict[str, Any]:
     return found
 
 
-def _cpu() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def versions() -> dict[str, str]:
     import torch
 
     found = {"longctx": __version__, "python": platform.python_version()}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    return found | {package: known for package in PACKAGES if (known := version_of(package))}
 
 
 def hardware(machine: Mapping[str, Any]) -> str:

@@ -22,13 +22,7 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import QKV, Attention
 from longctx.constants import GIB
 from longctx.cost.fitted import CONTEXT_BYTES
-from longctx.cost.machines import (
-    MACHINES,
-    AttentionRates,
-    Machine,
-    machine_like,
-    peak_flops,
-)
+from longctx.cost.machines import MACHINES, AttentionRates, Machine, machine_like, peak_flops
 from longctx.errors import UserError, one_line, say
 from longctx.memory.machine import host_share_bytes
 from longctx.memory.rates import (

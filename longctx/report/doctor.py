@@ -33,12 +33,12 @@ from longctx.attention import flash4
 from longctx.constants import GIB
 from longctx.errors import UserError, printable
 from longctx.memory.machine import available_host_bytes
-from longctx.memory.rates import driver_version, rates_path, read_rates, version_of
+from longctx.memory.rates import driver_version, rates_path, read_rates
 from longctx.options.config import DataArguments, TrainArguments
 from longctx.plan.measure import Gpu, gpu_here, this_machine
 from longctx.program import Parser
 from longctx.report.missing import Facts, Rate, Unfit, missing, rates
-from longctx.safety.system import expanded
+from longctx.safety.system import expanded, version_of
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -22,48 +22,7 @@ from longctx.safety.writing import MARK, replace_file
 _JINJA = Environment(
     autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_PAGE = _JINJA.from_string("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="{{ mark }}">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light dark; --text: #222; --dim: #555; --page: #fff; --box: #f4f4f4;
-        --line: #ddd; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #ddd; --dim: #aaa; --page: #16181c; --box: #24272d; --line: #3a3e46; }
-  figure svg { filter: invert(1) hue-rotate(180deg); }
-}
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
-       max-width: 62rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-figure { margin: 1.5rem 0; overflow-x: auto; } figure svg { width: 100%; height: auto; }
-figcaption { color: var(--dim); font-size: .9rem; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr));
-           gap: 0 1.5rem; } .figures figure { margin: 1rem 0; min-width: 0; }
-.scroll { overflow-x: auto; overflow-wrap: normal; }
-table { border-collapse: collapse; font-size: .9rem; }
-th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: left; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.5rem; font-size: .9rem; }
-dt { color: var(--dim); } dd { margin: 0; }
-@media (max-width: 40rem) { dl { display: block; } dd { margin-bottom: .5rem; } }
-code, pre { background: var(--box); font-size: .85rem; }
-pre { padding: .75rem; white-space: pre-wrap; }
-summary { cursor: pointer; margin: 1rem 0; }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-{% for part in parts %}
-{{ part }}
-{% endfor %}
-</body>
-</html>
-""")
+_PAGE = _JINJA.from_string(Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8"))
 _TABLE = _JINJA.from_string("""\
 <div class="scroll"><table>
 <tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>

@@ -220,14 +220,9 @@ def _broken(flags: str, width: int) -> str:
 
 def _list(title: str, rows: list[dict[str, Any]], flags: list[str]) -> Text:
     """Lists the rows for narrow terminals, which break these lines themselves, between words."""
-    lines = []
-    for row, words in zip(rows, flags, strict=True):
-        figures = (
-            f"{row['seq_len']} tokens, {_range(row, 'step_s')} s a step, "
-            f"{_range(row, 'tokens_per_s')} tokens/s, {row['gpu_gib']:.1f} GiB of the GPU, "
-            f"{row['host_gib']:.1f} of the host"
-        )
-        lines.append(f"{words}: {figures}" if words else figures)
+    said = "{} tokens, {} s a step, {} tokens/s, {} GiB of the GPU, {} of the host"
+    figures = (said.format(*_cells(row)) for row in rows)
+    lines = [f"{f}: {line}" if f else line for f, line in zip(flags, figures, strict=True)]
     return Text("\n").join([Text(title, style="bold"), *map(Text, lines)])
 
 
@@ -240,15 +235,13 @@ def _table(title: str, rows: list[dict[str, Any]], flags: list[str]) -> Table:
     for name in ("tokens", "s a step", "tokens/s", "GPU GiB", "host GiB"):
         found.add_column(name, justify="right", no_wrap=True)
     for i, row in enumerate(rows):
-        found.add_row(
-            *map(escape, flags[i : i + 1]),
-            f"{row['seq_len']}",
-            _range(row, "step_s"),
-            _range(row, "tokens_per_s"),
-            f"{row['gpu_gib']:.1f}",
-            f"{row['host_gib']:.1f}",
-        )
+        found.add_row(*map(escape, flags[i : i + 1]), *_cells(row))
     return found
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    ranges = [_range(row, key) for key in ("step_s", "tokens_per_s")]
+    return [f"{row['seq_len']}", *ranges, *(f"{row[k]:.1f}" for k in ("gpu_gib", "host_gib"))]
 
 
 def _grid(lines: Lines, colour: str = "") -> Table:

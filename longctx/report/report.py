@@ -20,7 +20,7 @@ from typing import Any
 
 from longctx.errors import printable, shortened
 from longctx.output import METRICS
-from longctx.output.record import counts_of, hardware
+from longctx.output.record import LOSSES, counts_of, hardware
 from longctx.program import Parser
 from longctx.report.page import (
     code,
@@ -162,12 +162,7 @@ def _command(text: Any) -> str:
 def summary(run: Run) -> list[tuple[str, Any]]:
     """Answers what a person asks first: how the loss moved, how fast, how much memory."""
     rows: list[tuple[str, Any]] = [("last step", run.lines[-1]["step"])]
-    for key, name in (
-        ("loss", "loss"),
-        ("eval_loss", "evaluation loss"),
-        ("eval_rewards/accuracies", "evaluation accuracy"),
-        ("eval_accuracy", "evaluation accuracy"),
-    ):
+    for key, name in LOSSES.items():
         if values := run.values(key):
             rows.append((name, f"{values[0]:.4f} -> {values[-1]:.4f}"))
             if bad := sum(not math.isfinite(value) for value in values):
@@ -187,13 +182,9 @@ def compared(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         row: dict[str, Any] = {"run": run.name, "steps": run.lines[-1]["step"]}
         row["tokens"] = run.tokens
-        for key, name in (
-            ("loss", "first loss"),
-            ("loss", "last loss"),
-            ("eval_loss", "eval loss"),
-        ):
+        for end, key, at in (("first", "loss", 0), ("last", "loss", -1), ("eval", "eval_loss", -1)):
             if values := run.values(key):
-                row[name] = f"{values[0 if name.startswith('first') else -1]:.4f}"
+                row[f"{end} loss"] = f"{values[at]:.4f}"
         for key, name in (("tokens_per_s", "tokens/s"), ("step_s", "s a step"), ("mfu", "MFU")):
             if values := run.values(key):
                 row[name] = statistics.median(values)

@@ -1,6 +1,6 @@
 """Loads what a run trains: configuration, weights and dtype, checked before heavy work.
 
-A model comes from a folder, a GGUF file or the hub, or is one of options/presets.py with random
+A model comes from a folder, a GGUF file or the hub, or is one of options/presets.yaml with random
 weights.
 """
 

@@ -45,25 +45,13 @@ def reference_identity(
     return digest(weights, computed_by(config), *dtype, model_args.quantize, args.ld_alpha)
 
 
-def _of_reference(model_args: ModelArguments, args: TrainArguments) -> ModelArguments:
-    return replace(
-        *(model_args,),
-        model_name_or_path=args.reference,
-        preset=None,
-        lora_r=None,
-        lora_targets=None,
-        lora_modules_to_save=None,
-        use_dora=False,
-    )
-
-
 def check_reference(
     model_args: ModelArguments, args: TrainArguments, trained: PretrainedConfig
 ) -> PretrainedConfig:
     """Returns the configuration of `--reference`. Raises UserError for one that cannot be read, and
     for another vocabulary than the trained model's."""
     size = trained.get_text_config().vocab_size
-    config = load_config(_of_reference(model_args, args), vocab_size=size, flag="--reference")
+    config = load_config(model_args.of_another(args.reference), vocab_size=size, flag="--reference")
     if (theirs := config.get_text_config().vocab_size) != size:
         raise UserError(
             f"--reference {args.reference}: its vocabulary has {theirs} entries, the trained "
@@ -110,7 +98,7 @@ class References:
                 "start this run once without --deepspeed and --fsdp, and its log-probabilities "
                 "are in --cache_dir"
             )
-        args, device = _of_reference(self.model_args, self.args), self.args.device
+        args, device = self.model_args.of_another(self.args.reference), self.args.device
         config = check_reference(self.model_args, self.args, self.config)
         model: Any = load_model(args, config, device=device, engine=engine, role="reference")
         model.to(self.args.device)

@@ -7,7 +7,6 @@ GPU. Several processes, or a CPU, hold it whole.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -37,16 +36,10 @@ from longctx.tasks.distill import Teacher
 
 def teacher_arguments(model_args: ModelArguments, args: TrainArguments) -> ModelArguments:
     """Returns the options of a run's model for its teacher, which computes as the student does."""
-    return replace(
-        model_args,
-        model_name_or_path=args.teacher,
-        preset=None,
+    return model_args.of_another(
+        args.teacher,
         class_type="custom",
         quantize=args.teacher_quantize,
-        lora_r=None,
-        lora_targets=None,
-        lora_modules_to_save=None,
-        use_dora=False,
         rope_scaling="none",
         extend_context=True,  # what RoPE does beyond its positions is said
     )

@@ -63,12 +63,7 @@ from longctx.run.callbacks import (
 )
 from longctx.run.exact import overrides
 from longctx.run.interrupts import Interrupts
-from longctx.run.metrics import (
-    Throughput,
-    device_peak_flops,
-    parameters_in_matmuls,
-    peak_memory,
-)
+from longctx.run.metrics import Throughput, device_peak_flops, parameters_in_matmuls, peak_memory
 from longctx.run.nonfinite import Names, NonFinite
 from longctx.run.stopping import name_trained_ends, trained_ends
 from longctx.run.task_trainer import TaskTrainer

@@ -1,9 +1,11 @@
-"""What is on this machine: a user's folders, and the packages that are installed."""
+"""What is on this machine: a user's folders, the processor, the packages that are installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 CACHE = "~/.cache/longctx"
@@ -21,3 +23,17 @@ def installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the parent package is missing
         return False
+
+
+def version_of(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
+
+
+def cpu_line(*names: str) -> str:
+    """Returns Linux's first line on the processor that begins with one of these; else nothing."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next((line for line in lines if line.startswith(names)), "")
+    return ""

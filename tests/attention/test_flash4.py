@@ -328,7 +328,7 @@ def test_another_processor_or_setting_has_a_folder_of_its_own(monkeypatch) -> No
     assert flash4._identity() == before
     monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
     with_lines = flash4._identity()
-    monkeypatch.setattr(flash4, "_cpu", lambda: "flags: avx512")
+    monkeypatch.setattr(flash4, "cpu_line", lambda *names: "flags: avx512")
     assert len({before, with_lines, flash4._identity()}) == 3
 
 

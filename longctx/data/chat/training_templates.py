@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from longctx.data.chat.conversation import Renderer, Training
 from longctx.data.chat.masks import MARKERS, Conversation, same_at
@@ -34,11 +36,11 @@ class Family:
     file: str
     """Name of the template's file in the folder `templates`."""
     options: dict[str, Any] = field(default_factory=dict)
-    signs: tuple[str, ...]
+    signs: Sequence[str]
     """Texts that the tokenizer's own template holds; without one of them nothing is rendered."""
     rewrites: bool = False
     """Whether an answer that is only read has lost its reasoning even where it is the last."""
-    note: str = "its tokens, with the answers marked"
+    note: str
     """Says what is trained, for the line that is printed."""
 
     @property
@@ -49,195 +51,17 @@ class Family:
         return f"chat template: {self.name}'s, through longctx's {self.file}: {self.note}"
 
 
-REASONING_KEPT = (
-    "every trained turn keeps its reasoning, which the tokenizer's own drops from earlier turns; "
-    "turns with `train` false lose it as there"
-)
-SYSTEM_LAST = (
-    "a system prompt and tools stand in the last user turn, as in a chat with the model, so "
-    "earlier answers are trained without them"
-)
-_QWEN = dict[str, Any](file="qwen.jinja")
-_LLAMA = dict[str, Any](file="llama.jinja", signs=("<|start_header_id|>", "<|eot_id|>"))
-_MISTRAL = dict[str, Any](file="mistral.jinja", signs=("[INST]", "[/INST]"))
-_TURNS = {"start": "<|", "middle": "|>\n", "stop": "<|end|>", "gap": "\n", "final": True}
-_GRANITE = {
-    "start": "<|start_of_role|>",
-    "middle": "<|end_of_role|>",
-    "stop": "<|end_of_text|>",
-    "gap": "\n",
-    "blank": True,
-}
-_GRANITE_3 = (
-    "Knowledge Cutoff Date: April 2024.{}Today's Date: {{date}}.{}You are Granite, developed by "
-    "IBM. You are a helpful AI assistant."
-)
-NEXT_ROLE = "its tokens, with the answers marked up to the next role's token, which ends them"
-FAMILIES = (
-    Family(name="Llama 3", options={"blocks": False}, **_LLAMA),
-    Family(name="Llama 3.1", options={"blocks": True, "date": "26 Jul 2024"}, **_LLAMA),
-    Family(name="Llama 3.2", options={"blocks": True, "date": None}, **_LLAMA),
-    Family(
-        name="Qwen2",
-        options={"default": "You are a helpful assistant.", "thinks": False},
-        signs=("<|im_start|>", "You are a helpful assistant"),
-        **_QWEN,
-    ),
-    Family(
-        name="Qwen2.5",
-        options={
-            "default": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
-            "thinks": False,
-        },
-        signs=("<|im_start|>", "You are Qwen"),
-        **_QWEN,
-    ),
-    Family(
-        name="Qwen3",
-        options={"default": None, "thinks": True},
-        signs=("<|im_start|>", "</think>"),
-        note=REASONING_KEPT,
-        **_QWEN,
-    ),
-    Family(
-        name="Qwen3-Instruct-2507",
-        options={"default": None, "thinks": False},
-        signs=("<|im_start|>", "<tool_call>"),
-        **_QWEN,
-    ),
-    Family(
-        name="Mistral-7B-v0.2",
-        options={
-            "opening": " [INST] ",
-            "closing": " [/INST]",
-            "prefix": " ",
-            "trimmed": False,
-            "gap": " ",
-            "early": True,
-        },
-        **_MISTRAL,
-    ),
-    Family(
-        name="Mistral-7B-v0.3",
-        options={
-            "opening": "[INST] ",
-            "closing": "[/INST]",
-            "prefix": " ",
-            "trimmed": True,
-            "gap": " ",
-            "early": False,
-        },
-        note=SYSTEM_LAST,
-        **_MISTRAL,
-    ),
-    Family(
-        name="Mistral-Nemo and Ministral",
-        options={
-            "opening": "[INST]",
-            "closing": "[/INST]",
-            "prefix": "",
-            "trimmed": False,
-            "gap": "",
-            "early": False,
-        },
-        note=SYSTEM_LAST,
-        **_MISTRAL,
-    ),
-    Family(
-        name="Phi-3",
-        file="turns.jinja",
-        options={**_TURNS, "blank": True},
-        signs=("<|end|>", "<|assistant|>"),
-    ),
-    Family(
-        name="Phi-3.5",
-        file="turns.jinja",
-        options={**_TURNS, "blank": False},
-        signs=("<|end|>", "<|assistant|>"),
-    ),
-    Family(
-        name="Phi-4",
-        file="turns.jinja",
-        options={
-            "start": "<|im_start|>",
-            "middle": "<|im_sep|>",
-            "stop": "<|im_end|>",
-            "gap": "",
-            "blank": True,
-        },
-        signs=("<|im_sep|>",),
-    ),
-    *(
-        Family(
-            name=name,
-            file="turns.jinja",
-            options={**_GRANITE, "default": default},
-            signs=("<|start_of_role|>",),
-        )
-        for name, default in {
-            "Granite 3.0": None,
-            "Granite 3.1": _GRANITE_3.format("\n", "\n"),
-            "Granite 3.3": _GRANITE_3.format(" ", " "),
-            "Granite 4": (
-                "You are a helpful assistant. Please ensure responses are professional, accurate, "
-                "and safe."
-            ),
-        }.items()
-    ),
-    Family(
-        name="Seed-OSS",
-        file="turns.jinja",
-        options={
-            "start": "<seed:bos>",
-            "middle": "\n",
-            "stop": "<seed:eos>",
-            "gap": "",
-            "blank": True,
-            "think": ["<seed:think>", "</seed:think>"],
-            "trimmed": True,
-        },
-        signs=("<seed:",),
-    ),
-    Family(
-        name="GLM-4",
-        file="glm.jinja",
-        options={"thinks": False},
-        signs=("[gMASK]<sop>", "<|assistant|>"),
-        note=NEXT_ROLE,
-    ),
-    Family(
-        name="GLM-4.5",
-        file="glm.jinja",
-        options={"thinks": True},
-        signs=("[gMASK]<sop>", "</think>"),
-        note=f"{NEXT_ROLE}; {REASONING_KEPT}",
-    ),
-    Family(
-        name="Nemotron-4",
-        file="nemotron.jinja",
-        options={"gap": "\n", "trimmed": False},
-        signs=("<extra_id_0>System",),
-        note=NEXT_ROLE,
-    ),
-    Family(
-        name="Nemotron-Mini",
-        file="nemotron.jinja",
-        options={"gap": "\n\n", "trimmed": True},
-        signs=("<extra_id_0>System",),
-        note=NEXT_ROLE,
-    ),
-    *(
-        Family(
-            name="DeepSeek-R1-Distill",
-            file="deepseek.jinja",
-            options={"opening": opening},
-            signs=("<｜User｜>", "</think>"),
-            note=REASONING_KEPT,
-            rewrites=True,
-        )
-        for opening in ("", "<think>\n")  # its generation prompt has had the second since 2025
-    ),
-)
+def _families() -> tuple[Family, ...]:
+    found = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+    def note(row: dict[str, Any]) -> str:
+        return "; ".join(found["notes"][name] for name in row.get("note", ["marked"]))
+
+    return tuple(Family(**{**row, "note": note(row)}) for row in found["families"])
+
+
+FAMILIES = _families()
+"""Those of training_templates.yaml; the first that is recognised is taken."""
 
 
 @functools.cache
