@@ -245,14 +245,17 @@ def _on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, lambda x: stands.get(id(x), x), found)
 
 
-def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
     """Returns where an operation runs: on the GPU if it has other tensors there beside gradients,
-    else where the first gradient is."""
+    else where the first gradient is. None if it has none that is held, as one of a list of which
+    others are."""
     tensors = [x for x in tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     stands = [x.held for x in tensors if isinstance(x, HeldGradient)]
     others = [x.device for x in tensors if x.dim() and not isinstance(x, HeldGradient)]
     for held in stands:
         held.settle()
+    if not stands:
+        return None
     gpu = stands[0].gradients.device
     return gpu if gpu in others else stands[0].device
 
