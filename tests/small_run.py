@@ -24,6 +24,7 @@ from longctx.output import METRICS
 from longctx.run.trainer import LongTrainer
 
 LATE = (
+    "accelerate.commands.launch",
     "deepspeed",  # which accelerate imports where it is installed
     "deepspeed.module_inject.auto_ep_config",
     "deepspeed.runtime.superoffload.superoffload_stage3",
@@ -32,6 +33,7 @@ LATE = (
     "longctx.run.optimization",
     "longctx.tasks.collate",
     "longctx.tasks.pairs",
+    "torch.distributed.run",
 )
 """Modules that a run imports only when it needs them."""
 
@@ -41,6 +43,16 @@ def import_late() -> None:
     for name in LATE:
         with suppress(ImportError):  # not installed, or another version, which has other parts
             importlib.import_module(name)
+    compile_patterns()
+
+
+def compile_patterns() -> None:
+    """Those of names of weights, 1000 of them, which transformers compiles when a process first
+    loads a model: 0.5 s."""
+    with suppress(ImportError):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
 
 
 def become_rank(rank: int, processes: int, port: int) -> None:

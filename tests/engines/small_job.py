@@ -14,12 +14,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed.run as torchrun
+from accelerate.commands import launch as accelerate_launch
 from paths import PYTHONPATH, ROOT
 from small_families import family_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx.output import METRICS
 
+ACCELERATE, TORCHRUN = accelerate_launch.__file__, torchrun.__file__
+"""Launchers as scripts, which a warm process need not import again: what they start is new."""
 STEPS = 5
 ROWS_A_STEP = 4
 
@@ -53,8 +57,8 @@ def of_family(family: str, job: list[str], folder: Path) -> list[str]:
 def launch(processes: int, *words: str) -> list[str]:
     if processes == 1:
         return [sys.executable, *words]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, "--nproc_per_node", str(processes), *words]
+    launcher = [sys.executable, TORCHRUN, "--standalone"]
+    return [*launcher, "--nproc_per_node", str(processes), *words]
 
 
 def run(command: list[str], gpus: int = 0) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from small_job import assert_same_run, batch, launch, run
+from small_job import TORCHRUN, Warm, assert_same_run, batch
 
 TRAIN = ["-m", "longctx", "train"]
 """In place of train.py, which other tests launch."""
 
 
-def test_two_processes_without_an_engine(job: list[str], vanilla: Path, tmp_path: Path) -> None:
+def test_two_processes_without_an_engine(
+    job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
+) -> None:
     """Every process finds the best checkpoint, which is the last one here."""
     best = "--load_best_model_at_end true --save_steps 5 --eval_strategy steps --eval_steps 5"
     flags = ["--output_dir", f"{tmp_path}/run", *best.split(), *batch(2)]
-    assert "Could not locate the best model" not in run(launch(2, *TRAIN, *job, *flags))
+    launcher = [TORCHRUN, "--standalone", "--nproc_per_node", "2"]
+    assert "Could not locate the best model" not in warm.run(1, *launcher, *TRAIN, *job, *flags)
     assert_same_run(tmp_path / "run", vanilla)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from paths import ROOT
-from small_job import Warm, assert_same_run, batch, of_family, on_cpu, run
+from small_job import ACCELERATE, Warm, assert_same_run, batch, of_family, on_cpu
 
 from longctx.commands import train
 from longctx.safety.system import installed
@@ -46,9 +45,8 @@ def test_each_deepspeed_file_trains(
     else:
         text = config.with_suffix(".yaml").read_text()
         path.with_suffix(".yaml").write_text(text.replace(f"ds_configs/{config.name}", str(path)))
-        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-        launcher += ["--config_file", str(path.with_suffix(".yaml"))]
-        run([*launcher, "train.py", *flags, *batch(1), "--save_strategy", "no"])
+        launcher = [ACCELERATE, "--config_file", str(path.with_suffix(".yaml"))]
+        warm.run(1, *launcher, "train.py", *flags, *batch(1), "--save_strategy", "no")
     assert_same_run(tmp_path / "run", vanilla)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import init_empty_weights
-from small_job import Launched, Warm, assert_same_run, batch, of_family, run
+from small_job import ACCELERATE, Launched, Warm, assert_same_run, batch, of_family
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longctx.commands import train
@@ -62,11 +61,13 @@ def test_fsdp2_through_accelerate(
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
 
 
-def test_accelerate_launch_with_an_fsdp_yaml(job: list[str], vanilla: Path, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
+def test_accelerate_launch_with_an_fsdp_yaml(
+    job: list[str], vanilla: Path, warm: Warm, tmp_path: Path
+) -> None:
+    launcher = [ACCELERATE, "--mixed_precision", "no"]
     launcher += ["--config_file", "fsdp_configs/shared_2gpu.yaml", "tests/engines/fsdp_on_cpu.py"]
     flags = ["--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(1)]
-    run([*launcher, *job, *flags])
+    warm.run(1, *launcher, *job, *flags)
     assert_same_run(tmp_path / "run", vanilla)
 
 

@@ -1,6 +1,7 @@
 """Runs of train.py in one process or several, each forked from this one: it has imported everything
 and computed nothing, which saves a launcher and two interpreters 15 s of work a run. What launchers
-do is tested by test_ddp.py (torchrun) and by each published YAML (accelerate).
+do is tested by test_ddp.py (torchrun) and by published YAML (accelerate): there a launcher is
+forked, and starts interpreters of its own.
 
     stdin    {"processes": 2, "words": ["train.py", ...], "log": FILE, "until": FOLDER} a line,
              and `end`

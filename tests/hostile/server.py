@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 import torch
 from paths import ROOT
-from small_run import prepare
+from small_run import compile_patterns, prepare
 
 from hostile.cases import Case
 from hostile.files import with_words
@@ -221,6 +221,7 @@ def serve(root: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    compile_patterns()
     gc.freeze()  # or every child's first collection copies the memory of all that was imported
     cases = {case.id: case for case in CASES}
     (root / "base").mkdir()

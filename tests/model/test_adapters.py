@@ -23,6 +23,7 @@ from small_layer import (
     cast,
     gradients,
     run,
+    truth_of,
 )
 from test_cost import CPU, MemTracker, activations, llamas_over_plan, make_step
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def adapted(
 def trio(family: str, dtype: torch.dtype, config: Any = None, settings: Any = None, **how: Any):
     """(truth, naive, ours) with the same weights and adapters."""
     naive = adapted(family, dtype, config, **how)
-    truth = cast(copy.deepcopy(naive), torch.float64)
+    truth = truth_of(naive, dtype)
     ours = longctx.patch(copy.deepcopy(naive), strict=True, **(settings or {}))
     return truth, naive, ours
 
@@ -119,16 +120,16 @@ SUBSETS = {
 
 @pytest.mark.parametrize("subset", SUBSETS)
 def test_any_subset(subset) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        config = lora(target_modules=SUBSETS[subset], use_rslora=True)
-        models = trio("llama", dtype, config, dict(tile_tokens=31))
-        assert_lora_trains_exactly(models, dtype, *batches(PACKED))
+    """In fp32: what rounding in 16 bits does is seen with all of them adapted."""
+    config = lora(target_modules=SUBSETS[subset], use_rslora=True)
+    models = trio("llama", torch.float32, config, dict(tile_tokens=31))
+    assert_lora_trains_exactly(models, torch.float32, *many(torch.float32))
 
 
 @pytest.mark.parametrize("part", ["qkv_proj", "gate_up_proj", "o_proj"])
 def test_part_of_fused_weights(part) -> None:
     models = trio("phi3", torch.float32, lora(target_modules=[part]))
-    assert_lora_trains_exactly(models, torch.float32, *batches(PACKED))
+    assert_lora_trains_exactly(models, torch.float32, *many(torch.float32))
 
 
 def test_some_layers_ranks_and_scales() -> None:
@@ -139,7 +140,7 @@ def test_some_layers_ranks_and_scales() -> None:
         alpha_pattern={"q_proj": 1},
     )
     models = trio("llama", torch.float32, config)
-    assert_lora_trains_exactly(models, torch.float32, *batches(PACKED))
+    assert_lora_trains_exactly(models, torch.float32, *many(torch.float32))
 
 
 @pytest.mark.parametrize("lengths", [[[144]], [[5, 43], [48], [16, 16, 16]]])
@@ -156,7 +157,7 @@ def test_trained_weights_beside_adapters() -> None:
         for name, parameter in model.named_parameters():
             wanted = "lora_" in name or any(part in name for part in trained)
             parameter.requires_grad_(wanted and "1.mlp.up_proj.lora_A" not in name)
-    assert_lora_trains_exactly(models, torch.float32, *batches(PACKED))
+    assert_lora_trains_exactly(models, torch.float32, *many(torch.float32))
     assert models[2].get_submodule(UP).lora_A.default.weight.grad is None
 
 
@@ -166,8 +167,8 @@ UP = "base_model.model.model.layers.1.mlp.up_proj"
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_autocast_over_fp32_weights(family) -> None:
     settings = dict(offload_activations="all", tile_tokens=31, head_groups=2)
-    truth, naive, ours = trio(family, torch.float32, settings=settings)
-    models = Autocast(truth.double()), Autocast(naive), Autocast(ours)
+    _, naive, ours = trio(family, torch.float32, settings=settings)
+    models = Autocast(naive, enabled=False), Autocast(naive), Autocast(ours)
     assert_lora_trains_exactly(models, torch.bfloat16, *batches(PACKED, 16))
 
 
@@ -241,7 +242,7 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
     monkeypatch.setattr(forwards, "scheduled_layer", watched)
     paths = FAMILY_OF[family].linears
     found: list[list[Any]] = [[], [], []]
-    for inputs in batches(PACKED):
+    for inputs in batches(PACKED, 2 if dtype == torch.float32 else 4):
         drawn.clear()
         found[0].append(run(ours, inputs))
         assert len({own.seed for loras in drawn for own in loras.values()}) == 3 * len(paths)
@@ -437,7 +438,7 @@ def test_modules_to_save_train_in_chunks(first, capsys) -> None:
         ours.load_state_dict(naive.state_dict())
     else:
         longctx.patch(ours)
-    assert_lora_trains_exactly((truth, naive, ours), torch.float32, *batches(PACKED))
+    assert_lora_trains_exactly((truth, naive, ours), torch.float32, *many(torch.float32))
     assert "custom: " not in capsys.readouterr().out
     trained = [n for n, p in ours.named_parameters() if p.grad is not None]
     assert sum("modules_to_save" in n for n in trained) == 2
@@ -448,7 +449,7 @@ def test_an_adapted_head_needs_all_logits_and_that_is_said(capsys) -> None:
     naive = adapted("llama", torch.float32, config)
     truth = cast(copy.deepcopy(naive), torch.float64)
     ours = longctx.patch(copy.deepcopy(naive))
-    assert_lora_trains_exactly((truth, naive, ours), torch.float32, *batches(PACKED))
+    assert_lora_trains_exactly((truth, naive, ours), torch.float32, *many(torch.float32))
     assert "all logits are computed for calls with lm_head, a peft" in capsys.readouterr().out
 
 

@@ -18,6 +18,7 @@ from small_layer import (
     assert_no_bit_depends_on_the_ladder,
     batch,
     cast,
+    finer,
     gradients,
     run,
 )
@@ -84,7 +85,7 @@ def trio(family: str, dtype: torch.dtype, settings: Any = None, **changes: Any):
         adapted.append(made)
     truth, naive = adapted
     ours = longctx.patch(copy.deepcopy(naive), strict=True, **(settings or {}))
-    return cast(truth, torch.float64), naive, ours
+    return cast(truth, finer(dtype)), naive, ours
 
 
 BOTH = ("llama", "qwen3-windows", "granite-biases", "phi3")

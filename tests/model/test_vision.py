@@ -22,6 +22,7 @@ from small_layer import (
     cast,
     gradients,
     run,
+    truth_of,
 )
 from small_vision import KINDS, image_batch, vision_model
 from transformers import AutoConfig, AutoModelForImageTextToText, LlavaModel
@@ -43,7 +44,7 @@ def trio(kind: str, dtype: torch.dtype = torch.float32):
     naive = cast(vision_model(kind).to(DEVICE), dtype)
     for _, tower in towers(naive):
         tower.requires_grad_(False)
-    truth = cast(copy.deepcopy(naive), torch.float64)
+    truth = truth_of(naive, dtype)
     ours = copy.deepcopy(naive)
     longctx.patch(ours, strict=True)
     return truth, naive, ours
