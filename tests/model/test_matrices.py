@@ -74,7 +74,7 @@ def test_adapters_cost_what_the_tokens_cost_that_they_are_applied_to(monkeypatch
         one = Applied(torch.zeros(4, 64), torch.zeros(96, 4), 1.0, 0.0, share=share)
         monkeypatch.setattr(runtime, "layer_adapters", lambda *layer: {"up": one})
         sizes = model_sizes(model, PatchOptions(), torch.bfloat16)
-        table = adapters_cost(sizes, Batch(100, 100))
+        table = adapters_cost(sizes, sizes.kinds[0], Batch(100, 100))
         works = (*table.forward, *table.backward)
         return [work.flops for work in works] + [work.nbytes for work in works]
 
