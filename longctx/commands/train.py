@@ -67,7 +67,7 @@ QUICKSTART = SHARE / "recipes/quickstart.yaml"
 
 
 class Asked(NamedTuple):
-    """What the command line asks for; `sources` are files of text, which a run must not delete."""
+    """Holds the parsed command line; `sources` are files of text, which a run must not delete."""
 
     argv: list[str] | None
     model: ModelArguments
@@ -89,7 +89,7 @@ class Asked(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What is known of the models before their weights are read."""
+    """Holds the tokenizer and the configurations, which are read before any weights."""
 
     tokenizer: Any
     config: PretrainedConfig
@@ -217,7 +217,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
 def define_run(
     asked: Asked, checked: Checked, rows: Rows
 ) -> tuple[References | None, RunDefinition]:
-    """What tells this run from others. Raises UserError if the checkpoint is of another one."""
+    """Returns what defines this run. Raises UserError if the checkpoint is of another one."""
     (model_args, data_args, args), teacher = asked.options, checked.teacher
     references = None
     if asked.task.has_reference:

@@ -1,4 +1,4 @@
-"""What layers of one model may differ in. A model is a sequence of layers, each of one kind.
+"""The dimensions in which layers of one model may differ. Each layer is of one kind.
 
 H query heads and K key/value heads of size d, F intermediate size.
 """
@@ -71,7 +71,7 @@ class LayerKind:
 
     @property
     def scores(self) -> tuple[int, bool]:
-        """What attention's rates depend on: the size of a head, and whether scores are capped."""
+        """Returns the size of a head and whether scores are capped, which decide attention's rates."""
         return self.head_dim, self.caps_scores
 
     @property

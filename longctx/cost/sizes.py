@@ -133,7 +133,7 @@ class Sizes:
 
     @property
     def scores(self) -> tuple[int, bool]:
-        """What attention's rates depend on, of the kind with the largest heads."""
+        """Returns `LayerKind.scores` of the kind with the largest heads, for attention's rates."""
         return max(kind.scores for kind in self.kinds)
 
     @property

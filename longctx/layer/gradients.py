@@ -46,7 +46,8 @@ class Gradients:
         return ProjectionGradient(self.w[name], base, self._owned.get(held, ()))
 
     def projections(self, names: Sequence[str]) -> dict[str, ProjectionGradient]:
-        """The same of several, which may lie in one parameter: their sums then do, too."""
+        """Returns `projection` of several linear layers. If they lie in one parameter, so do their
+        sums."""
         held = self.w.holders.get(names[0])
         if held is None:
             return {name: self.projection(name) for name in names}
@@ -79,7 +80,7 @@ class Gradients:
         self._finish_adapters({name: grad}, scale)
 
     def finish_all(self, grads: dict[str, ProjectionGradient]) -> None:
-        """The same of those that `projections` made."""
+        """Rounds the gradients of linear layers that `projections` returned."""
         held = self.w.holders.get(next(iter(grads)))
         if held is None:
             for name, grad in grads.items():
@@ -89,7 +90,7 @@ class Gradients:
             self._finish_adapters(grads)
 
     def finish_stacked(self, base: WeightGradient, grads: dict[str, ProjectionGradient]) -> None:
-        """The same of several weights whose gradients `base` has summed as one matrix."""
+        """Rounds the gradients of several weights, which `base` has summed as one matrix."""
         names = list(grads)
         held = self.w.holders.get(names[0])
         for suffix, whole in zip(("", ".bias"), base.round(self._dtype(names[0])), strict=True):

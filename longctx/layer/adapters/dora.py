@@ -136,7 +136,7 @@ class Rescaled(Low):
 
 
 class RescaledGradient(LowGradient):
-    """The same of A and B, and of the magnitude."""
+    """Sums the gradients of A, B and the magnitude over tiles of tokens."""
 
     def __init__(self, adapter: Rescaled, wanted: Collection[str]) -> None:
         self._scales = "magnitude" in wanted

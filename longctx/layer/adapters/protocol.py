@@ -1,4 +1,4 @@
-"""What a projection asks of its adapter. No other file knows an adapter's parameters.
+"""The methods by which a projection uses its adapter, whatever the adapter's parameters are.
 
 `Settings` stands for an adapter between passes, and makes the `Adapter` of one pass. u is what the
 adapter has computed of the input x, v of the output's gradient dy; forward and backward share them
@@ -37,7 +37,7 @@ class Adapter(Protocol):
 
     @property
     def inner_factor(self) -> Tensor | None:  # (I, n)
-        """What x is multiplied by, so that adapters of the same x do this in one matmul; None where
+        """Returns the factor of x, so that adapters of the same x share one matmul; None where
         it is not x itself that is multiplied."""
 
     def rows(self, rows: slice) -> Adapter:
