@@ -71,7 +71,7 @@ class LayerKind:
 
     @property
     def scores(self) -> tuple[int, bool]:
-        """Returns the size of a head and whether scores are capped, which decide attention's rates."""
+        """Returns the size of a head and whether scores are capped, on which rates depend."""
         return self.head_dim, self.caps_scores
 
     @property
