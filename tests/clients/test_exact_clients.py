@@ -25,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import longctx
+from exactness import DEVICE
 from longctx.errors import UserError
 from longctx.memory import guard
 
@@ -42,7 +43,11 @@ def fresh_state():
 
 def make_model(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(tiny_config()).to(dtype).train()
+    return LlamaForCausalLM(tiny_config()).to(DEVICE, dtype).train()
+
+
+def batch() -> dict[str, Any]:
+    return {k: x.to(DEVICE) if isinstance(x, Tensor) else x for k, x in packed_batch().items()}
 
 
 def torch_adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
@@ -59,7 +64,7 @@ def exact(model: Any, place: str = "gpu", **options: Any) -> Any:
 
 
 def backward(model: Any, scale: float = 1.0) -> Tensor:
-    loss: Tensor = model(**packed_batch()).loss
+    loss: Tensor = model(**batch()).loss
     (loss * scale).backward()
     return loss.detach()
 
@@ -156,7 +161,7 @@ def test_a_resume_goes_on_at_the_rate_it_had(schedule, place) -> None:
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_grad_scaler(unscales, place) -> None:
     def train(model: Any, optimizer: Any) -> list[float]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=256.0, growth_interval=2)
         scales = []
         for step in range(5):
             backward(model, scaler.get_scale())
@@ -184,7 +189,7 @@ def _scaled(train: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
         def initialised(self: Any, *args: Any, **kw: Any) -> None:
             scale(self, *args, **kw)
-            self.scale(torch.ones(()))
+            self.scale(torch.ones((), device=DEVICE))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scaler, "__init__", initialised)
@@ -288,14 +293,14 @@ def test_two_limits_are_the_smaller_one(first, clips) -> None:
 def test_accelerate_prepares_clips_and_saves(place, tmp_path) -> None:
     def train(model: Any, optimizer: Any) -> list[float]:
         AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=DEVICE == "cpu")
         scheduler = CosineAnnealingLR(optimizer, 8)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         numbers = []
 
         def steps(count: int) -> None:
             for _ in range(count):
-                loss = model(**packed_batch()).loss
+                loss = model(**batch()).loss
                 accelerator.backward(loss)
                 numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
                 optimizer.step()
@@ -318,9 +323,9 @@ def test_trainer_clips_and_resumes(place, tmp_path) -> None:
     """transformers' own Trainer, with its defaults, resumed at the rate that it logs."""
 
     def rows(count: int) -> list[dict[str, Any]]:
-        batch = packed_batch(count)
+        whole = packed_batch(count)
         names = ("input_ids", "labels", "position_ids")
-        return [{name: batch[name][i] for name in names} for i in range(count)]
+        return [{name: whole[name][i] for name in names} for i in range(count)]
 
     def trainer(model: Any, optimizer: Any, folder: Any, **more: Any) -> Trainer:
         arguments = TrainingArguments(
@@ -331,7 +336,7 @@ def test_trainer_clips_and_resumes(place, tmp_path) -> None:
             save_steps=3,
             logging_steps=1,
             report_to=[],
-            use_cpu=True,
+            use_cpu=DEVICE == "cpu",
             disable_tqdm=True,
             **{"num_train_epochs": 1} | more,
         )
@@ -420,7 +425,7 @@ def test_any_module() -> None:
     class Wrapper(nn.Module):
         def __init__(self, model: Any) -> None:
             super().__init__()
-            self.inner, self.head = model, nn.Linear(64, 1)
+            self.inner, self.head = model, nn.Linear(64, 1, device=DEVICE)
 
         def forward(self, **batch: Any) -> Tensor:
             hidden = self.inner.model(batch["input_ids"]).last_hidden_state
@@ -434,16 +439,16 @@ def test_any_module() -> None:
         nn.init.normal_(module.head.weight)
         optimizer = torch_adamw(module) if kind == "torch" else exact(module, kind)
         for _ in range(3):
-            loss = module(**packed_batch())
+            loss = module(**batch())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss))
     for place in (1, 2):
         torch.testing.assert_close(losses[3 * place : 3 * place + 3], losses[:3], rtol=1e-4, atol=0)
-    plain = nn.Linear(3, 3)
+    plain = nn.Linear(3, 3, device=DEVICE)
     optimizer = exact(plain)
-    plain(torch.ones(3)).sum().backward()
+    plain(torch.ones(3, device=DEVICE)).sum().backward()
     optimizer.step()
     assert len(optimizer.state) == 2
 
