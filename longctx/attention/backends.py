@@ -128,6 +128,7 @@ class FlashAttention4(Attention):
     """The variable-length form of flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`)."""
 
     writes_gradients = True
+    reads_bounds = True
 
     def __init__(self, softcap: float | None = None) -> None:
         super().__init__(softcap)
@@ -193,6 +194,8 @@ class FlashAttention4(Attention):
 
 class Flash(Attention):
     """The variable-length form of torch's FlashAttention-2 op on CUDA."""
+
+    reads_bounds = True
 
     def forward(
         self,

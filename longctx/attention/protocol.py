@@ -53,6 +53,8 @@ class Attention(ABC):
 
     writes_gradients = False
     """True if backward writes dq, dk and dv in place; else it allocates them, and copies them."""
+    reads_bounds = False
+    """True if the GPU reads where documents begin, and the host only how long they may be."""
 
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap

@@ -362,6 +362,12 @@ class Hook:
         if stream is not None and block is not None:
             self._do(stream, block, *args)
 
+    @property
+    def moves(self) -> bool:
+        """Whether something of its block waits on the host, so that the hook must run."""
+        block = self._block()
+        return block is not None and not block.place.all_on_gpu
+
     def __reduce__(self) -> Any:
         return _no_hook, ()
 

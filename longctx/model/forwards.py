@@ -56,6 +56,7 @@ from longctx.model.families import (
     query_scale,
     rotary_embeddings,
 )
+from longctx.model.graphs import graphed
 from longctx.model.look import look
 from longctx.model.parents import PARENTS, check_labels, check_positions
 from longctx.model.positions import Positions, four_rows, positions_of
@@ -430,7 +431,11 @@ def base_forward(
     if use_cache is None and (trains or parents is not None):
         inputs["use_cache"] = False
     caller = caller or Caller()
-    reason, positions, padding = _not_covered(self, inputs), None, None
+    # Of a model with graphs that is asked later, beside the work of the GPU (graphs.py).
+    asked_later = trains and runtime.graphs is not None and len(runtime.graphs) > 0
+    reason, positions, padding = _call_not_covered(self, inputs), None, None
+    if reason is None and not asked_later:
+        reason = why_not_scheduled(self)
     if reason is None and attention_mask is not None and parents is None:
         read = caller.may_read_padding()
         padding, reason = padding_of(self, attention_mask, read=read)
@@ -446,9 +451,12 @@ def base_forward(
             *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
             caller=caller,
             padding=padding,
+            asked=not asked_later,
         )
         kind: Any = type(self)
-        return output_class(kind)(last_hidden_state=hidden)
+        if isinstance(hidden, Tensor):
+            return output_class(kind)(last_hidden_state=hidden)
+        reason = hidden
     assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
         _decline(runtime, _LAYERS, reason)
@@ -493,8 +501,9 @@ def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
         raise UserError(f"ranks that share rows need the schedule, and this call has {reason}")
 
 
-def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
-    """Returns why this call cannot run the scheduled layers, in a few words; None if it can."""
+def _call_not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
+    """Returns why this call cannot run the scheduled layers, in a few words; None if it can, as far
+    as the model is what it was."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
     known |= _BOUNDS | _OF_THE_LOSS | {PARENTS}
@@ -525,7 +534,7 @@ def _not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
     if torch.is_autocast_enabled(device):
         if base.dtype not in (torch.float32, torch.get_autocast_dtype(device)):
             return f"weights in {base.dtype} in autocast to {torch.get_autocast_dtype(device)}"
-    return why_not_scheduled(base)
+    return None
 
 
 def _scheduled_forward(
@@ -539,9 +548,11 @@ def _scheduled_forward(
     *,
     caller: Caller,
     padding: ComputedPadding | None = None,
-) -> Tensor:  # (B, S, D)
+    asked: bool = True,
+) -> Tensor | str:  # (B, S, D)
     """Runs embedding, scheduled layers, final norm. Padding is left out, and its output is zero, if
-    it is not to be computed."""
+    it is not to be computed. Where nobody has asked yet whether the schedule covers the model,
+    returns why it does not, in a few words."""
     runtime = _runtime(base)
     runtime.begin_pass()
     x = _embedded(base, runtime, input_ids) if inputs_embeds is None else inputs_embeds
@@ -563,17 +574,25 @@ def _scheduled_forward(
     if torch.is_grad_enabled():
         tokens = B * S if sharing is None else len(x)
         runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
-    # The loop stands here and not in a function, whose caller would hold the embedding's output.
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
-        schedule = make_schedule(base, runtime, rope, documents, B)
-        layers = layers_of(base)
-        for above, (layer, family) in zip(reversed(range(len(layers))), layers, strict=True):
-            # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the checkpointing
-            # that Hugging Face's layer class would put around the schedule.
-            given = dict(schedule=schedule, layers_above=above, family=family)
-            x = nn.Module.__call__(layer, x, **given)
-        owned = caller.owns_gradient or sharing is not None
-        x = base.norm(x, spec=final_norm_spec(base), owned=owned)
+        hidden = None
+        if sharing is None and runtime.shards is None:
+            hidden = graphed(base, runtime, x, rope, documents)
+        if not asked and (reason := why_not_scheduled(base)):
+            return reason
+        if hidden is None:
+            # The loop stands here and not in a function, whose caller would hold the embedding's
+            # output.
+            schedule = make_schedule(base, runtime, rope, documents, B)
+            layers = layers_of(base)
+            for above, (layer, family) in zip(reversed(range(len(layers))), layers, strict=True):
+                # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the
+                # checkpointing that Hugging Face's layer class would put around the schedule.
+                given = dict(schedule=schedule, layers_above=above, family=family)
+                x = nn.Module.__call__(layer, x, **given)
+            owned = caller.owns_gradient or sharing is not None
+            hidden = base.norm(x, spec=final_norm_spec(base), owned=owned)
+    x = hidden
     x = _spread(x, sharing, where, real, B * S).view(B, S, D)
     if attention_mask is not None and caller.padded and caller.averages:
         x = with_means(x, attention_mask)

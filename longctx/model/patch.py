@@ -52,6 +52,7 @@ def patch(
     tile_tokens: int | None = None,
     host_memory_gib: float | None = None,
     share_prefixes: bool = False,
+    cuda_graphs: Literal["auto", "off"] = "auto",
     **unknown: NoReturn,
 ) -> Model:
     """Patches `model`, or the model in a PeftModel, in place, prints a line that says what runs,
@@ -74,6 +75,8 @@ def patch(
         tile_tokens          the tokens that token-wise work takes at a time; None: by what is free
         host_memory_gib      of the host, for activations; None: what is available
         share_prefixes       whether a prompt with which several rows begin is computed once
+        cuda_graphs          "auto": the layers of batches of at most 32768 tokens run as CUDA
+                             graphs where batches are alike; "off"
 
     Under accelerate's FSDP all but the first process may have no weights yet, as from_pretrained
     leaves them. Raises UserError for a model that is none of the supported families, is patched
@@ -100,6 +103,7 @@ def patch(
         tile_tokens=tile_tokens,
         host_memory_gib=host_memory_gib,
         share_prefixes=share_prefixes,
+        cuda_graphs=cuda_graphs,
     )
     for name, value in options.items():
         _check_choice(name, value)

@@ -104,6 +104,8 @@ class Runtime:
     """The arguments of the call under way that came with images, which Hugging Face's code runs."""
     shards: Shards | None = None
     """The ranks that share each row with this one."""
+    graphs: Any = None
+    """The layers that were recorded (graphs.py), under this attention, cut and store."""
 
     @classmethod
     def make(
@@ -138,7 +140,7 @@ class Runtime:
         made, backend = self.make(self.args, config, x.device, dtype)
         logger.info(f"the model is on {x.device} in {dtype} now: {backend} attention")
         self.attention, self.backend, self.dtype = made.attention, made.backend, dtype
-        self.reserved_tokens, self.cut = 0, None
+        self.reserved_tokens, self.cut, self.graphs = 0, None, None
         if not _is_on(x, self.store.device):
             self.store = made.store
 
@@ -155,7 +157,7 @@ class Runtime:
         free)."""
         if tokens <= self.reserved_tokens:
             return False
-        self.reserved_tokens = tokens
+        self.reserved_tokens, self.graphs = tokens, None
         sizes, pending = self.sizes(model), self.pending_bytes(model)
         on_gpu = self.store.device.type == "cuda"
         free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0

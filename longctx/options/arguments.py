@@ -119,6 +119,11 @@ class ModelArguments:
         "custom: compute a prompt with which several documents of a batch begin once.",
         _CUSTOM,
     )
+    cuda_graphs: Literal["auto", "off"] = _rare_memory(
+        "auto",
+        "custom: run the layers of short batches that are alike as CUDA graphs. auto or off.",
+        _CUSTOM,
+    )
     host_memory_gib: float | None = _memory(
         None, "Host memory that the run may use, in GiB. Default: what is available.", _HOST
     )

@@ -43,6 +43,8 @@ class PatchOptions:
     """Host memory for activations; None: what is available."""
     share_prefixes: bool = False
     """Whether a prompt with which several documents of a batch begin is computed once."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Whether the layers of short batches that are alike run as CUDA graphs."""
     seq_len: int | None = within(COUNT)
     """The longest document's tokens, on which attention's time depends; None: the batch's."""
 

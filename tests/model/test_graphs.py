@@ -1,0 +1,334 @@
+"""CUDA graphs of the layers: the bits of eager passes, over whatever changes between two batches.
+
+Without a GPU a recording is made again at each replay, from the fixed places that a graph reads and
+into those that it writes: everything but CUDA's own part is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_families import family_config
+from small_model import tiny_config
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import longctx
+from exactness import DEVICE
+from longctx.attention.backends import FlashOnCpu
+from longctx.attention.documents import Documents
+from longctx.model import graphs
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+ROWS = ([20, 27, 1], [40, 8], [48], [16, 16, 16], [5, 40, 3])
+"""The documents of a row of 48 tokens."""
+GPU = DEVICE == "cuda"
+DTYPE = torch.bfloat16 if GPU else torch.float32
+
+
+class MadeAgain(graphs.Recording):
+    def __init__(self, forward: Any, backward: Any, pool: Any) -> None:
+        self._functions = forward, backward
+        self._live = forward()
+        self.grads = [None if x is None else x.clone() for x in backward(self._live)]
+        self.hidden = self._live.detach().clone()
+
+    def replay_forward(self) -> None:
+        with torch.enable_grad():
+            self._live = self._functions[0]()
+        self.hidden.copy_(self._live.detach())
+
+    def replay_backward(self) -> None:
+        for place, grad in zip(self.grads, self._functions[1](self._live), strict=True):
+            if place is not None:
+                place.copy_(grad)
+
+
+class ByBounds(FlashOnCpu):
+    """Reads where documents begin when it runs, as kernels of a GPU do."""
+
+    reads_bounds = True
+
+    def forward(self, qkv: Any, documents: Documents, *args: Any, **kw: Any) -> Any:
+        return super().forward(qkv, _found(documents), *args, **kw)
+
+    def backward(self, do: Any, qkv: Any, documents: Documents, *args: Any, **kw: Any) -> Any:
+        return super().backward(do, qkv, _found(documents), *args, **kw)
+
+
+def _found(documents: Documents) -> Documents:
+    return Documents.of(documents.cu_seqlens.diff().tolist())
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: Any) -> Iterator[None]:
+    if not GPU:
+        monkeypatch.setattr(graphs.Graph, "recording", MadeAgain)
+        monkeypatch.setattr(graphs, "can_record", lambda x: True)
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(was)
+
+
+def batch(i: int = 0, rows: int = 1, documents: list[int] | None = None) -> dict[str, Any]:
+    lengths = ROWS[i % len(ROWS)] if documents is None else documents
+    random = torch.Generator().manual_seed(i)
+    ids = torch.randint(50, (rows, sum(lengths)), generator=random)
+    positions = torch.cat([torch.arange(n) for n in lengths]).repeat(rows, 1)
+    labels = ids.masked_fill(positions < 1, -100)
+    found = dict(input_ids=ids, labels=labels, position_ids=positions)
+    return {name: x.to(DEVICE) for name, x in found.items()}
+
+
+def make(family: str = "llama", lora: bool = False, **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = tiny_config() if family == "llama" else family_config(family)
+    model: Any = AutoModelForCausalLM.from_config(config).to(DEVICE, DTYPE).train()
+    if lora:
+        peft = pytest.importorskip("peft")
+        chosen = peft.LoraConfig(r=4, target_modules="all-linear", **options.pop("peft", {}))
+        model = peft.get_peft_model(model, chosen)
+        for name, x in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(x, std=0.02)
+    longctx.patch(model, **options)
+    if not GPU:
+        runtime_of(model).attention = ByBounds()
+    return model
+
+
+def runtime_of(model: Any) -> Any:
+    return next(m.longctx for m in model.modules() if "longctx" in vars(m))
+
+
+def count(model: Any) -> int:
+    return len(runtime_of(model).graphs or ())
+
+
+def step(model: Any, given: dict[str, Any], optimizer: Any = None) -> list[Tensor]:
+    loss = model(**given).loss
+    loss.backward()
+    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()
+    return found
+
+
+def assert_same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert len(ours) == len(theirs)
+        assert all(map(torch.equal, ours, theirs))
+
+
+def trained(model: Any, steps: Any) -> list[list[Tensor]]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    return [step(model, given, optimizer) for given in steps]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3_text", "mistral", "cohere2", "phi3", "granite", "olmo3"]
+)
+def test_bits_are_those_of_eager_passes(family: str, lora: bool) -> None:
+    if family == "phi3" and lora:
+        pytest.skip("PEFT adapts no weights of several projections by that name")
+    rows = [batch(i) for i in range(8)]
+    ours, eager = make(family, lora), make(family, lora, cuda_graphs="off")
+    assert_same(trained(ours, rows), trained(eager, rows))
+    assert count(ours) >= 1 and not count(eager)
+
+
+def test_it_says_so_once(capsys: Any) -> None:
+    model = make()
+    trained(model, [batch(i) for i in range(6)])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("CUDA graphs" in line for line in lines) == 1
+
+
+def test_gradients_that_add_up_and_are_kept() -> None:
+    ours, eager = make(), make(cuda_graphs="off")
+    for model in (ours, eager):
+        trained(model, [batch(i) for i in range(3)])
+    assert count(ours) == 1
+    sums: list[list[Tensor]] = []
+    for model in (ours, eager):
+        kept = []
+        for i in range(3):
+            (model(**batch(i)).loss / 3).backward()
+            kept.append(model.model.layers[0].mlp.up_proj.weight.grad)
+            if i == 0:
+                model.model.layers[0].mlp.up_proj.weight.grad = None
+        sums.append([*kept, *(p.grad for p in model.parameters())])
+    assert_same(sums[:1], sums[1:])
+
+
+def test_evaluation_and_other_batches_in_between() -> None:
+    ours, eager = make(), make(cuda_graphs="off")
+    found: list[list[list[Tensor]]] = []
+    for model in (ours, eager):
+        seen = trained(model, [batch(0, rows=2), *(batch(i) for i in range(3))])
+        with torch.no_grad():
+            seen.append([model(**batch(4)).loss, model(**batch(2)).logits])
+        seen += trained(model, [batch(0, rows=2), batch(1), batch(5, documents=[17, 4]), batch(2)])
+        seen += trained(model, [batch(i, rows=2) for i in range(4)])
+        found.append(seen)
+    assert_same(*found)
+    assert count(ours) == 2
+
+
+def test_more_documents_than_there_is_room_for() -> None:
+    rows = [[48], [48], [48], *([2] * 24 for _ in range(4)), [24, 24], [48]]
+    ours, eager = make(), make(cuda_graphs="off")
+    steps = [batch(i, documents=lengths) for i, lengths in enumerate(rows)]
+    assert_same(trained(ours, steps), trained(eager, steps))
+    assert count(ours) == 1
+
+
+def test_two_batches_before_a_backward() -> None:
+    """The second one runs eagerly, since graphs have room for one."""
+    found = []
+    for model in (make(), make(cuda_graphs="off")):
+        trained(model, [batch(i) for i in range(3)])
+        first, second = model(**batch(0)).loss, model(**batch(1)).loss
+        (first - second).backward()
+        found.append([first, second, *(p.grad for p in model.parameters())])
+    assert_same(found[:1], found[1:])
+
+
+def test_outputs_are_nobody_elses() -> None:
+    model = make()
+    trained(model, [batch(i) for i in range(3)])
+    hidden = model.model(**{k: v for k, v in batch(0).items() if k != "labels"}).last_hidden_state
+    before = hidden.detach().clone()
+    loss = hidden.float().square().sum()
+    loss.backward()
+    kept = [p.grad for p in model.model.parameters()]
+    values = [x.clone() for x in kept]
+    model.zero_grad()
+    trained(model, [batch(i) for i in range(2)])
+    assert torch.equal(hidden, before) and all(map(torch.equal, kept, values))
+    with pytest.raises(RuntimeError, match="backward"):
+        loss.backward()
+
+
+def _replace_weight(model: Any) -> None:
+    up = model.model.layers[1].mlp.up_proj
+    up.weight = nn.Parameter(up.weight.detach() * 2)
+
+
+def _replace_data(model: Any) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data * 2
+
+
+def _freeze(model: Any) -> None:
+    model.model.layers[0].requires_grad_(False)
+
+
+def _train_the_first_only(model: Any) -> None:
+    model.requires_grad_(False)
+    model.model.layers[0].requires_grad_(True)
+
+
+def _shift_rope(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def _hook_inside(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_hook(lambda module, args, output: (output[0] * 0.5, output[1]))
+
+
+def _load(model: Any) -> None:
+    model.load_state_dict({name: x * 1.25 for name, x in model.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _replace_weight,
+        _replace_data,
+        _freeze,
+        _train_the_first_only,
+        _shift_rope,
+        _hook,
+        _hook_inside,
+        _load,
+    ],
+)
+def test_a_model_that_changes(change: Any) -> None:
+    found = []
+    for options in ({}, {"cuda_graphs": "off"}):
+        model = make(**options)
+        seen = trained(model, [batch(i) for i in range(3)])
+        change(model)
+        found.append(seen + trained(model, [batch(i) for i in range(4)]))
+    assert_same(*found)
+
+
+def test_adapters_that_change() -> None:
+    found = []
+    for options in ({}, {"cuda_graphs": "off"}):
+        model = make(lora=True, **options)
+        seen = trained(model, [batch(i) for i in range(3)])
+        for module in model.modules():
+            if "lora_A" in module._modules:
+                module.scaling["default"] = 0.25
+        seen += trained(model, [batch(i) for i in range(3)])
+        with model.disable_adapter():
+            seen += [[model(**batch(1)).loss.detach()]]
+        seen += trained(model, [batch(i) for i in range(3)])
+        found.append(seen)
+    assert_same(*found)
+
+
+def test_dropout_of_adapters_is_eager(capsys: Any) -> None:
+    model = make(lora=True, peft={"lora_dropout": 0.3})
+    trained(model, [batch(i) for i in range(4)])
+    assert not count(model)
+    assert capsys.readouterr().out.count("no CUDA graphs: dropout") == 1
+
+
+def test_a_copy_and_a_file_have_no_graphs() -> None:
+    model = make()
+    trained(model, [batch(i) for i in range(3)])
+    other = copy.deepcopy(model)
+    assert count(other) == 0 and count(model) == 1
+
+
+def test_what_changes_at_every_step_is_not_recorded_for_ever(capsys: Any) -> None:
+    model = make()
+    for i in range(60):
+        if i % 3 == 0:
+            _replace_data(model)
+            model.model.layers[1].mlp.up_proj.weight.data /= 2
+        step(model, batch(i))
+    assert "no CUDA graphs: the model changes too often" in capsys.readouterr().out
+
+
+def test_exact_states() -> None:
+    found = []
+    for options in ({}, {"cuda_graphs": "off"}):
+        model = make(**options)
+        optimizer = longctx.exact_adamw(model, lr=1e-3, tokens=48)
+        seen = []
+        for i in range(6):
+            for part in range(2):
+                (model(**batch(2 * i + part)).loss / 2).backward()
+            seen.append([optimizer.clip(1.0).clone()])
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*seen, [p.detach().clone() for p in model.parameters()]])
+        if not options:
+            assert count(model) == 1
+    assert_same(*found)
