@@ -83,6 +83,9 @@ Python launches one. A plan counts none of them, and says so where a layer compu
 so that these steps on an H100 are among those: QLoRA of 8B took 0.64 s for 2048 tokens (0.162
 predicted) and 0.83 s for 8192 (0.621), Llama-3.2-1B 0.208 s for 8192 (0.145). In no results file
 yet."""
+GRAPHED_TOKENS = 32768
+"""Batches of at most so many tokens run as CUDA graphs: the kernels of longer ones take longer than
+the Python that launches them."""
 DEQUANTISE = 3.5
 """A byte that bitsandbytes makes dense takes as long as so many that are read or written: 0.096 ms
 for 14336 x 4096 on an H200. No results file holds that."""

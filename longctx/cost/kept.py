@@ -79,6 +79,11 @@ def runs(ladder: Ladder) -> Iterator[tuple[Keep, int]]:
         yield keep, len(list(layers))
 
 
+def hosts(ladder: Ladder) -> bool:
+    """Whether something of a layer waits on the host."""
+    return any(keep.hosted for keep in ladder)
+
+
 def describe(ladder: Ladder, *, on_gpu: bool = True) -> str:
     """Returns one line that says what is kept, where, and by which layers. Without a GPU there is
     one memory."""

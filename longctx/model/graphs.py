@@ -38,6 +38,8 @@ from torch import Tensor
 
 from longctx.attention.documents import Documents
 from longctx.constants import GIB
+from longctx.cost.fitted import GRAPHED_TOKENS
+from longctx.cost.kept import hosts
 from longctx.errors import print_rank0
 from longctx.kernels.launch import once_differentiable
 from longctx.layer.adapters.protocol import Settings
@@ -58,8 +60,6 @@ from longctx.model.families import (
 from longctx.model.runtime import Runtime, follows_positions, make_schedule
 from longctx.model.strangers import why_not_scheduled
 
-MOST_TOKENS = 32768
-"""Batches of more tokens are eager: their kernels take longer than the Python between them."""
 MOST_GRAPHS = 4
 """Graphs of a model; the one that was used longest ago goes first."""
 PATIENCE = 10
@@ -432,8 +432,8 @@ def _is_asked(base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> b
         runtime.args.cuda_graphs == "auto"
         and torch.is_grad_enabled()
         and can_record(x)
-        and len(x) <= MOST_TOKENS
-        and not any(keep.hosted for keep in runtime.store.ladder)
+        and len(x) <= GRAPHED_TOKENS
+        and not hosts(runtime.store.ladder)
         and not (documents.parents or documents.padding)
         and not follows_positions(base)
         and not (dist.is_initialized() and dist.get_world_size() > 1)

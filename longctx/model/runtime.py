@@ -22,7 +22,8 @@ from longctx.attention.protocol import Attention
 from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
 from longctx.cost.dims import Adapted, LayerKind
-from longctx.cost.kept import describe, uniform
+from longctx.cost.fitted import GRAPHED_TOKENS
+from longctx.cost.kept import describe, hosts, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
 from longctx.errors import UserError
@@ -164,11 +165,22 @@ class Runtime:
         self.host_room = self.store.host_bytes() if host_room is None else host_room
         step = self.step(sizes, tokens)
         levels = pending_levels(sizes.layers, *pending, accumulates=self.passes > 1)
-        chosen = choose(step, [levels], Budget(free_bytes, self.host_room))
+        budget = Budget(free_bytes, self.host_room)
+        chosen = choose(step, [levels], budget)
+        # Graphs hold a second copy of gradients. Where that would send activations to the host,
+        # layers run eagerly.
+        if self.records(tokens) and not hosts(chosen.ladder):
+            with_room = choose(step, [levels], budget._replace(gpu=free_bytes - pending.gradients))
+            chosen = chosen if hosts(with_room.ladder) else with_room
         self.cut = chosen.sizes.cut(tokens)
         needed_bytes = host_bytes(step, chosen)
         self.store.reserve(chosen.ladder, needed_bytes, self.host_room)
         return True
+
+    def records(self, tokens: int) -> bool:
+        """Whether batches of so many tokens may run as CUDA graphs (graphs.py)."""
+        on_gpu = self.store.device.type == "cuda"
+        return on_gpu and self.args.cuda_graphs == "auto" and tokens <= GRAPHED_TOKENS
 
     def step(self, sizes: Sizes, tokens: int) -> Step:
         """What the ladder and the cut of batches of `tokens` tokens are chosen for. Where nothing
