@@ -128,12 +128,14 @@ class FlashAttention4(Attention):
     """The variable-length form of flash-attn-4 (Tri Dao and others, PyPI `flash-attn-4`)."""
 
     writes_gradients = True
-    reads_bounds = True
 
     def __init__(self, softcap: float | None = None) -> None:
         super().__init__(softcap)
         interface = flash4.load()
         self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
+
+    def reads_bounds(self, longest: int) -> bool:
+        return True
 
     def forward(
         self,
@@ -195,7 +197,8 @@ class FlashAttention4(Attention):
 class Flash(Attention):
     """The variable-length form of torch's FlashAttention-2 op on CUDA."""
 
-    reads_bounds = True
+    def reads_bounds(self, longest: int) -> bool:
+        return True
 
     def forward(
         self,

@@ -46,6 +46,10 @@ class ByLength(Attention):
     def __init__(self, short: Attention, long: Attention, long_tokens: int = LONG) -> None:
         super().__init__(short.softcap)
         self.short, self.long, self.long_tokens = short, long, long_tokens
+        self.limits = (long_tokens - 1,)
+
+    def reads_bounds(self, longest: int) -> bool:
+        return longest < self.long_tokens and self.short.reads_bounds(longest)
 
     def forward(
         self,
@@ -84,6 +88,9 @@ class ByLength(Attention):
     def runs(self, documents: Documents) -> Iterator[Run]:
         """Yields the documents in their order."""
         lengths, bounds = documents.lengths, documents.cu_seqlens
+        if max(lengths) < self.long_tokens:
+            yield Run(self.short, slice(None), documents)
+            return
         first = start = 0
         for is_long, group in groupby(lengths, lambda length: length >= self.long_tokens):
             part = tuple(group)

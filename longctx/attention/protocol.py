@@ -53,11 +53,15 @@ class Attention(ABC):
 
     writes_gradients = False
     """True if backward writes dq, dk and dv in place; else it allocates them, and copies them."""
-    reads_bounds = False
-    """True if the GPU reads where documents begin, and the host only how long they may be."""
+    limits: tuple[int, ...] = ()
+    """Lengths of the longest document up to which its work is the same."""
 
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
+
+    def reads_bounds(self, longest: int) -> bool:
+        """Whether the GPU alone reads where documents begin, of which none has more tokens."""
+        return False
 
     @abstractmethod
     def forward(

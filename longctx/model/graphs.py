@@ -86,14 +86,15 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> Call:
-        windows = {traits.window for traits in model_traits(base) if traits.window is not None}
-        by_bounds = runtime.attention.reads_bounds
+        windows = (traits.window for traits in model_traits(base) if traits.window is not None)
+        limits = (n for n in (*windows, *runtime.attention.limits) if n >= documents.longest)
+        longest = min([len(x), *limits])
         return cls(
             tokens=len(x),
             dtype=x.dtype,
             needs_dx=x.requires_grad,
-            longest=min([len(x), *(w for w in windows if w >= documents.longest)]),
-            lengths=None if by_bounds else documents.lengths,
+            longest=longest,
+            lengths=None if runtime.attention.reads_bounds(longest) else documents.lengths,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 

@@ -151,6 +151,7 @@ class LongTrainer(TaskTrainer):
         self.interrupts = Interrupts()
         self._checkpoint_bytes = 0
         self._skipped_steps = 0
+        self._filters_losses = False
         self._evaluations: dict[int, dict[str, float]] = {}
         group = self.engine.row_group(self.accelerator)
         self.shards = self.task.shards = None if group is None else Shards(group)
@@ -186,13 +187,24 @@ class LongTrainer(TaskTrainer):
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self.interrupts, explained_workers(), end_with_peers():
+        with self.interrupts, explained_workers(), end_with_peers(), self._filtered_losses():
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
         self._check_update()
         last = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
         self.interrupts.exit_if_stopped(saved=last.is_dir())
         return result
+
+    @contextmanager
+    def _filtered_losses(self) -> Iterator[None]:
+        """Trainer would wait for each batch's loss, and with it for the whole backward, to leave it
+        out of the logged mean if it is no number: `training_step` does that on the GPU."""
+        self._filters_losses = bool(self.args.logging_nan_inf_filter)
+        self.args.logging_nan_inf_filter = False
+        try:
+            yield
+        finally:
+            self.args.logging_nan_inf_filter = self._filters_losses
 
     def _check_update(self) -> None:
         """The next step's loss would tell that an update broke the weights: a save, and the end of
@@ -240,6 +252,9 @@ class LongTrainer(TaskTrainer):
         )
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.nonfinite.record(inputs if group is None else None, loss)
+        if self._filters_losses:
+            mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+            loss = torch.where(loss.isfinite(), loss, mean)
         return loss
 
     @overrides
