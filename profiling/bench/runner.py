@@ -198,6 +198,18 @@ def rounded(row: Row) -> Row:
 
 def run_child(command: list[str], timeout_s: float | None = None) -> list[Row]:
     """The rows that a child prints as its last line; none, and the reason shown, if it fails."""
+    lines, reason = child_lines(command, timeout_s)
+    if not lines:
+        print(f"    failed: {reason}", flush=True)
+        return []
+    for row in lines[-1]:
+        print("    " + json.dumps(row), flush=True)
+    return lines[-1]
+
+
+def child_lines(command: list[str], timeout_s: float | None = None) -> tuple[list[list[Row]], str]:
+    """The rows of each line of rows that a child prints until it ends or is late, and which of
+    the two it was."""
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     printed = None
     try:
@@ -210,14 +222,7 @@ def run_child(command: list[str], timeout_s: float | None = None) -> list[Row]:
             kill_with_workers(child.pid)
     if printed is None:
         printed, _ = child.communicate()
-    lines = [line for line in printed.splitlines() if line.startswith("[{")]
-    if not lines:
-        print(f"    failed: {reason}", flush=True)
-        return []
-    rows: list[Row] = json.loads(lines[-1])
-    for row in rows:
-        print("    " + json.dumps(row), flush=True)
-    return rows
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("[{")], reason
 
 
 def kill_with_workers(pid: int) -> None:

@@ -31,12 +31,10 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
@@ -48,6 +46,7 @@ from longctx.constants import GIB, IGNORE_INDEX
 from profiling.bench import runner
 from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
+from profiling.bench.step_clock import busy_intervals, idle_share
 from profiling.ladders import ladder_columns
 
 SHORTEST, LONGEST = 500, 9000
@@ -239,22 +238,7 @@ class StepClock(TrainerCallback):
                 self.profiler.start()
         elif on_gpu and step == self.last + IDLE_STEPS:
             self.profiler.stop()
-            self.row["idle"] = idle_share(
-                (event.start_ns(), event.start_ns() + event.duration_ns())
-                for event in self.profiler.profiler.kineto_results.events()
-                if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
-            )
-
-
-def idle_share(busy: Iterable[tuple[int, int]]) -> float:
-    """Of the time from the first to the last of these intervals, what none of them covers."""
-    intervals = sorted(busy)
-    first = end = intervals[0][0]
-    idle = 0
-    for start, stop in intervals:
-        idle += max(0, start - end)
-        end = max(end, stop)
-    return idle / (end - first)
+            self.row["idle"] = idle_share(busy_intervals(self.profiler))
 
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:

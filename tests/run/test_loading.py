@@ -97,6 +97,8 @@ def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch)
     [
         ("llama-3.2-1b", 1_235_814_400, "LlamaDecoderLayer"),
         ("llama-3.1-8b", 8_030_261_248, "LlamaDecoderLayer"),
+        ("smollm2-135m", 134_515_008, "LlamaDecoderLayer"),
+        ("qwen3-0.6b", 596_049_920, "Qwen3DecoderLayer"),
         ("qwen3-8b", 8_190_735_360, "Qwen3DecoderLayer"),
         ("qwen2.5-7b", 7_615_616_512, "Qwen2DecoderLayer"),
         ("mistral-7b", 7_241_732_096, "MistralDecoderLayer"),

@@ -1,0 +1,384 @@
+"""Times the steps of everyday fine-tunes on one GPU, ours and those of peers on the same rows.
+
+    python profiling/bench/everyday_bench.py --case qlora:2048 --side custom,unsloth \\
+        --unsloth_env /tmp/uns_env.sh --output profiling/results/h100_everyday.json
+    python profiling/bench/everyday_bench.py --case qlora:2048@8 --side custom -- --cuda_graphs off
+    python profiling/bench/everyday_bench.py --case llama-3.2-1b,dpo --side custom,liger,compile,trl
+    python profiling/bench/everyday_bench.py --list
+
+A case is one row of the table: `qlora:2048` has 2048 tokens and all of the GPU's memory,
+`qlora:2048@8` is within 8 GiB, `qlora` names all of them. A budget is ours alone: a peer has no
+limit, and its row says what it took. Random weights, random tokens.
+
+    qlora, lora     Llama-3.1-8B, adapters of rank 16 on all maps, over NF4 or 16 bits
+    llama-3.2-1b    all weights, one document a row
+    documents       the same model, documents packed into the row
+    qwen3-0.6b      all weights, 8 rows of 2048 tokens; smollm2-135m, too
+    dpo             LoRA on Llama-3.1-8B, pairs: a prompt of 1024 tokens, two answers of as many
+
+Sides: `custom` is train.py's trainer with its defaults, and what comes after `--` goes to it.
+`unsloth` (unsloth_peer.py), `liger`, `compile` and `trl` (everyday_peers.py) are at their best
+settings and keep (`checkpointing`) in turn what each can: the best of these rows counts. Peers run
+in a plain loop that neither clips nor logs, pairs in TRL's trainer. Our states are exact (fp32),
+those of peers bf16, so that peers have less to do.
+
+`step_s` is the median of `steps` steps after a few others, from one step's begin to the next by the
+GPU's clock, without a synchronisation in between (step_clock.py); `slowest_s` is the longest.
+`fwd_s`, `bwd_s`, `opt_s` (clipping included) and `rest_s` are medians of its phases. `idle` is the
+share of two further steps in which the GPU did nothing. `peak_gib` and `reserved_gib` are of
+the timed steps, `host_gib` is what the process holds of the host's memory after them.
+
+A process measures one case of ours, or all chosen lengths of a peer's. A case that fails is a row
+with its reason, and the others go on. Unsloth needs other versions of packages: `--unsloth_env`
+names a shell file that sets PYTHONPATH for its process, and the folder `--models` takes the weights
+that it reads (16 GiB for 8B), which stay there for the next run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from longctx.constants import GIB
+from longctx.cost.flops import mfu, step_flops
+from longctx.memory.machine import held_host_bytes
+from profiling.bench.everyday_peers import PEERS, Case, Peer, Rows, make_weights, measure_peer
+from profiling.bench.runner import Row, child_lines, rounded
+from profiling.bench.step_clock import Clock, time_trainer
+from profiling.results import results_file, write_results
+
+UNSLOTH = Path(__file__).with_name("unsloth_peer.py")
+QLORA = dict(name="qlora", preset="llama-3.1-8b", lora=16, quantize="nf4")
+LENGTHS = {1024: 8, 2048: 8, 4096: 9, 8192: 10, 32768: 12}
+"""Tokens of a row -> GiB of our budget."""
+CASES = [
+    *(Case(**QLORA, tokens=n, gpu_gib=gib) for n, most in LENGTHS.items() for gib in (0, most)),
+    Case(name="lora", preset="llama-3.1-8b", lora=16, tokens=4096, gpu_gib=24),
+    *(Case(name="llama-3.2-1b", preset="llama-3.2-1b", tokens=n) for n in (4096, 8192)),
+    Case(name="documents", preset="llama-3.2-1b", tokens=8192, documents=True),
+    *(Case(name=name, preset=name, tokens=2048, rows=8) for name in ("qwen3-0.6b", "smollm2-135m")),
+    Case(name="dpo", preset="llama-3.1-8b", lora=16, tokens=2048, task="dpo"),
+]
+SIDES: dict[str, tuple[str | None, ...]] = {
+    "custom": (None,),
+    "unsloth": ("unsloth", "none"),
+    "liger": ("selective", "none", "layers"),
+    "compile": ("none",),
+    "trl": ("none", "layers"),
+}
+"""Side -> what its layers keep, in turn; ours have their schedule."""
+ATTENTION = {"custom": "auto", "liger": "fa4", "compile": "sdpa", "trl": "sdpa"}
+"""Side -> the attention that its row names; Unsloth chooses its own."""
+KEY = ("case", "side", "checkpointing", "flags")
+LONG_TOKENS = 16384
+"""Steps of more tokens are timed less often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one process measures."""
+
+    side: str
+    cases: list[Case]
+    checkpointings: list[str | None]
+    models: str
+    flags: list[str]
+    timed: int | None = None
+
+    @classmethod
+    def parsed(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**{**fields, "cases": [Case(**case) for case in fields["cases"]]})
+
+    @property
+    def longest(self) -> Case:
+        """The case by which a model that serves all of them is made."""
+        return max(self.cases, key=lambda case: case.tokens)
+
+    @property
+    def weights(self) -> Path:
+        """The folder of weights of the cases' model."""
+        return Path(self.models) / f"m{self.longest.preset.rpartition('-')[2]}"
+
+    def settings(self, case: Case, checkpointing: str | None) -> Row:
+        row = {"case": case.text, "side": self.side, "checkpointing": checkpointing, **asdict(case)}
+        row["attention"] = ATTENTION.get(self.side, "its own")
+        fp32 = self.side == "custom" or (self.side == "unsloth" and case.lora)
+        row["states"] = "fp32" if fp32 else "bf16"
+        return row | {"flags": " ".join(self.flags)}
+
+
+def fits(case: Case, side: str) -> bool:
+    """Whether a side has something to say on a case."""
+    if side == "custom":
+        return True
+    if case.name == "qlora" and case.gpu_gib:  # as without a budget
+        return False
+    if case.task == "dpo":
+        return side in ("unsloth", "trl")
+    return side in ("unsloth", "liger") or (side == "compile" and not case.lora)
+
+
+def jobs_of(cases: Sequence[Case], sides: Sequence[str], **settings: Any) -> Iterator[Job]:
+    """One process for each case of ours, and for the cases of a peer that share a model; TRL's
+    trainer changes the model, so its processes have one checkpointing each."""
+    for name in dict.fromkeys(case.name for case in cases):
+        for side in sides:
+            found = [case for case in cases if case.name == name and fits(case, side)]
+            modes = [*SIDES[side]]
+            groups = [[case] for case in found] if side == "custom" else [found] if found else []
+            for group in groups:
+                alone = group[0].task == "dpo"
+                for kept in [[mode] for mode in modes] if alone else [modes]:
+                    flags = settings["flags"] if side == "custom" else []
+                    job = {**settings, "flags": flags, "checkpointings": kept}
+                    yield Job(side=side, cases=group, **job)
+
+
+# --- in a child ------------------------------------------------------------------------------
+
+
+def child(job_text: str, peers: Mapping[str, Peer] = PEERS, versions: Row | None = None) -> None:
+    """Prints a line for each row of a job; all else goes to stderr."""
+    job, printed = Job.parsed(job_text), sys.stdout
+    with redirect_stdout(sys.stderr):
+        for row in rows_of(job, peers):
+            row = row | ({"peer_versions": versions} if versions else {})
+            print(json.dumps([row]), file=printed, flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # what ran out of memory may hang in its own clean-up
+
+
+def rows_of(job: Job, peers: Mapping[str, Peer]) -> Iterator[Row]:
+    """The rows of a job, as they come; of weights, whether they were made."""
+    if job.side == "weights":
+        yield attempt({}, partial(make_weights, job.longest, job.weights))
+        return
+    peer, model = peers.get(job.side), None
+    if peer:
+        loaded: list[Any] = []
+        outcome = attempt({}, lambda: loaded.append(peer.load(job.longest, job.weights)))
+        if not loaded:
+            yield from failed_rows(job, outcome)
+            return
+        (model,) = loaded
+    for kept in job.checkpointings:
+        for case in job.cases:
+            yield attempt(job.settings(case, kept), partial(measure, job, peer, model, case, kept))
+
+
+def measure(job: Job, peer: Peer | None, model: Any, case: Case, kept: Any) -> Row:
+    """The columns of a row that are measured."""
+    clock = Clock(*steps_of(case, job.timed))
+    with tempfile.TemporaryDirectory() as folder:
+        if peer is None:
+            return measure_custom(case, clock, job.flags, Path(folder))
+        model.zero_grad()  # an earlier case may have ended within a step
+        measure_peer(peer, model, case, kept, clock, Path(folder))
+        return columns(case, clock, model)
+
+
+def failed_rows(job: Job, outcome: Row) -> list[Row]:
+    """The rows of a job that did not get as far as a step."""
+    pairs = [(case, kept) for kept in job.checkpointings for case in job.cases]
+    return [job.settings(case, kept) | outcome for case, kept in pairs]
+
+
+def attempt(settings: Row, function: Callable[[], Row | None]) -> Row:
+    """The settings with what a function returns and its status: `ok`, or `oom` or `failed` with a
+    reason. The GPU memory that a failed attempt held is free again."""
+    try:
+        row = {**settings, **(function() or {}), "status": "ok"}
+    except Exception as error:
+        traceback.print_exc()
+        oom = "out of memory" in str(error)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        row = {**settings, "status": "oom" if oom else "failed", "reason": reason}
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return rounded(row)
+
+
+def steps_of(case: Case, timed: int | None) -> tuple[int, int]:
+    """The steps that warm up and those that are timed."""
+    return (2, timed or 3) if case.step_tokens > LONG_TOKENS else (3, timed or 8)
+
+
+def measure_custom(case: Case, clock: Clock, flags: list[str], folder: Path) -> Row:
+    """Steps of train.py's trainer with its defaults. A prompt of pairs is computed once."""
+    from longctx.model.runtime import patched_part
+    from profiling.bench import step_bench
+    from profiling.build import build_trainer
+    from profiling.ladders import ladder_columns
+
+    half = case.tokens // 2
+    tokens = 3 * half if case.task == "dpo" else case.tokens
+    step_case = {**step_bench.DEFAULTS, **asdict(case), "engine": "plain", "offload": "auto"}
+    flags = [*step_bench.train_flags(step_case, tokens), *flags]
+    if not torch.cuda.is_available():
+        flags.append("--use_cpu")
+    trainer, _ = build_trainer(
+        flags,
+        steps=clock.total,
+        output_dir=folder,
+        layers=case.layers,
+        lengths=[tokens] * clock.total if case.task == "dpo" else None,
+        answer_tokens=half if case.task == "dpo" else None,
+        rows=None if case.task == "dpo" else Rows(case, clock.total * case.rows),
+    )
+    time_trainer(trainer, clock)
+    row = columns(case, clock, trainer.model)
+    if patched := patched_part(trainer.model):
+        row |= ladder_columns(patched.longctx.store.ladder, patched.longctx.cut)
+    return row
+
+
+def columns(case: Case, clock: Clock, model: Any) -> Row:
+    """What was measured; MFU where all weights train."""
+    row: Row = clock.columns()
+    row["tokens_per_s"] = case.step_tokens / row["step_s"]
+    row["host_gib"] = held_host_bytes() / GIB
+    if not case.lora and (share := mfu_of(case, clock.timed, model, row["step_s"])):
+        row["mfu"] = share
+    return row
+
+
+def mfu_of(case: Case, count: int, model: Any, step_s: float) -> float | None:
+    """The share of the card's peak that a step's FLOPs are, with attention as over `count` rows of
+    the case; None for an unknown card."""
+    from longctx.run.metrics import attended, device_peak_flops, parameters_in_matmuls
+
+    peak = device_peak_flops(next(model.parameters()).device)
+    if peak is None:
+        return None
+    rows = Rows(case, count)
+    pairs = [float(attended(model.config, rows[n]["position_ids"])) for n in range(count)]
+    flops = step_flops(
+        parameters=parameters_in_matmuls(model), tokens=case.tokens, attended=statistics.mean(pairs)
+    )
+    return mfu(case.rows * flops, step_s, peak)
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def run_job(job: Job, unsloth_env: str | None, limit_s: float) -> list[Row]:
+    """The rows of a job, from a process of its own; what it did not measure has a row with the
+    reason. Unsloth's weights are made before, if they are not there."""
+    if job.side == "unsloth" and not (job.weights / "tokenizer.json").exists():
+        made = run_job(replace(job, side="weights"), None, limit_s)[0]
+        if made["status"] != "ok":
+            return failed_rows(job, made)
+    lines, reason = child_lines(command(job, unsloth_env), limit_s)
+    rows = [row for line in lines for row in line]
+    if job.side == "weights":
+        return rows or [{"status": "failed", "reason": f"no weights: {reason}"}]
+    measured = {(row["case"], row["checkpointing"]) for row in rows}
+    rest = failed_rows(job, {"status": "failed", "reason": reason})
+    return rows + [r for r in rest if (r["case"], r["checkpointing"]) not in measured]
+
+
+def command(job: Job, unsloth_env: str | None) -> list[str]:
+    """The command of a job's process."""
+    if job.side != "unsloth":
+        return [sys.executable, __file__, "--child", json.dumps(asdict(job))]
+    words = [sys.executable, str(UNSLOTH), json.dumps(asdict(job))]
+    return ["bash", "-c", '. "$0" && exec "$@"', unsloth_env, *words] if unsloth_env else words
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    if args.child:
+        child(args.child)
+        return
+    settings = dict(models=args.models, flags=args.flags, timed=args.steps)
+    jobs = list(jobs_of(args.case, args.side, **settings))
+    if args.list or not jobs:
+        for job in jobs:
+            print(f"{job.side:8} {' '.join(case.text for case in job.cases)}")
+        return
+    found: list[Row] = []
+    for number, job in enumerate(jobs, 1):
+        texts = " ".join(case.text for case in job.cases)
+        print(f"[{number}/{len(jobs)}] {job.side} {texts}", flush=True)
+        rows = run_job(job, args.unsloth_env, args.limit_s)
+        for row in rows:
+            print("    " + json.dumps(row), flush=True)
+        if args.output:
+            write_results(args.output, rows, key=KEY)
+        found += rows
+    print(table(found))
+    if failed := sum(row["status"] == "failed" for row in found):
+        sys.exit(f"error: {failed} of {len(found)} rows failed")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--case", type=cases_named, default=CASES, help="NAME[:TOKENS[@GIB]],...")
+    parser.add_argument("--side", type=sides_named, default=[*SIDES], help=",".join(SIDES))
+    parser.add_argument("--steps", type=int, help="timed steps (default: 8, of long rows 3)")
+    parser.add_argument("--limit_s", type=float, default=540, help="seconds a process may take")
+    parser.add_argument(
+        "--unsloth_env", type=shell_file, help="shell file that sets PYTHONPATH for Unsloth"
+    )
+    parser.add_argument("--models", default="/dev/shm/everyday", help="folder of Unsloth's weights")
+    parser.add_argument("--output", type=results_file, help="JSON file; rows are added to its own")
+    parser.add_argument("--list", action="store_true", help="print the processes and run nothing")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("flags", nargs="*", help="after --: more options of train.py, for custom")
+    return parser.parse_args(argv)
+
+
+def cases_named(text: str) -> list[Case]:
+    """The cases that words name, in the order of the table."""
+    words = text.split(",")
+    known = {word for case in CASES for word in (case.name, case.text)}
+    if unknown := [word for word in words if word not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(sorted(known))}")
+    return [case for case in CASES if {case.name, case.text} & {*words}]
+
+
+def sides_named(text: str) -> list[str]:
+    if unknown := [word for word in text.split(",") if word not in SIDES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SIDES)}")
+    return text.split(",")
+
+
+def shell_file(text: str) -> str:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no file")
+    return str(Path(text).resolve())  # a bare name would be looked for along PATH
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each row."""
+    names = ("step_s", "fwd_s", "bwd_s", "opt_s", "tokens_per_s", "mfu", "idle")
+    names += ("peak_gib", "reserved_gib", "status")
+    lines = [f"{'case':20} {'side':8} {'keeps':10}" + "".join(f"{name:>13}" for name in names)]
+    for row in rows:
+        start = f"{row['case']:20} {row['side']:8} {row['checkpointing'] or '':10}"
+        values = [row.get(name, "") for name in names]
+        cells = [f"{v:13.3f}" if isinstance(v, float) else f"{v:>13}" for v in values]
+        lines.append(start + "".join(cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Rows and peers of everyday_bench.py: what runs beside us, each at its best settings.
+
+    liger    Hugging Face's layers with Liger-Kernel's, flash-attn-4 by documents (peers.py); PEFT's
+             adapters in bf16, as TRL casts them
+    compile  Hugging Face's layers under torch.compile, one graph a shape, with torch's attention
+    trl      TRL's DPOTrainer over the `liger` model; the reference's log-probabilities are there
+             before the steps, as ours are
+
+Weights that train are in bf16, with torch's fused AdamW in bf16: the least work that each can do.
+What loads models is imported where it is needed: in Unsloth's process it would be patched.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from longctx.attention.documents import Documents
+from longctx.constants import GIB, IGNORE_INDEX
+from longctx.errors import UserError
+from longctx.model.adapters import inside_peft
+from profiling.bench import peers
+from profiling.bench.step_clock import Clock, time_loop, time_trainer
+
+WORDS = 1000
+"""Tokens are drawn below this number."""
+DOCUMENTS = (100, 1500)
+"""The fewest and the most tokens of a packed document."""
+BATCHES = 4
+"""Batches of a loop, taken in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A row of the table, whoever computes it."""
+
+    name: str
+    preset: str
+    tokens: int
+    """Of a row; of a pair, the tokens of a prompt, which has half of them, with one answer."""
+    rows: int = 1
+    lora: int = 0
+    quantize: str = "none"
+    gpu_gib: float = 0
+    """Our budget of GPU memory (0: all); peers have no limit."""
+    task: str = "sft"
+    documents: bool = False
+    layers: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The word that selects this case on the command line."""
+        return f"{self.name}:{self.tokens}" + (f"@{self.gpu_gib:g}" if self.gpu_gib else "")
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens of a step, a prompt counted once an answer."""
+        return self.rows * self.tokens * (2 if self.task == "dpo" else 1)
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def document_lengths(tokens: int, numbers: random.Random) -> list[int]:
+    """The documents that fill a row; the last is what room the others leave."""
+    lengths: list[int] = []
+    while (room := tokens - sum(lengths)) > 0:
+        lengths.append(min(room, numbers.randint(*DOCUMENTS)))
+    return lengths
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Rows of random tokens, the same ones in every run; the first token of a document is no
+    label."""
+
+    def __init__(self, case: Case, count: int) -> None:
+        self.case, self.count = case, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:  # each (tokens,)
+        tokens = self.case.tokens
+        lengths = [tokens]
+        if self.case.documents:
+            lengths = document_lengths(tokens, random.Random(index))
+        position_ids = torch.cat([torch.arange(n) for n in lengths])
+        ids = torch.randint(WORDS, (tokens,), generator=torch.Generator().manual_seed(index))
+        labels = ids.masked_fill(position_ids == 0, IGNORE_INDEX)
+        return {"input_ids": ids, "labels": labels, "position_ids": position_ids}
+
+
+def batches(case: Case, device: torch.device, bounds: bool) -> list[dict[str, Any]]:
+    """Batches on the device. Without `bounds` a row of one document has no position_ids, so that
+    attention takes its causal path; with them they are there as TRL's collator makes them, and no
+    step reads them back."""
+    rows = Rows(case, BATCHES * case.rows)
+    found = []
+    for first in range(0, len(rows), case.rows):
+        batch: dict[str, Any] = default_collate([rows[first + i] for i in range(case.rows)])
+        batch = {name: x.to(device) for name, x in batch.items()}
+        if bounds:
+            documents = Documents.from_position_ids(batch["position_ids"])
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = documents.cu_seqlens
+            batch["max_length_q"] = batch["max_length_k"] = max(documents.lengths)
+        elif not case.documents:
+            del batch["position_ids"]
+        found.append(batch)
+    return found
+
+
+# --- peers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """How a peer's model is made, and how it is told what its layers keep."""
+
+    load: Callable[[Case, Path], Any]
+    """The model of a case that is as long as any, from a folder of weights if it needs one."""
+    settle: Callable[[Any, Case, str], Any]
+    """Gives the model a checkpointing and returns what a step calls."""
+    autocast: bool = False
+    bounds: bool = False
+
+
+def measure_peer(
+    peer: Peer, model: Any, case: Case, checkpointing: str, clock: Clock, folder: Path
+) -> None:
+    """Runs the steps of a case: TRL's of preference pairs, a plain loop's of rows."""
+    settled = peer.settle(model, case, checkpointing)
+    if case.task == "dpo":
+        time_trainer(dpo_trainer(settled, case, checkpointing, clock.total, folder), clock)
+        return
+    device = next(model.parameters()).device
+    time_loop(settled, batches(case, device, peer.bounds), clock, peer.autocast)
+
+
+def load_hf(case: Case, class_type: str) -> Any:
+    """Hugging Face's layers in bf16 (fp32 without a GPU), with adapters and NF4 as the case says.
+    Liger-Kernel needs a GPU, so without one its layers are Hugging Face's."""
+    from longctx.run.loading import load_model
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    adapters = dict(lora_r=case.lora, quantize=case.quantize) if case.lora else {}
+    args = model_options(case, class_type=class_type if on_gpu else "vanilla", **adapters)
+    model = load_model(args, config_of(case), device=device)
+    inside_peft(model).config.use_cache = False
+    for parameter in model.parameters():
+        if parameter.requires_grad and on_gpu:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model.train()
+
+
+def model_options(case: Case, class_type: str = "vanilla", **more: Any) -> Any:
+    """train.py's options of a model."""
+    from profiling.build import model_arguments
+
+    settings = dict(preset=case.preset, tokens=case.tokens, backend="sdpa", class_type=class_type)
+    return model_arguments(settings, **more)
+
+
+def config_of(case: Case, **special_ids: int) -> PretrainedConfig:
+    from longctx.run.loading import load_config
+    from profiling.build import VOCABULARY
+
+    config = load_config(model_options(case), vocab_size=VOCABULARY, special_ids=special_ids)
+    config.num_hidden_layers = case.layers or config.num_hidden_layers
+    return config
+
+
+def load_liger(case: Case, folder: Path) -> Any:
+    model = load_hf(case, "liger")
+    peers.attend_by_documents(inside_peft(model))
+    return model
+
+
+def keep(model: Any, case: Case, checkpointing: str) -> Any:
+    peers.keep(inside_peft(model), checkpointing, offload=False)
+    return model
+
+
+def compile_anew(model: Any, case: Case, checkpointing: str) -> Any:
+    """torch.compile for one shape: after a second shape it would compile for any."""
+    torch._dynamo.reset()
+    return torch.compile(model)
+
+
+PEERS = {
+    "liger": Peer(load=load_liger, settle=keep, bounds=True),
+    "compile": Peer(
+        load=lambda case, folder: load_hf(case, "vanilla"),
+        settle=compile_anew,
+    ),
+    "trl": Peer(
+        load=lambda case, folder: load_hf(case, "liger"),
+        settle=lambda model, case, checkpointing: model,  # its trainer sets it
+    ),
+}
+
+# --- pairs -----------------------------------------------------------------------------------
+
+
+def tokenizer() -> Any:
+    """One token a word: `w4` to `w999`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<s>", "</s>", "<pad>", "<unk>", *(f"w{n}" for n in range(4, WORDS))]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+def pairs(case: Case, count: int) -> Any:
+    """A dataset of pairs in words: a prompt of half of the tokens and two answers of as many, whose
+    last token is the end that TRL adds."""
+    import datasets
+
+    half = case.tokens // 2
+    numbers = random.Random(0)
+
+    def words(count: int) -> str:
+        return "".join(f"w{numbers.randrange(4, WORDS)} " for _ in range(count))
+
+    columns = {"prompt": half, "chosen": half - 1, "rejected": half - 1}
+    lines = [{name: words(n) for name, n in columns.items()} for _ in range(count)]
+    return datasets.Dataset.from_list(lines)
+
+
+def dpo_trainer(model: Any, case: Case, checkpointing: str, steps: int, folder: Path) -> Any:
+    """TRL's trainer of pairs, or what another peer has put in its place."""
+    from trl import DPOConfig, DPOTrainer
+
+    on_gpu = torch.cuda.is_available()
+    args = DPOConfig(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=case.rows,
+        max_length=case.tokens,
+        precompute_ref_log_probs=True,
+        gradient_checkpointing=checkpointing != "none",
+        bf16=True,
+        optim="adamw_torch_fused",
+        logging_steps=steps,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not on_gpu,
+    )
+    return DPOTrainer(
+        model=model,
+        args=args,
+        train_dataset=pairs(case, BATCHES * case.rows),
+        processing_class=tokenizer(),
+    )
+
+
+# --- weights ---------------------------------------------------------------------------------
+
+
+def make_weights(case: Case, folder: Path) -> None:
+    """Writes a folder of random bf16 weights with a tokenizer, for a peer that reads one; the
+    tokenizer comes last. Raises UserError where there is no room."""
+    from longctx.run.loading import weights_bytes
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = config_of(case, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    needed = weights_bytes(model_options(case, dtype="bfloat16"), config, device)
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < 1.05 * needed:
+        raise UserError(
+            f"{folder} has {free / GIB:.1f} GiB free, the weights need {needed / GIB:.1f}: "
+            "name another folder with --models"
+        )
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)

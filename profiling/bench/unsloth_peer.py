@@ -1,0 +1,85 @@
+"""Unsloth as a peer of everyday_bench.py, in a process and with versions of its own.
+
+everyday_bench.py starts this file. Unsloth patches what is imported after it, so nothing of ours is
+imported before. It reads weights from a folder, quantises them as it loads, and trains under
+bf16 autocast as its own trainer does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def load(case: Any, folder: Path) -> Any:
+    """All weights in bf16, or adapters in fp32 over bf16 or NF4, by its own loader."""
+    import torch
+    from unsloth import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder),
+        max_seq_length=case.tokens,
+        dtype=torch.bfloat16,
+        load_in_4bit=case.quantize == "nf4",
+        full_finetuning=not case.lora,
+        use_gradient_checkpointing="unsloth",
+    )
+    if not case.lora:
+        return model
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=case.lora,
+        lora_alpha=case.lora,
+        lora_dropout=0,
+        bias="none",
+        target_modules=[*MAPS],
+        use_gradient_checkpointing="unsloth",
+        random_state=0,
+    )
+
+
+def settle(model: Any, case: Any, checkpointing: str) -> Any:
+    """Its own checkpointing (`unsloth`) or none."""
+    from unsloth import FastLanguageModel, FastModel
+
+    loader = FastLanguageModel if case.lora else FastModel
+    kept = "unsloth" if checkpointing == "unsloth" else False
+    model._unsloth_gradient_checkpointing = kept  # which its trainers go by
+    loader.for_training(model, use_gradient_checkpointing=kept)
+    model.train()
+    return model
+
+
+def versions() -> dict[str, str]:
+    """The versions that it runs with; those of the results file are ours."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("unsloth", "transformers", "trl", "torch"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def main(job: str) -> None:
+    # It would write what it compiles into the working directory.
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", tempfile.mkdtemp(prefix="unsloth_compiled_"))
+    sys.path[0] = str(ROOT)  # beside this file are names that other packages have, too
+    import unsloth  # noqa: F401, I001
+
+    from profiling.bench import everyday_bench
+    from profiling.bench.everyday_peers import Peer
+
+    peer = Peer(load=load, settle=settle, autocast=True)
+    everyday_bench.child(job, {"unsloth": peer}, versions())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,333 @@
+"""profiling/bench/everyday_bench.py: our steps and those of peers, timed on the same rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from profiling.bench import everyday_bench, everyday_peers, step_clock, unsloth_peer
+from profiling.bench.everyday_bench import Job
+from profiling.bench.everyday_peers import PEERS, Case, Peer
+from profiling.results import read_rows
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+
+TINY = Case(name="tiny", preset="tiny", tokens=48, rows=2, layers=2)
+
+
+def job(side: str, *cases: Case, **settings: Any) -> Job:
+    known = dict(checkpointings=[*everyday_bench.SIDES.get(side, (None,))], models="", flags=[])
+    return Job(side=side, cases=[*cases], timed=1, **{**known, **settings})
+
+
+def measured(job: Job, peers: dict[str, Peer] = PEERS) -> list[dict[str, Any]]:
+    return list(everyday_bench.rows_of(job, peers))
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch) -> None:
+    monkeypatch.setattr(everyday_bench, "steps_of", lambda case, timed: (1, timed))
+    monkeypatch.setattr(step_clock, "IDLE_STEPS", 1)
+    monkeypatch.setattr(everyday_peers, "DOCUMENTS", (5, 30))
+
+
+# --- the clock -------------------------------------------------------------------------------
+
+
+def test_a_step_lasts_until_the_next_and_its_phases_fill_it(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    clock = step_clock.Clock(warm_up=1, timed=3)
+    times = iter([0, 9, 9, 9, 10, 12, 15, 16, 20, 21, 25, 27, 30, 32, 34, 35, 40, 41, 42, 43])
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: float(next(times)))
+    for _ in range(clock.total):
+        for phase in step_clock.PHASES:
+            clock.mark(phase)
+    seconds = dict(step_s=10, slowest_s=10, fwd_s=2, bwd_s=3, opt_s=1, rest_s=4)
+    assert clock.columns() == {**seconds, "steps": 3}
+    del clock.steps[2]["backward"]  # of a step that runs as one
+    found = clock.columns()
+    assert found["step_s"] == 10 and not {"fwd_s", "bwd_s"} & found.keys()
+
+
+def test_on_a_gpu_events_are_read_when_all_is_over(monkeypatch) -> None:
+    """Its peaks are those of the timed steps, and the profiler sees only the steps after them."""
+    happened: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.ms = 0.0
+
+        def record(self) -> None:
+            happened.append("mark")
+            self.ms = 100.0 * len(happened)
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.ms - self.ms
+
+    def note(word: str, found: Any = None) -> Any:
+        return lambda *args, **kwargs: happened.append(word) or found
+
+    kernels = [
+        SimpleNamespace(
+            start_ns=lambda start=start: start,
+            duration_ns=lambda: 5,
+            device_type=lambda: step_clock.DeviceType.CUDA,
+            is_user_annotation=lambda: False,
+        )
+        for start in (0, 15)
+    ]
+    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: kernels))
+    profiler = SimpleNamespace(start=note("start"), stop=note("stop"), profiler=results)
+    monkeypatch.setattr(step_clock, "profile", lambda activities: profiler)
+    for name, fake in {
+        "is_available": lambda: True,
+        "Event": Event,
+        "synchronize": note("wait"),
+        "reset_peak_memory_stats": note("reset"),
+        "max_memory_allocated": note("peak", 2**30),
+        "max_memory_reserved": note("reserved", 2**31),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    clock = step_clock.Clock(warm_up=1, timed=2)
+    for _ in range(clock.total):
+        clock.mark("forward")
+    found = clock.columns()
+    assert " ".join(happened) == "mark mark reset mark mark peak reserved wait start wait stop"
+    assert found["step_s"] == pytest.approx(0.15) and found["slowest_s"] == pytest.approx(0.2)
+    assert (found["peak_gib"], found["reserved_gib"], found["idle"]) == (1, 2, 0.5)
+
+
+# --- sides -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(documents=True, lora=2), dict(task="dpo", lora=2, rows=1)]
+)
+def test_our_trainer_is_timed_from_step_to_step(changes) -> None:
+    case = replace(TINY, **changes)
+    (row,) = measured(job("custom", case, flags=["--learning_rate=1e-4"]))
+    assert row["status"] == "ok", row
+    assert (row["steps"], row["flags"], row["checkpointing"]) == (1, "--learning_rate=1e-4", None)
+    assert row["tokens_per_s"] == pytest.approx(case.step_tokens / row["step_s"], rel=0.01)
+    phases = sum(row[name] for name in step_clock.PHASES.values())
+    assert phases == pytest.approx(row["step_s"], abs=1e-3)
+    assert len(row["ladder"]) and row["host_gib"] > 0
+
+
+@pytest.mark.parametrize("side", ["liger", "compile"])
+def test_a_peer_is_timed_with_all_that_it_may_keep(side, monkeypatch) -> None:
+    """One model serves all lengths. Without a GPU its layers are Hugging Face's."""
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    seen: list[dict[str, Any]] = []
+    forward = everyday_peers.time_loop
+
+    def watched(model: Any, batches: Any, *rest: Any) -> None:
+        seen.append(batches[0])
+        forward(model, batches, *rest)
+
+    monkeypatch.setattr(everyday_peers, "time_loop", watched)
+    cases = [TINY, replace(TINY, tokens=64, documents=True)]
+    if side == "liger":
+        cases = [replace(case, lora=2) for case in cases]
+    rows = measured(job(side, *cases))
+    modes = everyday_bench.SIDES[side]
+    assert [(row["checkpointing"], row["tokens"]) for row in rows] == [
+        (mode, tokens) for mode in modes for tokens in (48, 64)
+    ]
+    assert all(row["status"] == "ok" and row["opt_s"] > 0 for row in rows), rows
+    one, packed = seen[:2]
+    assert one["input_ids"].shape == (2, 48) and int(one["input_ids"].max()) < 1000
+    assert (packed["labels"] == -100).equal(packed["position_ids"] == 0)
+    if side == "liger":
+        assert one["cu_seq_lens_q"].tolist() == [0, 48, 96] and one["max_length_q"] == 48
+        assert type(packed["max_length_q"]) is int and packed["cu_seq_lens_q"][-1] == 128
+    else:
+        assert set(one) == {"input_ids", "labels"}
+
+
+def test_pairs_are_timed_in_trl(monkeypatch) -> None:
+    """Of as many tokens as ours: TRL adds the end to each answer."""
+    pytest.importorskip("trl")
+    trainers: list[Any] = []
+
+    def timed(trainer: Any, clock: Any) -> None:
+        trainers.append(trainer)
+        step_clock.time_trainer(trainer, clock)
+
+    monkeypatch.setattr(everyday_peers, "time_trainer", timed)
+    case = replace(TINY, task="dpo", lora=2, rows=1)
+    (row,) = measured(job("trl", case, checkpointings=["layers"]))
+    assert row["status"] == "ok" and row["bwd_s"] > 0, row
+    pair = trainers[0].train_dataset[0]
+    lengths = {name: len(pair[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
+    assert lengths == dict(prompt=24, chosen=24, rejected=24)
+    assert trainers[0].args.gradient_checkpointing
+
+
+@pytest.fixture
+def unsloth(monkeypatch) -> list[Any]:
+    """A package that loads Hugging Face's layers; returns what it was asked for."""
+    asked: list[Any] = []
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(folder: str, **options: Any) -> Any:
+            asked.append(options)
+            return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(
+                folder
+            )
+
+        @staticmethod
+        def get_peft_model(model: Any, **options: Any) -> Any:
+            asked.append(options)
+            return model
+
+        @staticmethod
+        def for_training(model: Any, use_gradient_checkpointing: Any) -> None:
+            asked.append(use_gradient_checkpointing)
+
+    fake = SimpleNamespace(FastLanguageModel=Loader, FastModel=Loader)
+    monkeypatch.setitem(sys.modules, "unsloth", fake)
+    return asked
+
+
+def test_unsloth_reads_weights_and_keeps_its_own_or_all(unsloth, tmp_path: Path) -> None:
+    peer = Peer(load=unsloth_peer.load, settle=unsloth_peer.settle, autocast=True)
+    case = replace(TINY, lora=2, quantize="nf4")
+    for chosen in (case, replace(case, lora=0, quantize="none")):
+        whole = job("unsloth", chosen, models=str(tmp_path))
+        (made,) = measured(replace(whole, side="weights"))
+        assert made == {"status": "ok"} and whole.weights.parent == tmp_path
+        rows = measured(whole, {"unsloth": peer})
+        assert [row["status"] for row in rows] == ["ok", "ok"], rows
+        assert [row["checkpointing"] for row in rows] == ["unsloth", "none"]
+    four, adapters, *modes = unsloth[:4]
+    assert four["load_in_4bit"] and not four["full_finetuning"] and four["max_seq_length"] == 48
+    assert adapters["r"] == 2 and len(adapters["target_modules"]) == 7
+    assert modes == ["unsloth", False] and unsloth[4]["full_finetuning"]
+
+
+def test_mfu_counts_what_a_step_computes(monkeypatch) -> None:
+    """6 N T and attention's 6 H d T^2 a layer, of a card of 1 TFLOP/s."""
+    monkeypatch.setattr("longctx.run.metrics.device_peak_flops", lambda device: 1e12)
+    model = PEERS["compile"].load(TINY, Path())
+    numel = sum(p.numel() for p in model.parameters())
+    flops = 2 * (6 * numel * 48 + 6 * 2 * 128 * 48**2)
+    assert everyday_bench.mfu_of(TINY, 1, model, 0.5) == pytest.approx(flops / 0.5 / 1e12)
+    packed = replace(TINY, documents=True)
+    assert everyday_bench.mfu_of(packed, 1, model, 0.5) < flops / 0.5 / 1e12
+
+
+# --- failures --------------------------------------------------------------------------------
+
+
+def test_a_case_that_fails_is_a_row_and_the_next_one_runs(monkeypatch) -> None:
+    def measure(peer: Any, model: Any, case: Case, kept: str, clock: Any, folder: Path) -> None:
+        if kept != "layers":
+            raise RuntimeError("CUDA out of memory" if kept == "none" else "no such kernel\nline")
+        real(peer, model, case, kept, clock, folder)
+
+    real = everyday_peers.measure_peer
+    monkeypatch.setattr(everyday_bench, "measure_peer", measure)
+    rows = {row["checkpointing"]: row for row in measured(job("liger", TINY))}
+    assert [rows[k]["status"] for k in ("selective", "none", "layers")] == ["failed", "oom", "ok"]
+    assert rows["selective"]["reason"] == "RuntimeError: no such kernel"
+
+    def load(case: Case, folder: Path) -> Any:
+        raise OSError("no weights")
+
+    rows = measured(job("liger", TINY), {"liger": replace(PEERS["liger"], load=load)})
+    assert [row["reason"] for row in rows] == ["OSError: no weights"] * 3
+
+
+def test_what_a_process_did_not_measure_has_a_row(monkeypatch, tmp_path: Path) -> None:
+    """A late one's rows count, and Unsloth does not start without weights."""
+    commands: list[list[str]] = []
+
+    def lines(command: list[str], limit_s: float) -> tuple[list[Any], str]:
+        commands.append(command)
+        if "weights" in command[-1]:
+            return [], "exit code 1"
+        return [[{"case": "tiny:48", "checkpointing": "none", "status": "ok"}]], "late"
+
+    monkeypatch.setattr(everyday_bench, "child_lines", lines)
+    rows = everyday_bench.run_job(job("liger", TINY), None, 9)
+    assert [(r["checkpointing"], r["status"], r.get("reason")) for r in rows] == [
+        ("none", "ok", None),
+        ("selective", "failed", "late"),
+        ("layers", "failed", "late"),
+    ]
+    peer = job("unsloth", TINY, models=str(tmp_path))
+    rows = everyday_bench.run_job(peer, "env.sh", 9)
+    assert {row["reason"] for row in rows} == {"no weights: exit code 1"} and len(rows) == 2
+    peer.weights.mkdir()
+    (peer.weights / "tokenizer.json").touch()
+    everyday_bench.run_job(peer, "env.sh", 9)
+    assert commands[-1][:4] == ["bash", "-c", '. "$0" && exec "$@"', "env.sh"]
+    assert Path(commands[-1][-2]).samefile(unsloth_peer.__file__)
+    assert Job.parsed(commands[-1][-1]) == peer
+
+
+def test_the_shell_file_sets_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("export PYTHONPATH=/of/unsloth\n")
+    *shell, _, _, _ = everyday_bench.command(job("unsloth", TINY), str(tmp_path / "env.sh"))
+    words = [*shell, "printenv", "PYTHONPATH"]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "/of/unsloth\n"
+
+
+# --- the command -----------------------------------------------------------------------------
+
+
+def test_words_select_cases_and_sides(capsys) -> None:
+    def listed(*words: str) -> list[str]:
+        everyday_bench.main(["--list", *words])
+        return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+    assert listed("--case", "qlora:2048@8,qlora:1024,qlora:2048", "--side", "custom,unsloth") == [
+        "custom qlora:1024",
+        "custom qlora:2048",
+        "custom qlora:2048@8",
+        "unsloth qlora:1024 qlora:2048",
+    ]
+    assert listed("--case", "dpo", "--side", "trl,compile") == ["trl dpo:2048", "trl dpo:2048"]
+    texts = [case.text for case in everyday_bench.CASES]
+    assert len(texts) == len(set(texts)) and len(listed()) > len(texts)
+    for word, known in (("--case", "qlora:77"), ("--side", "ours")):
+        with pytest.raises(SystemExit):
+            everyday_bench.main([word, known])
+        assert "is none of" in capsys.readouterr().err
+
+
+def test_the_command_writes_rows_and_prints_a_table(monkeypatch, tmp_path, capsys) -> None:
+    def lines(command: list[str], limit_s: float) -> tuple[list[Any], str]:
+        """The child, in this process."""
+        done = Job.parsed(command[-1])
+        small = replace(
+            done,
+            cases=[
+                replace(case, preset="tiny", layers=1, tokens=48, lora=0, quantize="none")
+                for case in done.cases
+            ],
+        )
+        rows = measured(small)
+        return [[{**row, "case": done.cases[0].text}] for row in rows], "exit code 0"
+
+    monkeypatch.setenv("LONGCTX_COMMIT", "a" * 40)
+    monkeypatch.setattr(everyday_bench, "child_lines", lines)
+    output = tmp_path / "rows.json"
+    words = ["--case", "qlora:2048", "--side", "custom", "--steps", "1", "--output", str(output)]
+    for _ in range(2):
+        everyday_bench.main([*words, "--", "--learning_rate=1e-4"])
+    (row,) = read_rows(output)
+    assert (row["case"], row["side"], row["status"]) == ("qlora:2048", "custom", "ok")
+    table = capsys.readouterr().out.splitlines()[-2:]
+    assert table[0].split()[:4] == ["case", "side", "keeps", "step_s"]
+    assert f"{row['step_s']:.3f}" in table[1]
