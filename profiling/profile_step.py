@@ -9,7 +9,8 @@ random tokens unless --train_file or --dataset_name is given. After `--wait` ste
 kernels, and `--warmup` steps, `--active` steps are recorded; on a GPU one more step follows,
 without the profiler, whose allocations are recorded. Memory is asked for by the host, ahead of the
 GPU; with `--memory_only` every kernel is waited for, so the timeline shows when memory is used, and
-no trace is made. Into --profile_dir go, for each process N,
+no trace is made. Kernels of CUDA graphs belong to no phase, so layers run without graphs here
+unless --cuda_graphs is among the options. Into --profile_dir go, for each process N,
 
     trace_rankN.json.gz     open it at https://ui.perfetto.dev or in chrome://tracing
     phases_rankN.json       the table by phase (profiling/phases.py)
@@ -124,7 +125,10 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts, so before it is asked
     if args.memory_only and not _on_gpu(flags):
         raise UserError("--memory_only needs a GPU: torch records none of a CPU's memory")
-    return args, [flag for flag in flags if flag != "--"]
+    flags = [flag for flag in flags if flag != "--"]
+    if not any(flag.startswith(("--cuda_graphs", "--class_type")) for flag in flags):
+        flags += ["--cuda_graphs", "off"]
+    return args, flags
 
 
 def _on_gpu(flags: list[str]) -> bool:

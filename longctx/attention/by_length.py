@@ -88,7 +88,7 @@ class ByLength(Attention):
     def runs(self, documents: Documents) -> Iterator[Run]:
         """Yields the documents in their order."""
         lengths, bounds = documents.lengths, documents.cu_seqlens
-        if max(lengths) < self.long_tokens:
+        if max(lengths, default=0) < self.long_tokens:
             yield Run(self.short, slice(None), documents)
             return
         first = start = 0

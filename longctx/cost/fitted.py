@@ -77,12 +77,16 @@ BESIDE = 3.9
 """As often as they take on links of their own, exchanges of shared rows make the computation
 longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
 to 425984 tokens)."""
-LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 250, 280, 40e-6
-"""Kernels of a layer in forward and backward, those of its adapters besides, and seconds in which
-Python launches one. A plan counts none of them, and says so where a layer computes for less. Chosen
-so that these steps on an H100 are among those: QLoRA of 8B took 0.64 s for 2048 tokens (0.162
-predicted) and 0.83 s for 8192 (0.621), Llama-3.2-1B 0.208 s for 8192 (0.145). In no results file
-yet."""
+LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 230, 50e-6
+"""Kernels of a layer in forward and backward, those of its adapters over NF4 besides, and seconds
+in which Python launches one, on hosts of H100s (h100_everyday.json)."""
+DRY = 0.2
+"""The share of launches that the GPU waits for however long its kernels are, where Python has not
+run far enough ahead (h100_everyday.json)."""
+GAP_S, HOST_S = 0.5e-6, 8e-3
+"""Seconds between two kernels of a CUDA graph, and those of a step in which the GPU waits for the
+trainer: from the norm of the gradients, which it waits for, to the next forward
+(h100_everyday.json)."""
 GRAPHED_TOKENS = 32768
 """Batches of at most so many tokens run as CUDA graphs: the kernels of longer ones take longer than
 the Python that launches them."""

@@ -8,10 +8,9 @@
                 weights and states that arrive late, for gradients that hold back memory, for copies
                 that take longer than the computation beside them
 
-The first three are counts divided by the machine's rate for them. Kernel launches are not counted,
-so steps of short rows and small models take longer than predicted (`Plan.launches_s`). One function
-serves both the search for a ladder and the prediction: its fields are numbers, or arrays with an
-entry for each candidate.
+The first three are counts divided by the machine's rate for them. What a plan adds for launches is
+in launches.py. One function serves both the search for a ladder and the prediction: its fields are
+numbers, or arrays with an entry for each candidate.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.cost.fitted import GAPS
-from longctx.cost.kept import Ladder, asked
+from longctx.cost.kept import Ladder, asked, hosts
+from longctx.cost.launches import graph_bytes, host_waits
 from longctx.cost.peak import Tables
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import NO_TRAFFIC, Exchanged, Seconds, Traffic, seconds
@@ -52,7 +53,9 @@ class Chosen:
     """The largest bytes of a step. If they exceed the budget, nothing fits, and this choice lacks
     least."""
     seconds: float
-    """The seconds of a step."""
+    """The seconds of a step, without those in which the GPU waits for the host's launches."""
+    graph_bytes: int = 0
+    """Bytes among those needed that CUDA graphs take; 0: layers run eagerly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class Step:
     exchanges: tuple[Exchanged, ...] = ()
     given: tuple[Ladder, Sizes] | None = None
     """The ladder and the sizes with their cut, if they are already decided."""
+    graphs: bool = False
+    """Whether layers run as CUDA graphs if nothing of them waits on the host."""
 
 
 class Score(NamedTuple):
@@ -83,10 +88,37 @@ class Score(NamedTuple):
 def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
     """Returns the fastest candidate that fits, by seconds to three digits, and among equals the one
     with the fewest bytes on the host. If none fits, returns the one that lacks least."""
+    eager = _choose(step, levels, budget)
+    if not _may_record(step, levels):
+        return eager
+    here = replace(step, offload="none")
+    graphed = _choose(here, [levels[0].resident], budget, graphs=True)
+    fits = graphed.needed.gpu <= budget.gpu and not hosts(graphed.ladder)
+    if fits and _with_waits(step, graphed) < _with_waits(step, eager):
+        return graphed
+    return eager
+
+
+def _may_record(step: Step, levels: Sequence[Levels]) -> bool:
+    """Whether layers may run as CUDA graphs: nothing must wait on the host, and no adapter draws
+    another mask in each pass."""
+    drops = any(kind.drops for kind in step.sizes.kinds)
+    away = step.offload == "all" or any(placed.first for placed in levels)
+    return step.graphs and not drops and not away
+
+
+def _with_waits(step: Step, chosen: Chosen) -> float:
+    passes, graphs = step.batch.passes, chosen.graph_bytes > 0
+    return chosen.seconds + host_waits(chosen.sizes, passes, chosen.seconds, graphs=graphs)
+
+
+def _choose(step: Step, levels: Sequence[Levels], whole: Budget, *, graphs: bool = False) -> Chosen:
+    """Returns the best choice where layers run eagerly, or as CUDA graphs."""
     best, chosen = Score(sys.maxsize), None
-    budget = budget._replace(gpu=budget.gpu - gaps(step))
     for sizes in _cuts(step):
         tables = step.count(sizes, step.batch)
+        held = graph_bytes(tables) if graphs else 0
+        budget = whole._replace(gpu=whole.gpu - gaps(step) - held)
         counted = Counted(_candidates(step, tables), tables)
         for placed in levels:
             counted = counted.some(_worth_placing(step, counted, placed, budget, best))
@@ -94,10 +126,10 @@ def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
                 break
             score, made = _best(step, counted, placed, budget)
             if score < best:
-                best, chosen = score, made
+                needed = made.needed._replace(gpu=made.needed.gpu + gaps(step) + held)
+                best, chosen = score, replace(made, needed=needed, graph_bytes=held)
     assert chosen is not None
-    needed = chosen.needed._replace(gpu=chosen.needed.gpu + gaps(step))
-    return replace(chosen, needed=needed)
+    return chosen
 
 
 def gaps(step: Step) -> int:

@@ -93,6 +93,11 @@ class Levels:
     def __len__(self) -> int:
         return len(self._leaving) + 1
 
+    @cached_property
+    def resident(self) -> Levels:
+        """The one level where nothing leaves."""
+        return Levels(self.blocks, "gpu", accumulates=self.accumulates)
+
     def places(self, level: int) -> list[Place]:
         away = {*self._leaving[:level]}
         return [

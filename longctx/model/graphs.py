@@ -38,8 +38,6 @@ from torch import Tensor
 
 from longctx.attention.documents import Documents
 from longctx.constants import GIB
-from longctx.cost.fitted import GRAPHED_TOKENS
-from longctx.cost.kept import hosts
 from longctx.errors import print_rank0
 from longctx.kernels.launch import once_differentiable
 from longctx.layer.adapters.protocol import Settings
@@ -430,11 +428,10 @@ def graphs_of(runtime: Runtime) -> Graphs:
 def _is_asked(base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> bool:
     """Whether a call may have a graph at all, as far as it differs between calls."""
     return (
-        runtime.args.cuda_graphs == "auto"
+        runtime.graphed
         and torch.is_grad_enabled()
         and can_record(x)
-        and len(x) <= GRAPHED_TOKENS
-        and not hosts(runtime.store.ladder)
+        and len(x) <= runtime.reserved_tokens
         and not (documents.parents or documents.padding)
         and not follows_positions(base)
         and not (dist.is_initialized() and dist.get_world_size() > 1)

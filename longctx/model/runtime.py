@@ -23,7 +23,7 @@ from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
 from longctx.cost.dims import Adapted, LayerKind
 from longctx.cost.fitted import GRAPHED_TOKENS
-from longctx.cost.kept import describe, hosts, uniform
+from longctx.cost.kept import describe, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
 from longctx.errors import UserError
@@ -105,6 +105,8 @@ class Runtime:
     """The arguments of the call under way that came with images, which Hugging Face's code runs."""
     shards: Shards | None = None
     """The ranks that share each row with this one."""
+    graphed: bool = False
+    """Whether layers may run as CUDA graphs: there is room for what these take."""
     graphs: Any = None
     """The layers that were recorded (graphs.py), under this attention, cut and store."""
 
@@ -165,14 +167,8 @@ class Runtime:
         self.host_room = self.store.host_bytes() if host_room is None else host_room
         step = self.step(sizes, tokens)
         levels = pending_levels(sizes.layers, *pending, accumulates=self.passes > 1)
-        budget = Budget(free_bytes, self.host_room)
-        chosen = choose(step, [levels], budget)
-        # Graphs hold a second copy of gradients. Where that would send activations to the host,
-        # layers run eagerly.
-        if self.records(tokens) and not hosts(chosen.ladder):
-            with_room = choose(step, [levels], budget._replace(gpu=free_bytes - pending.gradients))
-            chosen = chosen if hosts(with_room.ladder) else with_room
-        self.cut = chosen.sizes.cut(tokens)
+        chosen = choose(step, [levels], Budget(free_bytes, self.host_room))
+        self.cut, self.graphed = chosen.sizes.cut(tokens), chosen.graph_bytes > 0
         needed_bytes = host_bytes(step, chosen)
         self.store.reserve(chosen.ladder, needed_bytes, self.host_room)
         return True
@@ -202,6 +198,7 @@ class Runtime:
             keep=keep,
             offload=offload,
             given=given,
+            graphs=self.records(tokens),
         )
 
     def pieces(self, tokens: int, config: Any) -> tuple[int, int]:

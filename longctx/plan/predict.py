@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 
 from longctx.attention.backends import BACKENDS, lacks
 from longctx.constants import GIB
-from longctx.cost.fitted import ADAPTER_LAUNCHES, LAUNCH_S, LAUNCHES, PROCESS_BYTES
+from longctx.cost.fitted import GRAPHED_TOKENS, PROCESS_BYTES
+from longctx.cost.launches import host_waits
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
 from longctx.cost.seconds import Exchanged, Seconds
@@ -29,7 +30,7 @@ from longctx.errors import UserError, one_line
 from longctx.lora.adapters import with_lora
 from longctx.lora.quantise import quantise_shapes_
 from longctx.lora.shapes import with_lora_shapes
-from longctx.memory.ladder import Budget, Step, choose, displayed, predicted
+from longctx.memory.ladder import Budget, Chosen, Step, choose, displayed, predicted
 from longctx.memory.levels import Levels, pending_levels
 from longctx.memory.machine import host_budget
 from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
@@ -257,16 +258,6 @@ class Plan:
         return float(displayed(self.seconds.step))
 
     @property
-    def launches_s(self) -> float:
-        """Seconds in which Python may launch a step's kernels, which are not in `step_s`; 0.0 where
-        the kernels themselves take longer."""
-        kinds = [self.sizes.kinds[kind] for kind in self.sizes.of_layer]
-        launches = sum(LAUNCHES + (ADAPTER_LAUNCHES if kind.rank else 0) for kind in kinds)
-        launched = self.run.gradient_accumulation_steps * launches * LAUNCH_S
-        computed = self.seconds.products + self.seconds.attention + self.seconds.memory
-        return launched if computed < launched else 0.0
-
-    @property
     def tokens_per_s(self) -> float:
         return self.step_tokens / self.step_s
 
@@ -333,6 +324,8 @@ def _planned(
     if engine is not None:
         process, held = int(engine.process_gib * GIB), engine.host(subject.parameters)
     found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
+    if more := chosen.graph_bytes:
+        found = [Phase(name, {**buffers, "CUDA graphs": more}) for name, buffers in found]
     return Plan(
         run=run,
         machine=machine,
@@ -340,13 +333,22 @@ def _planned(
         backend=backend,
         decision=decision,
         phases=found,
-        seconds=predicted(timed, chosen),
+        seconds=_launched(predicted(timed, chosen), chosen, step),
         gpu_limit=limit,
         problem=_problem(decision, found, limit, held)
         or (decision.placement_problem(run.place) if run.exact else None),
         rank_host_bytes=decision.host.nbytes + process + held,
         parameters=subject.parameters,
     )
+
+
+def _launched(kernels: Seconds, chosen: Chosen, step: Step) -> Seconds:
+    """Returns the seconds of a step with those in which the GPU waits for launches."""
+    if chosen.sizes.class_type != "custom":  # whose launches nobody has counted
+        return kernels
+    graphs = chosen.graph_bytes > 0
+    waits = host_waits(chosen.sizes, step.batch.passes, kernels.step, graphs=graphs)
+    return kernels._replace(waits=kernels.waits + waits)
 
 
 def longest(
@@ -417,7 +419,13 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
     if not subject.schedules(run):
         return step
-    return replace(step, keep=run.model.keep, offload=run.model.offload_activations)
+    graphs = run.model.cuda_graphs == "auto" and run.tokens <= GRAPHED_TOKENS
+    return replace(
+        step,
+        keep=run.model.keep,
+        offload=run.model.offload_activations,
+        graphs=graphs and run.gpus == 1 and run.engine is None,
+    )
 
 
 def _as_weights(subject: Subject, step: Step, run: Run, budget: Budget) -> Decision:

@@ -68,7 +68,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
             for name, value in planned.seconds._asdict().items()
             if name != "link"
         },
-        "launches_s": round(planned.launches_s, 4),
+        "graphs_gib": _gib(decision.chosen.graph_bytes),
         "link_s": round(planned.seconds.link, 4),
         "phases": [
             {"phase": phase.name, "gib": _gib(phase.nbytes), "buffers": _gibs(phase.buffers)}

@@ -88,15 +88,9 @@ def figures(result: dict[str, Any]) -> Lines:
             f"{result['host_locked_gib']:.1f} locked",
         ),
     ]
-    if result["launches_s"]:
-        lines.append(
-            (
-                "launches",
-                "not counted, and a layer computes for so short a time here that they may take "
-                f"longer, about {_figure(result['launches_s'])} s: steps of this size took 1.3 to "
-                "4 times the prediction",
-            )
-        )
+    if result["graphs_gib"]:
+        held = f"{result['graphs_gib']:.1f} GiB, so that nothing waits for single launches"
+        lines.append(("CUDA graphs", held))
     if "days" in result:
         lines.append(("days", f"{_range(result, 'days')} for {result['data_tokens']:.3g} tokens"))
     return lines

@@ -258,8 +258,6 @@ def compare(planned: Plan, measured: dict[str, float], as_planned: bool) -> list
     if not as_planned:
         other = "the run placed states and activations by other free memory than was planned with"
         whys = dict.fromkeys(whys, other)
-    if planned.launches_s:
-        whys["step_s"] = "a step as short as this one waits for launches, which are not planned"
     rows = (
         ("gpu_gib", "GPU", "GiB", planned.gpu_bytes / GIB, 0.1),
         ("host_gib", "host", "GiB", planned.rank_host_bytes / GIB, 1.0),

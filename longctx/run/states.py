@@ -109,6 +109,7 @@ def place_states(
     decided.host.settle(args.device, store, decided.kept.ladder if store else ())
     if patched is not None:
         patched.longctx.cut = decided.sizes.cut(tokens)
+        patched.longctx.graphed = decided.chosen.graph_bytes > 0
         print_rank0(patched.longctx.describe(decided.sizes.vocab))
     limit_gpu(args.device, args.gpu_memory_gib)
     return StateStream(decided.host.blocks, args.device)

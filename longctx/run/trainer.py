@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,8 @@ class LongTrainer(TaskTrainer):
             runtime.pending_bytes = self.engine.pending_bytes
             runtime.passes, runtime.shards = args.gradient_accumulation_steps, self.shards
             runtime.task = self.counted_task
+            if self.engine.name != "plain":  # its hooks would not run in a graph
+                runtime.args = replace(runtime.args, cuda_graphs="off")
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
             self.add_callback(Reserve(patched, -(-self.row_tokens // ranks_a_row)))

@@ -22,6 +22,7 @@ from exactness import DEVICE
 from longctx.attention.backends import FlashOnCpu
 from longctx.attention.documents import Documents
 from longctx.model import graphs
+from longctx.model.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 ROWS = ([20, 27, 1], [40, 8], [48], [16, 16, 16], [5, 40, 3])
@@ -70,6 +71,8 @@ def recorded(monkeypatch: Any) -> Iterator[None]:
     if not GPU:
         monkeypatch.setattr(graphs.Graph, "recording", MadeAgain)
         monkeypatch.setattr(graphs, "can_record", lambda x: True)
+        always = property(lambda x: x.args.cuda_graphs == "auto", lambda x, found: None)
+        monkeypatch.setattr(Runtime, "graphed", always, raising=False)
     was = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

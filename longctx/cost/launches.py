@@ -1,0 +1,45 @@
+"""The seconds in which the GPU waits for the host, and what is spent to spare them.
+
+Eagerly, Python launches kernel after kernel: a step of short rows takes as long as that, however
+short its kernels are. As CUDA graphs (model/graphs.py), a step's layers are launched at once, for a
+copy of their gradients, and for memory of their own that the loss cannot share with them.
+"""
+
+from __future__ import annotations
+
+from longctx.cost.fitted import ADAPTER_LAUNCHES, DRY, GAP_S, HOST_S, LAUNCH_S, LAUNCHES
+from longctx.cost.peak import Tables
+from longctx.cost.sizes import Sizes
+from longctx.cost.table import Phase
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+def kernels(sizes: Sizes) -> int:
+    """Returns the kernels of a batch's layers, forward and backward."""
+    kinds = (sizes.kinds[kind] for kind in sizes.of_layer)
+    return sum(LAUNCHES + (ADAPTER_LAUNCHES if kind.rank else 0) for kind in kinds)
+
+
+def host_waits(sizes: Sizes, passes: int, computed_s: float, *, graphs: bool) -> float:
+    """Returns the seconds of a step in which the GPU waits for the host, of kernels that take
+    `computed_s`."""
+    launched = passes * kernels(sizes)
+    if graphs:
+        return HOST_S + launched * GAP_S
+    launched_s = launched * LAUNCH_S
+    return HOST_S + max(launched_s - computed_s, DRY * launched_s)
+
+
+def layer_gradients(sizes: Sizes) -> int:
+    """Returns the bytes of the gradients of all layers."""
+    ends = sizes.vocab * sizes.hidden * (1 if sizes.tied else 2) * sizes.trains_head
+    return max(0, sizes.trained - ends) * sizes.itemsize
+
+
+def graph_bytes(tables: Tables) -> int:
+    """Returns the bytes that a step with CUDA graphs takes besides those of an eager one."""
+    works = [kind.working(phase) for kind in tables.kinds for phase in PHASES]
+    layer = max(sum(buffers.values()) for buffers in works)
+    loss = sum(tables.loss.during("loss").values())
+    return layer_gradients(tables.sizes) + min(layer, loss)
