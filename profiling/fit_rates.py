@@ -406,6 +406,9 @@ UNFITTED = {
     "LAUNCHES": "chosen",
     "ADAPTER_LAUNCHES": "chosen",
     "LAUNCH_S": "chosen",
+    "GAP_S": "chosen",
+    "HOST_S": "chosen",
+    "GRAPHED_TOKENS": "chosen",
     "DEQUANTISE": "0.096 ms for 14336 x 4096, in no results file",
 }
 

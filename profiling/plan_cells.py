@@ -133,7 +133,9 @@ def machine_of(name: str) -> Machine:
 def subject(
     layers: int = 32, vocab: int | None = None, args: ModelArguments | None = None
 ) -> Subject:
-    config = load_config(ModelArguments(preset=PRESET, seq_len=8192), vocab_size=1)
+    config = load_config(
+        ModelArguments(cuda_graphs="off", preset=PRESET, seq_len=8192), vocab_size=1
+    )
     config.num_hidden_layers = layers
     config.vocab_size = vocab or config.vocab_size
     return Subject(config, args)
@@ -151,6 +153,7 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
                 head_groups=row.get("head_groups") or default_head_groups(tokens, KV_HEADS),
             )
     model = ModelArguments(
+        cuda_graphs="off",
         preset=row.get("preset", PRESET),
         class_type=row["class_type"],
         seq_len=row["tokens"],
@@ -207,7 +210,9 @@ def step_cells() -> Iterator[Cell]:
             cell = f"{name[:4]}{place}: {what}, {row.get('rows', 1)} x {row['tokens']}{pair(row)}"
             yield Cell(name=cell, **plans, measured=measured)
     for tokens, peak_gib in STATES_MD.items():
-        model = ModelArguments(preset=PRESET, seq_len=tokens, offload_activations="all")
+        model = ModelArguments(
+            cuda_graphs="off", preset=PRESET, seq_len=tokens, offload_activations="all"
+        )
         found = plan(whole, Run(model=model, place="host"), MACHINES["h200"], HOST_GIB * GIB)
         cell = f"h200 on the host: custom 32 layers, 1 x {tokens}, today"
         yield Cell(name=cell, plan=found, measured={"gpu_gib": peak_gib})

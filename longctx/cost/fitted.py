@@ -80,9 +80,6 @@ to 425984 tokens)."""
 LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 230, 50e-6
 """Kernels of a layer in forward and backward, those of its adapters over NF4 besides, and seconds
 in which Python launches one, on hosts of H100s (h100_everyday.json)."""
-DRY = 0.2
-"""The share of launches that the GPU waits for however long its kernels are, where Python has not
-run far enough ahead (h100_everyday.json)."""
 GAP_S, HOST_S = 0.5e-6, 8e-3
 """Seconds between two kernels of a CUDA graph, and those of a step in which the GPU waits for the
 trainer: from the norm of the gradients, which it waits for, to the next forward

@@ -19,6 +19,7 @@ class Plain(Engine):
 
     name = "plain"
     shards_states = False
+    hooks_layers = False
     maps_optimizer = True
     exact_states = True
 

@@ -52,6 +52,8 @@ class Engine(ABC):
     """longctx's own optimizer places and updates the states."""
     shares_rows: ClassVar[bool] = False
     """Several processes may share each row."""
+    hooks_layers: ClassVar[bool] = True
+    """It runs hooks around layers, which gather weights."""
     maps_optimizer: ClassVar[bool] = False
     """A checkpoint's optimizer is read by `torch.load`, which may map the file."""
 

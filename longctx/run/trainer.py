@@ -172,7 +172,7 @@ class LongTrainer(TaskTrainer):
             runtime.pending_bytes = self.engine.pending_bytes
             runtime.passes, runtime.shards = args.gradient_accumulation_steps, self.shards
             runtime.task = self.counted_task
-            if self.engine.name != "plain":  # its hooks would not run in a graph
+            if self.engine.hooks_layers:  # which a graph would leave out
                 runtime.args = replace(runtime.args, cuda_graphs="off")
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None

