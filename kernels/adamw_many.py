@@ -60,8 +60,7 @@ class States:
     remainder: Tensor | None = None  # (n,) int16 for a bf16 weight
     checksums: Tensor | None = None  # (ceil(n / CHECKED),) int32 for a bf16 weight
     numel: int = field(init=False)
-    device: int = field(init=False)
-    """The device's number; -1 on the CPU."""
+    device: torch.device = field(init=False)
     dtype: torch.dtype = field(init=False)
     """The weight's."""
     addresses: tuple[int, ...] = field(init=False)
@@ -82,7 +81,7 @@ class States:
             raise ValueError("a bfloat16 weight needs its remainder and their checksums")
         dtype = torch.float32 if self.remainder is None else torch.bfloat16
         addresses = tuple(0 if x is None else x.data_ptr() for x in found.values())
-        derived = {"numel": n, "device": self.exp_avg.get_device(), "dtype": dtype}
+        derived = {"numel": n, "device": self.exp_avg.device, "dtype": dtype}
         for name, value in (derived | {"addresses": addresses}).items():
             object.__setattr__(self, name, value)
 
@@ -192,21 +191,21 @@ def _check(
 ) -> list[int]:
     """Returns the numbers of elements."""
     numels = [of.numel for of in states]
-    where = [states[0].exp_avg.get_device()] * len(states)
+    where = [states[0].device] * len(states)
     check_same("dtype of a weight", [x.dtype for x in weights], [of.dtype for of in states])
     for x in grads:
         if x.dtype is not torch.float32 and x.dtype is not torch.bfloat16:
             raise ValueError(f"a gradient must be bfloat16 or float32, got {x.dtype}")
     for name, tensors in (("weight", weights), ("gradient", grads)):
         check_same(f"elements of a {name}", [*map(Tensor.numel, tensors)], numels)
-        check_same(f"device of a {name}", [*map(Tensor.get_device, tensors)], where)
+        check_same(f"device of a {name}", [x.device for x in tensors], where)
         contiguous = [*map(Tensor.is_contiguous, tensors)]
         check_same(f"contiguity of a {name}", contiguous, [True] * len(tensors))
     check_same("device of states", [of.device for of in states], where)
     for scale in {id(scale): scale for scale in scales if scale is not None}.values():
         check_shape("scale", scale, ())
         check_float("scale", scale, torch.float32)
-        check_same("device of a scale", [scale.get_device()], where[:1])
+        check_same("device of a scale", [scale.device], where[:1])
     return numels
 
 

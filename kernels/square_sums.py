@@ -46,7 +46,7 @@ def square_sums_reference(
     """The sums in plain torch."""
     chunks = -(-x.numel() // chunk)
     padded = torch.zeros(chunks * chunk, dtype=torch.float32, device=x.device)
-    padded[: x.numel()] = x.reshape(-1)
+    padded[: x.numel()] = x.detach().reshape(-1)
     lanes = padded.new_zeros(chunks, LANES)
     for part in padded.view(chunks, chunk // LANES, LANES).unbind(1):
         lanes += part * part
@@ -143,7 +143,7 @@ def many_square_sums(
         _check(x, chunk)
     numels = [*map(Tensor.numel, tensors)]
     starts = [0, *accumulate(-(-numel // chunk) for numel in numels)]
-    where = [*map(Tensor.get_device, tensors)]
+    where = [x.device for x in tensors]
     check_same("device of a tensor", where, where[:1] * len(where))
     if not runs_kernel(tensors[0]):
         return torch.cat([square_sums_reference(x, chunk) for x in tensors]), starts

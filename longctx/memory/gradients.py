@@ -424,18 +424,20 @@ class WatchedGradients:
         for slot in self._order:
             if (grad := present.get(slot)) is None:
                 continue
-            # `clip` measures before it scales by what may be NaN
-            if isinstance(grad, HeldGradient):
-                squares = grad.held.squares
-                squares = grad.held.gradients.squares_of(grad.held) if squares is None else squares
-            else:
-                if slot not in self._measured:
-                    self._measure({slot: grad})
-                sums, start, stop = self._measured[slot]
-                squares = sums[start:stop]
-            if not squares.isfinite().all():
+            if not self._last_squares(slot, grad).isfinite().all():
                 return slot
         return None
+
+    def _last_squares(self, slot: Slot, grad: Tensor) -> Tensor:
+        """Returns the square sums of the last time a gradient was measured, which was before `clip`
+        scaled it by what may be NaN."""
+        if isinstance(grad, HeldGradient):
+            held = grad.held
+            return held.gradients.squares_of(held) if held.squares is None else held.squares
+        if slot not in self._measured:
+            self._measure({slot: grad})
+        sums, start, stop = self._measured[slot]
+        return sums[start:stop]
 
     def tensors(self) -> list[Tensor]:
         """Returns the gradients on the GPU that are in no `parameter.grad`."""

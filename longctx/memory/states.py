@@ -174,7 +174,6 @@ class Block:
         self.numels = [parameter.numel() for parameter in self.parameters]
         self.counts = torch.zeros(len(self.ranges))
         self._counts = self.counts.numpy()  # the same memory
-        self._whole: dict[int, States] = {}
         self._home_views: list[Tensor] = []
         self._lent: list[Tensor] = []
         self._waiting: dict[int, weakref.ref[Held]] = {}
@@ -211,6 +210,7 @@ class Block:
         def on_gpu(numel: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
+        self._whole: dict[int, States] = {}
         make = on_gpu if self.place.states else take
         numel = self.trained_numel
         self.exp_avg, self.exp_avg_sq = make(numel, torch.float32), make(numel, torch.float32)
