@@ -33,6 +33,7 @@ and reference agree bit by bit, because neither contracts a product and a sum in
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,6 +124,27 @@ def drop_stale_(
     remainder[whole * CHECKED :].masked_fill_(stale[whole:], 0)
 
 
+class Options(NamedTuple):
+    """What a step takes beside tensors."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """The number of this step, from 1."""
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float, float]:
+        """decay, 1 - beta1, 1 - beta2, and (s, f) of the update s m / (sqrt(v) + f), which is the
+        fraction above with both sides times sqrt(bias2)."""
+        bias1, bias2 = 1 - self.beta1**self.step, 1 - self.beta2**self.step
+        step_size, floor = self.lr * math.sqrt(bias2) / bias1, self.eps * math.sqrt(bias2)
+        decay = self.lr * self.weight_decay
+        return decay, 1 - self.beta1, 1 - self.beta2, step_size, floor
+
+
 def adamw_reference(
     weight: Tensor,  # (n,) bf16 or fp32
     remainder: Tensor | None,  # (n,) int16 for bf16
@@ -147,26 +169,21 @@ def adamw_reference(
     """
     if remainder is not None and checksums is not None:
         drop_stale_(remainder, weight_checksums(weight) == checksums)
-    step_size, floor = _step_size(lr, beta1, beta2, eps, step)
+    options = Options(lr, beta1, beta2, eps, weight_decay, step)
+    decay, one_minus_beta1, one_minus_beta2, step_size, floor = options.numbers
     g = grad.float() if scale is None else grad.float() * scale
-    exp_avg += (g - exp_avg) * (1 - beta1)
-    exp_avg_sq += (g * g - exp_avg_sq) * (1 - beta2)
+    exp_avg += (g - exp_avg) * one_minus_beta1
+    exp_avg_sq += (g * g - exp_avg_sq) * one_minus_beta2
     root = exp_avg_sq.double().sqrt().float()
     update = exp_avg / (root + floor) * step_size
     p = weight if remainder is None else join_master(weight, remainder)
-    p -= p * (lr * weight_decay) + update
+    p -= p * decay + update
     if remainder is not None:
         high, low = split_master(p)
         weight.copy_(high)
         remainder.copy_(low)
         if checksums is not None:
             checksums.copy_(weight_checksums(weight))
-
-
-def _step_size(lr: float, beta1: float, beta2: float, eps: float, step: int) -> tuple[float, float]:
-    """(s, f) of the update s m / (sqrt(v) + f): both sides of the fraction times sqrt(bias2)."""
-    bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-    return lr * math.sqrt(bias2) / bias1, eps * math.sqrt(bias2)
 
 
 @triton.jit
@@ -179,14 +196,15 @@ def _checksum(high, place, mask):
 
 
 @triton.jit
-def _adamw_kernel(
+def update_block(
     weight_ptr,  # (n,) int16 if SPLIT, else fp32
     remainder_ptr,  # (n,) int16, unused unless SPLIT
     exp_avg_ptr,  # (n,) fp32
     exp_avg_sq_ptr,  # (n,) fp32
     grad_ptr,  # (n,)
     scale_ptr,  # () fp32, unused unless HAS_SCALE
-    checksums_ptr,  # (programs,) int32, unused unless CHECKS
+    checksums_ptr,  # (blocks,) int32, unused unless CHECKS
+    block,  # int64, or what is beyond 2^31 elements wraps around
     numel,
     decay,
     one_minus_beta1,
@@ -198,8 +216,9 @@ def _adamw_kernel(
     CHECKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Updates the weights of one checksum, whichever launch they belong to."""
     place = tl.arange(0, BLOCK)
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + place
+    offs = block * BLOCK + place
     mask = offs < numel
     g = tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if HAS_SCALE:
@@ -215,8 +234,8 @@ def _adamw_kernel(
     if SPLIT:
         high = tl.load(weight_ptr + offs, mask=mask, other=0).to(tl.int32)
         low = tl.load(remainder_ptr + offs, mask=mask, other=0).to(tl.int32)
-        if CHECKS:  # one program has the weights of one checksum
-            fits = tl.load(checksums_ptr + tl.program_id(0)) == _checksum(high, place, mask)
+        if CHECKS:
+            fits = tl.load(checksums_ptr + block) == _checksum(high, place, mask)
             low = tl.where(fits, low, 0)
         p = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
@@ -231,9 +250,51 @@ def _adamw_kernel(
         tl.store(weight_ptr + offs, high.to(tl.int16), mask=mask)
         tl.store(remainder_ptr + offs, low.to(tl.int16), mask=mask)
         if CHECKS:
-            tl.store(checksums_ptr + tl.program_id(0), _checksum(high, place, mask))
+            tl.store(checksums_ptr + block, _checksum(high, place, mask))
     else:
         tl.store(weight_ptr + offs, p, mask=mask)
+
+
+@triton.jit
+def _adamw_kernel(
+    weight_ptr,
+    remainder_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    grad_ptr,
+    scale_ptr,
+    checksums_ptr,  # (programs,)
+    numel,
+    decay,
+    one_minus_beta1,
+    one_minus_beta2,
+    step_size,
+    floor,
+    SPLIT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    CHECKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    update_block(
+        weight_ptr,
+        remainder_ptr,
+        exp_avg_ptr,
+        exp_avg_sq_ptr,
+        grad_ptr,
+        scale_ptr,
+        checksums_ptr,
+        tl.program_id(0).to(tl.int64),
+        numel,
+        decay,
+        one_minus_beta1,
+        one_minus_beta2,
+        step_size,
+        floor,
+        SPLIT,
+        HAS_SCALE,
+        CHECKS,
+        BLOCK,
+    )
 
 
 def _check_remainder(weight: Tensor, remainder: Tensor) -> None:
@@ -336,7 +397,7 @@ def adamw_(
     numel = weight.numel()
     if not numel:
         return
-    step_size, floor = _step_size(lr, beta1, beta2, eps, step)
+    options = Options(lr, beta1, beta2, eps, weight_decay, step)
     with on_device(weight):
         _adamw_kernel[(triton.cdiv(numel, CONFIG.block),)](
             weight if remainder is None else weight.view(torch.int16),
@@ -347,11 +408,7 @@ def adamw_(
             exp_avg if scale is None else scale,
             exp_avg if checksums is None else checksums,
             numel,
-            lr * weight_decay,
-            1 - beta1,
-            1 - beta2,
-            step_size,
-            floor,
+            *options.numbers,
             SPLIT=remainder is not None,
             HAS_SCALE=scale is not None,
             CHECKS=checksums is not None,

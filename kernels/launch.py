@@ -130,6 +130,13 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
 
 
+def check_same(name: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Of many tensors: raises ValueError for the first whose value is not the expected one."""
+    if found != expected:
+        got, needed = next((x, y) for x, y in zip(found, expected, strict=True) if x != y)
+        raise ValueError(f"{name} must be {needed}, got {got}")
+
+
 def check_eps(eps: float) -> None:
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be at least 0 and finite, got {eps}")

@@ -10,8 +10,10 @@ planned for several batches, gradients have fp32 from the first one on, so that 
 every sum. Otherwise the gradient of a single batch stays in the dtype in which it arrives. On the
 host later batches are added in pieces: each is copied up, added to, and copied down.
 
-`norm` is the same wherever gradients are: squares are summed in fp32 over pieces of PIECE elements,
-and these sums in fp64. (torch.nn.utils.clip_grad_norm_ rounds each bf16 gradient's norm to 8 bits.)
+`norm` is the same wherever gradients are: squares are summed in fp32, chunk by chunk and always in
+one order (kernels/square_sums.py), and the sums of all chunks in fp64. A gradient that leaves is
+measured on its way; those that stay are measured together, in one launch.
+(torch.nn.utils.clip_grad_norm_ rounds each bf16 gradient's norm to 8 bits.)
 
 With several processes the finished gradient is averaged over them in fp32 while backward goes on,
 rounded once, and ready when backward ends. This replaces DDP, which would keep a second copy of
@@ -20,9 +22,10 @@ every gradient.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from torch import Tensor, nn
 from longctx.constants import GIB
 from longctx.errors import print_rank0
 from longctx.kernels.annotate import annotate
+from longctx.kernels.square_sums import CHUNK, many_square_sums, square_sums
 from longctx.memory.aliases import any_is_seen, is_seen, share_memory
 from longctx.memory.guard import unguarded
 from longctx.memory.held import Held, HeldGradient
@@ -45,6 +49,7 @@ SEEN = (
     "another batch adds to a gradient in 16 bits of which somebody keeps a view, and the view "
     "would not show the sum: say batches=2 or more to exact_adamw, or drop the view before backward"
 )
+_FLOATS = (torch.bfloat16, torch.float32)
 LARGE_BYTES = 2**26
 """Bytes of one gradient that are worth a line when a view brings it to the GPU."""
 
@@ -64,13 +69,15 @@ class WatchedGradients:
         self._watched: list[Slot] = []
         self._order: dict[Slot, None] = {}
         """The order in which backward delivered the gradients."""
-        self._norms: dict[Slot, Tensor] = {}
-        """The norm of each piece of gradients that are not held, when it was last measured."""
+        self._measured: dict[Slot, tuple[Tensor, int, int]] = {}
+        """Gradients that are not held: the square sums that `norm` last measured, and which of them
+        are the gradient's."""
         self._clipped: dict[Slot, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         """Gradients in 16 bits that `clip` left unchanged: their version then, and their factor."""
         self._leaving: deque[tuple[object, int, Tensor]] = deque()
         self._reducing: deque[tuple[Slot, Tensor, dist.Work]] = deque()
         self._said_large = False
+        self._chunk = math.gcd(CHUNK, stream.piece)
         self._processes = dist.get_world_size() if dist.is_initialized() else 1
 
     @property
@@ -119,6 +126,8 @@ class WatchedGradients:
 
     def are_seen(self) -> bool:
         """Whether others have views of a gradient that an update would read later."""
+        if all(block.place.all_on_gpu for block in self._stream.blocks):
+            return False
         later = (grad for slot, grad in self._present() if not slot[0].place.all_on_gpu)
         here = [found for grad in later if (found := _here(grad)) is not None]
         return any_is_seen(here, beside=[grad for *_, grad in self._leaving])
@@ -158,7 +167,7 @@ class WatchedGradients:
         if grad.layout != torch.strided:
             raise RuntimeError("exact AdamW takes no sparse gradients: use sparse=False")
         self._settle_block(block)
-        self._norms.pop(slot, None)
+        self._measured.pop(slot, None)
         leaves = self._leaves(block, grad)
         if block.sums and not leaves:
             _make_wide(grad)
@@ -195,8 +204,8 @@ class WatchedGradients:
         if earlier is not None and earlier is not held:  # which somebody has kept
             earlier.here, earlier.factor = self.whole(earlier, self.device), None
         grad = grad.to(self.device)
-        held.norms = self._measured(held.slot, grad)
         grad = grad.to(room.dtype)
+        held.squares = square_sums(grad, self._chunk)
         with annotate("gradient out"), self._stream.down.after(self._stream.compute.mark()):
             room[block.ranges[i]].copy_(grad.view(-1), non_blocking=True)
         held.here, held.factor = None, None
@@ -230,7 +239,8 @@ class WatchedGradients:
         assert block.host_grad is not None
         stream, factor = self._stream, held.factor
         begin = stream.compute.mark()
-        assert held.norms is not None
+        assert held.squares is not None
+        sums = held.squares.split(stream.piece // self._chunk)
         with annotate("gradient out"):
             for n, piece in enumerate(block.pieces(i, stream.piece)):
                 home, slot = block.host_grad[piece], stream.next_slot()
@@ -243,7 +253,7 @@ class WatchedGradients:
                     if factor is not None:
                         total.mul_(factor)
                     total.add_(block.grad_at(i, piece, grad))
-                    _norm(total, held.norms[n])
+                    sums[n].copy_(square_sums(total, self._chunk))
                     added = stream.update.mark()
                 with stream.down.after(added):
                     home.copy_(total, non_blocking=True)
@@ -335,38 +345,42 @@ class WatchedGradients:
     def norm(self) -> Tensor:
         """Returns the norm of all gradients, fp32, ()."""
         self.settle()
-        found = [self._norms_of(slot, grad) for slot, grad in self._present()]
-        if not found:
-            return torch.zeros((), device=self.device)
-        return _total(torch.cat(found))
+        present = [*self._present()]
+        here = {slot: grad for slot, grad in present if not isinstance(grad, HeldGradient)}
+        squares = self._measure(here)
+        whole = all(self.factor(slot, grad) is None for slot, grad in here.items())
+        if whole and len(here) == len(present):
+            return _total([squares])
+        return _total([self._squares_of(slot, grad) for slot, grad in present])
 
     def norm_of(self, held: Held) -> Tensor:
         """Returns the norm of a held gradient, fp32, ()."""
         self.settle()
-        return _total(self.norms_of(held))
+        return _total([self.squares_of(held)])
 
-    def _norms_of(self, slot: Slot, grad: Tensor) -> Tensor:
-        """Returns the norms of a gradient's pieces."""
+    def _measure(self, grads: Mapping[Slot, Tensor]) -> Tensor:
+        """Measures gradients that are not held, and returns the sums of their squares, fp32."""
+        if not grads:
+            return torch.zeros(0, device=self.device)
+        here = [grad.to(self.device).contiguous() for grad in grads.values()]
+        sums, starts = many_square_sums(here, self._chunk)
+        for slot, start, stop in zip(grads, starts, starts[1:], strict=False):
+            self._measured[slot] = sums, start, stop
+        return sums
+
+    def _squares_of(self, slot: Slot, grad: Tensor) -> Tensor:
+        """Returns the sums of a gradient's squares; one that is not held has been measured."""
         if isinstance(grad, HeldGradient):
-            return grad.held.gradients.norms_of(grad.held)
-        self._norms[slot] = self._measured(slot, grad.to(self.device).contiguous())
-        factor = self.factor(slot, grad)
-        return self._norms[slot] if factor is None else self._norms[slot] * factor
+            return grad.held.gradients.squares_of(grad.held)
+        sums, start, stop = self._measured[slot]
+        return _scaled(sums[start:stop], self.factor(slot, grad))
 
-    def norms_of(self, held: Held) -> Tensor:
-        """Returns the norms of a held gradient's pieces."""
+    def squares_of(self, held: Held) -> Tensor:
+        """Returns the sums of a held gradient's squares."""
         if held.here is not None:
-            held.norms = self._measured(held.slot, held.here.to(self.device).contiguous())
-        assert held.norms is not None
-        return held.norms if held.factor is None else held.norms * held.factor
-
-    def _measured(self, slot: Slot, grad: Tensor) -> Tensor:
-        block, i = slot
-        pieces, device = block.pieces(i, self._stream.piece), grad.device
-        norms = torch.zeros(len(pieces), dtype=_norm_dtype(device), device=device)
-        for n, piece in enumerate(pieces):
-            _norm(block.grad_at(i, piece, grad), norms[n])
-        return norms
+            held.squares = square_sums(held.here.to(self.device).contiguous(), self._chunk)
+        assert held.squares is not None
+        return _scaled(held.squares, held.factor)
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Returns the norm of all gradients, fp32, (), and scales them down to `max_norm`. Those in
@@ -376,15 +390,18 @@ class WatchedGradients:
         if not max_norm:
             return norm
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_
+        at_once: dict[torch.device, list[Tensor]] = {}
         for slot, grad in self._present():
             if isinstance(grad, HeldGradient):
                 grad.held.gradients.multiply(grad.held, factor)
             elif grad.dtype == torch.float32 or self._is_seen(grad, 2):
-                grad.mul_(factor.to(grad.device))
+                at_once.setdefault(grad.device, []).append(grad)
             else:
                 earlier = self.factor(slot, grad)
                 total = factor if earlier is None else earlier * factor
                 self._clipped[slot] = weakref.ref(grad), grad._version, total
+        for device, grads in at_once.items():
+            torch._foreach_mul_(grads, factor.to(device))
         return norm
 
     def factor(self, slot: Slot, grad: Tensor) -> Tensor | None:
@@ -407,13 +424,20 @@ class WatchedGradients:
         for slot in self._order:
             if (grad := present.get(slot)) is None:
                 continue
-            # `clip` measures before it scales by what may be NaN
-            norms = grad.held.norms if isinstance(grad, HeldGradient) else self._norms.get(slot)
-            if norms is None:
-                norms = self._norms_of(slot, grad)
-            if not norms.isfinite().all():
+            if not self._last_squares(slot, grad).isfinite().all():
                 return slot
         return None
+
+    def _last_squares(self, slot: Slot, grad: Tensor) -> Tensor:
+        """Returns the square sums of the last time a gradient was measured, which was before `clip`
+        scaled it by what may be NaN."""
+        if isinstance(grad, HeldGradient):
+            held = grad.held
+            return held.gradients.squares_of(held) if held.squares is None else held.squares
+        if slot not in self._measured:
+            self._measure({slot: grad})
+        sums, start, stop = self._measured[slot]
+        return sums[start:stop]
 
     def tensors(self) -> list[Tensor]:
         """Returns the gradients on the GPU that are in no `parameter.grad`."""
@@ -442,10 +466,10 @@ class WatchedGradients:
                 f"a gradient of {tuple(grad.shape)} ({grad.layout}) is not that of a parameter of "
                 f"{tuple(parameter.shape)}"
             )
+        if type(grad) is Tensor and grad.dtype in _FLOATS and grad.is_contiguous():
+            return grad, factor
         with unguarded():
-            if grad.dtype not in (torch.bfloat16, torch.float32):
-                grad = grad.float()
-            return grad.detach().contiguous(), factor
+            return (grad if grad.dtype in _FLOATS else grad.float()).contiguous(), factor
 
     def end(self) -> None:
         """Ends the step: all gradients have been given to the update, and none is on its way."""
@@ -472,20 +496,16 @@ def _make_wide(grad: Tensor) -> None:
         grad.data = grad.float()
 
 
-def _total(norms: Tensor) -> Tensor:
-    return norms.double().square().sum().sqrt().float()
+def _scaled(squares: Tensor, factor: Tensor | None) -> Tensor:
+    """Returns the square sums of a gradient times a factor."""
+    return squares if factor is None else squares.double() * factor.double().square()
 
 
-def _norm(grad: Tensor, out: Tensor) -> None:
-    torch.linalg.vector_norm(grad, dtype=out.dtype, out=out)
+def _total(squares: list[Tensor]) -> Tensor:
+    """Returns the norm, fp32, (), of all whose square sums these are."""
+    return torch.cat(squares).double().sum().sqrt().float()
 
 
 def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def _norm_dtype(device: torch.device) -> torch.dtype:
-    """Returns the dtype in which squares are summed. On the CPU torch sums a row one element after
-    the other, so that in fp32 9% of the squares of 5e8 elements would be lost."""
-    return torch.float32 if device.type == "cuda" else torch.float64

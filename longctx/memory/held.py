@@ -49,7 +49,7 @@ class Holder(Protocol):
 
     def norm_of(self, held: Held) -> Tensor: ...
 
-    def norms_of(self, held: Held) -> Tensor: ...
+    def squares_of(self, held: Held) -> Tensor: ...
 
     def whole(self, held: Held, device: torch.device) -> Tensor: ...
 
@@ -73,8 +73,8 @@ class Held:
         self.factor: Tensor | None = None
         """The factor by which the values are multiplied, fp32, (), on the GPU; None is 1. It is
         None while anybody has views of `here`."""
-        self.norms: Tensor | None = None
-        """The norm of each piece when it was last measured, without the factor."""
+        self.squares: Tensor | None = None
+        """The square sum of each chunk when it was last measured, without the factor."""
         self.exposed: Tensor | None = None
         """A view of `here` in the name of somebody who has its address."""
 

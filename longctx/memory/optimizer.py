@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -26,9 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from longctx.errors import UserError, print_rank0
-from longctx.kernels.adamw import join_master, weight_checksums
+from longctx.kernels.adamw import Options, join_master, weight_checksums
+from longctx.kernels.adamw_many import adamw_many_
+from longctx.kernels.annotate import annotate
 from longctx.memory.by_parameter import StatesByParameter
-from longctx.memory.gradients import WatchedGradients
+from longctx.memory.gradients import Slot, WatchedGradients
+from longctx.memory.guard import unguarded
 from longctx.memory.place import Place
 from longctx.memory.states import Block, BlockSpec, Step
 from longctx.memory.stream import StateStream
@@ -60,7 +63,8 @@ class ExactAdamW(torch.optim.Optimizer):
         self.stream = stream
         self.gradients = WatchedGradients(stream, is_last=is_last)
         self.counts: dict[nn.Parameter, Tensor] = {}
-        """The number of updates of each parameter, fp32, (), on the CPU, as torch's `step`."""
+        """The number of updates of each parameter, fp32, (), on the CPU, as torch's `step`: a view
+        of its block's."""
         self._states = StatesByParameter(self)
         self._places = {
             parameter: (block, i)
@@ -150,12 +154,10 @@ class ExactAdamW(torch.optim.Optimizer):
         self._end_updates()
         self._check_strangers()
         self.gradients.settle()
-        groups = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        for parameter, _ in groups:
-            self._place(parameter)
+        given = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        places = [self._checked_place(parameter) for parameter, _ in given]
         seen = self.gradients.are_seen() or any(block.is_lent() for block in self.stream.blocks)
-        for parameter, group in groups:
-            self._outstand(parameter, group)
+        self._update(given, places)
         self.gradients.end()
         self.stream.begin_updates()
         if seen:
@@ -172,10 +174,10 @@ class ExactAdamW(torch.optim.Optimizer):
             )
         self.stream.flush()
 
-    def _place(self, parameter: nn.Parameter) -> tuple[Block, int]:
+    def _place(self, parameter: nn.Parameter) -> Slot:
         """Raises UserError for a parameter without states."""
-        if parameter in self._places:
-            return self._places[parameter]
+        if (place := self._places.get(parameter)) is not None:
+            return place
         raise UserError(
             f"exact AdamW has no states for a parameter of {tuple(parameter.shape)} in "
             f"{parameter.dtype}: add it by optimizer.add_param_group. An engine that puts tensors "
@@ -183,33 +185,53 @@ class ExactAdamW(torch.optim.Optimizer):
             "it torch.optim.AdamW"
         )
 
-    def _outstand(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Notes the parameter's step, with the options that hold now."""
-        block, i = place = self._places[parameter]
-        size = block.ranges[i].stop - block.ranges[i].start
-        if parameter.dtype != block.dtypes[i] or parameter.numel() != size:
+    def _checked_place(self, parameter: nn.Parameter) -> Slot:
+        """Raises UserError for a parameter without states, and ValueError for one that has changed
+        since they were made."""
+        block, i = place = self._place(parameter)
+        if parameter.dtype is not block.dtypes[i] or parameter.numel() != block.numels[i]:
             raise ValueError(
                 f"a parameter is now {tuple(parameter.shape)} in {parameter.dtype}, its states are "
-                f"of {size} numbers in {block.dtypes[i]}: make a new optimizer for this model"
+                f"of {block.numels[i]} numbers in {block.dtypes[i]}: make a new optimizer for this "
+                "model"
             )
-        grad, scale = self.gradients.take(place)
-        count = self.counts.setdefault(parameter, torch.zeros(()))
-        count += 1
-        beta1, beta2 = group["betas"]
-        options = dict(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=int(count),
-            scale=scale,
-        )
-        block.update = (block.update or {}) | {i: Step(grad=grad, options=options)}
-        if not block.place.all_on_gpu:
-            assert parameter.grad is not None
-            block.shown.append(parameter.grad)
-            block.close(self.stream.settle)
+        return place
+
+    def _update(
+        self, given: Sequence[tuple[nn.Parameter, dict[str, Any]]], places: Sequence[Slot]
+    ) -> None:
+        """Updates the parameters whose block is on the GPU, all at once, and notes the steps of the
+        others. Options are those that their groups have now."""
+        taken = [self.gradients.take(place) for place in places]
+        made: dict[tuple[int, int], Options] = {}
+        rows = []
+        for (parameter, group), place, (grad, scale) in zip(given, places, taken, strict=True):
+            block, i = place
+            which = id(group), block.count(i)
+            if parameter not in self.counts:
+                self.counts[parameter] = block.counts[i]
+            if (options := made.get(which)) is None:
+                options = made[which] = _options(group, which[1])
+            if block.place.all_on_gpu:
+                rows.append((parameter, block.whole_states(i), grad, options, scale))
+            else:
+                self._outstand(place, grad, options, scale)
+        if rows:
+            with annotate("optimizer"):
+                adamw_many_(*zip(*rows, strict=True))
+
+    def _outstand(
+        self, place: Slot, grad: Tensor | None, options: Options, scale: Tensor | None
+    ) -> None:
+        """Notes a step that is made later."""
+        block, i = place
+        shown = block.parameters[i].grad
+        assert shown is not None
+        with unguarded():  # a tensor of its own, that reads what is guarded from now on
+            grad = None if grad is None else grad.detach()
+        block.update = (block.update or {}) | {i: Step(grad=grad, options=options, scale=scale)}
+        block.shown.append(shown)
+        block.close(self.stream.settle)
 
     def _check_strangers(self) -> None:
         """Warns of gradients that no group has. torch's AdamW would not use them either, but it
@@ -334,9 +356,11 @@ class ExactAdamW(torch.optim.Optimizer):
                 home.copy_(weight_checksums(parameter.detach().to(home.device).flatten()))
             else:
                 home.zero_()
+        block, i = self._places[parameter]
+        block.counts[i] = float(states["step"]) if states else 0.0
         self.counts.pop(parameter, None)
         if states:
-            self.counts[parameter] = torch.tensor(float(states["step"]))
+            self.counts[parameter] = block.counts[i]
 
     def _check_states(self, parameter: nn.Parameter, states: Mapping[str, Any]) -> None:
         homes = self._homes(parameter)
@@ -389,6 +413,18 @@ class ExactAdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__getstate__()
+
+
+def _options(group: Mapping[str, Any], step: int) -> Options:
+    beta1, beta2 = group["betas"]
+    return Options(
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+    )
 
 
 def _check_options(group: Mapping[str, Any]) -> None:

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longctx.kernels.adamw import CHECKED, drop_stale_, weight_checksums
+from longctx.kernels.adamw import CHECKED, Options, drop_stale_, weight_checksums
+from longctx.kernels.adamw_many import States
 from longctx.memory.aliases import is_seen, sharers
 from longctx.memory.guard import Settle, guard, release, unguarded
 from longctx.memory.held import Held
@@ -113,8 +114,9 @@ class Step:
 
     grad: Tensor | None
     """The gradient, contiguous, wherever it is; None if it is in the block's `host_grad`."""
-    options: Mapping[str, Any]
-    """The arguments of `adamw_`: lr, betas, eps, weight_decay, step, scale."""
+    options: Options
+    scale: Tensor | None
+    """The factor of the gradient, fp32, (); None is 1."""
 
 
 @dataclass(eq=False)
@@ -129,6 +131,8 @@ class Block:
     parameters: list[nn.Parameter] = field(init=False)
     ranges: list[slice] = field(init=False)
     """Each trained parameter's elements in the flat tensors."""
+    counts: Tensor = field(init=False)
+    """The number of updates of each trained parameter, fp32, on the CPU."""
     parts: list[Part] = field(init=False)
     weight: Tensor | None = None
     """The weights of a block that streams, as bytes, while they are on the GPU."""
@@ -167,6 +171,9 @@ class Block:
             checksums += -(-parameter.numel() // CHECKED)
         self.trained_numel, self._checksums = start, checksums
         self.dtypes = [parameter.dtype for parameter in self.parameters]
+        self.numels = [parameter.numel() for parameter in self.parameters]
+        self.counts = torch.zeros(len(self.ranges))
+        self._counts = self.counts.numpy()  # the same memory
         self._home_views: list[Tensor] = []
         self._lent: list[Tensor] = []
         self._waiting: dict[int, weakref.ref[Held]] = {}
@@ -203,6 +210,7 @@ class Block:
         def on_gpu(numel: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 
+        self._whole: dict[int, States] = {}
         make = on_gpu if self.place.states else take
         numel = self.trained_numel
         self.exp_avg, self.exp_avg_sq = make(numel, torch.float32), make(numel, torch.float32)
@@ -320,6 +328,24 @@ class Block:
             assert self.remainder is not None
             states.append(self.remainder[piece])
         return states
+
+    def count(self, i: int) -> int:
+        """Counts an update of the i-th parameter, and returns its number."""
+        self._counts[i] += 1
+        return int(self._counts[i])
+
+    def whole_states(self, i: int) -> States:
+        """Returns all states of the i-th parameter of a block that is on the GPU for good."""
+        if i not in self._whole:
+            whole = self.ranges[i]
+            exp_avg, exp_avg_sq, *remainder = self.states_at(i, whole)
+            self._whole[i] = States(
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+                remainder=remainder[0] if remainder else None,
+                checksums=self.checksums_at(i, whole),
+            )
+        return self._whole[i]
 
     def checksums_at(self, i: int, piece: slice) -> Tensor | None:
         """Returns the checksums of a piece of the i-th parameter; None if it has not 16 bits."""

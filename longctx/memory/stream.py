@@ -205,7 +205,7 @@ class StateStream:
         self._begun = self.compute.mark()
         started = 0
         for block in self.blocks:
-            at_once = block.place.all_on_gpu or not block.spec.modules
+            at_once = not block.spec.modules
             if block.update is not None and (at_once or started <= AHEAD):
                 started += not at_once
                 self.bring(block)
@@ -213,11 +213,6 @@ class StateStream:
     def bring(self, block: Block) -> None:
         """Starts the block's way to the GPU and its outstanding update."""
         steps, block.update = block.update or {}, None
-        if block.place.all_on_gpu:
-            for i, step in steps.items():
-                assert step.grad is not None
-                _adamw(block, i, block.ranges[i], block.states_at(i, block.ranges[i]), step)
-            return
         begin, arrives = self._begun, block.is_away
         if arrives:
             block.arrive(torch.empty(block.nbytes, dtype=torch.uint8, device=self.device))
@@ -231,7 +226,7 @@ class StateStream:
                         self._move(block, i, piece, steps.get(i), arrives, (begin, block.written))
             if arrives:
                 self._raise_frozen(block, begin)
-        read = [t for step in steps.values() for t in (step.grad, step.options["scale"])]
+        read = [t for step in steps.values() for t in (step.grad, step.scale)]
         block.moving = [tensor for tensor in read if tensor is not None]
         with self.update.after(self.up.mark()):
             block.ready = self.update.mark()
@@ -332,12 +327,9 @@ def _adamw(
     piece: slice,
     states: Sequence[Tensor],
     step: Step,
-    grad: Tensor | None = None,
+    grad: Tensor,
 ) -> None:
     """Updates a piece of the block's i-th parameter; `states` and `grad` are on the GPU."""
-    if grad is None:
-        assert step.grad is not None
-        grad = block.grad_at(i, piece, step.grad)
     exp_avg, exp_avg_sq, *remainder = states
     adamw_(
         block.weight_at(i, piece),
@@ -345,8 +337,9 @@ def _adamw(
         exp_avg,
         exp_avg_sq,
         grad,
+        scale=step.scale,
         checksums=block.checksums_at(i, piece),
-        **step.options,
+        **step.options._asdict(),
     )
 
 

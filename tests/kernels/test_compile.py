@@ -30,8 +30,11 @@ def _cases():
     An argument is a pointer type, a constant, or a size. Sizes are those of Llama-3.1-8B,
     configurations those that the public functions choose.
     """
+    import triton.language as tl
+
     from longctx.kernels import (
         adamw,
+        adamw_many,
         cross_entropy,
         divergence,
         log_softmax,
@@ -39,6 +42,7 @@ def _cases():
         rope,
         scale,
         spread,
+        square_sums,
         swiglu,
     )
     from longctx.kernels.launch import Config
@@ -146,6 +150,17 @@ def _cases():
         }
         yield "adamw", adamw._adamw_kernel, t, arguments, adamw.CONFIG
 
+        dtype = tl.bfloat16 if t == "bf16" else tl.float32
+        lanes = {n: square_sums.HOW[n] for n in ("LANES", "HALVINGS")} | {"chunk": 8192}
+        arguments = {"x_ptr": p, "sums_ptr": "*fp32", "numel": 2**28} | lanes
+        yield "square_sums", square_sums._one_kernel, t, arguments, square_sums.CONFIG
+        table = {"table_ptr": "*i64", "rows": 449, "ALIGNED": True}
+        arguments = {"sums_ptr": "*fp32", "DTYPE": dtype} | table | lanes
+        yield "many_square_sums", square_sums._many_kernel, t, arguments, square_sums.CONFIG
+        arguments = {"GRAD": dtype, "SPLIT": t == "bf16", "HAS_SCALE": True, "BLOCK": 1024} | table
+        arguments |= {"BLOCKS": adamw_many.BLOCKS}
+        yield "many_adamw", adamw_many._many_kernel, t, arguments, adamw_many.CONFIG
+
         arguments = {
             **{"logits_ptr": "*fp32", "d_logits_ptr": p, "labels_ptr": "*i64"},
             **{"loss_ptr": "*fp32", "scale_ptr": "*fp32", "V": 128256},
@@ -224,7 +239,8 @@ def _main() -> None:
             row = {"name": name, "dtype": dtype, "arch": arch, "registers": registers}
             row |= {"spills": spills, "shared": binary.metadata.shared}
             inexact = re.findall(r"\b(?:fma\.|\w+\.approx|\w+[.\w]*\.ftz)[.\w]*", binary.asm["ptx"])
-            print(json.dumps(row | {"inexact": sorted(set(inexact))}))
+            wide = len(re.findall(r"(?:ld|st)\.global\.v4", binary.asm["ptx"]))
+            print(json.dumps(row | {"inexact": sorted(set(inexact)), "wide": wide}))
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +271,9 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "scale",
         "spread",
         "adamw",
+        "many_adamw",
+        "square_sums",
+        "many_square_sums",
     }
     compiled = {(r["name"].split()[0], r["arch"], r["dtype"]) for r in reports}
     assert compiled == {(n, a, t) for n in names for a in (80, 90) for t in ("bf16", "fp32")}
@@ -266,10 +285,18 @@ def test_no_kernel_spills_registers(reports):
         assert r["shared"] <= SHARED_BYTES[r["arch"]], r
 
 
-def test_adamw_rounds_as_its_reference_does(reports):
+def test_adamw_and_norms_round_as_their_references_do(reports):
     """Each operation to nearest: no contraction, no approximation, no denormal flushed to zero."""
-    assert [r["inexact"] for r in reports if r["name"] == "adamw"] == [[]] * 4
+    exact = ("adamw", "many_adamw", "square_sums", "many_square_sums")
+    assert [r["inexact"] for r in reports if r["name"] in exact] == [[]] * 16
     assert any("fma." in i for r in reports for i in r["inexact"])  # the search finds them
+
+
+@pytest.mark.parametrize("name", ["adamw", "square_sums"])
+def test_addresses_in_a_table_cost_no_wide_access(reports, name):
+    """As many accesses have 16 bytes as where pointers are arguments."""
+    wide = [[r["wide"] for r in reports if r["name"] == n] for n in (name, f"many_{name}")]
+    assert wide[0] == wide[1] and all(wide[0])
 
 
 if __name__ == "__main__":

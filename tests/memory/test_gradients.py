@@ -16,6 +16,7 @@ from longctx.memory.gradients import WatchedGradients
 from longctx.memory.place import Place
 from longctx.memory.states import BlockSpec
 
+pytestmark = pytest.mark.usefixtures("reference_kernels")
 SHAPES = [(700, 301), (1000,), (33, 7), (1,)]
 PIECE = 5120
 BF16 = torch.bfloat16

@@ -15,10 +15,18 @@ import pytest
 from paths import ROOT
 
 from longctx.errors import UserError
-from profiling.bench import layer_bench, runner, slab_bench, step_bench, train_bench, trl_bench
+from profiling.bench import (
+    layer_bench,
+    optimizer_bench,
+    runner,
+    slab_bench,
+    step_bench,
+    train_bench,
+    trl_bench,
+)
 from profiling.bench.runner import Benchmark, run_child, train_lines
 
-BENCHES = (layer_bench, slab_bench, step_bench, train_bench, trl_bench)
+BENCHES = (layer_bench, optimizer_bench, slab_bench, step_bench, train_bench, trl_bench)
 FAKE = """
 import sys
 sys.path.insert(0, {root!r})
