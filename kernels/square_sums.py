@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 
 from longctx.kernels.launch import Config, check_same, on_device, runs_kernel, tl, triton
-from longctx.kernels.many import (
-    NUMEL,
-    ROW,
-    are_aligned,
-    find_row,
-    launches,
-    pointer_at,
-    size_at,
-)
+from longctx.kernels.many import NUMEL, ROW, are_aligned, find_row, launches, pointer_at, size_at
 
 LANES = 1024
 """Elements of a chunk that are squared at a time. A chunk is a multiple of them."""

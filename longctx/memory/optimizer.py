@@ -227,8 +227,9 @@ class ExactAdamW(torch.optim.Optimizer):
         block, i = place
         shown = block.parameters[i].grad
         assert shown is not None
-        with unguarded():  # a tensor of its own, that reads what is guarded from now on
-            grad = None if grad is None else grad.detach()
+        if grad is shown:  # which is guarded from now on
+            with unguarded():
+                grad = grad.detach()
         block.update = (block.update or {}) | {i: Step(grad=grad, options=options, scale=scale)}
         block.shown.append(shown)
         block.close(self.stream.settle)

@@ -142,6 +142,18 @@ def test_plain_torch_on_the_cpu(reference_kernels) -> None:
     assert_same(ours, others)
 
 
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    """The last ones, beside a small tensor."""
+    large = {name: torch.zeros(2**31 + 5008, device=DEVICE) for name in ("exp_avg", "exp_avg_sq")}
+    large |= {name: torch.ones(2**31 + 5008, device=DEVICE) for name in ("weight", "grad")}
+    small = tensors(5008, 0, FP32, FP32)
+    for name, x in small.items():
+        large[name][-5008:] = x
+    step([small, large], [GROUPS[0]] * 2, [None] * 2)
+    assert_same([small], [{name: large[name][-5008:] for name in small}])
+
+
 def test_nothing_to_do() -> None:
     step([], [], [])
     step([tensors(0, 0, FP32, FP32)], [GROUPS[0]], [None])
