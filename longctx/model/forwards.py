@@ -578,7 +578,8 @@ def _scheduled_forward(
         hidden = None
         if sharing is None and runtime.shards is None:
             hidden = graphed(base, runtime, x, rope, documents)
-        if not asked and (reason := why_not_scheduled(base)):
+        is_settled = hidden is not None and runtime.settled
+        if not asked and not is_settled and (reason := why_not_scheduled(base)):
             return reason
         if hidden is None:
             # The loop stands here and not in a function, whose caller would hold the embedding's

@@ -413,7 +413,7 @@ def graphed(
         graphs.make_room(x.device)
         return None
     graph.replay(x, rope, documents)
-    if not _is_unchanged(graph, base):
+    if not runtime.settled and not _is_unchanged(graph, base):
         graphs.drop()
         return None
     return _Replayed.apply(graph, graphs.begin(), x, *graph.trained)

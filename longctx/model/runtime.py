@@ -105,6 +105,8 @@ class Runtime:
     """The arguments of the call under way that came with images, which Hugging Face's code runs."""
     shards: Shards | None = None
     """The ranks that share each row with this one."""
+    settled: bool = False
+    """Nobody can have changed the model since its last batch, as a trainer knows."""
     graphed: bool = False
     """Whether layers may run as CUDA graphs: there is room for what these take."""
     graphs: Any = None

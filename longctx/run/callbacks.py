@@ -163,13 +163,17 @@ def spare_reporters(handler: Any) -> None:
     ]
 
 
+def is_known(callback: Any) -> bool:
+    """Whether a callback is transformers' or longctx's."""
+    return type(callback).__module__.startswith(("transformers.", "longctx."))
+
+
 def flush_before_others(handler: Any, flush: Callable[[], None]) -> None:
     """Outstanding updates end before an event for which a callback that is neither transformers'
     nor longctx's has a method: it may read weights, unless it says `reads_weights = False`."""
 
     def may_read(callback: Any, event: str) -> bool:
-        known = type(callback).__module__.startswith(("transformers.", "longctx."))
-        if known or not getattr(callback, "reads_weights", True):
+        if is_known(callback) or not getattr(callback, "reads_weights", True):
             return False
         method = getattr(callback, event, None)
         return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)

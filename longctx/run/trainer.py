@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,7 @@ from longctx.run.exact import overrides
 from longctx.run.interrupts import Interrupts
 from longctx.run.metrics import Throughput, device_peak_flops, parameters_in_matmuls, peak_memory
 from longctx.run.nonfinite import Names, NonFinite
+from longctx.run.settled import Settled
 from longctx.run.stopping import name_trained_ends, trained_ends
 from longctx.run.task_trainer import TaskTrainer
 from longctx.safety.processes import explained_workers
@@ -153,6 +154,7 @@ class LongTrainer(TaskTrainer):
         self._checkpoint_bytes = 0
         self._skipped_steps = 0
         self._filters_losses = False
+        self._settled = Settled(self.callback_handler)
         self._evaluations: dict[int, dict[str, float]] = {}
         group = self.engine.row_group(self.accelerator)
         self.shards = self.task.shards = None if group is None else Shards(group)
@@ -190,7 +192,10 @@ class LongTrainer(TaskTrainer):
 
     @overrides
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self.interrupts, explained_workers(), end_with_peers(), self._filtered_losses():
+        around = (self.interrupts, explained_workers(), end_with_peers(), self._filtered_losses())
+        with ExitStack() as stack:
+            for context in (*around, self._settled.training(self.model)):
+                stack.enter_context(context)
             result = super().train(*args, **kwargs)
             self.interrupts.agree(self.args.device)  # one that came after the last step
         self._check_update()
@@ -253,7 +258,8 @@ class LongTrainer(TaskTrainer):
         self.throughput.count(
             _positions(inputs) if group is None else _joined(inputs, self.model, Shards(group))
         )
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        with self._settled.step(model, self.runtime):
+            loss = super().training_step(model, inputs, *args, **kwargs)
         self.nonfinite.record(inputs if group is None else None, loss)
         if self._filters_losses:
             mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
@@ -307,6 +313,7 @@ class LongTrainer(TaskTrainer):
         Trainer takes the mean of the rows' means, which weights a token of a short row more, and
         differs with the number of processes.
         """
+        self._settled.unsettle()
         self.evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         output = super().evaluation_loop(*args, **kwargs)
         loss_sum, tokens = self.accelerator.reduce(self.evaluated, "sum").tolist()
@@ -379,6 +386,7 @@ class LongTrainer(TaskTrainer):
     @overrides
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Saves whole or not at all, in the steps of `longctx/output/save.py`."""
+        self._settled.unsettle()
         self._check_update()
         run_dir = Path(self._get_output_dir(trial))
         checkpoint = run_dir / f"checkpoint-{self.state.global_step}"
