@@ -129,12 +129,11 @@ class Read(NamedTuple):
             yield from parameters.values()
         yield from self.norm.values()
 
-    def same(self, other: Read) -> bool:
-        return self.settings == other.settings and self._keys() == other._keys()
-
-    def _keys(self) -> list[Any]:
+    def facts(self) -> list[Any]:
+        """What must be equal now and when it was recorded: names and settings, and of each tensor
+        which it is, where it is, and whether it is trained."""
         settings = [(tuple(parameters), adapters) for parameters, adapters in self.layers]
-        return [*settings, *map(_key, self.tensors())]
+        return [self.settings, *settings, *map(_key, self.tensors())]
 
     @property
     def drops(self) -> bool:
@@ -197,7 +196,7 @@ class Graph:
         self._bounds = documents.cu_seqlens.new_empty(_room(documents) + 1)
         self._dy = torch.empty_like(x, dtype=self._hidden_dtype(base, x))
         self._fill(x.detach(), rope, documents)
-        tensors = [*self.read.tensors()]
+        tensors, self._facts = [*self.read.tensors()], self.read.facts()
         self._pointers = [(x, x.data_ptr()) for x in tensors]
         self.trained = [*{id(x): x for x in tensors if x.requires_grad}.values()]
         # Detached: hooks of the weights are for gradients that arrive, not for those recorded.
@@ -239,6 +238,10 @@ class Graph:
             and len(documents.lengths) < len(self._bounds)
             and all(x.data_ptr() == pointer for x, pointer in self._pointers)
         )
+
+    def still_holds(self, read: Read) -> bool:
+        """Whether the model computes with what it did when the graph was recorded."""
+        return self._facts == read.facts()
 
     def replay(self, x: Tensor, rope: Tensor, documents: Documents) -> None:
         with torch.no_grad():
@@ -474,7 +477,7 @@ def _hooks_of_others(base: Any) -> bool:
 
 def _is_unchanged(graph: Graph, base: Any) -> bool:
     try:
-        return not _hooks_of_others(base) and graph.read.same(Read.of(base))
+        return not _hooks_of_others(base) and graph.still_holds(Read.of(base))
     except (AttributeError, KeyError):  # a module that is not whole, which is said elsewhere
         return False
 

@@ -79,7 +79,7 @@ def assert_as_torch(train: Callable[[Any, Any], Any], place: str, **options: Any
     found = ours.state_dict()
     for name, weight in truth.state_dict().items():
         moved = (weight - start[name]).norm()
-        assert moved > 0 and (found[name] - weight).norm() <= 2e-2 * moved, name
+        assert moved > 0 and (found[name].to(DEVICE) - weight).norm() <= 2e-2 * moved, name
 
 
 def by_torch(model: Any, optimizer: Any, max_norm: float) -> Tensor:
@@ -88,15 +88,15 @@ def by_torch(model: Any, optimizer: Any, max_norm: float) -> Tensor:
 
 def by_hand(model: Any, optimizer: Any, max_norm: float) -> Tensor:
     grads = [p.grad for p in model.parameters()]
-    norm = torch.stack([grad.float().norm() for grad in grads]).norm()
+    norm = torch.stack([grad.float().norm().to(DEVICE) for grad in grads]).norm()
     for grad in grads:
-        grad.data.mul_((max_norm / (norm + 1e-6)).clamp(max=1))
+        grad.data.mul_((max_norm / (norm + 1e-6)).clamp(max=1).to(grad.device))
     return norm
 
 
 def by_value(model: Any, optimizer: Any, max_norm: float) -> Tensor:
     nn.utils.clip_grad_value_(model.parameters(), max_norm / 100)
-    return torch.stack([p.grad.abs().max().float() for p in model.parameters()]).max()
+    return torch.stack([p.grad.abs().max().float().to(DEVICE) for p in model.parameters()]).max()
 
 
 def by_largest(model: Any, optimizer: Any, max_norm: float) -> Tensor:
@@ -365,7 +365,7 @@ def test_trainer_clips_and_resumes(place, tmp_path) -> None:
     (expected, truth), (found, ours) = train("torch"), train("exact")
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
     for name, weight in truth.items():
-        assert (ours[name] - weight).norm() <= 1e-2 * weight.norm(), name
+        assert (ours[name].to(DEVICE) - weight).norm() <= 1e-2 * weight.norm(), name
 
 
 # --- files and other modules -----------------------------------------------------------------
@@ -385,12 +385,12 @@ def test_files_of_the_model(dtype, place, tmp_path) -> None:
     optimizer.step()
     torch.save(ours, tmp_path / "whole.pt")
     torch.save(ours.state_dict(), tmp_path / "weights.pt")
-    expected = {name: weight.clone() for name, weight in ours.state_dict().items()}
+    expected = {name: weight.cpu().clone() for name, weight in ours.state_dict().items()}
     first = load_file(tmp_path / "model.safetensors")
     assert not torch.equal(first["lm_head.weight"], expected["lm_head.weight"])
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)
     for found in (torch.load(tmp_path / "weights.pt"), whole.state_dict()):
-        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+        assert all(torch.equal(found[name].cpu(), weight) for name, weight in expected.items())
     nbytes = sum(weight.nbytes for weight in expected.values())
     for name in ("weights.pt", "whole.pt"):
         assert (tmp_path / name).stat().st_size < 1.2 * nbytes + 2**16
