@@ -80,7 +80,7 @@ to 425984 tokens)."""
 LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 230, 50e-6
 """Kernels of a layer in forward and backward, those of its adapters over NF4 besides, and seconds
 in which Python launches one, on hosts of H100s (h100_everyday.json)."""
-GAP_S, HOST_S = 0.5e-6, 8e-3
+GAP_S, HOST_S = 0.5e-6, 6e-3
 """Seconds between two kernels of a CUDA graph, and those of a step in which the GPU waits for the
 trainer: from the norm of the gradients, which it waits for, to the next forward
 (h100_everyday.json)."""

@@ -297,7 +297,8 @@ class Graphs:
         self._graphs: list[Graph] = []
         """The one that was used last is the last."""
         self._pool: Any = None
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """Bytes of the GPU in their pool."""
         self._earlier: Call | None = None
         self._run: weakref.ref[Run] | None = None
         self._recorded = self._replayed = 0
@@ -309,7 +310,7 @@ class Graphs:
 
     def drop(self) -> None:
         """Forgets all graphs, and gives their memory back."""
-        self._graphs, self._pool, self._held_bytes = [], None, 0
+        self._graphs, self._pool, self.held_bytes = [], None, 0
 
     def give_up(self, runtime: Runtime, reason: str) -> None:
         """Has everything run eagerly from here on, and says why."""
@@ -365,17 +366,17 @@ class Graphs:
             self.give_up(runtime, "they have no room" if short else str(error).splitlines()[0])
             return None
         self._graphs.append(graph)
-        self._held_bytes += held[0]
+        self.held_bytes += held[0]
         _say(
             runtime,
             f"layers run as CUDA graphs from here on where batches are alike, as of {call.tokens} "
-            f"tokens, in {self._held_bytes / GIB:.2f} GiB of their own (--cuda_graphs off: none)",
+            f"tokens, in {self.held_bytes / GIB:.2f} GiB of their own (--cuda_graphs off: none)",
         )
         return graph
 
     def make_room(self, device: torch.device) -> None:
         """Gives graphs up where an eager pass may need their memory."""
-        if self._graphs and self._held_bytes and free_gpu_bytes(device) < self._held_bytes:
+        if self._graphs and self.held_bytes and free_gpu_bytes(device) < self.held_bytes:
             self.drop()
 
 

@@ -58,13 +58,16 @@ def attended(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  # (B, S
     return total
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peaks since the process started, in GiB. GPU figures only where there is a GPU."""
+def peak_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:
+    """Peaks since the process started, in GiB. GPU figures only where there is a GPU. `held_bytes`
+    are those of CUDA graphs, which torch's allocator does not count as allocated."""
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     peak = {"peak_host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / GIB}
     if device.type == "cuda":
-        peak["peak_gpu_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        with_graphs = torch.cuda.memory_allocated(device) + held_bytes
+        most = max(torch.cuda.max_memory_allocated(device), with_graphs if held_bytes else 0)
+        peak["peak_gpu_gib"] = most / GIB
         peak["peak_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
     return peak
 

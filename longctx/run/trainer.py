@@ -370,7 +370,9 @@ class LongTrainer(TaskTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self.tally.read(self.accelerator)
-            logs |= self.throughput.read() | peak_memory(self.args.device)
+            graphs = self.runtime and self.runtime.graphs
+            held_bytes = graphs.held_bytes if graphs else 0
+            logs |= self.throughput.read() | peak_memory(self.args.device, held_bytes)
             logs["tokens"] = self.state.num_input_tokens_seen
             self._log_skipped(logs)
         super().log(logs, start_time)
