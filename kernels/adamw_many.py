@@ -8,9 +8,9 @@ counts of steps share a launch. Tensors of other dtypes have one of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -146,12 +146,23 @@ def adamw_many_(
 
     Raises ValueError for a wrong shape, dtype, device or layout.
     """
+    prepared_adamw(weights, states, grads, options, scales)()
+
+
+def prepared_adamw(
+    weights: Sequence[Tensor],
+    states: Sequence[States],
+    grads: Sequence[Tensor],
+    options: Sequence[Options],
+    scales: Sequence[Tensor | None],
+) -> Callable[[], None]:
+    """Checks, and sends the table; returns what launches `adamw_many_`, while the tensors stay
+    where they are."""
     if not weights:
-        return
+        return _nothing
     numels = _check(weights, states, grads, scales)
     if not runs_kernel(weights[0], states[0].exp_avg):
-        _reference(weights, states, grads, options, scales)
-        return
+        return partial(_reference, weights, states, grads, options, scales)
     table = np.zeros((len(weights), ROW), np.int64)
     table[:, NUMEL] = numels
     table[:, 2:6] = [of.addresses for of in states]
@@ -164,9 +175,17 @@ def adamw_many_(
     kinds = np.array([grad.dtype is torch.float32 for grad in grads]) * _WIDE
     kinds += (table[:, 4] != 0) * _SPLIT + (table[:, 8] != 0) * _SCALED
     kinds += are_aligned(table[:, [NUMEL, 2, 3, 4, 6, 7]]) * _ALIGNED
-    device = weights[0].device
-    with on_device(weights[0]):
-        for kind, rows, programs in launches(table, kinds, BLOCKS * CONFIG.block, device):
+    found = [*launches(table, kinds, BLOCKS * CONFIG.block, weights[0].device)]
+    return partial(_launch, found, weights[0])
+
+
+def _nothing() -> None:
+    pass
+
+
+def _launch(found: list[tuple[int, Tensor, int]], like: Tensor) -> None:
+    with on_device(like):
+        for kind, rows, programs in found:
             _many_kernel[(programs,)](
                 rows,
                 len(rows),

@@ -20,14 +20,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.adamw import Options, join_master, weight_checksums
-from longctx.kernels.adamw_many import adamw_many_
+from longctx.kernels.adamw_many import adamw_many_, prepared_adamw
 from longctx.kernels.annotate import annotate
 from longctx.memory.by_parameter import StatesByParameter
 from longctx.memory.gradients import Slot, WatchedGradients
@@ -38,6 +38,16 @@ from longctx.memory.stream import StateStream
 
 STATES = ("exp_avg", "exp_avg_sq", "remainder", "checksums")
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
+
+class Prepared(NamedTuple):
+    """A step of parameters on the GPU that only has to be launched."""
+
+    facts: list[Any]
+    places: list[Slot]
+    launch: Callable[[], None]
+    holds: list[Any]
+    """The tensors that it reads."""
 
 
 class ExactAdamW(torch.optim.Optimizer):
@@ -66,6 +76,7 @@ class ExactAdamW(torch.optim.Optimizer):
         """The number of updates of each parameter, fp32, (), on the CPU, as torch's `step`: a view
         of its block's."""
         self._states = StatesByParameter(self)
+        self._prepared: Prepared | None = None
         self._places = {
             parameter: (block, i)
             for block in stream.blocks
@@ -154,7 +165,13 @@ class ExactAdamW(torch.optim.Optimizer):
         self._end_updates()
         self._check_strangers()
         self.gradients.settle()
-        given = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        given = self._given()
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.facts == self._facts(given):
+            prepared.launch()
+            self._count(given, prepared.places)
+            self.gradients.end()
+            return loss
         places = [self._checked_place(parameter) for parameter, _ in given]
         seen = self.gradients.are_seen() or any(block.is_lent() for block in self.stream.blocks)
         self._update(given, places)
@@ -163,6 +180,35 @@ class ExactAdamW(torch.optim.Optimizer):
         if seen:
             self._end_seen_updates()
         return loss
+
+    def _given(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+        return [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Does what the next step needs no new numbers for, while the GPU is still busy: if nothing
+        changes until then, the step has a kernel to launch. Does nothing where states wait on the
+        host."""
+        self._prepared = None
+        given = self._given()
+        places = [self._checked_place(parameter) for parameter, _ in given]
+        if not all(block.place.all_on_gpu for block in self.stream.blocks):
+            return
+        facts = self._facts(given)
+        rows = self._rows(given, places, [block.next_count(i) for block, i in places])
+        launch = prepared_adamw(*zip(*rows, strict=True)) if rows else _nothing
+        self._prepared = Prepared(facts, places, launch, rows)
+
+    def _facts(self, given: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> list[Any]:
+        """What a prepared step depends on: where weights and gradients are, whether somebody has
+        written these, the options of groups, and the counts of steps."""
+        here = [
+            (id(p), p.data_ptr(), id(g), g.data_ptr(), g._version)
+            for p, _ in given
+            if (g := p.grad) is not None
+        ]
+        groups = [_options(group, 0) for group in self.param_groups]
+        return [here, groups, [block.counts.tolist() for block in self.stream.blocks]]
 
     def _end_seen_updates(self) -> None:
         """Ends updates that others would see to be late."""
@@ -202,23 +248,43 @@ class ExactAdamW(torch.optim.Optimizer):
     ) -> None:
         """Updates the parameters whose block is on the GPU, all at once, and notes the steps of the
         others. Options are those that their groups have now."""
-        taken = [self.gradients.take(place) for place in places]
-        made: dict[tuple[int, int], Options] = {}
-        rows = []
-        for (parameter, group), place, (grad, scale) in zip(given, places, taken, strict=True):
-            block, i = place
-            which = id(group), block.count(i)
+        rows = self._rows(given, places, self._count(given, places))
+        late = [(p, row) for p, row in zip(places, rows, strict=True) if not p[0].place.all_on_gpu]
+        for place, (_, _, grad, options, scale) in late:
+            self._outstand(place, grad, options, scale)
+        now = [row for place, row in zip(places, rows, strict=True) if place[0].place.all_on_gpu]
+        if now:
+            with annotate("optimizer"):
+                adamw_many_(*zip(*now, strict=True))
+
+    def _count(
+        self, given: Sequence[tuple[nn.Parameter, dict[str, Any]]], places: Sequence[Slot]
+    ) -> list[int]:
+        """Counts an update of each parameter, and returns their numbers."""
+        for (parameter, _), (block, i) in zip(given, places, strict=True):
             if parameter not in self.counts:
                 self.counts[parameter] = block.counts[i]
+        return [block.count(i) for block, i in places]
+
+    def _rows(
+        self,
+        given: Sequence[tuple[nn.Parameter, dict[str, Any]]],
+        places: Sequence[Slot],
+        counts: Sequence[int],
+    ) -> list[tuple[Any, ...]]:
+        """The arguments of `adamw_many_` of each parameter; of one that is updated later without
+        its states."""
+        made: dict[tuple[int, int], Options] = {}
+        rows = []
+        for (parameter, group), place, count in zip(given, places, counts, strict=True):
+            grad, scale = self.gradients.take(place)
+            which = id(group), count
             if (options := made.get(which)) is None:
-                options = made[which] = _options(group, which[1])
-            if block.place.all_on_gpu:
-                rows.append((parameter, block.whole_states(i), grad, options, scale))
-            else:
-                self._outstand(place, grad, options, scale)
-        if rows:
-            with annotate("optimizer"):
-                adamw_many_(*zip(*rows, strict=True))
+                options = made[which] = _options(group, count)
+            block, i = place
+            states = block.whole_states(i) if block.place.all_on_gpu else None
+            rows.append((parameter, states, grad, options, scale))
+        return rows
 
     def _outstand(
         self, place: Slot, grad: Tensor | None, options: Options, scale: Tensor | None
@@ -414,6 +480,10 @@ class ExactAdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__getstate__()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _options(group: Mapping[str, Any], step: int) -> Options:

@@ -329,6 +329,10 @@ class Block:
             states.append(self.remainder[piece])
         return states
 
+    def next_count(self, i: int) -> int:
+        """Returns the number of the i-th parameter's next update."""
+        return int(self._counts[i]) + 1
+
     def count(self, i: int) -> int:
         """Counts an update of the i-th parameter, and returns its number."""
         self._counts[i] += 1

@@ -293,6 +293,8 @@ class LongTrainer(TaskTrainer):
             grad_norm = self._clip_by_engine(model, math.inf)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         norm = 0.0 if self.args.fp16 else grad_norm  # fp16: the scaler skips overflows by itself
+        if self.exact:  # before the host waits for the norm
+            self.exact.prepare()
         broken = self.exact.broken_gradient if self.exact else None
         if self.nonfinite.check(model, norm, self.state.global_step + 1, broken):
             model.zero_grad()

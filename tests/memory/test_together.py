@@ -133,8 +133,9 @@ CHANGES: list[Change] = [
 ]
 
 
+@pytest.mark.parametrize("prepares", [False, True], ids=["at once", "prepared"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_together_as_each_alone(change: Change, monkeypatch) -> None:
+def test_together_as_each_alone(change: Change, prepares: bool, monkeypatch) -> None:
     """Every second step is clipped."""
     found = []
     for together in (True, False):
@@ -147,6 +148,8 @@ def test_together_as_each_alone(change: Change, monkeypatch) -> None:
             change(module, optimizer, step)
             module.deliver(step)
             norms.append(optimizer.clip(0.5 if step % 2 else None))
+            if together and prepares:
+                optimizer.prepare()
             optimizer.step()
             optimizer.zero_grad()
         counts = [*optimizer.steps.values()]
@@ -155,6 +158,54 @@ def test_together_as_each_alone(change: Change, monkeypatch) -> None:
     assert found[0][0] == found[1][0]
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert torch.equal(one, other)
+
+
+def _less(optimizer: ExactAdamW) -> None:
+    optimizer.param_groups[0]["lr"] = 1e-3
+
+
+def _moved(optimizer: ExactAdamW) -> None:
+    weight = optimizer.param_groups[1]["params"][2]
+    weight.data = weight.data.clone()
+
+
+def _counted(optimizer: ExactAdamW) -> None:
+    state = optimizer.state[optimizer.param_groups[1]["params"][2]]
+    if "step" in state:  # from the first step on
+        state["step"].add_(3)
+
+
+def _dropped(optimizer: ExactAdamW) -> None:
+    optimizer.param_groups[1]["params"][1].grad = None
+
+
+@pytest.mark.parametrize("change", [_less, _moved, _counted, _dropped])
+def test_what_changes_after_it_was_prepared(change: Callable[[ExactAdamW], None]) -> None:
+    found = []
+    for prepares in (True, False):
+        module, optimizer = make()
+        for step in range(2):
+            module.deliver(step)
+            optimizer.clip(None)
+            if prepares:
+                optimizer.prepare()
+            change(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*map(int, optimizer.steps.values()), *module.weights])
+    assert all(
+        torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(*found, strict=True)
+    )
+
+
+def test_a_gradient_that_changes_after_clip_is_refused_all_the_same() -> None:
+    module, optimizer = make()
+    module.deliver(0)
+    optimizer.clip(0.1)
+    optimizer.prepare()
+    module.weights[3].grad.mul_(2)  # in 16 bits, of which the factor is remembered
+    with pytest.raises(RuntimeError, match="after optimizer.clip"):
+        optimizer.step()
 
 
 @pytest.fixture
