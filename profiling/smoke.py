@@ -144,6 +144,7 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     """All other cases of one GPU, and those of two."""
     yield from _class_types(inputs)
     yield from _memory(inputs)
+    yield from _graphs(inputs)
     yield from _engines(inputs)
     yield from _adapters(inputs)
     yield from _tasks(inputs)
@@ -181,6 +182,22 @@ def _memory(inputs: Inputs) -> Iterator[Case]:
             commands=((*TRAIN, *SMALL, *text.split(), *inputs.at(name)),),
             prints=(SCHEDULE,),
         )
+
+
+def _graphs(inputs: Inputs) -> Iterator[Case]:
+    """Steps enough to record the layers, over whole weights, adapters, several batches a step."""
+    options = {
+        "graphs": "",
+        "graphs_accumulate": "--gradient_accumulation_steps 2 --per_device_train_batch_size 2",
+        "graphs_qlora": "--lora_r 4 --quantize nf4",
+        "graphs_in_8_gib": "--lora_r 4 --quantize nf4 --gpu_memory_gib 8",
+    }
+    for name, text in options.items():
+        words = (*"--seq_len 2048 --max_steps 6".split(), *text.split())
+        command = (*TRAIN, *SMALL, *words, *inputs.at(name))
+        yield Case(name=name, commands=(command,), prints=(SCHEDULE, "run as CUDA graphs"))
+    command = (*TRAIN, *SMALL, "--cuda_graphs", "off", *inputs.at("graphs_off"))
+    yield Case(name="graphs_off", commands=(command,), prints=(SCHEDULE,))
 
 
 def _engines(inputs: Inputs) -> Iterator[Case]:

@@ -7,6 +7,8 @@ into those that it writes: everything but CUDA's own part is what runs on a GPU.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -343,3 +345,29 @@ def test_exact_states() -> None:
         if not options:
             assert count(model) == 1
     assert_same(*found)
+
+
+def test_nothing_is_left_of_graphs_that_were_dropped(monkeypatch: Any) -> None:
+    """A thousand steps, recorded again fifty times, on a GPU; a few of both without one."""
+    times, steps = (50, 20) if GPU else (4, 12)
+    alive: weakref.WeakSet[graphs.Graph] = weakref.WeakSet()
+    make_graph = graphs.Graph.__init__
+
+    def counted(self: graphs.Graph, *args: Any) -> None:
+        alive.add(self)
+        make_graph(self, *args)
+
+    monkeypatch.setattr(graphs.Graph, "__init__", counted)
+    model, held = make(), []
+    for _ in range(times):
+        _replace_data(model)
+        model.model.layers[1].mlp.up_proj.weight.data /= 2
+        for i in range(steps):
+            step(model, batch(i))
+        assert count(model) == 1
+        gc.collect()
+        assert len(alive) == 1
+        if GPU:
+            torch.cuda.empty_cache()
+            held.append(torch.cuda.memory_reserved())
+    assert not held or held[-1] <= held[2]
