@@ -139,6 +139,10 @@ def _cases():
         arguments |= {"stride_sums": 32, "factor": "fp32", "ROWS": 128, "BLOCK": 16}
         yield "spread", spread._spread_kernel, t, arguments, Config(block=16, num_warps=4)
 
+        arguments = {"a_ptr": "*fp32", "a_out_ptr": p, "b_ptr": "*fp32", "b_out_ptr": p}
+        arguments |= {"a_numel": 2**18, "b_numel": 2**18, "rank": 16, "BLOCK": 1024}
+        yield "spread_factors", spread._factors_kernel, t, arguments, spread.FACTORS
+
         parts = "*i16" if t == "bf16" else p  # weight and remainder
         arguments = {
             **{"weight_ptr": parts, "remainder_ptr": parts, "grad_ptr": p, "scale_ptr": "*fp32"},
@@ -270,6 +274,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         ),
         "scale",
         "spread",
+        "spread_factors",
         "adamw",
         "many_adamw",
         "square_sums",

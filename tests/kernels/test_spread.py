@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from exactness import DEVICE
-from longctx.kernels.spread import spread_reference, spread_sums
+from longctx.kernels.spread import (
+    spread_factors,
+    spread_factors_reference,
+    spread_reference,
+    spread_sums,
+)
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -36,3 +41,24 @@ def test_no_rows_and_what_is_refused() -> None:
         spread_sums(torch.empty(4, 7, device=DEVICE), 1.0, torch.bfloat16)
     with pytest.raises(ValueError, match="sums must have dtype torch.float32"):
         spread_sums(torch.empty(4, 8, dtype=torch.bfloat16, device=DEVICE), 1.0, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("rank", "inputs", "outputs"), [(1, 1, 3), (16, 130, 257), (64, 40, 7)])
+def test_both_factors_at_once(rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rank)
+    a, b = torch.randn(rank, inputs, device=DEVICE), torch.randn(outputs, rank, device=DEVICE)
+    found, expected = spread_factors(a, b, dtype), spread_factors_reference(a, b, dtype)
+    assert all(map(torch.equal, found, expected))
+    wide = found[0].double()
+    torch.testing.assert_close(
+        wide[rank:].view(2, rank, inputs).sum(0), a.double(), rtol=2**-15, atol=1e-6
+    )
+    strided = spread_factors(a.t().contiguous().t(), b, dtype)
+    assert all(map(torch.equal, strided, expected))
+
+
+def test_factors_of_another_rank_are_refused() -> None:
+    a, b = torch.empty(4, 8, device=DEVICE), torch.empty(8, 3, device=DEVICE)
+    with pytest.raises(ValueError, match="b must have shape"):
+        spread_factors(a, b, torch.bfloat16)

@@ -56,9 +56,10 @@ class Dora(Lora):
         a, b, magnitude = (own[name].float() for name in self.names)
         norm = row_norms(weight, a, b, self.scale)
         gain = magnitude / norm
+        wide_a, wide_b = spread(a, b * gain[:, None], weight.dtype)
         return Rescaled(
-            a=spread(a, weight.dtype, 0),
-            b=spread(b * gain[:, None], weight.dtype, 1),
+            a=wide_a,
+            b=wide_b,
             rank=len(a),
             lora=self,
             weight=weight,

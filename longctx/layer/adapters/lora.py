@@ -29,19 +29,16 @@ from torch import Tensor
 from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Table, Work
-from longctx.kernels.spread import spread_sums
+from longctx.kernels.spread import spread_factors, spread_sums
 from longctx.layer.adapters.protocol import ALL
 from longctx.layer.linear import WeightGradient, scaled_mm, wide_mm
 
 
-def spread(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-    """Returns a factor `x` of rank r along `dim` in `dtype`. A 16-bit dtype gives three parts, and
-    their matmuls with the parts of u or v (kernels/spread.py) add up to the whole matmul."""
-    if dtype.itemsize >= 4:
-        return x.to(dtype)
-    high = x.to(dtype)
-    low = (x - high).to(dtype)
-    return torch.cat([high, high, low], dim)
+def spread(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns an adapter's factors (r, I) and (O, r), which have fp32, in `dtype`. A 16-bit dtype
+    gives three parts along r, and their matmuls with the parts of u or v (kernels/spread.py) add up
+    to the whole matmul."""
+    return (a.to(dtype), b.to(dtype)) if dtype.itemsize >= 4 else spread_factors(a, b, dtype)
 
 
 def folded(x: Tensor, rank: int, dim: int) -> Tensor:
@@ -90,13 +87,8 @@ class Low:
     @classmethod
     def of(cls, a: Tensor, b: Tensor, lora: Lora, dtype: torch.dtype) -> Low:
         """Spreads a (r, I) and b (O, r) for matmuls in `dtype`."""
-        wide_a, wide_b = a.float(), b.float()
-        return cls(
-            a=spread(wide_a, dtype, 0),
-            b=spread(wide_b, dtype, 1),
-            rank=len(a),
-            lora=lora,
-        )
+        wide_a, wide_b = spread(a.float(), b.float(), dtype)
+        return cls(a=wide_a, b=wide_b, rank=len(a), lora=lora)
 
     @property
     def by_rows(self) -> frozenset[str]:
