@@ -186,9 +186,10 @@ def _memory(inputs: Inputs) -> Iterator[Case]:
 
 def _graphs(inputs: Inputs) -> Iterator[Case]:
     """Steps enough to record the layers, over whole weights, adapters, several batches a step."""
+    small = "--preset smollm2-135m"
     options = {
-        "graphs": "",
-        "graphs_accumulate": "--gradient_accumulation_steps 2 --per_device_train_batch_size 2",
+        "graphs": small,
+        "graphs_accumulate": f"{small} --gradient_accumulation_steps 2",
         "graphs_qlora": "--lora_r 4 --quantize nf4",
         "graphs_in_8_gib": "--lora_r 4 --quantize nf4 --gpu_memory_gib 8",
     }

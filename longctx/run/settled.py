@@ -1,10 +1,10 @@
 """What a step of Trainer does again, and need not where nobody can have changed anything.
 
 Between two steps of a run run transformers, longctx, and callbacks. If no callback is of others,
-and nothing was evaluated, saved or loaded since the last step, then the model is what it was, and
-in a step of short rows, for which the GPU waits, three walks over some thousand modules are left
-out: setting them to training, dropping gradients, and looking whether the schedule still covers the
-model (model/graphs.py).
+but for those that say `reads_weights = False`, and nothing was evaluated, saved or loaded since the
+last step, then the model is what it was. In a step of short rows, for which the GPU waits, three
+walks over some thousand modules are left out then: setting them to training, dropping gradients,
+and looking whether the schedule still covers the model (model/graphs.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Settled:
     def step(self, model: Any, runtime: Any) -> Iterator[None]:
         """Within, a settled model stays as it is when it is set to training, and is not looked at
         again."""
-        holds = self._holds and all(map(is_known, self._handler.callbacks))
+        holds = self._holds and all(map(_leaves_alone, self._handler.callbacks))
         if not holds:
             self._parameters = [*model.parameters()]
         if runtime is not None:
@@ -66,3 +66,7 @@ class Settled:
             yield
         finally:
             del vars(model)["zero_grad"]
+
+
+def _leaves_alone(callback: Any) -> bool:
+    return is_known(callback) or not getattr(callback, "reads_weights", True)

@@ -53,11 +53,17 @@ def test_the_first_step_looks_and_others_do_not(model) -> None:
     assert model.walks == 2 and "train" not in vars(model)
 
 
-def test_a_callback_of_others_may_change_anything(model) -> None:
-    settled = Settled(handler(MetricsFile(), Others()))
+class Marks(Others):
+    reads_weights = False
+
+
+@pytest.mark.parametrize(("others", "walks"), [(Others, 3), (Marks, 1)])
+def test_a_callback_of_others_may_change_anything(model, others, walks) -> None:
+    """Unless it says that it does not even read weights."""
+    settled = Settled(handler(MetricsFile(), others()))
     for _ in range(3):
         step(settled, model)
-    assert model.walks == 3
+    assert model.walks == walks
 
 
 def test_a_step_that_fails_settles_nothing(model) -> None:
