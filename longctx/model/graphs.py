@@ -80,7 +80,8 @@ class Call(NamedTuple):
     """No document is longer; those windows count that are shorter."""
     lengths: tuple[int, ...] | None
     """Those of the documents, where attention needs them on the host."""
-    deterministic: bool
+    precision: tuple[Any, ...]
+    """Torch's settings by which it chooses kernels."""
 
     @classmethod
     def of(cls, base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> Call:
@@ -93,7 +94,12 @@ class Call(NamedTuple):
             needs_dx=x.requires_grad,
             longest=longest,
             lengths=None if runtime.attention.reads_bounds(longest) else documents.lengths,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            precision=(
+                torch.are_deterministic_algorithms_enabled(),
+                torch.get_float32_matmul_precision(),
+                torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+                torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            ),
         )
 
 
@@ -282,11 +288,13 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: Graph, run: Run, x: Tensor, *trained: Tensor) -> Tensor:
         ctx.graph, ctx.run = graph, run
+        ctx.save_for_backward(*trained)  # torch sees whether they are written before backward
         return graph.output()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         return None, None, *ctx.graph.backward(ctx.run, dy)
 
 
@@ -406,6 +414,7 @@ def graphed(
     replay."""
     graphs = graphs_of(runtime)
     if graphs.given_up or not _is_asked(base, runtime, x, documents):
+        graphs.make_room(x.device)
         return None
     call = Call.of(base, runtime, x, documents)
     again, graph = graphs.is_repeated(call), None
@@ -461,7 +470,7 @@ def _is_recordable(base: Any, runtime: Runtime, graphs: Graphs) -> bool:
         elif any(x.requires_grad and not x.is_leaf for x in read.tensors()):
             reason = "weights are computed from others"
         elif not any(x.requires_grad for x in read.tensors()):
-            return False
+            reason = "no weight of a layer is trained"
     if reason is not None:
         graphs.give_up(runtime, reason)
     return reason is None

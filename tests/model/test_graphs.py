@@ -223,6 +223,17 @@ def test_outputs_are_nobody_elses() -> None:
         loss.backward()
 
 
+def test_weights_that_are_written_before_backward() -> None:
+    for options in ({}, {"cuda_graphs": "off"}):
+        model = make(**options)
+        trained(model, [batch(i) for i in range(3)])
+        loss = model(**batch(0)).loss
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def _replace_weight(model: Any) -> None:
     up = model.model.layers[1].mlp.up_proj
     up.weight = nn.Parameter(up.weight.detach() * 2)
