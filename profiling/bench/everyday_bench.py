@@ -26,7 +26,8 @@ those of peers bf16, so that peers have less to do.
 GPU's clock, without a synchronisation in between (step_clock.py); `slowest_s` is the longest.
 `fwd_s`, `bwd_s`, `opt_s` (clipping included) and `rest_s` are medians of its phases. `idle` is the
 share of two further steps in which the GPU did nothing. `peak_gib` and `reserved_gib` are of
-the timed steps, the former with the pool of CUDA graphs (`graphs_gib`), `host_gib` is what the process holds of the host's memory after them.
+the timed steps, the former with the pool of CUDA graphs (`graphs_gib`), `host_gib` is what the
+process holds of the host's memory after them.
 
 A process measures one case of ours, or all chosen lengths of a peer's. A case that fails is a row
 with its reason, and the others go on. Unsloth needs other versions of packages: `--unsloth_env`
