@@ -9,8 +9,10 @@ and looking whether the schedule still covers the model (model/graphs.py).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -53,19 +55,36 @@ class Settled:
     @contextmanager
     def training(self, model: Any) -> Iterator[None]:
         """Within, gradients are dropped without a walk over the modules."""
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            if self._holds and set_to_none:
-                for parameter in self._parameters:
-                    parameter.grad = None
-            else:
-                type(model).zero_grad(model, set_to_none)
-
-        vars(model)["zero_grad"] = zero_grad
+        vars(model)["zero_grad"] = ZeroGrad(self, model)
         try:
             yield
         finally:
             del vars(model)["zero_grad"]
+
+    def drop_gradients(self) -> bool:
+        """Drops the gradients of a settled model; whether it did."""
+        for parameter in self._parameters if self._holds else ():
+            parameter.grad = None
+        return self._holds
+
+
+class ZeroGrad:
+    """A model's `zero_grad`. In a copy or a file of the model it is the class's own."""
+
+    def __init__(self, settled: Settled, model: Any) -> None:
+        self._settled, self._model = settled, weakref.ref(model)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        model: Any = self._model()
+        if not set_to_none or not self._settled.drop_gradients():
+            type(model).zero_grad(model, set_to_none)
+
+    def __reduce__(self) -> Any:
+        return _own_zero_grad, (self._model(),)
+
+
+def _own_zero_grad(model: Any) -> Any:
+    return partial(type(model).zero_grad, model)
 
 
 def _leaves_alone(callback: Any) -> bool:

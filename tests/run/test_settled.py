@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,3 +88,13 @@ def test_all_gradients_are_dropped(model) -> None:
         model.zero_grad(set_to_none=False)
         assert model.weight.grad is not None and not model.weight.grad.any()
     assert "zero_grad" not in vars(model)
+
+
+def test_a_copy_and_a_file_of_the_model_drop_their_own_gradients(model) -> None:
+    settled = Settled(handler())
+    with settled.training(model):
+        step(settled, model)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(torch.ones(2)).sum().backward()
+            other.zero_grad()
+            assert other.weight.grad is None and model.weight.grad is not None
