@@ -1,19 +1,20 @@
 """A user's script under accelerate's FSDP2: a model, longctx.patch, transformers' Trainer.
-It runs on CPUs, which tests/engines/fsdp_on_cpu.py makes pass for GPUs. The script trains Hugging
-Face's model, a patched one, and one that computes prompts once. It prints what the first process
-saw of each. All rows begin with the same words.
+It runs on CPUs, which tests/engines/fsdp_on_cpu.py makes pass for GPUs: import it in processes that
+do nothing else. The script trains Hugging Face's model, a patched one, and one that computes
+prompts once, and writes what the first process saw of each. All rows begin with the same words.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
+from pathlib import Path
 
 import fsdp_on_cpu  # noqa: F401
 import torch
 from accelerate import init_empty_weights
 from both import arguments, sentence, sentences
+from datasets import Dataset
+from paths import ROOT
 from small_tokenizer import small_tokenizer
 from transformers import (
     AutoConfig,
@@ -24,23 +25,31 @@ from transformers import (
 )
 
 import longctx
-from longctx.engines.collectives import destroy_process_group
 from longctx.model import forwards, shared_prefixes
 
-source, folder = sys.argv[1:]
-settings = dict(fsdp=True, fsdp_config="fsdp_configs/fsdp2.json", per_device_train_batch_size=2)
-args = TrainingArguments(**arguments(folder, **settings))
-assert args.device.type == "cpu"  # asking starts the process group
 ran: list[int] = []
 run = forwards.scheduled_layer
 forwards.scheduled_layer = lambda x, *more: ran.append(len(x)) or run(x, *more)
 shared_prefixes.LEAST_TOKENS = 2
-rows = sentences(12).map(
-    lambda row: dict(small_tokenizer()(f"{sentence(3)} {row['text']}")), remove_columns="text"
-)
 
 
-def trained(class_type: str) -> dict[str, list[float]]:
+def train_all(source: Path, folder: Path) -> None:
+    config = str(ROOT / "fsdp_configs/fsdp2.json")
+    settings = dict(fsdp=True, fsdp_config=config, per_device_train_batch_size=2)
+    args = TrainingArguments(**arguments(folder, **settings))
+    assert args.device.type == "cpu"  # asking starts the process group
+    rows = sentences(12).map(
+        lambda row: dict(small_tokenizer()(f"{sentence(3)} {row['text']}")), remove_columns="text"
+    )
+    kinds = ("vanilla", "patched", "shared")
+    found = {class_type: trained(class_type, source, args, rows) for class_type in kinds}
+    if args.process_index == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def trained(
+    class_type: str, source: Path, args: TrainingArguments, rows: Dataset
+) -> dict[str, list[float]]:
     """The numbers that the first process logged, and what both say of themselves."""
     if args.process_index == 0:
         model = AutoModelForCausalLM.from_pretrained(source)
@@ -60,10 +69,3 @@ def trained(class_type: str) -> dict[str, list[float]]:
     found = {name: [line[name] for line in lines if name in line] for name in ("loss", "grad_norm")}
     of_each = zip(*(count.tolist() for count in counts), strict=True)
     return found | dict(zip(("meta", "ran", "tokens"), of_each, strict=True))
-
-
-found = {class_type: trained(class_type) for class_type in ("vanilla", "patched", "shared")}
-if args.process_index == 0:
-    print(json.dumps(found), flush=True)
-destroy_process_group()
-os._exit(0)  # gloo's thread may abort a process that ends by itself

@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from both import make_model
-from paths import PYTHONPATH, ROOT
+from paths import TESTS
+from small_run import on_ranks
 
 import longctx
 from longctx.errors import UserError
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+FSDP |= {"FSDP_VERSION": "2"}
 
 
-def train(source: Path, folder: Path) -> dict[str, Any]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc_per_node", "2", "tests/clients/fsdp_job.py"]
-    here = Path(__file__).parent
-    rooms = [PYTHONPATH, here, here.parent / "engines", os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(map(str, rooms))
-    env = os.environ | FSDP | {"FSDP_VERSION": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "ignore"}
-    words = [*command, str(source), str(folder)]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def train(source: Path, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """In two processes, forked from this one, which must not import what they do."""
+
+    def check(rank: int, processes: int) -> None:
+        from fsdp_job import train_all
+
+        train_all(source, folder)
+
+    for room in ("engines", "clients"):
+        patch.syspath_prepend(TESTS / room)
+    for name, value in (FSDP | {"CUDA_VISIBLE_DEVICES": ""}).items():
+        patch.setenv(name, value)
+    folder.mkdir()
+    on_ranks(2, check, folder)
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
 
-def test_a_script_that_patches_in_every_process(tmp_path: Path) -> None:
+def test_a_script_that_patches_in_every_process(
+    tmp_path: Path, monkeypatch, reference_kernels
+) -> None:
     """Trains as vanilla, sharded alike, and runs the schedule in both; with prompts once, too."""
     make_model().save_pretrained(tmp_path / "model")
-    found = train(tmp_path / "model", tmp_path / "run")
+    found = train(tmp_path / "model", tmp_path / "run", monkeypatch)
     vanilla, patched, shared = (found[name] for name in ("vanilla", "patched", "shared"))
     assert patched["meta"][0] == 0 < patched["meta"][1] and vanilla["ran"] == [0, 0]
     for ours in (patched, shared):

@@ -2,14 +2,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset, IterableDataset, List, Value
-from paths import PYTHONPATH
 from small_tokenizer import small_tokenizer
 
 from longctx.data import rows as data
@@ -189,25 +186,6 @@ def test_a_damaged_cache_is_rebuilt(build, tmp_path, kind, damage, capsys):
     assert said.startswith(f"rebuilding the damaged cache file {tmp_path}/cache/{kind}-v")
     assert build()[:] == rows
     assert "rebuilding" not in capsys.readouterr().out
-
-
-def test_a_run_in_another_process_finds_the_same_cache(build, corpus, tmp_path):
-    """Also with another PYTHONHASHSEED: names must not depend on it."""
-    build()
-    before = sorted(path.name for path in (tmp_path / "cache").iterdir())
-    code = (
-        "from small_tokenizer import small_tokenizer; from longctx.data.rows import *;"
-        f"a = DataArguments(cache_dir={str(tmp_path / 'cache')!r});"
-        f"build_dataset(a, small_tokenizer(), files=[{str(corpus)!r}], seq_len=64,"
-        "vocab_size=None, seed=0)"
-    )
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([PYTHONPATH, *sys.path]),
-        "PYTHONHASHSEED": "7",
-    }
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == before
 
 
 @pytest.fixture

@@ -1,30 +1,24 @@
-"""Runs of train.py with exact states in one process or several, each forked from this one: it has
-imported everything and computed nothing, so that a run costs its own time only.
+"""Runs of train.py with exact states in one process or several, each forked from this one, which
+has imported everything, so that a run costs its own time only.
 
-    python exact_jobs.py < jobs.json      [{"processes": 2, "flags": [...], "breaks": [rank, step]},
-                                           ...]
+    run({"processes": 2, "flags": [...], "breaks": [rank, step]})
 
 `breaks` says whose gradient is infinite, and when. Every process leaves what a callback sees of the
-weights after each step in OUTPUT-RANK.safetensors, and what it says in OUTPUT-RANK.log. Prints the
-processes' exit statuses, a list a job.
+weights after each step in OUTPUT-RANK.safetensors, and what it says in OUTPUT-RANK.log. Returned
+are the processes' exit statuses.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from safetensors.torch import save_file
-from small_run import add_callback, fork_ranks, import_late
+from small_run import add_callback, fork_ranks
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
@@ -74,9 +68,11 @@ def run_and_exit(job: dict[str, Any], rank: int) -> NoReturn:
     path = output.with_name(f"{output.name}-{rank}.safetensors")
     status = 1
     try:
-        log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
+        log = path.with_suffix(".log").open("w")
+        os.dup2(log.fileno(), 1)
         os.dup2(1, 2)
+        sys.stdout = sys.stderr = log  # pytest's own write elsewhere
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         torch.set_num_threads(1)  # remakes torch's pool; several threads at once would race for it
         broken_rank, step = job.get("breaks") or (None, 0)
         add_callback(Watch(path, rank == broken_rank, step))
@@ -93,10 +89,3 @@ def run_and_exit(job: dict[str, Any], rank: int) -> NoReturn:
 def run(job: dict[str, Any]) -> list[int]:
     children = fork_ranks(job["processes"], lambda rank: run_and_exit(job, rank))
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    import_late()
-    gc.freeze()
-    print(json.dumps([run(job) for job in json.load(sys.stdin)]))

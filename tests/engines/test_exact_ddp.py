@@ -8,18 +8,16 @@ compared with the same run in fp32, and two processes may be no further from it 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import exact_jobs
 import pytest
 import torch
-from paths import TESTS
 from safetensors.torch import load_file
-from small_job import environment, launch, lines_of, run
-from small_run import prepare
+from small_job import launch, lines_of, run
+from small_run import import_late, prepare
 from torch import Tensor
 
 from exactness import FACTOR, FLOOR, relative_error
@@ -48,7 +46,7 @@ Folder = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> tuple[Path, dict[str, list[int]]]:
+def ran(tmp_path_factory, plain_kernels) -> tuple[Path, dict[str, list[int]]]:
     """All runs, and the exit statuses of their processes."""
     folder = tmp_path_factory.mktemp("exact")
     flags = [*prepare(folder), *WORDS.split()]
@@ -61,16 +59,9 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, list[int]]]:
     for name, place in RESUMED.items():
         checkpoint = folder / {"gpu": "host", "host": "gpu"}[place] / "checkpoint-2"
         jobs[name] = job(name, 2, f"--place {place} --resume_from_checkpoint {checkpoint}")
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "engines" / "exact_jobs.py")],
-        input=json.dumps(list(jobs.values())),
-        env=environment() | {"TOKENIZERS_PARALLELISM": "false"},
-        stdout=subprocess.PIPE,
-        stderr=(folder / "stderr").open("w"),
-        text=True,
-    )
-    assert done.returncode == 0, (folder / "stderr").read_text()[-2000:]
-    return folder, dict(zip(jobs, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    import_late()
+    gc.freeze()
+    return folder, {name: exact_jobs.run(job) for name, job in jobs.items()}
 
 
 @pytest.fixture
