@@ -33,7 +33,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.documents import Documents
@@ -360,7 +359,7 @@ class Graphs:
     ) -> Graph | None:
         """Records a call, and says so once. Gives up, and returns None, where that fails."""
         if self._recorded >= PATIENCE and self._replayed < PATIENCE * self._recorded:
-            self.give_up(runtime, "the model changes too often")
+            self.give_up(runtime, "the model, or what memory is left, changes too often")
             return None
         self._recorded += 1
         self._graphs = [graph for graph in self._graphs if graph.call != call][1 - MOST_GRAPHS :]
@@ -447,7 +446,6 @@ def _is_asked(base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> b
         and len(x) <= runtime.reserved_tokens
         and not (documents.parents or documents.padding)
         and not follows_positions(base)
-        and not (dist.is_initialized() and dist.get_world_size() > 1)
         and not torch.is_anomaly_enabled()
         and not torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # type: ignore

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -178,7 +179,9 @@ class Runtime:
     def records(self, tokens: int) -> bool:
         """Whether batches of so many tokens may run as CUDA graphs (graphs.py)."""
         on_gpu = self.store.device.type == "cuda"
-        return on_gpu and self.args.cuda_graphs == "auto" and tokens <= GRAPHED_TOKENS
+        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+        asked = self.args.cuda_graphs == "auto" and tokens <= GRAPHED_TOKENS
+        return on_gpu and alone and asked
 
     def step(self, sizes: Sizes, tokens: int) -> Step:
         """What the ladder and the cut of batches of `tokens` tokens are chosen for. Where nothing
