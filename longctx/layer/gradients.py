@@ -114,7 +114,8 @@ class Gradients:
         for name in found[0][1] if found else ():
             adapter, parts = found[0][0], [x for _, of in found if (x := of[name]) is not None]
             if parts and name in adapter.by_rows:
-                self._put(f"{held}.{name}", torch.cat(parts))
+                # One part is the sum itself, made for this gradient alone: torch.cat would copy it.
+                self._put(f"{held}.{name}", parts[0] if len(parts) == 1 else torch.cat(parts))
             elif parts:
                 self._put(f"{held}.{name}", added_up(parts))
 
