@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,19 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """xdist would begin with the files of many tests, and end with one worker in tests/engines."""
     config.option.loadscopereorder = False
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    """In a fresh checkout each worker would rewrite the asserts of all test files, which takes 7 s.
-    The second one therefore imports them from the last to the first: they meet in the middle."""
-    whole = session.config.args == session.config.getini("testpaths")
-    if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and not sys.dont_write_bytecode:
-        files = Path(__file__).parent.rglob("test_*.py")
-        for path in sorted(files, reverse=True):
-            if not (path.parent / "__init__.py").exists():
-                sys.path.insert(0, str(path.parent))
-                with suppress(Exception, pytest.skip.Exception):  # collection tells of it
-                    importlib.import_module(path.stem)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
