@@ -125,7 +125,7 @@ def drop_stale_(
 
 
 class Options(NamedTuple):
-    """What a step takes beside tensors."""
+    """The numbers of a parameter's AdamW step: its rate, decay and how often it was updated."""
 
     lr: float
     beta1: float

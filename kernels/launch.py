@@ -131,7 +131,7 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int]) -> None:
 
 
 def check_same(name: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Of many tensors: raises ValueError for the first whose value is not the expected one."""
+    """Raises ValueError for the first of many tensors whose value, `name`, is not as expected."""
     if found != expected:
         got, needed = next((x, y) for x, y in zip(found, expected, strict=True) if x != y)
         raise ValueError(f"{name} must be {needed}, got {got}")

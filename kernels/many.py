@@ -25,7 +25,7 @@ from longctx.kernels.launch import tl, triton
 ROW = 12
 """Words of 8 bytes in a row, an even number: a part of the table then begins at 16 bytes."""
 FIRST, NUMEL = 0, 1
-"""What the first two words of a row are."""
+"""The first word of a row is the number of its first program, the second its elements."""
 _WORDS = tl.constexpr(ROW)
 
 

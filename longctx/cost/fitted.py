@@ -79,14 +79,15 @@ longer: they take multiprocessors from attention, and are packed (h200_shared_st
 to 425984 tokens)."""
 LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 230, 50e-6
 """Kernels of a layer in forward and backward, those of its adapters over NF4 besides, and seconds
-in which Python launches one, on hosts of H100s (h100_everyday.json)."""
+in which Python launches one. Chosen: near the rows of 87fbe29 in h100_everyday.json, since which
+adapters have fewer."""
 GAP_S, HOST_S = 0.5e-6, 6e-3
 """Seconds between two kernels of a CUDA graph, and those of a step in which the GPU waits for the
-trainer: from the norm of the gradients, which it waits for, to the next forward
-(h100_everyday.json)."""
+trainer: from the norm of the gradients, which it waits for, to the next forward. Chosen, not
+measured yet."""
 GRAPHED_TOKENS = 32768
 """Batches of at most so many tokens run as CUDA graphs: the kernels of longer ones take longer than
-the Python that launches them."""
+the Python that launches them. Chosen by count."""
 DEQUANTISE = 3.5
 """A byte that bitsandbytes makes dense takes as long as so many that are read or written: 0.096 ms
 for 14336 x 4096 on an H200. No results file holds that."""

@@ -196,12 +196,13 @@ class ExactAdamW(torch.optim.Optimizer):
             return
         facts = self._facts(given)
         rows = self._rows(given, places, [block.next_count(i) for block, i in places])
-        launch = prepared_adamw(*zip(*rows, strict=True)) if rows else _nothing
+        columns = [*zip(*rows, strict=True)] or [()] * 5
+        launch = prepared_adamw(*columns)
         self._prepared = Prepared(facts, places, launch, rows)
 
     def _facts(self, given: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> list[Any]:
-        """What a prepared step depends on: where weights and gradients are, whether somebody has
-        written these, the options of groups, and the counts of steps."""
+        """Returns all that a prepared step depends on: where weights and gradients are, whether
+        somebody has written these, the options of groups, and the counts of steps."""
         here = [
             (id(p), p.data_ptr(), id(g), g.data_ptr(), g._version)
             for p, _ in given
@@ -480,10 +481,6 @@ class ExactAdamW(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__getstate__()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _options(group: Mapping[str, Any], step: int) -> Options:

@@ -1,9 +1,10 @@
 """CUDA graphs of the layers: short batches without Python and launches between kernels.
 
-A layer of Llama-3.1-8B over NF4 with adapters has 350 kernels, forward and backward, whose Python
-takes 18 ms; at 2048 tokens their work takes 5 ms of an H100. So where a batch has the shape of the
-one before, the layers and the final norm are recorded, forward and backward, and from then on
-replayed. Kernels, their arguments and their order are those of the eager pass, and so are the bits.
+A layer of Llama-3.1-8B over NF4 with adapters has hundreds of kernels, forward and backward. Python
+takes 16 ms to launch them; at 2048 tokens their work takes 5 ms of an H100. So where a batch has
+the shape of the one before, the layers and the final norm are recorded, forward and backward, and
+from then on replayed. Kernels, their arguments and their order are those of the eager pass, and so
+are the bits.
 
     x, positions, bounds  -> copied to fixed places -> replay -> hidden states, copied
     their gradient        -> copied to its place    -> replay -> gradients of x and weights, copied
@@ -17,7 +18,7 @@ batch in which other windows count is another call. Attention that loops over do
 has a graph for given lengths.
 
 A replay starts before anybody has looked whether the model is still what was recorded (its
-modules, adapters, weights, settings): that takes 10 ms of Python, and the GPU computes meanwhile.
+modules, adapters, weights, settings): that takes Python, and the GPU computes meanwhile.
 If something has changed, the result is dropped, and the batch runs eagerly. Weights that were
 recorded are held, so that what is read there is memory of theirs at any time.
 
@@ -70,7 +71,7 @@ TWICE = (
 
 
 class Call(NamedTuple):
-    """What is fixed in a graph besides the model."""
+    """A batch as a graph has it: batches with equal calls can be replayed by one graph."""
 
     tokens: int
     dtype: torch.dtype
@@ -103,7 +104,7 @@ class Call(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What the layers of a model compute with."""
+    """The weights, adapters and settings that a model's layers compute with now."""
 
     layers: list[tuple[dict[str, Tensor], dict[str, Settings]]]
     """The parameters of each, and the settings of its adapters."""
@@ -135,8 +136,8 @@ class Read(NamedTuple):
         yield from self.norm.values()
 
     def facts(self) -> list[Any]:
-        """What must be equal now and when it was recorded: names and settings, and of each tensor
-        which it is, where it is, and whether it is trained."""
+        """Returns all that a graph depends on, to be compared with what it was when the graph was
+        recorded: names and settings, and the identity, place and training of each tensor."""
         settings = [(tuple(parameters), adapters) for parameters, adapters in self.layers]
         return [self.settings, *settings, *map(_key, self.tensors())]
 

@@ -1,4 +1,4 @@
-"""What a step of Trainer does again, and need not where nobody can have changed anything.
+"""Spares a step of Trainer its walks over the modules where nobody can have changed the model.
 
 Between two steps of a run run transformers, longctx, and callbacks. If no callback is of others,
 but for those that say `reads_weights = False`, and nothing was evaluated, saved or loaded since the

@@ -1,4 +1,4 @@
-"""What is on this machine: a user's folders, the processor, the packages that are installed."""
+"""Finds a user's folders, the processor and the installed packages on this machine."""
 
 from __future__ import annotations
 

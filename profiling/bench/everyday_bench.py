@@ -93,7 +93,7 @@ LONG_TOKENS = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one process measures."""
+    """One process of the benchmark: a side, and the cases that it measures."""
 
     side: str
     cases: list[Case]
@@ -255,7 +255,7 @@ def measure_custom(case: Case, clock: Clock, flags: list[str], folder: Path) -> 
 
 
 def columns(case: Case, clock: Clock, model: Any) -> Row:
-    """What was measured; MFU where all weights train."""
+    """Returns a row's measured columns, with MFU where all weights train."""
     row: Row = clock.columns()
     row["tokens_per_s"] = case.step_tokens / row["step_s"]
     row["host_gib"] = held_host_bytes() / GIB

@@ -45,7 +45,7 @@ class Case:
     name: str
     preset: str
     tokens: int
-    """Of a row; of a pair, the tokens of a prompt, which has half of them, with one answer."""
+    """The tokens of a row, or of a pair's prompt with one answer, half of them each."""
     rows: int = 1
     lora: int = 0
     quantize: str = "none"
