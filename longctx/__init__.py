@@ -15,6 +15,7 @@ The public names, each imported when it is first used (torch is not loaded befor
     apply_rotary_pos_emb          RoPE in the shapes and with the arguments of Hugging Face's
     RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, GeGLU, CrossEntropyLoss     as modules
     LinearCrossEntropyLoss, LinearLogProbs, LinearJSDLoss, LinearKLLoss     and the heads
+    EfficiencyCallback            logs tokens a second, MFU and peak memory of any Trainer
     losses                        preference losses: DPO, ORPO, CPO, SimPO, KTO, reward models
 """
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.model.patch import AutoLongctxModelForCausalLM as AutoLongctxModelForCausalLM
     from longctx.model.patch import patch as patch
     from longctx.model.patch import unpatch as unpatch
+    from longctx.run.efficiency import EfficiencyCallback as EfficiencyCallback
     from longctx.run.loop import exact_adamw as exact_adamw
     from longctx.run.trainer import LongTrainer as LongTrainer
 
@@ -62,6 +64,7 @@ _HOMES = {
     "Documents": "longctx.attention.documents",
     "exact_adamw": "longctx.run.loop",
     "LongTrainer": "longctx.run.trainer",
+    "EfficiencyCallback": "longctx.run.efficiency",
     "linear_cross_entropy": "longctx.head.loss",
     "linear_log_probs": "longctx.head.log_probs",
     "linear_jsd": "longctx.head.distillation",
