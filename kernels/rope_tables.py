@@ -180,7 +180,8 @@ class _RopeTables(torch.autograd.Function):
     @annotated("rope")
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
-        grads = _turned(dq, dk, *ctx.saved_tensors, ctx.heads_first, inverse=True)
+        cos, sin = ctx.saved_tensors
+        grads = _turned(dq, dk, cos, sin, ctx.heads_first, inverse=True)
         return *grads, None, None, None
 
 

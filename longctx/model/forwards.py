@@ -236,7 +236,7 @@ def causal_forward(
     if targets is not None and ignore_index != IGNORE_INDEX:
         targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
     # Whoever reads hidden states beside the loss may read those of padding, and has a gradient.
-    shows_states = asked_states(base_of(self).config, kwargs) is not None
+    shows_states = asked_states(self.config.get_text_config(), kwargs) is not None
     trains_padding = targets is not None and labels_on_padding(targets, attention_mask)
     reads_padding = None if labels is None or shows_states else trains_padding
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
