@@ -203,8 +203,8 @@ def apply_rotary_pos_emb(
     sin: Tensor,  # (B, S, d) or (1, S, d)
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """q and k rotated by tables, differentiable in both: transformers' function of this name
-    (modeling_llama.py). Nothing is overwritten.
+    """q and k rotated by tables, differentiable in both: transformers' function of this name, as
+    its Llama has it. Nothing is overwritten.
 
     Shapes: q is (B, H, S, d) and k (B, K, S, d), d even, both of one dtype (bf16, fp16, fp32 or
     fp64), which the results have, too; with `unsqueeze_dim=2` heads come after tokens. cos and sin

@@ -1,4 +1,4 @@
-"""Models that others compose of single parts, as Liger's README shows them, beside torch's parts."""
+"""Models that others compose of single parts, as Liger's README shows them, beside torch's."""
 
 from __future__ import annotations
 
