@@ -5,8 +5,11 @@ For logits x (T, V) and labels y (T,), with z = softcap * tanh(x / softcap) if a
 else z = x:
 
     lse    = log sum_j exp(z_j)                                        p_j = exp(z_j - lse)
-    loss   = lse - (1 - eps) z_y - eps mean_j(z_j)      (eps: label smoothing)
-    dx_j   = scale (p_j - (1 - eps) [j = y] - eps / V) (1 - (z_j / softcap)^2)
+    loss   = lse - (1 - eps) z_y - eps mean_j(z_j) + s lse^2
+    dx_j   = scale ((1 + 2 s lse) p_j - (1 - eps) [j = y] - eps / V) (1 - (z_j / softcap)^2)
+
+with eps the label smoothing and s the `lse_square_scale`, 0 unless given; `scale` is one number or
+one a row.
 
 Nothing is saved. The gradient may be written over the logits: in their own dtype, or, rounded once,
 as packed 16-bit rows that begin at the address of the fp32 logits and take half their space. A row
@@ -62,9 +65,10 @@ def cross_entropy_reference(
     labels: Tensor,  # (T,) int64
     *,
     d_logits: Tensor | None = None,  # (T, V), may be logits itself
-    scale: Tensor | None = None,  # () fp32
+    scale: Tensor | None = None,  # () or (T,), fp32
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> Tensor:  # (T,) fp32, or fp64 for fp64 logits
     """The equations above in plain torch."""
     x = logits if logits.dtype == torch.float64 else logits.float()
@@ -76,14 +80,18 @@ def cross_entropy_reference(
     loss = lse - (1 - label_smoothing) * z_y
     if label_smoothing:
         loss -= label_smoothing * z.mean(dim=1)
+    if lse_square_scale:
+        loss += lse_square_scale * lse**2
     if d_logits is not None:
         grad = torch.exp(z - lse[:, None])
+        if lse_square_scale:
+            grad *= 1 + 2 * lse_square_scale * lse[:, None]
         grad -= label_smoothing / z.shape[1]
         grad.scatter_add_(1, y, torch.full_like(grad[:, :1], label_smoothing - 1))
         if softcap is not None:
             grad *= 1 - (z / softcap) ** 2
         if scale is not None:
-            grad *= scale
+            grad *= scale[:, None] if scale.dim() else scale
         d_logits.copy_(grad.masked_fill_(ignored[:, None], 0))
     return loss.masked_fill(ignored, 0)
 
@@ -138,7 +146,7 @@ def _cross_entropy_kernel(
     d_logits_ptr,  # (T, V), may be logits or, if OVERLAPS, begin there
     labels_ptr,  # (T,)
     loss_ptr,  # (T,) fp32
-    scale_ptr,  # () fp32
+    scale_ptr,  # () fp32, or (T,) if SCALES_ROWS
     ticket_ptr,  # () int64, 0; None if no part waits
     words_ptr,  # (T, 2 if HAS_SMOOTHING else 1, PARTS) int64, all 0; None if no part waits
     V,
@@ -146,10 +154,13 @@ def _cross_entropy_kernel(
     stride_d_logits,
     label_smoothing,
     softcap,
+    lse_square_scale,
     HAS_GRAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    SCALES_ROWS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_LSE_SQUARE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,  # PARTS * BLOCK >= V
     LANES: tl.constexpr,  # the next power of two
@@ -207,18 +218,25 @@ def _cross_entropy_kernel(
             _, z_sums = _exchange(words_ptr + PARTS, part, one, z_sum, PARTS, LANES)
             z_sum = tl.sum(z_sums, axis=0)
         loss -= label_smoothing * z_sum / V
+    if HAS_LSE_SQUARE:
+        loss += lse_square_scale * lse * lse
     tl.store(loss_ptr + row, tl.where(label == _IGNORED, 0.0, loss), mask=holds_label)
 
     if HAS_GRAD:
         scale = 1.0
         if HAS_SCALE:
+            if SCALES_ROWS:
+                scale_ptr += row
             scale = tl.load(scale_ptr)
         scale = tl.where(label == _IGNORED, 0.0, scale)
         y_scale = scale * (1 - label_smoothing)
+        p_scale = scale
+        if HAS_LSE_SQUARE:
+            p_scale *= 1 + 2 * lse_square_scale * lse
         if HAS_SOFTCAP:  # z stays in registers for its derivative: so not its exponential
-            grad = scale * tl.exp(z - lse)
+            grad = p_scale * tl.exp(z - lse)
         else:
-            grad = weights * (scale * tl.exp(own_top - lse))
+            grad = weights * (p_scale * tl.exp(own_top - lse))
         grad -= tl.where(offs == label, y_scale, 0.0)
         if HAS_SMOOTHING:
             grad -= scale * label_smoothing / V
@@ -229,20 +247,23 @@ def _cross_entropy_kernel(
         tl.store(d_logits_ptr + offs, grad, mask=mask, eviction_policy="evict_first")
 
 
-def cross_entropy(
+def cross_entropy_forward(
     logits: Tensor,  # (T, V) bf16, fp16 or fp32
     labels: Tensor,  # (T,) int64
     *,
     d_logits: Tensor | None = None,  # (T, V), may be logits itself or begin there (see below)
-    scale: Tensor | None = None,  # () fp32
+    scale: Tensor | None = None,  # () or (T,), fp32
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> Tensor:  # (T,) fp32
-    """The loss of each row. `d_logits`, if given, receives `scale` times the gradient of their sum.
+    """The loss of each row. `d_logits`, if given, receives `scale` times the gradient of their sum;
+    a scale of (T,) has a factor for each row.
 
     A 16-bit `d_logits` may begin at the address of fp32 logits, at the same stride in elements. Not
-    differentiable by autograd: `longctx.head.loss` calls it chunk by chunk. Raises ValueError for
-    a wrong shape, dtype, device or layout.
+    differentiable by autograd: `longctx.head.loss` calls it chunk by chunk, and
+    `longctx.head.logits_loss` is its autograd.Function. Raises ValueError for a wrong shape,
+    dtype, device or layout.
     """
     if logits.dim() != 2:
         raise ValueError(f"logits must have shape (T, V), got {tuple(logits.shape)}")
@@ -259,6 +280,9 @@ def cross_entropy(
     overlaps = d_logits is not None and _overlaps(logits, d_logits)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
+    if scale is not None and scale.dim():
+        check_shape("scale", scale, (T,))
+        scale = scale.contiguous()
     if not runs_kernel(logits, labels, d_logits, scale):
         return cross_entropy_reference(
             logits,
@@ -267,6 +291,7 @@ def cross_entropy(
             scale=scale,
             label_smoothing=label_smoothing,
             softcap=softcap,
+            lse_square_scale=lse_square_scale,
         )
 
     loss = torch.empty(T, dtype=torch.float32, device=logits.device)
@@ -274,7 +299,7 @@ def cross_entropy(
     labels = labels.contiguous()
 
     if T:
-        simple = not label_smoothing and softcap is None
+        simple = not label_smoothing and softcap is None and not lse_square_scale
         simple &= d_logits is None or d_logits.element_size() == 2
         config = default_config(V, simple)
         with on_device(logits):
@@ -298,10 +323,13 @@ def cross_entropy(
                 logits.stride(0) if d_logits is None else d_logits.stride(0),
                 label_smoothing,
                 1.0 if softcap is None else softcap,
+                lse_square_scale,
                 HAS_GRAD=d_logits is not None,
                 HAS_SCALE=scale is not None,
+                SCALES_ROWS=scale is not None and scale.dim() > 0,
                 HAS_SMOOTHING=label_smoothing != 0,
                 HAS_SOFTCAP=softcap is not None,
+                HAS_LSE_SQUARE=lse_square_scale != 0,
                 BLOCK=config.block,
                 PARTS=parts,
                 LANES=triton.next_power_of_2(parts),
@@ -316,7 +344,8 @@ def cross_entropy(
 
 @cache
 def default_config(V: int, simple: bool = True) -> Config:
-    """Slices of 32 KB in fp32. `simple` means no label smoothing, no softcap and no fp32 gradient.
+    """Slices of 32 KB in fp32. `simple` means no label smoothing, softcap or square of lse, and no
+    fp32 gradient.
     Then 256 threads of 64 registers are enough, so that a multiprocessor holds four slices; the
     other cases would spill.
     """

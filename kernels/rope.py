@@ -55,6 +55,16 @@ def rope_reference(
     """The rotation of one tensor in plain torch; differentiable."""
     angle = position_ids.to(inv_freq.dtype)[:, None, None] * inv_freq  # (T, 1, d/2)
     c, s = attention_scaling * angle.cos(), attention_scaling * (-angle if inverse else angle).sin()
+    return rotated_reference(x, c, s, interleaved)
+
+
+def rotated_reference(
+    x: Tensor,  # (..., d)
+    c: Tensor,  # (..., d / 2)
+    s: Tensor,  # (..., d / 2)
+    interleaved: bool = False,
+) -> Tensor:  # (..., d)
+    """The last two of the equations above, rounded once."""
     wide = x.to(torch.promote_types(x.dtype, c.dtype))
     a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
     rotated = a * c - b * s, b * c + a * s
@@ -127,14 +137,15 @@ def _rotate(
 
 
 @triton.jit
-def _rope_kernel(
+def rotate_both(
     q_ptr,  # (T, H, d)
     k_ptr,  # (T, K, d)
     q_out_ptr,  # (T, H, d), may be q
     k_out_ptr,  # (T, K, d), may be k
-    positions_ptr,  # (T,)
-    inv_freq_ptr,  # (d / 2,) fp32
-    T,
+    tokens,  # (TOKENS, 1, 1)
+    in_bounds,  # (TOKENS, 1, 1)
+    cos,  # (TOKENS, 1, HALF_BLOCK)
+    sin,  # (TOKENS, 1, HALF_BLOCK)
     H,
     K,
     half,
@@ -146,23 +157,12 @@ def _rope_kernel(
     stride_q_out_head,
     stride_k_out_token,
     stride_k_out_head,
-    attention_scaling,
-    INVERSE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-    in_bounds = tokens < T
-    offs = tl.arange(0, HALF_BLOCK)[None, None, :]
-    positions = tl.load(positions_ptr + tokens, mask=in_bounds, other=0).to(tl.float32)
-    inv_freq = tl.load(inv_freq_ptr + offs, mask=offs < half, other=0.0)
-    sin, cos = _sin_cos(positions * inv_freq)
-    cos *= attention_scaling
-    # Backward's matrix is the transpose: the angle is negated, the scaling stays.
-    sin *= -attention_scaling if INVERSE else attention_scaling
     _rotate(
         q_ptr,
         q_out_ptr,
@@ -201,6 +201,71 @@ def _rope_kernel(
     )
 
 
+@triton.jit
+def _rope_kernel(
+    q_ptr,  # (T, H, d)
+    k_ptr,  # (T, K, d)
+    q_out_ptr,  # (T, H, d), may be q
+    k_out_ptr,  # (T, K, d), may be k
+    positions_ptr,  # (T,)
+    inv_freq_ptr,  # (d / 2,) fp32
+    T,
+    H,
+    K,
+    half,
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_q_out_token,
+    stride_q_out_head,
+    stride_k_out_token,
+    stride_k_out_head,
+    attention_scaling,
+    INVERSE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    in_bounds = tokens < T
+    offs = tl.arange(0, HALF_BLOCK)[None, None, :]
+    positions = tl.load(positions_ptr + tokens, mask=in_bounds, other=0).to(tl.float32)
+    inv_freq = tl.load(inv_freq_ptr + offs, mask=offs < half, other=0.0)
+    sin, cos = _sin_cos(positions * inv_freq)
+    cos *= attention_scaling
+    # Backward's matrix is the transpose: the angle is negated, the scaling stays.
+    sin *= -attention_scaling if INVERSE else attention_scaling
+    rotate_both(
+        q_ptr,
+        k_ptr,
+        q_out_ptr,
+        k_out_ptr,
+        tokens,
+        in_bounds,
+        cos,
+        sin,
+        H,
+        K,
+        half,
+        stride_q_token,
+        stride_q_head,
+        stride_k_token,
+        stride_k_head,
+        stride_q_out_token,
+        stride_q_out_head,
+        stride_k_out_token,
+        stride_k_out_head,
+        INTERLEAVED,
+        TOKENS,
+        Q_BLOCK,
+        K_BLOCK,
+        HALF_BLOCK,
+    )
+
+
 def _check(q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 3 or x.shape[2] % 2 or x.shape[2] == 0:
@@ -232,19 +297,32 @@ def _rotate_into(
             how = dict(inverse=inverse, interleaved=interleaved)
             out.copy_(rope_reference(x, position_ids, inv_freq, attention_scaling, **how))
         return
-    (T, H, d), K = q.shape, k.shape[1]
-    position_ids, inv_freq = position_ids.contiguous(), inv_freq.contiguous()
+    angles = position_ids.contiguous(), inv_freq.contiguous()
+    flags = dict(INVERSE=inverse, INTERLEAVED=interleaved)
+    launch(_rope_kernel, q, k, q_out, k_out, angles, attention_scaling, **flags)
 
+
+def launch(
+    kernel: Any,
+    q: Tensor,  # (T, H, d)
+    k: Tensor,  # (T, K, d)
+    q_out: Tensor,  # (T, H, d), may be q
+    k_out: Tensor,  # (T, K, d), may be k
+    angles: tuple[Tensor, Tensor],  # where the kernel gets sines and cosines from
+    last: float,  # its last argument before the flags
+    **flags: bool,
+) -> None:
+    """Starts a kernel that rotates q and k into q_out and k_out: this one or rope_tables.py's."""
+    (T, H, d), K = q.shape, k.shape[1]
     if T and H and K:
         config = default_config(H, d)
         with on_device(q):
-            _rope_kernel[(triton.cdiv(T, config.rows),)](
+            kernel[(triton.cdiv(T, config.rows),)](
                 q,
                 k,
                 q_out,
                 k_out,
-                position_ids,
-                inv_freq,
+                *angles,
                 T,
                 H,
                 K,
@@ -253,9 +331,8 @@ def _rotate_into(
                 *k.stride()[:2],
                 *q_out.stride()[:2],
                 *k_out.stride()[:2],
-                attention_scaling,
-                INVERSE=inverse,
-                INTERLEAVED=interleaved,
+                last,
+                **flags,
                 TOKENS=config.rows,
                 Q_BLOCK=triton.next_power_of_2(H),
                 K_BLOCK=triton.next_power_of_2(K),

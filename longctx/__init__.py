@@ -10,9 +10,12 @@ The public names, each imported when it is first used (torch is not loaded befor
     linear_cross_entropy          lm_head and cross-entropy in chunks, without the logits
     linear_log_probs              log-probabilities of labels and entropies, likewise
     linear_jsd, linear_kl         divergences from a teacher's head, likewise
+    cross_entropy                 of logits that are there; its gradient takes their memory
     rms_norm, layer_norm, rope, swiglu, geglu     the Triton kernels as differentiable functions
-    RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, GeGLU     the kernels as modules
+    apply_rotary_pos_emb          RoPE in the shapes and with the arguments of Hugging Face's
+    RMSNorm, LayerNorm, RotaryEmbedding, SwiGLU, GeGLU, CrossEntropyLoss     as modules
     LinearCrossEntropyLoss, LinearLogProbs, LinearJSDLoss, LinearKLLoss     and the heads
+    EfficiencyCallback            logs tokens a second, MFU and peak memory of any Trainer
     losses                        preference losses: DPO, ORPO, CPO, SimPO, KTO, reward models
 """
 
@@ -29,12 +32,15 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.head.distillation import linear_jsd as linear_jsd
     from longctx.head.distillation import linear_kl as linear_kl
     from longctx.head.log_probs import linear_log_probs as linear_log_probs
+    from longctx.head.logits_loss import cross_entropy as cross_entropy
     from longctx.head.loss import linear_cross_entropy as linear_cross_entropy
     from longctx.kernels.norm import layer_norm as layer_norm
     from longctx.kernels.norm import rms_norm as rms_norm
     from longctx.kernels.rope import rope as rope
+    from longctx.kernels.rope_tables import apply_rotary_pos_emb as apply_rotary_pos_emb
     from longctx.kernels.swiglu import geglu as geglu
     from longctx.kernels.swiglu import swiglu as swiglu
+    from longctx.model.nn import CrossEntropyLoss as CrossEntropyLoss
     from longctx.model.nn import GeGLU as GeGLU
     from longctx.model.nn import LayerNorm as LayerNorm
     from longctx.model.nn import LinearCrossEntropyLoss as LinearCrossEntropyLoss
@@ -47,6 +53,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.model.patch import AutoLongctxModelForCausalLM as AutoLongctxModelForCausalLM
     from longctx.model.patch import patch as patch
     from longctx.model.patch import unpatch as unpatch
+    from longctx.run.efficiency import EfficiencyCallback as EfficiencyCallback
     from longctx.run.loop import exact_adamw as exact_adamw
     from longctx.run.trainer import LongTrainer as LongTrainer
 
@@ -57,18 +64,21 @@ _HOMES = {
     "Documents": "longctx.attention.documents",
     "exact_adamw": "longctx.run.loop",
     "LongTrainer": "longctx.run.trainer",
+    "EfficiencyCallback": "longctx.run.efficiency",
     "linear_cross_entropy": "longctx.head.loss",
     "linear_log_probs": "longctx.head.log_probs",
     "linear_jsd": "longctx.head.distillation",
     "linear_kl": "longctx.head.distillation",
+    "cross_entropy": "longctx.head.logits_loss",
     "rms_norm": "longctx.kernels.norm",
     "layer_norm": "longctx.kernels.norm",
     "rope": "longctx.kernels.rope",
+    "apply_rotary_pos_emb": "longctx.kernels.rope_tables",
     "swiglu": "longctx.kernels.swiglu",
     "geglu": "longctx.kernels.swiglu",
     **dict.fromkeys(
         (
-            *("RMSNorm", "LayerNorm", "RotaryEmbedding", "SwiGLU", "GeGLU"),
+            *("RMSNorm", "LayerNorm", "RotaryEmbedding", "SwiGLU", "GeGLU", "CrossEntropyLoss"),
             *("LinearCrossEntropyLoss", "LinearLogProbs", "LinearJSDLoss", "LinearKLLoss"),
         ),
         "longctx.model.nn",

@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         ),
         train_dataset=load_dataset("json", data_files=args.data, split="train"),
         processing_class=AutoTokenizer.from_pretrained(args.model),
+        callbacks=[longctx.EfficiencyCallback()],  # logs tokens a second, MFU and peak memory
         peft_config=lora,
         optimizers=(optimizer, None),
     )

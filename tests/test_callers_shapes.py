@@ -48,6 +48,14 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: longctx.geglu(X, X[..., :4]),
         "up must have shape (2, 5, 8), got (2, 5, 4)",
     ),
+    "cross_entropy's labels": (
+        lambda: longctx.cross_entropy(X, TURNED),
+        "labels must have shape (2, 5), got (5, 2)",
+    ),
+    "apply_rotary_pos_emb's tables": (
+        lambda: longctx.apply_rotary_pos_emb(Q[None], K[None], X, X, unsqueeze_dim=2),
+        "cos must have shape (1, 5, 8), got (2, 5, 8)",
+    ),
     "linear_cross_entropy's labels": (
         lambda: longctx.linear_cross_entropy(X, WEIGHT, TURNED),
         "labels must have shape (2, 5), got (5, 2)",
@@ -103,6 +111,10 @@ MODULES: dict[str, tuple[Callable[[], Any], str]] = {
         )
         for kind in HEADS
     },
+    "CrossEntropyLoss": (
+        lambda: longctx.CrossEntropyLoss(torch.ones(7))(X, LABELS),
+        "weight must have shape (8,), got (7,)",
+    ),
     "RotaryEmbedding": (
         lambda: longctx.RotaryEmbedding(6)(Q, K, POSITIONS),
         "q must have shape (..., 6), got (5, 4, 8)",

@@ -97,6 +97,24 @@ def test_rotary_embedding() -> None:
         torch.testing.assert_close(ours, theirs[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ignore_index": 3, "reduction": "none"}, {"label_smoothing": 0.1, "reduction": "sum"}],
+)
+def test_cross_entropy_loss(options) -> None:
+    """torch's with the classes as the last dimension."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 11, requires_grad=True)
+    target = torch.randint(11, (4, 6)).masked_fill(torch.rand(4, 6) < 0.3, 3)
+    weight = torch.rand(11) if not options.get("label_smoothing") else None
+    found, truth = (
+        kind(weight, **options) for kind in (longctx.CrossEntropyLoss, nn.CrossEntropyLoss)
+    )
+    values = found(x, target), truth(x.mT, target)
+    assert_close(*values, rtol=1e-5, atol=1e-6)
+    assert_close(*(torch.autograd.grad(v.sum(), x)[0] for v in values), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"bias": True, "ignore_index": 3, "reduction": "sum"}])
 def test_linear_cross_entropy_loss(options) -> None:
     torch.manual_seed(0)

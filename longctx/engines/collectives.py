@@ -33,6 +33,15 @@ def all_reduce_min(number: int, device: torch.device) -> int:
     return -all_reduce_max(-number, device)
 
 
+def all_reduce_sum(numbers: list[float], device: torch.device) -> list[float]:
+    """The sum of each number over all processes, in fp64."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return numbers
+    answer = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(answer)
+    return [float(number) for number in answer.tolist()]
+
+
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set in any process."""
     return bool(all_reduce_max(int(flag), device))

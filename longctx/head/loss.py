@@ -37,7 +37,7 @@ from longctx.head.stream import (
     logits_budget,
     reduced,
 )
-from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy
+from longctx.kernels.cross_entropy import IGNORE_INDEX, cross_entropy_forward
 
 
 def linear_cross_entropy_reference(
@@ -81,7 +81,7 @@ class _CrossEntropy(Objective):
         (z,), labels = logits, self._labels[part]
         if self.divisor != 1.0:
             z /= self.divisor
-        losses = cross_entropy(z, labels, d_logits=d_logits, scale=scale, **self._options)
+        losses = cross_entropy_forward(z, labels, d_logits=d_logits, scale=scale, **self._options)
         self.values[0][part] = losses
 
 

@@ -57,6 +57,9 @@ from longctx.model.families import (
     rotary_embeddings,
 )
 from longctx.model.graphs import graphed
+from longctx.model.hidden_states import NAME as HIDDEN_STATES
+from longctx.model.hidden_states import asked as asked_states
+from longctx.model.hidden_states import is_served, last_alone
 from longctx.model.look import look
 from longctx.model.parents import PARENTS, check_labels, check_positions
 from longctx.model.positions import Positions, four_rows, positions_of
@@ -232,7 +235,10 @@ def causal_forward(
         targets = _shifted(labels, runtime, ignore_index)
     if targets is not None and ignore_index != IGNORE_INDEX:
         targets = targets.masked_fill(targets == ignore_index, IGNORE_INDEX)
+    # Whoever reads hidden states beside the loss may read those of padding, and has a gradient.
+    shows_states = asked_states(self.config.get_text_config(), kwargs) is not None
     trains_padding = targets is not None and labels_on_padding(targets, attention_mask)
+    reads_padding = None if labels is None or shows_states else trains_padding
     wants_logits = not isinstance(logits_to_keep, int) or logits_to_keep != 0
     whole = None if labels is None or wants_logits else _why_all_logits(self, kwargs)
     if labels is None or wants_logits or whole:
@@ -241,7 +247,7 @@ def causal_forward(
             if self.training and runtime.label_smoothing:
                 raise UserError(f"--label_smoothing_factor is impossible with {whole}")
         caller = Caller(
-            reads_padding=None if labels is None else trains_padding,
+            reads_padding=reads_padding,
             averages=labels is None and not wants_logits,
         )
         if labels is None or has_known_loss(self):  # another loss would get the keyword, too
@@ -255,8 +261,8 @@ def causal_forward(
     assert targets is not None
     shards = runtime.shards
     caller = Caller(
-        owns_gradient=not any(map(_is_held, {self.model, base_of(self)})),
-        reads_padding=trains_padding,
+        owns_gradient=not shows_states and not any(map(_is_held, {self.model, base_of(self)})),
+        reads_padding=reads_padding,
     )
     counted = RowCount(targets)
     inputs |= caller.as_keyword(self.model)
@@ -387,7 +393,9 @@ def classifier_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     padding."""
     inputs = named(self, args) | kwargs
     base = getattr(self, self.base_model_prefix)
-    caller = Caller(reads_padding=classifier_reads_padding(self, inputs))
+    shows_states = asked_states(self.config.get_text_config(), inputs) is not None
+    read = None if shows_states else classifier_reads_padding(self, inputs)
+    caller = Caller(reads_padding=read)
     return type(self).forward(self, **inputs, **caller.as_keyword(base))
 
 
@@ -433,7 +441,8 @@ def base_forward(
     caller = caller or Caller()
     # Of a model with graphs that is asked later, beside the work of the GPU (graphs.py).
     asked_later = trains and runtime.graphs is not None and len(runtime.graphs) > 0
-    reason, positions, padding = _call_not_covered(self, inputs), None, None
+    wanted = asked_states(self.config, kwargs)
+    reason, positions, padding = _call_not_covered(self, inputs, trains), None, None
     if reason is None and not asked_later:
         reason = why_not_scheduled(self)
     if reason is None and attention_mask is not None and parents is None:
@@ -455,7 +464,8 @@ def base_forward(
         )
         kind: Any = type(self)
         if isinstance(hidden, Tensor):
-            return output_class(kind)(last_hidden_state=hidden)
+            states = last_alone(wanted, hidden, len(self.layers))
+            return output_class(kind)(last_hidden_state=hidden, hidden_states=states)
         reason = hidden
     assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
@@ -501,7 +511,7 @@ def _check_shared(inputs: dict[str, Any], reason: str | None) -> None:
         raise UserError(f"ranks that share rows need the schedule, and this call has {reason}")
 
 
-def _call_not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
+def _call_not_covered(base: Any, inputs: dict[str, Any], trains: bool) -> str | None:
     """Returns why this call cannot run the scheduled layers, in a few words; None if it can, as far
     as the model is what it was."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
@@ -511,6 +521,9 @@ def _call_not_covered(base: Any, inputs: dict[str, Any]) -> str | None:
     if not given.pop("is_causal", True):
         return "attention to later tokens (is_causal=False)"
     unknown = {k for k, v in given.items() if v is not False and is_heard(base, k)}
+    unknown -= {HIDDEN_STATES}
+    if not is_served(config, asked_states(config, inputs), trains=trains):
+        unknown |= {HIDDEN_STATES}
     uses_cache = inputs["use_cache"]
     if (config.use_cache if uses_cache is None else uses_cache) or "past_key_values" in unknown:
         return _CACHE

@@ -5,6 +5,7 @@
     RotaryEmbedding(dim, base)                  rotates q and k by their positions
     SwiGLU(in_features, hidden_features)        down(silu(gate(x)) * up(x)), Llama's MLP
     GeGLU(in_features, hidden_features)         the same with gelu by tanh, Gemma's MLP
+    CrossEntropyLoss(weight)                    of logits (..., num_classes)
     LinearCrossEntropyLoss(in_features, num_classes)     as torch.nn.LinearCrossEntropyLoss
     LinearLogProbs(in_features, num_classes)             log-probabilities of targets, entropies
     LinearJSDLoss(in_features, num_classes)              divergences from a teacher's linear layer
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 from longctx.constants import IGNORE_INDEX
 from longctx.head.distillation import Reduction, linear_jsd
 from longctx.head.log_probs import OUTPUTS, TokenLogProbs, linear_log_probs
+from longctx.head.logits_loss import Reduction as LogitsReduction
+from longctx.head.logits_loss import cross_entropy
 from longctx.head.loss import linear_cross_entropy
 from longctx.kernels.launch import check_eps, check_shape
 from longctx.kernels.norm import layer_norm, rms_norm
@@ -185,6 +188,57 @@ class GeGLU(SwiGLU):
     def forward(self, x: Tensor) -> Tensor:
         _check_features("x", x, self.gate_proj.in_features)
         return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class CrossEntropyLoss(nn.Module):
+    """Cross-entropy of logits, as `longctx.cross_entropy` computes it: backward writes their
+    gradient over them. Takes the place of Liger's LigerCrossEntropyLoss, and of torch's where the
+    classes are the last dimension.
+
+    forward(input, target) takes input (T, V) or (B, S, V) and target (T,) or (B, S), int64, which
+    holds class indices or `ignore_index`, and returns the fp32 loss, (), or for `reduction="none"`
+    one of target's shape. `weight` (V,) has a factor for each class. Raises ValueError for a wrong
+    shape, dtype or value.
+
+    Example:
+        >>> import longctx, torch
+        >>> head, criterion = torch.nn.Linear(64, 1000), longctx.CrossEntropyLoss(ignore_index=0)
+        >>> input, target = head(torch.randn(2, 5, 64)), torch.randint(1000, (2, 5))
+        >>> loss = criterion(input, target)
+        >>> loss.backward()
+        >>> loss.shape, head.weight.grad.shape
+        (torch.Size([]), torch.Size([1000, 64]))
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        reduction: LogitsReduction = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        softcap: float | None = None,
+        lse_square_scale: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing, self.softcap = label_smoothing, softcap
+        self.lse_square_scale = lse_square_scale
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # () fp32, or target's shape
+        return cross_entropy(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            lse_square_scale=self.lse_square_scale,
+        )
 
 
 @dataclass(eq=False, repr=False)

@@ -183,8 +183,8 @@ def _own_loss(model: PreTrainedModel) -> str | None:
 
 def _strangers(base: Any, training: bool) -> Iterator[str]:
     config, family, dtype, patched = base.config, known_family(base), base.dtype, is_ours(base)
-    if config.output_attentions or config.output_hidden_states:
-        yield "output_attentions or output_hidden_states"
+    if config.output_attentions:
+        yield "output_attentions"
     yield from _problems(base, family.known("Model"), "model", patched=patched)
     yield from _undeclared(base, _IN_BASE, "model")
     yield from _dropouts(base, "model", training)

@@ -18,6 +18,7 @@ import io
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -38,12 +39,19 @@ from longctx.program import Parser
 from longctx.report.needle import DEPTHS, needles
 from longctx.report.page import legend_name, pyplot
 from longctx.run.loading import load_config, load_model
+from longctx.run.metrics import peak_memory
 from longctx.safety.writing import MARK, check_writable, replace_file
 
 LOGIT_TOKENS = 1024
 PICTURES = {"png": "Software", "pdf": "Creator", "svg": "Creator"}
 """Ending -> what such a file calls the program that made it."""
 Result = dict[str, Any]
+PEAKS = {
+    "peak_gpu_gib": "of GPU memory",
+    "peak_reserved_gib": "reserved by torch",
+    "peak_host_gib": "of host memory",
+}
+"""Figures of peak_memory -> what they are of. Loading the model counts."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,13 +125,16 @@ def evaluate(
     next(needles(texts, tokenizer, lengths=lengths, repeats=1))  # too short for one?
     config = load_config(model_args, vocab_size=len(tokenizer))
     model = load_model(model_args, config, device=device).to(device).eval()  # type: ignore[arg-type]
-    return {
+    start = time.perf_counter()
+    result = {
         "seq_len": seq_len,
         "rope": dict(model.config.get_text_config().rope_parameters),
         "windows": len(texts),
         "loss_by_position": loss_by_position(model, texts, device),
         "needles": find_needles(model, tokenizer, texts, lengths, repeats, device),
     }
+    # Both have read their results back, so that nothing is left for the GPU to do.
+    return {**result, "seconds": time.perf_counter() - start, **peak_memory(device)}
 
 
 def cut_windows(
@@ -219,7 +230,9 @@ def summary(result: Result) -> str:
     for tokens in sorted({line["tokens"] for line in result["needles"]}):
         share = np.mean([line["found"] for line in result["needles"] if line["tokens"] == tokens])
         lines.append(f"  needles found at {tokens:>6} tokens: {share:.0%}")
-    return "\n".join([*lines, f"  needles found in all: {score(result):.0%}"])
+    lines.append(f"  needles found in all: {score(result):.0%}")
+    peaks = [f"{result[name]:.2f} GiB {of}" for name, of in PEAKS.items() if name in result]
+    return "\n".join([*lines, f"  {result['seconds']:.1f} s; at the peak {', '.join(peaks)}"])
 
 
 def read_others(path: Path, name: str) -> list[Result]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from longctx.constants import GIB
 from longctx.cost.flops import matmul_parameters, mfu, step_flops
 from longctx.cost.machines import peak_flops
-from longctx.engines.collectives import whole_numel
+from longctx.engines.collectives import all_reduce_sum, whole_numel
 from longctx.model.families import head_dim, windows
 from longctx.model.look import look
 from longctx.model.matrices import active_shares
@@ -48,13 +49,19 @@ def parameters_in_matmuls(model: PreTrainedModel) -> int:
     return matmul_parameters(sum(active.values()), frozen)
 
 
-def attended(config: PretrainedConfig, position_ids: Tensor) -> Tensor:  # (B, S) -> () fp64
-    """Returns what `cost.flops.step_flops` calls so. Layers with windows are counted as such."""
+def attended(
+    config: PretrainedConfig,
+    position_ids: Tensor,  # (B, S)
+    real: Tensor | None = None,  # (B, S) bool
+) -> Tensor:  # () fp64
+    """Returns what `cost.flops.step_flops` calls so. Layers with windows are counted as such, and
+    padding, where `real` is False, not at all."""
     wide = config.num_attention_heads * head_dim(config)
     total = torch.zeros((), dtype=torch.float64, device=position_ids.device)
     for (columns, window), layers in Counter((wide, w) for w in windows(config)).items():
         seen = position_ids if window is None else position_ids.clamp(max=window - 1)
-        total += columns * layers * (2 * seen + 1).sum()
+        keys = 2 * seen + 1
+        total += columns * layers * (keys if real is None else keys * real).sum()
     return total
 
 
@@ -76,7 +83,8 @@ def peak_memory(device: torch.device, held_bytes: int = 0) -> dict[str, float]:
 class Throughput:
     """Tokens and FLOPs between two logged lines, over all processes.
 
-    Every position of a row counts as a token, padding included: it is computed like the others.
+    Every position of a row counts as a token. Padding does, too, if nobody says which tokens are
+    real: it is computed like the others.
     """
 
     config: PretrainedConfig
@@ -86,16 +94,23 @@ class Throughput:
     """FLOP/s of a process's GPU at its best."""
     ranks_a_row: int = 1
     """Processes that count the same rows."""
-    _tokens: int = 0
-    _step_tokens: int = 0
+    _tokens: Any = 0
+    _step_tokens: Any = 0
+    """An int, or a tensor on the device if padding is left out."""
     _attended: Tensor | float = 0.0
     _steps: int = 0
     _seconds: float = 0.0
     _last: float = field(default_factory=time.perf_counter)
 
-    def count(self, position_ids: Tensor) -> None:  # (B, S)
-        self._step_tokens += position_ids.numel()
-        self._attended = self._attended + attended(self.config, position_ids)
+    def count(
+        self,
+        position_ids: Tensor,  # (B, S)
+        real: Tensor | None = None,  # (B, S) bool, False for padding
+    ) -> None:
+        tokens = position_ids.numel() if real is None else real.sum()
+        self._step_tokens = self._step_tokens + tokens
+        if self.peak_flops:
+            self._attended = self._attended + attended(self.config, position_ids, real)
 
     @property
     def _batches(self) -> int:
@@ -106,8 +121,9 @@ class Throughput:
         """Leaves out what lies between two steps: a checkpoint, an evaluation."""
         self._last = time.perf_counter()
 
-    def step_done(self) -> int:
-        """Returns the step's tokens, over all processes."""
+    def step_done(self) -> Any:
+        """Returns the step's tokens, over all processes: an int, or a tensor if padding is left
+        out."""
         now = time.perf_counter()
         self._seconds += now - self._last
         self._steps += 1
@@ -116,11 +132,17 @@ class Throughput:
         self._tokens += tokens
         return tokens
 
+    def add_up(self, device: torch.device) -> None:
+        """Sums what the processes have counted, where each counts rows of its own that differ in
+        length and stands for itself (`ranks_a_row=world_size`). All must call it."""
+        counts = all_reduce_sum([float(self._tokens), float(self._attended)], device)
+        self._tokens, self._attended = round(counts[0]), counts[1]
+
     def read(self) -> dict[str, float]:
         """The figures since the last call; empty before the first step."""
         if not self._steps:
             return {}
-        tokens, pairs = self._tokens, float(self._attended) * self._batches
+        tokens, pairs = int(self._tokens), float(self._attended) * self._batches
         figures = {
             "step_s": self._seconds / self._steps,
             "tokens_per_s": tokens / self._seconds,
@@ -130,3 +152,10 @@ class Throughput:
             figures["mfu"] = mfu(flops, self._seconds, self.peak_flops * self.world_size)
         self._tokens, self._attended, self._steps, self._seconds = 0, 0.0, 0, 0.0
         return figures
+
+
+def figures(throughput: Throughput, device: torch.device, runtime: Any) -> dict[str, float]:
+    """Returns what a logged line says of speed and memory; `runtime` is the patched model's, or
+    None."""
+    graphs = runtime and runtime.graphs
+    return throughput.read() | peak_memory(device, graphs.held_bytes if graphs else 0)

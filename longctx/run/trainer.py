@@ -63,7 +63,7 @@ from longctx.run.callbacks import (
 )
 from longctx.run.exact import overrides
 from longctx.run.interrupts import Interrupts
-from longctx.run.metrics import Throughput, device_peak_flops, parameters_in_matmuls, peak_memory
+from longctx.run.metrics import Throughput, device_peak_flops, figures, parameters_in_matmuls
 from longctx.run.nonfinite import Names, NonFinite
 from longctx.run.settled import Settled
 from longctx.run.stopping import name_trained_ends, trained_ends
@@ -370,9 +370,7 @@ class LongTrainer(TaskTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self.tally.read(self.accelerator)
-            graphs = self.runtime and self.runtime.graphs
-            held_bytes = graphs.held_bytes if graphs else 0
-            logs |= self.throughput.read() | peak_memory(self.args.device, held_bytes)
+            logs |= figures(self.throughput, self.args.device, self.runtime)
             logs["tokens"] = self.state.num_input_tokens_seen
             self._log_skipped(logs)
         super().log(logs, start_time)

@@ -13,7 +13,8 @@ three bare products and 60 to 80 ms as the aim.
 
 Peers: `eager` holds all logits in fp32; `trl` is the function under `add_fused_lm_head` (tiles of
 4096 tokens x 32768 entries) and under DistillationTrainer; `liger` is its fused linear JSD, and its
-fused cross-entropy, which has no gradient of a token and therefore stands under loss alone.
+fused cross-entropy, which has no gradient of a token and therefore stands under loss alone, beside
+`efficient_ce` (efficient_ce.py).
 
 By count at the rates of h200_kernels.json, which are not measured here: log_probs 69, 274 and 1094
 ms at 8192, 32768 and 131072 tokens, with a frozen head 35, 140 and 558, jsd 74, 293 and 1170.
@@ -38,6 +39,7 @@ from longctx.head.distillation import linear_jsd, linear_jsd_reference
 from longctx.head.log_probs import linear_log_probs, linear_log_probs_reference
 from longctx.head.loss import linear_cross_entropy, linear_cross_entropy_reference
 from longctx.head.pieces import _pieces
+from profiling.bench.efficient_ce import efficient_cross_entropy
 from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +117,7 @@ def implementations(objective: str) -> Iterator[tuple[str, Callable[[Inputs], Te
         yield "eager", lambda x: linear_cross_entropy_reference(x.hidden, x.weight, x.labels)
         name = "LigerFusedLinearCrossEntropyLoss"
         yield from _liger("fused_linear_cross_entropy", name, _liger_loss)
+        yield "efficient_ce", lambda x: efficient_cross_entropy(x.hidden, x.weight, x.labels)
 
 
 def _heads(x: Inputs) -> tuple[Tensor, ...]:
@@ -248,7 +251,9 @@ def main() -> None:
     vocab, hidden, rows = options.vocab, options.hidden, []
     copy, matmul = copy_rate(), matmul_rate(8192, vocab, hidden, options.seconds)
     print(f"copy {copy:.3f} TB/s, matmul {matmul:.0f} TFLOP/s", flush=True)
-    print("objective         impl       tokens    fwd ms   both ms  peak GiB  TFLOP/s  predicted")
+    print(
+        "objective         impl           tokens    fwd ms   both ms  peak GiB  TFLOP/s  predicted"
+    )
     for objective in options.objectives:
         for impl, function in implementations(objective):
             if options.impls and impl not in options.impls:
@@ -256,7 +261,7 @@ def main() -> None:
             for tokens in options.tokens:
                 torch.cuda.empty_cache()
                 case = {"objective": objective, "impl": impl, "tokens": tokens, "vocab": vocab}
-                name = f"{objective:18s}{impl:9s}{tokens:8d}"
+                name = f"{objective:18s}{impl:13s}{tokens:8d}"
                 try:
                     given = inputs(objective, tokens, vocab, hidden, "cuda", torch.bfloat16)
                     row = case | measure(function, given, options.seconds)

@@ -6,10 +6,12 @@ the matmul rate), both measured in the same run. It writes a JSON file and, with
 chart.
 
 Fewest bytes, in units of tokens x hidden elements, forward + backward: RMSNorm and LayerNorm 2 + 3,
-RoPE 2.5 + 2.5, SwiGLU 10.5 + 17.5 (F = 14336), squared ReLU and GELU by tanh 7 + 10.5. The loss
-counts 6 tokens V D operations (2 forward); its ceiling is the rate of the three lm_head products at
-8192 tokens, in bf16, one after the other, with normally distributed operands. Peak extra is what is
-allocated beyond the inputs: results, gradients and workspace.
+RoPE 2.5 + 2.5 (`rope_tables` is the same by given tables), SwiGLU and GeGLU 10.5 + 17.5 (F =
+14336), squared ReLU and GELU by tanh 7 + 10.5, cross-entropy of given bf16 logits 31.3 + 31.3 (V =
+128256). The loss with lm_head counts 6 tokens V D operations (2 forward); its ceiling is the rate
+of the three lm_head products at 8192 tokens, in bf16, one after the other, with normally
+distributed operands. Peak extra is what is allocated beyond the inputs: results, gradients and
+workspace.
 
 AdamW steps on the parameters of one layer of Llama-3.1-8B, each implementation over the bytes that
 it moves itself: 26 a parameter for bf16 weights, remainders and gradients, 28 for torch's in fp32.
@@ -50,12 +52,15 @@ from triton.testing import do_bench
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
+from longctx.head.logits_loss import cross_entropy
 from longctx.head.loss import linear_cross_entropy, linear_cross_entropy_reference
 from longctx.kernels.adamw import adamw_, split_master, weight_checksums
-from longctx.kernels.cross_entropy import cross_entropy
+from longctx.kernels.cross_entropy import cross_entropy_forward
 from longctx.kernels.norm import layer_norm, norm_reference, rms_norm
 from longctx.kernels.rope import rope, rope_reference
-from longctx.kernels.swiglu import activate, swiglu, swiglu_reference
+from longctx.kernels.rope_tables import apply_rotary_pos_emb
+from longctx.kernels.swiglu import activate, geglu, swiglu, swiglu_reference
+from profiling.bench.efficient_ce import efficient_cross_entropy
 from profiling.results import results_file, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,12 +69,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: torch.nn.functional.relu(x).square(),
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
-OPS = ("rms_norm", "layer_norm", "rope", "swiglu", *ACTIVATIONS, "linear_cross_entropy")
-OVERWRITES = ("rope", "swiglu", *ACTIVATIONS)  # what they overwrite may not be a leaf
+GATED = {"swiglu": "silu", "geglu": "gelu_tanh"}
+OPS = ("rms_norm", "layer_norm", "rope", "rope_tables", *GATED, *ACTIVATIONS)
+OPS += ("cross_entropy", "linear_cross_entropy")
+# What they overwrite may not be a leaf.
+OVERWRITES = ("rope", *GATED, *ACTIVATIONS, "cross_entropy")
 IMPLS = ("longctx", "liger", "compile", "eager", "functional", "cce", "torch_linear_ce")
+IMPLS += ("efficient_ce",)
 LAYER_PARAMETERS = 2 * HIDDEN * (HIDDEN + KV_HEADS * HEAD_DIM) + 3 * HIDDEN * INTERMEDIATE
-UNITS = {"rms_norm": 5.0, "layer_norm": 5.0, "rope": 5.0, "swiglu": 28.0}
-UNITS |= dict.fromkeys(ACTIVATIONS, 17.5)
+UNITS = {"rms_norm": 5.0, "layer_norm": 5.0, "rope": 5.0, "rope_tables": 5.0}
+UNITS |= dict.fromkeys(GATED, 28.0) | dict.fromkeys(ACTIVATIONS, 17.5)
+UNITS["cross_entropy"] = 2 * VOCAB / HIDDEN
 Case = tuple[str, Callable[..., Any]]
 
 
@@ -93,15 +103,29 @@ def peers(op: str) -> Iterator[Case]:
             "compile",
             _compiled(lambda q, k, p, f: (rope_reference(q, p, f), rope_reference(k, p, f))),
         )
+    elif op == "rope_tables":
+        yield "longctx", lambda q, k, p, f: apply_rotary_pos_emb(*_heads_first(q, k), *_table(p, f))
+        yield (
+            "eager",
+            lambda q, k, p, f: hf.apply_rotary_pos_emb(*_heads_first(q, k), *_table(p, f)),
+        )
+        by_table = _compiled(hf.apply_rotary_pos_emb)
+        yield "compile", lambda q, k, p, f: by_table(*_heads_first(q, k), *_table(p, f))
     elif op in ACTIVATIONS:
         yield "longctx", lambda x: activate(x, op)
         yield "eager", ACTIVATIONS[op]
         yield "compile", _compiled(lambda x: swiglu_reference(x, activation=op))
         return  # Liger has neither without a gate
-    elif op == "swiglu":
-        yield "longctx", swiglu
-        yield "eager", lambda g, u: torch.nn.functional.silu(g) * u
-        yield "compile", _compiled(swiglu_reference)
+    elif op in GATED:
+        yield "longctx", swiglu if op == "swiglu" else geglu
+        act = torch.nn.functional.silu if op == "swiglu" else ACTIVATIONS["gelu_tanh"]
+        yield "eager", lambda g, u: act(g) * u
+        yield "compile", _compiled(lambda g, u: swiglu_reference(g, u, activation=GATED[op]))
+    elif op == "cross_entropy":
+        yield "longctx", cross_entropy
+        yield "eager", lambda x, y: torch.nn.functional.cross_entropy(x.float(), y)  # as in HF
+        yield "functional", torch.nn.functional.cross_entropy
+        yield "compile", _compiled(lambda x, y: torch.nn.functional.cross_entropy(x.float(), y))
     else:
         yield "longctx", linear_cross_entropy
         yield "eager", linear_cross_entropy_reference
@@ -116,6 +140,7 @@ def peers(op: str) -> Iterator[Case]:
             yield "cce", cce
         except ImportError as e:
             print(f"no cut_cross_entropy: left out ({e})")
+        yield "efficient_ce", efficient_cross_entropy
     try:
         yield "liger", _liger(op)
     except ImportError as e:
@@ -135,19 +160,22 @@ def _liger(op: str) -> Callable[..., Any]:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
         return lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, EPS)
-    if op == "rope":
+    if op.startswith("rope"):
         from liger_kernel.ops.rope import LigerRopeFunction as Rope
 
-        def rotate(q: Tensor, k: Tensor, p: Tensor, f: Tensor) -> Any:
-            heads_first = (x[None].transpose(1, 2) for x in (q, k))
-            cos, sin = _cos_sin(p, f)
-            return Rope.apply(*heads_first, cos[None], sin[None], p[None], 1)
-
-        return rotate
+        return lambda q, k, p, f: Rope.apply(*_heads_first(q, k), *_table(p, f), p[None], 1)
     if op == "swiglu":
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
         return lambda g, u: LigerSiLUMulFunction.apply(g, u)
+    if op == "geglu":
+        from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+        return lambda g, u: LigerGELUMulFunction.apply(g, u)
+    if op == "cross_entropy":
+        from liger_kernel.transformers.functional import liger_cross_entropy
+
+        return lambda x, y: liger_cross_entropy(x, y)
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -177,31 +205,43 @@ def _cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     return _tables[len(positions)]
 
 
-def inputs(op: str, tokens: int) -> tuple[list[Tensor], list[Tensor]]:
+def _table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = _cos_sin(positions, inv_freq)
+    return cos[None], sin[None]
+
+
+def _heads_first(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """As Hugging Face's attention has them: (1, heads, tokens, d)."""
+    return q[None].transpose(1, 2), k[None].transpose(1, 2)
+
+
+def inputs(op: str, tokens: int, device: str = "cuda") -> tuple[list[Tensor], list[Tensor]]:
     """(the op's inputs, gradients of its outputs), random bf16."""
 
     def rand(*shape: int, scale: float = 1.0) -> Tensor:
-        x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale
+        x = torch.randn(*shape, device=device, dtype=torch.bfloat16) * scale
         return x.requires_grad_()
 
     if op == "rms_norm":
         return [rand(tokens, HIDDEN), rand(HIDDEN)], [rand(tokens, HIDDEN).detach()]
     if op == "layer_norm":
         return [rand(tokens, HIDDEN), rand(HIDDEN), rand(HIDDEN)], [rand(tokens, HIDDEN).detach()]
-    if op == "rope":
+    if op.startswith("rope"):
         q, k = rand(tokens, HEADS, HEAD_DIM), rand(tokens, KV_HEADS, HEAD_DIM)
-        exponent = torch.arange(0, HEAD_DIM, 2, device="cuda").float() / HEAD_DIM
-        positions = torch.arange(tokens, device="cuda")
+        exponent = torch.arange(0, HEAD_DIM, 2, device=device).float() / HEAD_DIM
+        positions = torch.arange(tokens, device=device)
         grads = [torch.randn_like(x) for x in (q, k)]
         return [q, k, positions, 1 / 500000**exponent], grads
     if op in ACTIVATIONS:
         return [rand(tokens, INTERMEDIATE)], [rand(tokens, INTERMEDIATE).detach()]
-    if op == "swiglu":
+    if op in GATED:
         return [rand(tokens, INTERMEDIATE), rand(tokens, INTERMEDIATE)], [
             rand(tokens, INTERMEDIATE).detach()
         ]
+    if op == "cross_entropy":
+        return [rand(tokens, VOCAB), torch.randint(VOCAB, (tokens,), device=device)], []
     weight = rand(VOCAB, HIDDEN, scale=HIDDEN**-0.5).detach().requires_grad_()
-    return [rand(tokens, HIDDEN), weight, torch.randint(VOCAB, (tokens,), device="cuda")], []
+    return [rand(tokens, HIDDEN), weight, torch.randint(VOCAB, (tokens,), device=device)], []
 
 
 class _Alias(torch.autograd.Function):
@@ -298,7 +338,7 @@ def matmul_rates(seconds: float, tokens: int = 8192) -> tuple[float, float]:
     hidden, weight, labels = (x.detach() for x in inputs("linear_cross_entropy", tokens)[0])
     logits = hidden @ weight.t()
     gradient = logits.clone()
-    cross_entropy(logits, labels, d_logits=gradient)
+    cross_entropy_forward(logits, labels, d_logits=gradient)
     d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
     def rate(g: Tensor) -> float:

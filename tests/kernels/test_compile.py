@@ -40,6 +40,7 @@ def _cases():
         log_softmax,
         norm,
         rope,
+        rope_tables,
         scale,
         spread,
         square_sums,
@@ -115,6 +116,8 @@ def _cases():
         for name, interleaved in (("rope", False), ("interleaved_rope", True)):
             how = {"INTERLEAVED": interleaved}
             yield name, rope._rope_kernel, t, arguments | how, c
+        arguments |= {"cos_ptr": p, "sin_ptr": p, "stride_table": 128}
+        yield "rope_tables", rope_tables._tables_kernel, t, arguments, c
 
         c = swiglu.default_config(14336)
         sizes = {"T": 131072, "F": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
@@ -169,13 +172,16 @@ def _cases():
             **{"logits_ptr": "*fp32", "d_logits_ptr": p, "labels_ptr": "*i64"},
             **{"loss_ptr": "*fp32", "scale_ptr": "*fp32", "V": 128256},
             **{"stride_logits": 128256, "stride_d_logits": 128256},
-            **{"label_smoothing": "fp32", "softcap": "fp32"},
+            **{"label_smoothing": "fp32", "softcap": "fp32", "lse_square_scale": "fp32"},
             **{"ticket_ptr": "*i64", "words_ptr": "*i64", "HAS_GRAD": True, "HAS_SCALE": True},
         }
-        for extra in (False, True):
+        # In chunks of linear_cross_entropy; and over logits of their own dtype.
+        for extra, whole in ((False, False), (True, False), (False, True)):
             c = cross_entropy.default_config(128256, t == "bf16" and not extra)
             parts = -(-128256 // c.block)
-            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra, "OVERLAPS": t == "bf16"}
+            flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra, "HAS_LSE_SQUARE": extra}
+            flags |= {"OVERLAPS": t == "bf16" and not whole, "SCALES_ROWS": whole}
+            flags |= {"logits_ptr": p} if whole else {}
             flags |= {"BLOCK": c.block, "PARTS": parts, "LANES": 1 << (parts - 1).bit_length()}
             kernel = cross_entropy._cross_entropy_kernel
             yield "cross_entropy", kernel, t, arguments | flags, c
@@ -263,6 +269,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     names = {"rms_norm_forward", "rms_norm_backward", "rope"}
     names |= {
         "interleaved_rope",
+        "rope_tables",
         "layer_norm_forward",
         "layer_norm_backward",
         *(f"{name}_{way}" for name, _, _ in ACTIVATED for way in ("forward", "backward")),

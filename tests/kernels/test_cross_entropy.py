@@ -11,7 +11,7 @@ from longctx.kernels import cross_entropy as module
 from longctx.kernels.cross_entropy import (
     IGNORE_INDEX,
     _parts,
-    cross_entropy,
+    cross_entropy_forward,
     cross_entropy_reference,
 )
 from longctx.kernels.launch import Config
@@ -28,16 +28,20 @@ OPTIONS = [
     {"label_smoothing": 0.1},
     {"softcap": 5.0},
     {"label_smoothing": 0.2, "softcap": 3.0},
+    {"lse_square_scale": 0.01},
+    {"lse_square_scale": 0.1, "label_smoothing": 0.2, "softcap": 3.0},
 ]
 
 
-def _truth(x: Tensor, y: Tensor, label_smoothing=0.0, softcap=None):
+def _truth(x: Tensor, y: Tensor, label_smoothing=0.0, softcap=None, lse_square_scale=0.0):
     """(losses, gradient of their sum) through autograd, in x's dtype."""
     x = x.detach().clone().requires_grad_()
     z = x if softcap is None else softcap * torch.tanh(x / softcap)
     loss = torch.nn.functional.cross_entropy(
         z, y, reduction="none", ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
     )
+    counts = y != IGNORE_INDEX
+    loss = loss + lse_square_scale * torch.where(counts, z.logsumexp(dim=-1) ** 2, 0)
     loss.sum().backward()
     return loss.detach(), x.grad
 
@@ -57,14 +61,14 @@ def test_loss_and_gradient(shape, dtype):
     loss, grad = _truth(x.double(), y)
     naive_loss, naive_grad = _truth(x, y)
     ours_grad = torch.full_like(x, float("nan"))
-    ours = cross_entropy(x, y, d_logits=ours_grad)
+    ours = cross_entropy_forward(x, y, d_logits=ours_grad)
     assert_exact("loss", ours, naive_loss, loss)
     assert_exact("d_logits", ours_grad, naive_grad, grad)
-    assert torch.equal(cross_entropy(x, y), ours)  # the same without a gradient
+    assert torch.equal(cross_entropy_forward(x, y), ours)  # the same without a gradient
     assert (ours_grad[y == IGNORE_INDEX] == 0).all()
 
 
-@pytest.mark.parametrize("op", [cross_entropy, cross_entropy_reference])
+@pytest.mark.parametrize("op", [cross_entropy_forward, cross_entropy_reference])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options(options, op):
     x, y = _inputs(5, 1000, torch.float32)
@@ -76,14 +80,31 @@ def test_options(options, op):
     assert_exact("d_logits", ours_grad, naive_grad * 0.25, grad * 0.25)
 
 
+@pytest.mark.parametrize("op", [cross_entropy_forward, cross_entropy_reference])
+def test_a_scale_for_each_row(op):
+    """A factor of 0 leaves nothing of a row's gradient, and the loss is not scaled."""
+    x, y = _inputs(5, 1000, torch.float32)
+    scale = torch.tensor([2.0, 0.0, -1.0, 0.5, 3.0], device=DEVICE)
+    loss, grad = _truth(x.double(), y)
+    naive_loss, naive_grad = _truth(x, y)
+    ours_grad = torch.empty_like(x)
+    ours = op(x, y, d_logits=ours_grad, scale=scale)
+    assert_exact("loss", ours, naive_loss, loss)
+    assert_exact("d_logits", ours_grad, naive_grad * scale[:, None], grad * scale[:, None])
+    strided = torch.stack([scale, scale + 1], dim=1)[:, 0]
+    again = torch.empty_like(x)
+    op(x, y, d_logits=again, scale=strided)
+    assert torch.equal(again, ours_grad)
+
+
 def test_in_place_and_into_another_dtype():
     x, y = _inputs(7, 300, torch.float32)
     padded = torch.full((7, 320), float("nan"), device=DEVICE)
     padded[:, :300] = x
     into_bf16 = torch.empty(7, 300, dtype=torch.bfloat16, device=DEVICE)
-    loss = cross_entropy(padded[:, :300], y, d_logits=into_bf16)
+    loss = cross_entropy_forward(padded[:, :300], y, d_logits=into_bf16)
     assert torch.equal(padded[:, :300], x)
-    assert torch.equal(cross_entropy(padded[:, :300], y, d_logits=padded[:, :300]), loss)
+    assert torch.equal(cross_entropy_forward(padded[:, :300], y, d_logits=padded[:, :300]), loss)
     assert torch.equal(padded[:, :300].bfloat16(), into_bf16)
     assert padded[:, 300:].isnan().all()  # nothing is written past the vocabulary
 
@@ -95,12 +116,12 @@ def test_compacted_into_the_logits(shape, dtype):
     (T, V), stride = shape, -(-shape[1] // 64) * 64
     logits, y = _inputs(T, V, torch.float32)
     elsewhere = torch.empty(T, V, dtype=dtype, device=DEVICE)
-    expected = cross_entropy(logits, y, d_logits=elsewhere)
+    expected = cross_entropy_forward(logits, y, d_logits=elsewhere)
     buffer = torch.zeros(T, stride, device=DEVICE)
     buffer[:, :V] = logits
     before = buffer.view(torch.int16).view(2 * T, stride).clone()
     gradient = buffer.view(-1).view(dtype)[: T * stride].view(T, stride)[:, :V]
-    loss = cross_entropy(buffer[:, :V], y, d_logits=gradient)
+    loss = cross_entropy_forward(buffer[:, :V], y, d_logits=gradient)
     assert_exact("loss", loss, expected, expected)
     assert_exact("d_logits", gradient, elsewhere, elsewhere)
     after = buffer.view(torch.int16).view(2 * T, stride)
@@ -113,7 +134,7 @@ def test_labels_at_the_edges_of_a_part():
     y = torch.tensor([0, 8191, 8192, 122879, 122880, V - 1, IGNORE_INDEX], device=DEVICE)
     x = _inputs(len(y), V, torch.float32)[0]
     truth, naive = _truth(x.double(), y), _truth(x, y)
-    loss = cross_entropy(x, y, d_logits=x)
+    loss = cross_entropy_forward(x, y, d_logits=x)
     assert_exact("loss", loss, naive[0], truth[0])
     assert_exact("d_logits", x, naive[1], truth[1])
 
@@ -125,7 +146,7 @@ def test_a_part_of_nothing_but_minus_infinity():
     y %= 60_000
     grad = torch.empty_like(x)
     truth, naive = _truth(x.double(), y), _truth(x, y)
-    assert_exact("loss", cross_entropy(x, y, d_logits=grad), naive[0], truth[0])
+    assert_exact("loss", cross_entropy_forward(x, y, d_logits=grad), naive[0], truth[0])
     assert_exact("d_logits", grad, naive[1], truth[1])
 
 
@@ -135,7 +156,7 @@ def test_all_logits_zero():
     loss, grad = _truth(x.double(), y, label_smoothing=0.1)
     naive_loss, naive_grad = _truth(x, y, label_smoothing=0.1)
     ours_grad = torch.full_like(x, float("nan"))
-    ours = cross_entropy(x, y, d_logits=ours_grad, label_smoothing=0.1)
+    ours = cross_entropy_forward(x, y, d_logits=ours_grad, label_smoothing=0.1)
     assert_exact("loss", ours, naive_loss, loss)
     assert_exact("loss by hand", ours, naive_loss, torch.full_like(loss, 20_000).log())
     assert_exact("d_logits", ours_grad, naive_grad, grad)
@@ -156,7 +177,7 @@ def test_extreme_logits():
     )
     y = torch.tensor([0, 1, 0], device=DEVICE)
     grad = torch.empty_like(x)
-    loss = cross_entropy(x, y, d_logits=grad)
+    loss = cross_entropy_forward(x, y, d_logits=grad)
     truth = _truth(x.double(), y)
     assert_exact("loss", loss, truth[0].float(), truth[0])
     assert_exact("d_logits", grad, truth[1].float(), truth[1])
@@ -164,7 +185,7 @@ def test_extreme_logits():
 
 def test_label_outside_the_vocabulary_gives_nan():
     x = torch.randn(2, 100, device=DEVICE)
-    loss = cross_entropy(x, torch.tensor([100, 5], device=DEVICE))
+    loss = cross_entropy_forward(x, torch.tensor([100, 5], device=DEVICE))
     assert loss[0].isnan() and loss[1].isfinite()
 
 
@@ -190,6 +211,7 @@ def _overlap(stride: int, V: int, start: int, dtype: torch.dtype) -> dict[str, T
         (_overlap(6, 4, 0, torch.float16), "got bytes 0 to 48 of 64"),  # another stride
         (_overlap(4, 4, 4, torch.float16), "got bytes 8 to 40 of 64"),  # another address
         (_overlap(4, 4, 4, torch.float32), "got bytes 16 to 80 of 64"),
+        ({"scale": torch.ones(3)}, r"scale must have shape \(4,\), got \(3,\)"),
         ({"softcap": -1.0}, "softcap must be positive, got -1.0"),
         ({"labels": torch.zeros(4, dtype=torch.int64, device="meta")}, "one device.*meta"),
     ],
@@ -198,7 +220,7 @@ def _overlap(stride: int, V: int, start: int, dtype: torch.dtype) -> dict[str, T
 def test_wrong_arguments(change, message):
     arguments = {"logits": torch.zeros(4, 5), "labels": torch.zeros(4, dtype=torch.int64)} | change
     with pytest.raises(ValueError, match=message):
-        cross_entropy(arguments.pop("logits"), arguments.pop("labels"), **arguments)
+        cross_entropy_forward(arguments.pop("logits"), arguments.pop("labels"), **arguments)
 
 
 @pytest.mark.gpu
@@ -211,7 +233,7 @@ def test_more_than_2_to_the_31_elements():
     few = x[rows].clone()
     loss, grad = _truth(few.double(), y[rows])
     naive_loss, naive_grad = _truth(few, y[rows])
-    ours = cross_entropy(x, y, d_logits=x)
+    ours = cross_entropy_forward(x, y, d_logits=x)
     assert_exact("loss", ours[rows], naive_loss, loss)
     assert_exact("d_logits", x[rows], naive_grad, grad)
 
@@ -250,7 +272,7 @@ def test_programs_wait_for_each_other(block, where, monkeypatch):
         buffer.copy_(logits)
         if where == "elsewhere":
             d_logits.fill_(float("nan"))
-        loss = cross_entropy(buffer, y, d_logits=d_logits)
+        loss = cross_entropy_forward(buffer, y, d_logits=d_logits)
         if first is None:
             first = loss, d_logits.clone()
             assert_exact("loss", loss, expected_loss, expected_loss)
@@ -268,8 +290,10 @@ def test_options_at_full_vocabulary(options):
     loss, grad = _truth(x.double(), y, **options)
     naive_loss, naive_grad = _truth(x, y, **options)
     into_bf16 = torch.empty_like(x, dtype=torch.bfloat16)
-    ours = cross_entropy(x, y, d_logits=into_bf16, **options)
+    ours = cross_entropy_forward(x, y, d_logits=into_bf16, **options)
     assert_exact("loss", ours, naive_loss, loss)
     assert_exact("d_logits", into_bf16, naive_grad.bfloat16(), grad)
-    assert_exact("loss in place", cross_entropy(x, y, d_logits=x, **options), naive_loss, loss)
+    assert_exact(
+        "loss in place", cross_entropy_forward(x, y, d_logits=x, **options), naive_loss, loss
+    )
     assert_exact("d_logits in place", x, naive_grad, grad)

@@ -444,7 +444,7 @@ def test_a_forward_that_would_be_lost_is_refused() -> None:
 def test_the_schedule_runs_again_after_hidden_states_were_asked_for() -> None:
     """transformers leaves its hooks installed."""
     _, ours = models()
-    assert ours(**packed_batch(), output_hidden_states=True).hidden_states
+    assert ours.eval()(**packed_batch(), output_hidden_states=True).hidden_states
     assert why_not_scheduled(ours.model) is None
 
 

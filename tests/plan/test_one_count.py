@@ -107,7 +107,7 @@ REASONS = {
     "gelu_new": ("llama", {"hidden_act": "gelu_new"}, "NewGELUActivation", False),
     "relu": ("qwen2", {"hidden_act": "relu"}, "mlp.act_fn", False),
     "both": ("llama", {"hidden_act": "relu", "attention_dropout": 0.1}, "mlp.act_fn", False),
-    "bias": ("llama", {"output_hidden_states": True}, "output_hidden_states", False),
+    "bias": ("llama", {"output_attentions": True}, "output_attentions", False),
     "granite": ("granite", {"attention_dropout": 0.2}, "attention dropout in", True),
     "none": ("llama", {}, None, False),
 }

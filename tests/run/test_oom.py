@@ -75,7 +75,7 @@ def fail(message: str = MESSAGE, at_call: int = 1):
         (mlp, "swiglu_forward", "custom", "forward, MLP of a layer"),
         (mlp, "swiglu_backward_", "custom", "backward, MLP of a layer"),
         (passes, "rope_", "custom", "forward, projections of a layer"),
-        (loss, "cross_entropy", "custom", "forward, lm_head and loss"),
+        (loss, "cross_entropy_forward", "custom", "forward, lm_head and loss"),
         (head, "scale_into", "custom", "backward, lm_head and loss"),
         (torch.nn.functional, "silu", "vanilla", "forward, MLP of a layer"),
         (
