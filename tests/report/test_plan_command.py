@@ -215,6 +215,10 @@ def test_what_is_printed_is_no_wider_than_its_terminal(capsys, monkeypatch, colo
             ["--class_type", "vanilla", "--gradient_checkpointing", "false"],
             "--class_type vanilla with checkpointing by layer",
         ),
+        (
+            ["--class_type", "vanilla", "--offload_activations", "all"],
+            "--class_type vanilla with checkpoints on the GPU: leave out --offload_activations",
+        ),
         (["--place", "host", "--optimizer_states", "as_weights"], "--place host and --save_fp32"),
         (["--data_tokens", "many"], "--data_tokens: invalid number value: 'many'"),
         (["--seqlen", "8192"], "unknown option --seqlen; did you mean --seq_len"),
