@@ -4,15 +4,16 @@ A snapshot (`torch.cuda.memory._snapshot()`) holds the trace of all allocations 
 recording began and the blocks that are alive at its end. Memory that is freed in the trace, or is
 alive at its end, without having been allocated in it was there before. An allocation's category:
 
-    weights, optimizer    there before, at the address of a parameter, a buffer, an optimizer state;
-                          weights also what the stream of states brings from the host
+    weights, optimizer    there before, or seen later, at the address of a parameter, a buffer, an
+                          optimizer state; weights also what the stream of states brings from the
+                          host
     gradients             at the address that a parameter's gradient has when backward is over
     loss                  asked for by lm_head or the loss (Python frames), or of the size of such a
                           tensor in a part of backward that has no Python frames: its gradient
     kept activations      made in forward and alive when it ends, or read back by the offload store
     optimizer             asked for while the optimizer runs
     working buffers       everything else the step makes: what lives only within forward or backward
-    other                 everything else that was there before
+    other                 everything else that was there before, or is when the first forward begins
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ class Marks:
     microseconds since 1970."""
 
     phases: list[tuple[str, int]]
-    """(name, start): `forward`, `backward`, `optimizer`, in order, repeated per micro-batch."""
+    """(name, start): `forward`, `backward`, `optimizer`, in order, repeated per micro-batch; of a
+    recording from the beginning `loading` and `engine` before them."""
     before: dict[int, str] = field(default_factory=dict)
     """Address -> category of what was there when the step began."""
     gradients: dict[int, int] = field(default_factory=dict)
     """Address of each gradient when the optimizer starts -> that time."""
+    seen: list[tuple[int, dict[int, str]]] = field(default_factory=list)
+    """(time, address -> category): what lived from step to step when it was looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +165,10 @@ class _Phases:
         i = bisect_right(self.starts, time_us) - 1
         return self.names[i] if i >= 0 else "before"
 
+    def first(self, name: str) -> float:
+        """When a phase of this name begins for the first time."""
+        return next((t for n, t in zip(self.names, self.starts, strict=True) if n == name), 0)
+
     def end(self, time_us: float) -> float:
         """When the phase around this moment ends."""
         i = bisect_right(self.starts, time_us)
@@ -170,6 +178,9 @@ class _Phases:
 def _category(block: _Block, marks: Marks, phases: _Phases) -> str:
     if block.start_us is None:
         return marks.before.get(block.address, "other")
+    for time_us, held in marks.seen:
+        if block.start_us <= time_us <= block.end_us and block.address in held:
+            return held[block.address]
     complete_us = marks.gradients.get(block.address)
     if complete_us is not None and block.start_us <= complete_us <= block.end_us:
         return "gradients"
@@ -178,6 +189,8 @@ def _category(block: _Block, marks: Marks, phases: _Phases) -> str:
     if _is_loss(block.frames):
         return "loss"
     phase = phases.at(block.start_us)
+    if phase in ("loading", "engine") and block.end_us > phases.first("forward"):
+        return "other"
     if phase == "optimizer":
         return "optimizer"
     if phase == "forward" and block.end_us > phases.end(block.start_us):

@@ -1,4 +1,5 @@
-"""Draws GPU memory over a training step, coloured by what it is for; two class types side by side.
+"""Draws GPU memory over a training step, or over all that comes before it, too, coloured by what it
+is for; two class types side by side.
 
     python profiling/memory_timeline.py runs/profile/memory_rank0.json.gz --output step
     python profiling/memory_timeline.py custom.json.gz vanilla.json.gz --output compared
@@ -91,6 +92,11 @@ def title(timeline: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
+def from_beginning(timeline: dict[str, Any]) -> bool:
+    """Whether it begins before the model is loaded."""
+    return any(name == "loading" for name, _ in timeline["marks"])
+
+
 def draw(timelines: list[dict[str, Any]]) -> Any:
     """One panel a timeline, on one scale of memory."""
     plt = pyplot()
@@ -122,7 +128,7 @@ def _panel(axes: Any, timeline: dict[str, Any]) -> None:
     style = dict(color="black", linewidth=1, linestyle=":", drawstyle="steps-post")
     axes.plot(time_s, timeline["reserved_gib"], label="reserved", **style)
     axes.set_title(f"{title(timeline)}: peak {timeline['peak_gib']:.1f} GiB", fontsize=11)
-    axes.set_xlabel("s since the step began")
+    axes.set_xlabel(f"s since {'loading' if from_beginning(timeline) else 'the step'} began")
     for name, at_s in timeline["marks"]:
         axes.axvline(at_s, color="black", linewidth=0.6, alpha=0.5)
         axes.annotate(
@@ -143,9 +149,12 @@ def peak_rows(timelines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def memory_section(timelines: list[dict[str, Any]]) -> list[str]:
     """The HTML of the picture and its table, for a page of its own or a larger one."""
+    over = "over one training step"
+    if any(map(from_beginning, timelines)):
+        over = "from before the model is loaded to the end of the first step"
     caption = (
-        "Memory that tensors hold over one training step, by what it is for. Dotted: what the "
-        "allocator has reserved of the GPU. Lines mark where a phase begins."
+        f"Memory that tensors hold {over}, by what it is for. Dotted: what the allocator has "
+        "reserved of the GPU. Lines mark where a phase begins."
     )
     return [figure(draw(timelines), caption), table(peak_rows(timelines))]
 

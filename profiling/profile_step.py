@@ -9,15 +9,19 @@ random tokens unless --train_file or --dataset_name is given. After `--wait` ste
 kernels, and `--warmup` steps, `--active` steps are recorded; on a GPU one more step follows,
 without the profiler, whose allocations are recorded. Memory is asked for by the host, ahead of the
 GPU; with `--memory_only` every kernel is waited for, so the timeline shows when memory is used, and
-no trace is made. Kernels of CUDA graphs belong to no phase, so layers run without graphs here
-unless --cuda_graphs is among the options. Into --profile_dir go, for each process N,
+no trace is made. With `--from_beginning` all allocations from before the model is loaded to the end
+of the first step are recorded as well. Kernels of CUDA graphs belong to no phase, so layers run
+without graphs here unless --cuda_graphs is among the options. Into --profile_dir go, for each
+process N,
 
     trace_rankN.json.gz     open it at https://ui.perfetto.dev or in chrome://tracing
     phases_rankN.json       the table by phase (profiling/phases.py)
     memory_rankN.pickle     open it at https://pytorch.org/memory_viz
     memory_rankN.json.gz    what profiling/memory_timeline.py draws
+    beginning_rankN.*       the same two of loading, engine and first step
 
-and, from the first process, profile.html with all of it, profile.png, memory.png and memory.html.
+and, from the first process, profile.html with all of it, profile.png, memory.png and memory.html,
+beginning.png and beginning.html.
 docs/reading_a_profile.md says how to read them.
 """
 
@@ -45,7 +49,7 @@ from longctx.run.oom import explained_oom
 from longctx.run.trainer import LongTrainer
 from profiling import memory_timeline
 from profiling.build import PhaseMarks, build_trainer
-from profiling.memory_recorder import RecordMemory
+from profiling.memory_recorder import RecordBeginning, RecordMemory
 from profiling.phases import LINES, Table, phase_table, read_trace, show
 from profiling.results import describe_run, write_results
 
@@ -116,6 +120,9 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--active", type=int, default=1, help="recorded steps (1)")
     parser.add_argument("--layers", type=int, help="instead of the preset's, to fit a machine")
     parser.add_argument("--memory_only", action="store_true", help="no trace; kernels waited for")
+    parser.add_argument(
+        "--from_beginning", action="store_true", help="memory of loading and first step, too"
+    )
     args, flags = parser.parse_known_args(argv)
     for name, least in (("wait", 0), ("warmup", 0), ("active", 1), ("layers", 1)):
         value = getattr(args, name)
@@ -123,8 +130,9 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
             raise UserError(f"--{name} must be at least {least}, got {value}")
     if args.memory_only:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # read when CUDA starts, so before it is asked
-    if args.memory_only and not _on_gpu(flags):
-        raise UserError("--memory_only needs a GPU: torch records none of a CPU's memory")
+    for name in ("memory_only", "from_beginning"):
+        if getattr(args, name) and not _on_gpu(flags):
+            raise UserError(f"--{name} needs a GPU: torch records none of a CPU's memory")
     flags = [flag for flag in flags if flag != "--"]
     if not any(flag.startswith(("--cuda_graphs", "--class_type")) for flag in flags):
         flags += ["--cuda_graphs", "off"]
@@ -142,6 +150,7 @@ def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:
     args.profile_dir.mkdir(parents=True, exist_ok=True)
     steps_before = 1 if args.memory_only else args.wait + args.warmup + args.active
     with tempfile.TemporaryDirectory() as folder:
+        beginning = RecordBeginning() if args.from_beginning else None
         trainer, model_args = build_trainer(
             flags, steps=steps_before + on_gpu, output_dir=Path(folder), layers=args.layers
         )
@@ -153,10 +162,20 @@ def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:
             annotate_modules(trainer.model)
         if not args.memory_only:
             trainer.add_callback(RecordTime(args, trace, on_gpu))
-        memory = RecordMemory(trainer, steps_before, description, stem) if on_gpu else None
-        if memory:
-            trainer.add_callback(memory)
-        trainer.add_callback(PhaseMarks(trainer, memory.mark if memory else lambda name: None))
+        recorders: list[RecordBeginning | RecordMemory] = []
+        if beginning:
+            beginning.loaded(trainer, description, args.profile_dir / f"beginning_rank{rank}")
+            recorders.append(beginning)
+        if on_gpu:
+            recorders.append(RecordMemory(trainer, steps_before, description, stem))
+        for recorder in recorders:
+            trainer.add_callback(recorder)
+
+        def mark(name: str) -> None:
+            for recorder in recorders:
+                recorder.mark(name)
+
+        trainer.add_callback(PhaseMarks(trainer, mark))
         with explained_oom(trainer, model_args):
             trainer.train()
     by_phase = None if args.memory_only else phase_table(read_trace(trace))
@@ -165,8 +184,9 @@ def run(args: argparse.Namespace, flags: list[str]) -> LongTrainer:
         extra = {"step_s": by_phase.step_s, "copies_s": by_phase.copies_s}
         write_results(args.profile_dir / f"phases_rank{rank}.json", rows, extra=extra)
     if trainer.is_world_process_zero():
-        timeline = memory_timeline.read(stem.with_suffix(".json.gz")) if on_gpu else None
-        publish(args.profile_dir, description, by_phase, timeline)
+        stems = [recorder.stem for recorder in recorders]
+        timelines = [memory_timeline.read(stem.with_suffix(".json.gz")) for stem in stems]
+        publish(args.profile_dir, description, by_phase, timelines)
     return trainer
 
 
@@ -174,18 +194,20 @@ def publish(
     folder: Path,
     description: dict[str, Any],
     by_phase: Table | None,
-    timeline: dict[str, Any] | None,
+    timelines: list[dict[str, Any]],
 ) -> None:
     """Prints the table and writes the pictures and pages."""
     if by_phase:
         show(by_phase)
         draw_shares(by_phase).savefig(folder / "profile.png", dpi=110, bbox_inches="tight")
-    if timeline:
-        memory_timeline.write([timeline], folder / "memory")
-        print(f"peak {timeline['peak_gib']:.2f} GiB allocated")
-    else:
+    for timeline in timelines:
+        early = memory_timeline.from_beginning(timeline)
+        memory_timeline.write([timeline], folder / ("beginning" if early else "memory"))
+        of = " from loading to the first step's end" if early else ""
+        print(f"peak {timeline['peak_gib']:.2f} GiB allocated{of}")
+    if not timelines:
         print("no GPU: no memory timeline (torch records none of a CPU's memory)")
-    write_profile(folder / "profile.html", description, by_phase, timeline)
+    write_profile(folder / "profile.html", description, by_phase, timelines)
     print(f"wrote {folder}/profile.html and, beside it, what it was made from")
 
 
@@ -208,7 +230,7 @@ def write_profile(
     path: Path,
     description: dict[str, Any],
     by_phase: Table | None,
-    timeline: dict[str, Any] | None,
+    timelines: list[dict[str, Any]],
 ) -> None:
     sections = [
         paragraph(
@@ -219,9 +241,9 @@ def write_profile(
     if by_phase:
         sections += time_section(by_phase)
     sections.append(heading("Memory"))
-    if timeline:
+    for timeline in timelines:
         sections += memory_timeline.memory_section([timeline])
-    else:
+    if not timelines:
         sections.append(
             paragraph("A timeline of memory needs a GPU: torch records none of a CPU's.")
         )

@@ -156,6 +156,9 @@ def _class_types(inputs: Inputs) -> Iterator[Case]:
     for kind in ("vanilla", "liger"):
         command = (*TRAIN, *SMALL, "--class_type", kind, *inputs.at(kind))
         yield Case(name=kind, commands=(command,), prints=(f"{kind}: ",), vanilla=True)
+    words = ("--class_type", "vanilla", "--offload_activations", "all")
+    command = (*TRAIN, *SMALL, *words, *inputs.at("vanilla_offloaded"))
+    yield Case(name="vanilla_offloaded", commands=(command,), prints=("vanilla: ",), vanilla=True)
     for preset in ("gemma-3-1b",):
         words = ("--preset", preset, "--seq_len", "4096", "--max_steps", "2", *NO_SAVES)
         command = (*TRAIN, *words, *BUDGET, *inputs.at(preset))
@@ -284,6 +287,7 @@ def _adapters(inputs: Inputs) -> Iterator[Case]:
     for name, more in (
         ("qlora", ("--quantize", "nf4")),
         ("dora", ("--use_dora",)),
+        ("lora_plus", ("--loraplus_lr_ratio", "8")),
         ("qdora", ("--use_dora", "--quantize", "nf4")),
         ("lora_vanilla", ("--class_type", "vanilla")),
         ("lora_liger", ("--class_type", "liger")),
@@ -389,7 +393,7 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
     read = ("--eval_file", "README.md", "--seq_len", "2048", "--windows", "2", "--repeats", "1")
     yield Case(name="eval", commands=((*longctx, "eval", inputs.base, *read),))
     profiled = ("--preset", "llama-3.2-1b", "--seq_len", "8192", *BUDGET)
-    command = (sys.executable, "profiling/profile_step.py", *profiled)
+    command = (sys.executable, "profiling/profile_step.py", "--from_beginning", *profiled)
     yield Case(
         name="profile", commands=((*command, "--profile_dir", str(inputs.folder / "profile")),)
     )

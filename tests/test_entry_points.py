@@ -19,11 +19,12 @@ SCRIPTS = sorted(
     and path.name != "unsloth_peer.py"  # which everyday_bench.py starts where Unsloth is installed
 )
 
-# One process for all of them, so that torch is imported once. For each script the path is what
+# One process for all of them, so that everything is imported once. For each script the path is what
 # Python makes it, the script's folder before the installed packages, and what an earlier one
-# imported from the repository is forgotten.
+# imported from the repository is there only if the script itself has found the repository.
 START_ALL = """
 import contextlib, importlib.util, io, json, runpy, sys, traceback
+from importlib.machinery import ModuleSpec
 
 root, scripts = sys.argv[1], sys.argv[2:]
 sys.meta_path = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
@@ -33,10 +34,23 @@ ours = ("longctx", "kernels", "profiling", "scripts")
 def is_ours(name, module):
     return name.partition(".")[0] in ours
 
-ended = {}
+class Kept(dict):
+    def find_spec(self, name, path=None, target=None):
+        if name in self and root in sys.path:
+            sys.modules.update(self)  # which modules of theirs may ask for by name
+            return ModuleSpec(name, self)
+
+    def create_module(self, spec):
+        return self[spec.name]
+
+    def exec_module(self, module):
+        pass
+
+ended, kept = {}, Kept()
+sys.meta_path.insert(0, kept)
 for script in scripts:
     for name in [name for name, module in sys.modules.items() if is_ours(name, module)]:
-        del sys.modules[name]
+        kept[name] = sys.modules.pop(name)
     sys.path[:] = packages
     assert importlib.util.find_spec("longctx") is None, "longctx is installed for this process"
     sys.argv = [f"{root}/{script}", "--help"]

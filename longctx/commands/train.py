@@ -193,7 +193,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
 
-    def build(files: list[str] | None) -> Any:
+    def build(files: list[str] | None, *, held_out: bool = False) -> Any:
         return build_dataset(
             data_args,
             checked.tokenizer,
@@ -204,11 +204,15 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
             rows=task.rows,
             mismatched=task.mismatched,
             one_document=one_document,
+            held_out=held_out,
         )
 
     with args.main_process_first(desc="data"):
-        train_rows = build(data_args.train_file)
-        eval_rows = build(data_args.eval_file) if data_args.eval_file else None
+        train_rows, eval_rows = build(data_args.train_file), None
+        if data_args.eval_share:
+            eval_rows = build(data_args.train_file, held_out=True)
+        elif data_args.eval_file:
+            eval_rows = build(data_args.eval_file)
     check_rows(args, train_rows, eval_rows)
     names = document_names(data_args, data_args.train_file, task.rows)
     return Rows(train_rows, eval_rows, names)

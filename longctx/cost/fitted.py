@@ -77,10 +77,10 @@ BESIDE = 3.9
 """As often as they take on links of their own, exchanges of shared rows make the computation
 longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
 to 425984 tokens)."""
-LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 230, 50e-6
+LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 125, 50e-6
 """Kernels of a layer in forward and backward, those of its adapters over NF4 besides, and seconds
-in which Python launches one. Chosen: near the rows of 87fbe29 in h100_everyday.json, since which
-adapters have fewer."""
+in which Python launches one. The seconds are chosen: near the rows of 87fbe29 in
+h100_everyday.json, whose adapters had 105 kernels more, by a count on a CPU."""
 GAP_S, HOST_S = 0.5e-6, 6e-3
 """Seconds between two kernels of a CUDA graph, and those of a step in which the GPU waits for the
 trainer: from the norm of the gradients, which it waits for, to the next forward. Chosen, not

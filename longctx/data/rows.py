@@ -80,8 +80,10 @@ def build_dataset(
     rows: Rows = "text",
     mismatched: bool = False,
     one_document: bool = False,
+    held_out: bool = False,
 ) -> Dataset | IterableDataset:
-    """Packed rows from `files`, else from --dataset_name, else from the standard library.
+    """Packed rows from `files`, else from --dataset_name, else from the standard library. With
+    --eval_share they are those of the share that is `held_out`, or of the other documents.
 
     Each row is {input_ids, labels, position_ids}, lists of seq_len ints, and {documents}, one
     number a document (`document_names` turns them into names). Rows of "pairs" and "rated" hold
@@ -107,18 +109,23 @@ def build_dataset(
                 seed=seed,
                 one_document=one_document,
             )
-        records, identity = loaded, [*dataset_identity(loaded), *_beside_text(rows)]
+        identity = [*dataset_identity(loaded), *_limit(args), *_beside_text(rows)]
+        records = loaded
+        if args.max_samples:
+            records = loaded.select(range(min(args.max_samples, len(loaded))))
     else:
         paths = stdlib_files() if files is None else find_files(files)
         identity = _identity(args, paths, rows)
 
     name = ", ".join(files or [args.dataset_name or "the standard library"])
+    name = f"held out of {name}" if held_out else name
     cache_dir = expanded(args.cache_dir)
     remove_leftovers(cache_dir)
     padding = pad_token_id(tokenizer, vocab_size)
     source_key = digest(identity)
     tokens_key = digest(source_key, tokenizer_identity(tokenizer))
-    added = ["mismatched"] * mismatched + ["one document"] * one_document
+    added: list[Any] = ["mismatched"] * mismatched + ["one document"] * one_document
+    added += [["held out" if held_out else "not held out", args.eval_share]] * bool(args.eval_share)
     rows_key = digest(tokens_key, seq_len, args.long_documents, padding, seed, *added)
     rows_path = cache_path(cache_dir, "rows", rows_key)
     report_path = cache_path(cache_dir, "rows", rows_key, ".json")
@@ -143,7 +150,10 @@ def build_dataset(
             vocab_size,
             rows,
         )
-        shuffled = _shuffled(tokens, seed, rows)
+        order = np.random.default_rng(seed).permutation(len(tokens))
+        if args.eval_share:
+            order = _part(order, args.eval_share, held_out)
+        shuffled = _shown(order, rows)
         if rows == "text":
             stats = PackingStats(one_document=one_document)
             packing = pack(
@@ -172,9 +182,11 @@ def build_dataset(
         write_text(report_path, json.dumps(report))
 
     stats = _stats(report["stats"], rows)
-    for file, count in report["replaced_bytes"].items():
-        print_rank0(f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them")
-    for line in report["said"]:
+    of_files = [
+        f"{file}: replaced {count:,} undecodable bytes; save it as UTF-8 to keep them"
+        for file, count in report["replaced_bytes"].items()
+    ]
+    for line in [] if held_out else [*of_files, *report["said"]]:  # once of the same files
         print_rank0(line)
     check_vocabulary(stats.largest_token_id, vocab_size)
     if isinstance(stats, GroupStats):
@@ -299,7 +311,11 @@ def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
 def _identity(args: DataArguments, files: list[Path], rows: Rows) -> list[Any]:
     """All that decides what is read from files."""
     undecodable = ["undecodable"] * args.allow_undecodable
-    return [*map(file_identity, files), *undecodable, *_beside_text(rows)]
+    return [*map(file_identity, files), *undecodable, *_limit(args), *_beside_text(rows)]
+
+
+def _limit(args: DataArguments) -> list[str]:
+    return [f"first {args.max_samples}"] if args.max_samples else []
 
 
 def _beside_text(rows: Rows) -> list[Rows]:
@@ -327,7 +343,12 @@ def _documents(
     if cached is not None:
         return cached
     documents = tqdm(
-        read_documents(files, allow_undecodable=args.allow_undecodable, rows=rows),
+        read_documents(
+            files,
+            allow_undecodable=args.allow_undecodable,
+            rows=rows,
+            max_samples=args.max_samples,
+        ),
         desc="Reading",
         unit=" documents",
         leave=False,
@@ -351,7 +372,18 @@ def _namer(records: Dataset, name: str | None) -> Callable[[int], str]:
     return lambda number: f"{name} row {number}" if name else records[number]["where"]
 
 
-def _shuffled(tokens: Dataset, seed: int, rows: Rows) -> Iterable[int]:
-    order = np.random.default_rng(seed).permutation(len(tokens))
+def _shown(order: np.ndarray, rows: Rows) -> Iterable[int]:
     unit = " documents" if rows == "text" else " records"
     return tqdm(order, desc="Packing", unit=unit, leave=False, disable=None)
+
+
+def _part(order: np.ndarray, share: float, held_out: bool) -> np.ndarray:  # (n,) -> (k,) int64
+    """The documents that are held out, the first of the shuffled ones and at least one of them, or
+    the others. Raises UserError where none is left to train."""
+    count = max(1, round(share * len(order)))
+    if count >= len(order):
+        raise UserError(
+            f"--eval_share {share:g} of {len(order)} documents leaves none to train: lower it, "
+            "give more documents, or name others with --eval_file"
+        )
+    return order[:count] if held_out else order[count:]

@@ -39,6 +39,7 @@ def stream_rows(
     others, and cuts batches of one shape. Raises UserError where the first record is no good; a
     later bad record ends the iteration with one."""
     name = args.dataset_name or "the dataset"
+    records = records.take(args.max_samples) if args.max_samples else records
     first = next(_numbered(records, name), None)
     if first is None:
         raise UserError(f"{name} has no rows in the split {args.dataset_split!r}")

@@ -56,6 +56,8 @@ class Chosen:
     """The seconds of a step, without those in which the GPU waits for the host's launches."""
     graph_bytes: int = 0
     """Bytes among those needed that CUDA graphs take; 0: layers run eagerly."""
+    no_graphs: str = ""
+    """Why layers run eagerly although CUDA graphs were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,29 +84,40 @@ class Score(NamedTuple):
     """Bytes that the GPU and the host lack."""
     displayed_s: float = math.inf
     host_bytes: int = 0
+    kept_bytes: int = 0
+    """Bytes of the GPU that are kept for backward."""
     seconds: float = math.inf
 
 
 def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
     """Returns the fastest candidate that fits, by seconds to three digits, and among equals the one
-    with the fewest bytes on the host. If none fits, returns the one that lacks least."""
+    with the fewest bytes on the host, then the one that keeps the fewest on the GPU. If none fits,
+    returns the one that lacks least."""
     eager = _choose(step, levels, budget)
-    if not _may_record(step, levels):
+    if not step.graphs:
         return eager
+    if reason := _why_not_recorded(step, levels):
+        return replace(eager, no_graphs=reason)
     here = replace(step, offload="none")
     graphed = _choose(here, [levels[0].resident], budget, graphs=True)
-    fits = graphed.needed.gpu <= budget.gpu and not hosts(graphed.ladder)
-    if fits and _with_waits(step, graphed) < _with_waits(step, eager):
-        return graphed
-    return eager
+    if graphed.needed.gpu > budget.gpu or hosts(graphed.ladder):
+        return replace(eager, no_graphs="a step with them does not fit into the GPU's memory")
+    if _with_waits(step, graphed) >= _with_waits(step, eager):
+        return replace(eager, no_graphs="layers would keep less for backward, and take longer")
+    return graphed
 
 
-def _may_record(step: Step, levels: Sequence[Levels]) -> bool:
-    """Whether layers may run as CUDA graphs: nothing must wait on the host, and no adapter draws
-    another mask in each pass."""
-    drops = any(kind.drops for kind in step.sizes.kinds)
-    away = step.offload == "all" or any(placed.first for placed in levels)
-    return step.graphs and not drops and not away
+DROPS = "dropout of adapters draws another mask in each pass"
+"""Why layers with such adapters have no graphs."""
+
+
+def _why_not_recorded(step: Step, levels: Sequence[Levels]) -> str | None:
+    """Returns why layers cannot run as CUDA graphs, however much memory there is."""
+    if any(kind.drops for kind in step.sizes.kinds):
+        return DROPS
+    if step.offload == "all" or any(placed.first for placed in levels):
+        return "something of every step waits on the host"
+    return None
 
 
 def _with_waits(step: Step, chosen: Chosen) -> float:
@@ -168,7 +181,8 @@ def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple
     traffic = placed.traffic(level[some])
     step_s = _seconds(step, counted.some(some), traffic).step
     shown = displayed(step_s)
-    k = int(np.lexsort((step_s, host[some], shown))[0])
+    kept = counted.on_gpu[some]
+    k = int(np.lexsort((step_s, kept, host[some], shown))[0])
     i = int(some[k])
     chosen = Chosen(
         ladder=counted.found.ladder(i),
@@ -178,7 +192,8 @@ def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple
         needed=Budget(budget.gpu + int(missing[i]), int(host[i])),
         seconds=float(step_s[k]),
     )
-    return Score(int(over[i]), float(shown[k]), int(host[i]), float(step_s[k])), chosen
+    score = Score(int(over[i]), float(shown[k]), int(host[i]), int(kept[k]), float(step_s[k]))
+    return score, chosen
 
 
 def displayed(seconds: Any) -> Any:

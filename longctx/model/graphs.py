@@ -43,6 +43,7 @@ from longctx.kernels.launch import once_differentiable
 from longctx.layer.adapters.protocol import Settings
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.schedule import scheduled_layer
+from longctx.memory.ladder import DROPS
 from longctx.memory.store import free_gpu_bytes
 from longctx.memory.stream import Hook
 from longctx.model.adapters import with_adapters
@@ -413,6 +414,8 @@ def graphed(
     the schedule covers the model is asked before anything is recorded, and by the caller after a
     replay."""
     graphs = graphs_of(runtime)
+    if runtime.no_graphs and torch.is_grad_enabled():
+        _say(runtime, f"no CUDA graphs: {runtime.no_graphs}")
     if graphs.given_up or not _is_asked(base, runtime, x, documents):
         graphs.make_room(x.device)
         return None
@@ -465,7 +468,7 @@ def _is_recordable(base: Any, runtime: Runtime, graphs: Graphs) -> bool:
     if reason is None:
         read = Read.of(base)
         if read.drops:
-            reason = "dropout of adapters draws another mask in each pass"
+            reason = DROPS
         elif any(x.requires_grad and not x.is_leaf for x in read.tensors()):
             reason = "weights are computed from others"
         elif not any(x.requires_grad for x in read.tensors()):

@@ -30,7 +30,7 @@ from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_t
 from longctx.errors import UserError
 from longctx.layer.parts.table import parts_of
 from longctx.layer.passes import Rope, Schedule, Traits
-from longctx.memory.ladder import Budget, Step, choose, host_bytes
+from longctx.memory.ladder import Budget, Chosen, Step, choose, host_bytes
 from longctx.memory.levels import pending_levels
 from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import usable_bytes
@@ -110,6 +110,10 @@ class Runtime:
     """Nobody can have changed the model since its last batch, as a trainer knows."""
     graphed: bool = False
     """Whether layers may run as CUDA graphs: there is room for what these take."""
+    no_graphs: str = ""
+    """Why they may not, if short batches were to; reported with the first one."""
+    moves_weights: bool = False
+    """Whether an engine's hooks bring each layer's weights, which a graph would leave out."""
     graphs: Any = None
     """The layers that were recorded (graphs.py), under this attention, cut and store."""
 
@@ -171,17 +175,30 @@ class Runtime:
         step = self.step(sizes, tokens)
         levels = pending_levels(sizes.layers, *pending, accumulates=self.passes > 1)
         chosen = choose(step, [levels], Budget(free_bytes, self.host_room))
-        self.cut, self.graphed = chosen.sizes.cut(tokens), chosen.graph_bytes > 0
+        self.adopt(chosen, tokens)
         needed_bytes = host_bytes(step, chosen)
         self.store.reserve(chosen.ladder, needed_bytes, self.host_room)
         return True
 
-    def records(self, tokens: int) -> bool:
-        """Whether batches of so many tokens may run as CUDA graphs (graphs.py)."""
+    def adopt(self, chosen: Chosen, tokens: int) -> None:
+        """Batches of up to `tokens` tokens run as chosen: their cut, and CUDA graphs or none."""
+        self.cut, self.graphed = chosen.sizes.cut(tokens), chosen.graph_bytes > 0
+        self.no_graphs = chosen.no_graphs
+        if self._are_short(tokens):
+            self.no_graphs = self._why_not_recorded() or chosen.no_graphs
+
+    def _are_short(self, tokens: int) -> bool:
+        """Whether batches of so many tokens are to run as CUDA graphs (graphs.py)."""
         on_gpu = self.store.device.type == "cuda"
-        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
-        asked = self.args.cuda_graphs == "auto" and tokens <= GRAPHED_TOKENS
-        return on_gpu and alone and asked
+        return on_gpu and self.args.cuda_graphs == "auto" and tokens <= GRAPHED_TOKENS
+
+    def _why_not_recorded(self) -> str | None:
+        """Returns why no layer of this process may be recorded."""
+        if self.moves_weights:
+            return "the engine moves each layer's weights"
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return "several processes train the model"
+        return None
 
     def step(self, sizes: Sizes, tokens: int) -> Step:
         """What the ladder and the cut of batches of `tokens` tokens are chosen for. Where nothing
@@ -203,7 +220,7 @@ class Runtime:
             keep=keep,
             offload=offload,
             given=given,
-            graphs=self.records(tokens),
+            graphs=self._are_short(tokens) and self._why_not_recorded() is None,
         )
 
     def pieces(self, tokens: int, config: Any) -> tuple[int, int]:

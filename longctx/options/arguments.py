@@ -41,7 +41,7 @@ _HOST = Need(
 _GPU = Need("a GPU", lambda m, d, t: t.device.type == "cuda")
 _LORA = Need("--lora_r", lambda m, d, t: m.lora_r is not None)
 _DATASET = Need("--dataset_name", lambda m, d, t: d.dataset_name)
-_EVAL_FILE = Need("--eval_file", lambda m, d, t: d.eval_file)
+_EVALUATED = Need("--eval_file or --eval_share", lambda m, d, t: d.eval_file or d.eval_share)
 _LOGS = Need("--logging_strategy steps", lambda m, d, t: t.logging_strategy == "steps")
 
 # Each makes options of one group of the help. The rare ones are in --help_all alone.
@@ -103,9 +103,10 @@ class ModelArguments:
         "before it, and the rest is computed again in backward. auto: as much as is fastest in the "
         "memory there is.",
     )
-    offload_activations: Offload = _custom(
+    offload_activations: Offload = _memory(
         "auto",
-        "custom: kept activations on the GPU (none) or host (all). auto: fills the GPU first.",
+        "Kept activations on the GPU (none) or host (all). custom's auto fills the GPU first; in "
+        "vanilla and liger it is none, and all is transformers' offloaded checkpointing.",
     )
     head_groups: int | None = _custom(
         None,
@@ -198,6 +199,20 @@ class DataArguments:
         "Python's own standard library.",
     )
     eval_file: list[str] | None = _data(None, "Evaluation data, in the same forms.")
+    eval_share: float | None = _data(
+        None,
+        "Hold out this share of the documents for evaluation. Instead of --eval_file; which ones "
+        "depends on --seed alone.",
+        Range(0, 1, open_low=True, open_high=True),
+        ROWS,
+    )
+    max_samples: int | None = _rare_data(
+        None,
+        "Read so many records of each file, for trial runs. The first ones of each JSONL file and "
+        "of a dataset; of files of text, which are a document each, so many in all.",
+        COUNT,
+        ROWS,
+    )
     dataset_name: str | None = _data(
         None, "Hub id or local path of a dataset, instead of --train_file."
     )
@@ -227,6 +242,16 @@ class DataArguments:
             raise UserError("give --train_file or --dataset_name, not both")
         if self.streaming and not self.dataset_name:
             raise UserError("--streaming reads a --dataset_name; local files need no streaming")
+        if self.eval_share and self.eval_file:
+            raise UserError(
+                "--eval_share holds out documents of the training data, --eval_file names others: "
+                "give one of the two"
+            )
+        if self.eval_share and self.streaming:
+            raise UserError(
+                "--eval_share is a share of documents that are known, which a stream's are not: "
+                "leave out --streaming, or give --eval_file"
+            )
 
 
 @dataclass(kw_only=True)
@@ -242,7 +267,7 @@ class TrainOptions(TaskOptions):
         1, "Packed rows a device takes at a time.", COUNT, ROWS
     )
     per_device_eval_batch_size: int = _rare_training(
-        1, "Packed rows a device evaluates at a time.", COUNT, _EVAL_FILE
+        1, "Packed rows a device evaluates at a time.", COUNT, _EVALUATED
     )
     num_train_epochs: float = _training(
         1.0, "Passes over the data, unless --max_steps is given.", POSITIVE, APPLIED
@@ -289,6 +314,9 @@ class TrainOptions(TaskOptions):
     )
     on_save_error: Literal["stop", "continue"] = _rare_output(
         "stop", "A checkpoint that cannot be written (full disk): end the run, or train on."
+    )
+    loraplus_lr_ratio: float | None = _rare_adapters(
+        None, "LoRA+: each adapter's B has so many times the learning rate of its A.", POSITIVE
     )
     on_nonfinite: Literal["stop", "skip"] = _training(
         "stop", "Loss or gradient not finite: stop the run or skip the step."

@@ -35,7 +35,7 @@ from longctx.errors import UserError, one_line, print_rank0, say
 from longctx.options.arguments import DataArguments as DataArguments
 from longctx.options.arguments import ModelArguments as ModelArguments
 from longctx.options.arguments import TrainOptions
-from longctx.options.habits import unknown
+from longctx.options.habits import HABITS, unknown
 from longctx.options.help import help_text
 from longctx.options.limits import check_together, check_values, refuse_not_ours
 from longctx.options.recipe import Written, read_recipe, read_text
@@ -182,6 +182,12 @@ class _Parser(HfArgumentParser, Parser):
         """Takes a field's metadata, of which `about` is not for argparse."""
         return super().add_argument(*names, **rest)
 
+    def _check_value(self, action: Any, value: Any) -> None:
+        """Answers another trainer's word for a value."""
+        if says := HABITS.get(f"{action.dest}={value}"):
+            raise ArgumentError(action, f"{value}: {says}")
+        super()._check_value(action, value)
+
 
 _WORDS_BESIDE = {"include_num_input_tokens_seen": ("all", "non_padding")}
 """Option -> what it may be instead of true or false."""
@@ -268,7 +274,19 @@ def make_arguments(flags: Namespace) -> Arguments:
     except Exception as error:  # transformers' and accelerate's checks raise many types
         raise UserError(f"{_culprit(str(error), values)}{one_line(error)}") from error
     check_together(model, data, train)
+    if model.class_type != "custom" and model.offload_activations == "all":
+        offload_checkpoints(train)
     return model, data, train
+
+
+def offload_checkpoints(train: Any) -> None:
+    """Has the checkpoints of Hugging Face's layers keep their inputs in host memory, where those of
+    a CPU are anyway. Newer transformers has a second name for the option."""
+    if train.device.type == "cpu":
+        return
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if hasattr(train, name):
+            setattr(train, name, {**(getattr(train, name) or {}), "offload": True})
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Options of other trainers that are written out of habit, and what to write here instead.
 
 TRL, PEFT, axolotl, Unsloth, LLaMA-Factory and torchtune have many names for what a run is; where
-longctx has the same name, it means the same and is not in this table.
+longctx has the same name, it means the same and is not in this table. Some of their values of such
+an option have other names here, and are in it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from longctx.options.limits import NOT_OURS
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 HABITS: dict[str, str] = {name: says for says, names in _TABLE.items() for name in names.split()}
-"""Option of another trainer -> what to write instead (habits.yaml)."""
+"""Option of another trainer, or OPTION=VALUE -> what to write instead (habits.yaml)."""
 
 
 def unknown(name: str, valid: Iterable[str], *, dashes: str = "") -> str:

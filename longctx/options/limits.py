@@ -67,14 +67,20 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
         )
     if m.lora_r is not None and t.save_fp32:
         yield "--save_fp32 is of whole models: adapters are trained and saved in fp32 anyway"
+    if t.loraplus_lr_ratio is not None and t.optim.startswith(("galore", "apollo")):
+        yield (
+            "--loraplus_lr_ratio gives groups of weights rates of their own, and so does a GaLore "
+            "or APOLLO as --optim: leave out one of them"
+        )
     if t.max_steps == 0 or t.max_steps < -1:
         yield "--max_steps must be at least 1, or -1 to train by --num_train_epochs"
     if d.streaming and t.max_steps < 1:
         yield "--streaming has no known length: say how long to train with --max_steps"
-    if (t.eval_strategy != "no" or t.eval_on_start or t.do_eval) and not d.eval_file:
+    evaluates = t.eval_strategy != "no" or t.eval_on_start or t.do_eval
+    if evaluates and not (d.eval_file or d.eval_share):
         yield (
-            "--eval_strategy, --eval_on_start and --do_eval evaluate what --eval_file names: give "
-            "it"
+            "--eval_strategy, --eval_on_start and --do_eval evaluate what --eval_file names or "
+            "--eval_share holds out: give one of the two"
         )
     if (t.load_best_model_at_end or t.save_strategy == "best") and t.eval_strategy == "no":
         yield (
@@ -124,6 +130,12 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
         yield "--debug tpu_metrics_debug needs a TPU: leave it out"
     if not {*(t.gradient_checkpointing_kwargs or {})} <= {*_CHECKPOINT_KEYS}:
         yield f"--gradient_checkpointing_kwargs takes {', '.join(_CHECKPOINT_KEYS)}"
+    offloads = m.class_type != "custom" and m.offload_activations == "all"
+    if offloads and not t.gradient_checkpointing:
+        yield (
+            f"--offload_activations all with {m.class_type} is of checkpoints, which wait in host "
+            "memory: leave out --gradient_checkpointing false"
+        )
     if m.class_type != "custom" and m.seq_len % t.sequence_parallel_size:
         yield "--seq_len must be a multiple of --sequence_parallel_size with vanilla and liger"
     if t.world_size > 1 and t.accelerator_config.even_batches is False:

@@ -169,8 +169,10 @@ def _data(part: Mapping[str, Any]) -> str:
     shown = [as_code(part.get("hub_id") or public(name)) for name in names[:5]]
     more = [f"{len(names) - 5} more"] if len(names) > 5 else []
     split = [as_code(part["split"])] if part.get("split") else []
+    held_out = [f"{100 * part['held_out']:g}% held out"] if part.get("held_out") else []
     counted = counts_of(part["counts"])
-    return "; ".join(filter(None, [", ".join([*shown, *more, *split]), ", ".join(counted)]))
+    named = [*shown, *more, *split]
+    return "; ".join(filter(None, [", ".join(named), *held_out, ", ".join(counted)]))
 
 
 def _of_lines(lines: Sequence[Mapping[str, Any]]) -> Facts:

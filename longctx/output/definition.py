@@ -35,7 +35,7 @@ _WEIGHTS = {
     TEACHER: "the teacher model",
 }
 """Models that no checkpoint holds."""
-_ROWS = {"seq_len", "long_documents", "seed"}
+_ROWS = {"seq_len", "long_documents", "seed", "max_samples", "eval_share"}
 """Other values give other rows from the same data."""
 _NO_MODEL = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
 """What a config.json says besides what the model computes."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from longctx.constants import GIB
 from longctx.cost.kept import Ladder
+from longctx.cost.launches import graph_bytes
 from longctx.cost.peak import peak, phases
 from longctx.cost.seconds import NO_TRAFFIC
 from longctx.cost.sizes import Sizes
@@ -140,14 +141,16 @@ def decide_as_given(
     assert step.given is not None
     ladder, sizes = step.given
     standing = PlacedStates(blocks, places, accumulates=accumulates)
-    most = peak(phases(step.count(sizes, step.batch), ladder, standing))
+    tables = step.count(sizes, step.batch)
+    most, held = peak(phases(tables, ladder, standing)), graph_bytes(tables) if step.graphs else 0
     chosen = Chosen(
         ladder=ladder,
         sizes=sizes,
         places=places,
         traffic=NO_TRAFFIC,
-        needed=Budget(most.nbytes + gaps(step), 0),
+        needed=Budget(most.nbytes + gaps(step) + held, 0),
         seconds=math.nan,
+        graph_bytes=held,
     )
     return decided(specs, blocks, chosen, budget, keeping(step, chosen), accumulates)
 

@@ -53,10 +53,13 @@ class Given:
     ladder: Ladder
     cut: Cut
     places: list[Place]
+    graphs: bool
+    """Whether layers run as CUDA graphs, where the run may have them."""
 
     def step(self, step: Step) -> Step:
         """Returns the step with the plan's choice, whatever is free here."""
-        return replace(step, given=(self.ladder, replace(step.sizes, **self.cut._asdict())))
+        given = self.ladder, replace(step.sizes, **self.cut._asdict())
+        return replace(step, given=given, graphs=step.graphs and self.graphs)
 
     def check(self, run: Run, sizes: Sizes) -> None:
         """Raises UserError if the plan is of another run."""
@@ -120,6 +123,7 @@ def written(planned: Plan) -> dict[str, Any]:
         "budget_bytes": list(decision.budget),
         "layers": [[in_order(keep.kept), in_order(keep.hosted)] for keep in decision.kept.ladder],
         "cut": list(sizes.cut(planned.run.tokens)),
+        "cuda_graphs": decision.chosen.graph_bytes > 0,
         "blocks_on_gpu": [
             [kind for kind in KINDS if getattr(place, kind)] for place in decision.places
         ],
@@ -154,6 +158,7 @@ def read_given(path: str | Path) -> Given:
             ladder=_ladder(plan["layers"]),
             cut=Cut(*(_whole(number, 1) for number in plan["cut"])),
             places=[Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in _lists(plan)],
+            graphs=plan.get("cuda_graphs") is True,  # files of earlier versions do not say
         )
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"--plan {path} is no plan: write one with longctx plan --json") from error

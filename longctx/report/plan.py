@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ from longctx.run.options import check_layers, check_towers, parse_planned
 from longctx.safety.writing import check_writable
 
 SWEEP_FROM = 4096
+LESS = (0.75, 0.5, 0.35, 0.25)
+"""Shares of the memory that a step takes, for which the seconds are told as well."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shortage=lacks,
         changes=found,
         sweep=sweep(subject, run, machine, host) if args.sweep else [],
+        less_memory=less_memory(subject, planned, host) if planned.fits else [],
         data_tokens=data_tokens,
     )
     result = as_json(answer)
@@ -139,6 +143,21 @@ def number(text: str) -> int:
     if not 1 <= found < 1e18:
         raise ValueError
     return int(found)
+
+
+def less_memory(subject: Subject, planned: Plan, host: int) -> list[Plan]:
+    """Returns the plans of the same run in less of the GPU's memory, whole GiB each: they tell what
+    a further GiB buys. None where states and activations cannot leave the GPU."""
+    run = planned.run
+    if run.engine is not None or run.gpus > 1 or not run.exact or not subject.schedules(run):
+        return []
+    budgets = dict.fromkeys(math.ceil(share * planned.gpu_bytes / GIB) for share in LESS)
+    tried = (
+        plan(subject, run.having(gpu_memory_gib=float(gib)), planned.machine, host)
+        for gib in budgets
+        if gib * GIB < planned.gpu_bytes
+    )
+    return [found for found in tried if found.fits]
 
 
 def sweep(subject: Subject, run: Run, machine: Machine, host: int) -> list[Plan]:

@@ -29,6 +29,8 @@ class Answer:
     shortage: Shortage | None = None
     changes: Sequence[Change] = ()
     sweep: Sequence[Plan] = ()
+    less_memory: Sequence[Plan] = ()
+    """The same run with less of the GPU's memory."""
     data_tokens: int | None = None
 
 
@@ -69,6 +71,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
             if name != "link"
         },
         "graphs_gib": _gib(decision.chosen.graph_bytes),
+        "no_graphs": decision.chosen.no_graphs,
         "link_s": round(planned.seconds.link, 4),
         "phases": [
             {"phase": phase.name, "gib": _gib(phase.nbytes), "buffers": _gibs(phase.buffers)}
@@ -84,6 +87,11 @@ def as_json(answer: Answer) -> dict[str, Any]:
         result |= {"days_low": low, "days_high": high}
     if answer.changes:
         result["changes"] = [{"flags": flags, **_short(change)} for flags, change in answer.changes]
+    if answer.less_memory:
+        result["less_memory"] = [
+            {"gpu_memory_gib": other.run.gpu_memory_gib, **_short(other)}
+            for other in answer.less_memory
+        ]
     if answer.sweep:
         result["sweep"] = [{**_short(other), "kept": _kept(other)} for other in answer.sweep]
     return result

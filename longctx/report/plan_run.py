@@ -28,6 +28,11 @@ def check_known(
             f"{who} knows --class_type {model_args.class_type} with checkpointing by layer: "
             "leave out --gradient_checkpointing false"
         )
+    if model_args.class_type != "custom" and model_args.offload_activations == "all":
+        raise UserError(
+            f"{who} knows --class_type {model_args.class_type} with checkpoints on the GPU: leave "
+            "out --offload_activations all, or plan --class_type custom"
+        )
 
 
 def check_dtype(model_args: ModelArguments) -> None:

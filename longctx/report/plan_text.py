@@ -88,9 +88,14 @@ def figures(result: dict[str, Any]) -> Lines:
             f"{result['host_locked_gib']:.1f} locked",
         ),
     ]
+    if less := result.get("less_memory"):
+        shown = (f"{_range(row, 'step_s')} s in {row['gpu_memory_gib']:g} GiB" for row in less)
+        lines.append(("with less", f"{', '.join(shown)} (--gpu_memory_gib)"))
     if result["graphs_gib"]:
         held = f"{result['graphs_gib']:.1f} GiB, so that nothing waits for single launches"
         lines.append(("CUDA graphs", held))
+    elif result["no_graphs"]:
+        lines.append(("CUDA graphs", f"none: {result['no_graphs']}"))
     if "days" in result:
         lines.append(("days", f"{_range(result, 'days')} for {result['data_tokens']:.3g} tokens"))
     return lines

@@ -79,7 +79,8 @@ def _data(
     """Describes the text of training and evaluation: where it comes from, how much there is."""
     found: dict[str, dict[str, Any]] = {}
     for name, counts in counted.items():
-        files = data_args.train_file if name == "train" else data_args.eval_file
+        share = data_args.eval_share if name == "eval" else None
+        files = data_args.train_file if name == "train" or share else data_args.eval_file
         if files is None and data_args.dataset_name:
             split = [data_args.dataset_config, data_args.dataset_split]
             source: dict[str, Any] = {
@@ -89,7 +90,8 @@ def _data(
             }
         else:
             source = {"files": files or ["Python's standard library"]}
-        found[name] = {**source, "counts": dict(counts)}
+        held_out = {"held_out": share} if share else {}
+        found[name] = {**source, **held_out, "counts": dict(counts)}
     return found
 
 

@@ -24,6 +24,7 @@ from transformers.trainer import SCHEDULER_NAME
 from longctx.constants import GIB
 from longctx.errors import UserError, print_rank0
 from longctx.lora.foreign import check_resumed
+from longctx.lora.plus import has_adapters, with_rates
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.store import free_gpu_bytes
 from longctx.model.adapters import inside_peft
@@ -123,7 +124,32 @@ class ExactTrainer(Trainer):
                 self._keep_from_accelerate()
         elif self.optimizer is None:
             limit_gpu(self.args.device, self.args.gpu_memory_gib)
+        ratio = self.args.loraplus_lr_ratio
+        if self.optimizer is None and ratio is not None:
+            self._learn_faster(self.model if model is None else model, ratio)
         return super().create_optimizer(model)
+
+    def _learn_faster(self, model: Any, ratio: float) -> None:
+        """Has Trainer take the groups of LoRA+ instead of its own."""
+        if not has_adapters(model):
+            return
+        decaying = {*self.get_decay_parameter_names(model)}
+        trained = [(name in decaying, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {
+                "params": [p for decays, p in trained if decays],
+                "weight_decay": self.args.weight_decay,
+            },
+            {"params": [p for decays, p in trained if not decays], "weight_decay": 0.0},
+        ]
+        kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, model
+        )
+        groups = with_rates(groups, model, lr=self.args.learning_rate, ratio=ratio)
+        self.optimizer_cls_and_kwargs = kind, {**options, "params": groups}
+        print_rank0(
+            f"LoRA+: the learning rate of each adapter's B is {ratio:g} times that of its A"
+        )
 
     def place(self, resume: Path | None = None) -> None:
         """Makes the optimizer and moves weights and states to their places before `train` would:

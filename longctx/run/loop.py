@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from longctx.errors import UserError
+from longctx.lora.plus import has_adapters, with_rates
 from longctx.memory.optimizer import ExactAdamW
 from longctx.memory.place import Placement
 from longctx.model.runtime import patched_part
@@ -56,12 +57,14 @@ def exact_adamw(
     gpu_memory_gib: float | None = None,
     batches: int = 1,
     is_last: Callable[[], bool] = lambda: True,
+    loraplus_lr_ratio: float | None = None,
 ) -> ExactAdamW:
     """AdamW with fp32 states and masters, over bf16 or fp32 weights; moves the model to its places.
 
     `tokens` are those of the largest batch, `batches` how many add up in a step, `is_last` whether
     the one whose backward runs is the step's last (several processes average then). `place` and
-    `gpu_memory_gib` as train.py's. Matrices decay, norms and biases do not.
+    `gpu_memory_gib` as train.py's. Matrices decay, norms and biases do not. With
+    `loraplus_lr_ratio` each adapter's B learns at so many times `lr` (LoRA+).
 
     `model` may be any module. The weights of one transformers model, patched by longctx, can wait
     on the host, except lm_head's, which losses read; what several in one module need besides is
@@ -83,7 +86,7 @@ def exact_adamw(
         >>> round(norm.item(), 3)
         8.485
     """
-    _check_arguments(model, tokens, place, gpu_memory_gib, batches)
+    _check_arguments(model, tokens, place, gpu_memory_gib, batches, loraplus_lr_ratio)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise UserError("exact_adamw: no parameter of the model requires gradients")
@@ -104,13 +107,15 @@ def exact_adamw(
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if loraplus_lr_ratio is not None:
+        groups = with_rates(groups, model, lr=lr, ratio=loraplus_lr_ratio)
     optimizer = ExactAdamW(groups, lr, betas, eps, weight_decay, stream=stream, is_last=is_last)
     _alive.add(optimizer)
     return optimizer
 
 
 def _check_arguments(
-    model: Any, tokens: Any, place: Any, gpu_memory_gib: Any, batches: Any
+    model: Any, tokens: Any, place: Any, gpu_memory_gib: Any, batches: Any, ratio: Any
 ) -> None:
     """Raises UserError for a wrong one. ExactAdamW checks those that are torch's."""
     check = partial(check_argument, "exact_adamw")
@@ -123,6 +128,10 @@ def _check_arguments(
         raise UserError(f"exact_adamw: place must be one of {known}, got {place!r}")
     if gpu_memory_gib is not None:
         check("gpu_memory_gib", gpu_memory_gib, POSITIVE)
+    if ratio is not None:
+        check("loraplus_lr_ratio", ratio, POSITIVE)
+        if not has_adapters(model):
+            raise UserError("exact_adamw: loraplus_lr_ratio is of LoRA adapters, which model lacks")
 
 
 _alive: weakref.WeakSet[ExactAdamW] = weakref.WeakSet()

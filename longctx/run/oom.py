@@ -289,6 +289,8 @@ def advice(
         add("--class_type custom", "no logits as a whole, a layer's work in tiles")
         if not args.gradient_checkpointing:
             add("--gradient_checkpointing true", "a layer's activations are computed again")
+        elif model_args.offload_activations != "all":
+            add("--offload_activations all", "the layers' inputs wait in host memory")
     else:
         spares = _activations_spared(trainer)
         if model_args.offload_activations != "all" and spares["host"]:

@@ -108,8 +108,7 @@ def place_states(
     store = patched.longctx.store if patched else None
     decided.host.settle(args.device, store, decided.kept.ladder if store else ())
     if patched is not None:
-        patched.longctx.cut = decided.sizes.cut(tokens)
-        patched.longctx.graphed = decided.chosen.graph_bytes > 0
+        patched.longctx.adopt(decided.chosen, tokens)
         print_rank0(patched.longctx.describe(decided.sizes.vocab))
     limit_gpu(args.device, args.gpu_memory_gib)
     return StateStream(decided.host.blocks, args.device)

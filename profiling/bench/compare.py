@@ -4,6 +4,10 @@
     python profiling/bench/compare.py --preset llama-3.1-8b --layers 4 \\
         --tokens 8192 16384 32768 65536 131072 --output profiling/results/h200_compare
 
+    python profiling/bench/compare.py --gpus 2 --engines zero3_cpu fsdp2_offload \\
+        --class_types vanilla liger:selective custom --tokens 8192 32768 \\
+        --output profiling/results/h200_x2_offload
+
 A peer is NAME, NAME:CHECKPOINTING or NAME:CHECKPOINTING:offload (peers.py), as in
 `--class_types liger:none liger:selective:offload custom`; NAME alone checkpoints its layers. Peers
 have flash-attn-4 where it is installed.
@@ -134,6 +138,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         help="files are called OUTPUT.json..",
     )
+    parser.add_argument("--dry_run", action="store_true", help="print the cases and run nothing")
     parser.add_argument("flags", nargs="*", help="after --: more flags of train.py")
     args = parser.parse_args(argv)
     pyplot()  # missing? better known now
@@ -212,8 +217,7 @@ def sweep(args: argparse.Namespace, cases: list[Case]) -> Iterator[list[Row]]:
     for number, case in enumerate(cases, 1):
         if key_of(case) in done:
             continue
-        what = f"{label(case)}, {case['engine']}, {case['tokens']:,} tokens"
-        print(f"[{number}/{len(cases)}] {what}")
+        print(f"[{number}/{len(cases)}] {named(case)}")
         measured = run_child(command(case), args.timeout_s)
         if measured:
             rows = [*rows, {**measured[0], **case}]
@@ -275,6 +279,10 @@ def label(row: Row) -> str:
         words.append(row["checkpointing"])
         words += ["offloaded"] if row["offload"] != "none" else []
     return ", ".join(words)
+
+
+def named(case: Case) -> str:
+    return f"{label(case)}, {case['engine']}, {case['tokens']:,} tokens"
 
 
 def on_gpu(rows: list[Row]) -> bool:
@@ -352,6 +360,10 @@ def main() -> None:
     try:
         args = parse()
         cases = plan(args)
+        if args.dry_run:
+            for case in cases:
+                print(f"{named(case)}: {shlex.join(command(case))}")
+            return
         rows: list[Row] = []
         for rows in sweep(args, cases):
             if rows:

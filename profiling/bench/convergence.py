@@ -2,6 +2,10 @@
 
     python profiling/bench/convergence.py --seeds 0 1 2 \\
         --output profiling/results/h200_convergence.json
+    python profiling/bench/convergence.py --gpus 2 \\
+        --runs vanilla "vanilla, eager attention" liger custom \\
+        --output profiling/results/h200_x2_convergence.json -- --deepspeed zero3_cpu.json \\
+        --seq_len 8192 --gradient_accumulation_steps 4
 
 writes the JSON and, beside it, the plot as .png and .html. bf16 runs that differ only in the order
 of their sums drift apart. How far *vanilla* runs drift from each other that use different kernels
@@ -9,6 +13,7 @@ of their sums drift apart. How far *vanilla* runs drift from each other that use
 within. Each row holds a run's losses and their root-mean-square distance from the vanilla run of
 the same seed (weights and order of the data), in units of the largest such distance of any vanilla
 run. The text is Python's standard library; anything after `--` goes to train.py, for all runs.
+With `--gpus` a run has as many processes, one a GPU, under an engine that the flags name.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.errors import UserError
 from longctx.report.page import figure, pyplot, table, write_page
-from profiling.bench.runner import train_lines
+from profiling.bench.runner import on_gpus, train_lines
 from profiling.pictures import COLOURS
 from profiling.results import how_measured, results_file, write_results
 
@@ -126,11 +132,16 @@ def publish(output: Path, losses: Losses) -> None:
     )
 
 
-def losses_of(name: str, seed: int, flags: list[str], folder: Path) -> list[float]:
+def flags_of(name: str, seed: int, args: argparse.Namespace) -> list[str]:
+    return [*JOB, *RUNS[name], "--seed", str(seed), *args.flags]
+
+
+def losses_of(name: str, seed: int, args: argparse.Namespace, folder: Path) -> list[float]:
     """The losses of one run of train.py. Raises UserError if it did not finish."""
     print(f"{name}, seed {seed}", flush=True)
+    flags, program = flags_of(name, seed, args), (*on_gpus(args.gpus), "train.py")
     try:
-        lines = train_lines([*JOB, *RUNS[name], "--seed", str(seed), *flags], folder)
+        lines = train_lines(flags, folder, program)
     except UserError as error:
         raise UserError(f"the run {name!r} with seed {seed} failed: {error}") from error
     return [line["loss"] for line in lines]
@@ -141,6 +152,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=results_file, required=True, help="JSON file to write")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--gpus", type=int, default=1, help="processes of a run, one a GPU (1)")
+    parser.add_argument("--dry_run", action="store_true", help="print the runs and end")
     parser.add_argument("flags", nargs="*", help="after --: more options of train.py")
     args = parser.parse_args(argv)
     pyplot()  # missing? better known now
@@ -152,12 +165,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     try:
         args = parse()
+        runs = [(name, seed) for seed in args.seeds for name in args.runs]
+        if args.dry_run:
+            for name, seed in runs:
+                words = [*on_gpus(args.gpus), "train.py", *flags_of(name, seed, args)]
+                print(f"{name}, seed {seed}: python {shlex.join(words)}")
+            return
         losses: Losses = {}
         with tempfile.TemporaryDirectory() as folder:
-            for seed in args.seeds:
-                for number, name in enumerate(args.runs):
-                    where = Path(folder) / f"{seed}_{number}"
-                    losses[name, seed] = losses_of(name, seed, args.flags, where)
+            for number, (name, seed) in enumerate(runs):
+                losses[name, seed] = losses_of(name, seed, args, Path(folder) / str(number))
         write_results(args.output, compare(losses))
         publish(args.output, losses)
     except UserError as error:

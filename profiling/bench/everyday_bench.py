@@ -4,6 +4,8 @@
         --unsloth_env /tmp/uns_env.sh --output profiling/results/h100_everyday.json
     python profiling/bench/everyday_bench.py --case qlora:2048@8 --side custom -- --cuda_graphs off
     python profiling/bench/everyday_bench.py --case llama-3.2-1b,dpo --side custom,liger,compile,trl
+    python profiling/bench/everyday_bench.py --case llama-3.2-1b --side custom,compile,compile_loss
+    python profiling/bench/everyday_bench.py --case llama-3.2-1b --side custom -- --torch_compile
     python profiling/bench/everyday_bench.py --list
 
 A case is one row of the table: `qlora:2048` has 2048 tokens and all of the GPU's memory,
@@ -17,10 +19,10 @@ limit, and its row says what it took. Random weights, random tokens.
     dpo             LoRA on Llama-3.1-8B, pairs: a prompt of 1024 tokens, two answers of as many
 
 Sides: `custom` is train.py's trainer with its defaults, and what comes after `--` goes to it.
-`unsloth` (unsloth_peer.py), `liger`, `compile` and `trl` (everyday_peers.py) are at their best
-settings and keep (`checkpointing`) in turn what each can: the best of these rows counts. Peers run
-in a plain loop that neither clips nor logs, pairs in TRL's trainer. Our states are exact (fp32),
-those of peers bf16, so that peers have less to do.
+`unsloth` (unsloth_peer.py), `liger`, `compile`, `compile_loss` and `trl` (everyday_peers.py) are at
+their best settings and keep (`checkpointing`) in turn what each can: the best of these rows counts.
+Peers run in a plain loop that neither clips nor logs, pairs in TRL's trainer. Our states are exact
+(fp32), those of peers bf16, so that peers have less to do.
 
 `step_s` is the median of `steps` steps after a few others, from one step's begin to the next by the
 GPU's clock, without a synchronisation in between (step_clock.py); `slowest_s` is the longest.
@@ -81,10 +83,13 @@ SIDES: dict[str, tuple[str | None, ...]] = {
     "unsloth": ("unsloth", "none"),
     "liger": ("selective", "none", "layers"),
     "compile": ("none",),
+    "compile_loss": ("none",),
     "trl": ("none", "layers"),
 }
 """Side -> what its layers keep, in turn; ours have their schedule."""
-ATTENTION = {"custom": "auto", "liger": "fa4", "compile": "sdpa", "trl": "sdpa"}
+ATTENTION = {"custom": "auto", "liger": "fa4"} | dict.fromkeys(
+    ("compile", "compile_loss", "trl"), "sdpa"
+)
 """Side -> the attention that its row names; Unsloth chooses its own."""
 KEY = ("case", "side", "checkpointing", "flags")
 LONG_TOKENS = 16384
@@ -133,7 +138,7 @@ def fits(case: Case, side: str) -> bool:
         return False
     if case.task == "dpo":
         return side in ("unsloth", "trl")
-    return side in ("unsloth", "liger") or (side == "compile" and not case.lora)
+    return side in ("unsloth", "liger") or (side.startswith("compile") and not case.lora)
 
 
 def jobs_of(cases: Sequence[Case], sides: Sequence[str], **settings: Any) -> Iterator[Job]:

@@ -3,6 +3,7 @@
     liger    Hugging Face's layers with Liger-Kernel's, flash-attn-4 by documents (peers.py); PEFT's
              adapters in bf16, as TRL casts them
     compile  Hugging Face's layers under torch.compile, one graph a shape, with torch's attention
+    compile_loss    the same layers, and longctx's loss over what they return
     trl      TRL's DPOTrainer over the `liger` model; the reference's log-probabilities are there
              before the steps, as ours are
 
@@ -17,6 +18,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -195,11 +197,35 @@ def compile_anew(model: Any, case: Case, checkpointing: str) -> Any:
     return torch.compile(model)
 
 
+class CompiledWithOurLoss(torch.nn.Module):
+    """Layers under torch.compile, and a loss that makes logits in chunks and is in no graph."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.layers = model, torch.compile(model.base_model)
+
+    def forward(self, labels: torch.Tensor, **batch: torch.Tensor) -> SimpleNamespace:  # (B, S)
+        from longctx.head.loss import linear_cross_entropy
+
+        hidden = self.layers(**batch).last_hidden_state[:, :-1]
+        weight = self.model.lm_head.weight
+        return SimpleNamespace(loss=linear_cross_entropy(hidden, weight, labels[:, 1:]))
+
+
+def compile_layers(model: Any, case: Case, checkpointing: str) -> Any:
+    torch._dynamo.reset()
+    return CompiledWithOurLoss(model)
+
+
 PEERS = {
     "liger": Peer(load=load_liger, settle=keep, bounds=True),
     "compile": Peer(
         load=lambda case, folder: load_hf(case, "vanilla"),
         settle=compile_anew,
+    ),
+    "compile_loss": Peer(
+        load=lambda case, folder: load_hf(case, "vanilla"),
+        settle=compile_layers,
     ),
     "trl": Peer(
         load=lambda case, folder: load_hf(case, "liger"),

@@ -72,10 +72,7 @@ class Benchmark:
 
     def command(self, case: Case, repeats: int, flags: Sequence[str] = ()) -> list[str]:
         """The command of the process, or of the processes, that measure a case."""
-        command = [sys.executable]
-        if case.get("gpus", 1) > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-            command += [str(case["gpus"])]
+        command = [sys.executable, *on_gpus(case.get("gpus", 1))]
         command += [self.script, "--child", "--case", case_text(case, self.defaults)]
         return [*command, "--repeats", str(repeats), "--", *flags]
 
@@ -84,6 +81,13 @@ class Benchmark:
         wanted = parse_case(only, self.defaults).items()
         found = [self.case(settings) for settings in self.published.get(name or DEFAULT_SET, ())]
         return [case for case in found if wanted <= case.items()]
+
+
+def on_gpus(gpus: int) -> list[str]:
+    """The words after `python` that start a script in several processes, one a GPU."""
+    if gpus <= 1:
+        return []
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
 
 
 # --- cases as text ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ peaks.
     python profiling/bench/step_bench.py --case engine=zero3_cpu,tokens=8192+131072
     python profiling/bench/step_bench.py --cases h200 --output profiling/results/h200_step.json
     python profiling/bench/step_bench.py --cases h200_x2 --output profiling/results/h200_step.json
+    python profiling/bench/step_bench.py --cases x2_rows --output h200_x2_rows.json
     python profiling/bench/step_bench.py --cases states --output h100_states_step.json
     python profiling/bench/step_bench.py --cases lora --output profiling/results/h200_lora_step.json
     python profiling/bench/step_bench.py --cases dpo --output profiling/results/h200_dpo_step.json
@@ -107,6 +108,14 @@ PUBLISHED: dict[str, list[Case]] = {
         {**dict(engine=engine, gpus=2, tokens=32768, backend="fa4", offload="none"), **settings}
         for engine in ("zero3", "fsdp2")
         for settings in (dict(class_type="custom"), LIGER)
+    ],
+    "x2_rows": [  # four rows a GPU
+        {**dict(engine="zero3_cpu", gpus=2, rows=4, tokens=20480, offload="none"), **settings}
+        for settings in (
+            dict(class_type="custom", backend="fa4", offload="auto"),
+            LIGER,
+            dict(class_type="vanilla", backend="fa4"),
+        )
     ],
     "states": [
         dict(**EXACT, tokens=8192),

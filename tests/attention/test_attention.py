@@ -130,7 +130,7 @@ def test_windows(name, dtype, H, K, d, lengths, window) -> None:
 )
 @pytest.mark.parametrize(
     ("H", "K", "d", "lengths", "window"),
-    [(4, 1, 96, [1, 130, 5], None), (4, 2, 64, [300, 64], 64), (2, 1, 256, [1100], None)],
+    [(4, 1, 96, [1, 130, 5], None), (4, 2, 64, [300, 64], 64), (1, 1, 256, [1030], None)],
 )
 def test_capped_scores(name, dtype, H, K, d, lengths, window) -> None:
     """Against the same with eager attention, as in Gemma 2: both for small caps and for large."""

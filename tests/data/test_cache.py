@@ -3,17 +3,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
 from datasets import Features, List, Value
-from paths import PYTHONPATH
 from small_tokenizer import small_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +24,7 @@ from longctx.data.pack.cache import (
     digest,
     file_identity,
     open_arrow,
+    scratch_folder,
     tokenizer_identity,
     write_arrow,
 )
@@ -164,47 +164,37 @@ def test_a_link_that_somebody_planted_is_not_followed(tmp_path):
     assert not (folder / "a.arrow.xxh3").is_symlink()
 
 
-WRITER = """
-import signal, sys
-from pathlib import Path
-from datasets import Features, Value
-from longctx.data.pack.cache import cache_path, digest, scratch_folder, write_arrow
+def write_for_ever(folder: Path, begun) -> None:
+    def wait():
+        begun.set()
+        signal.pause()
+        yield
 
-def wait():
-    print("writing", flush=True)
-    signal.pause()
-    yield
-
-folder = Path(sys.argv[1])
-with scratch_folder(cache_path(folder, "tokens", digest(1))) as scratch:
-    (scratch / "half").write_text("half")
-    write_arrow(cache_path(folder, "rows", digest(1)), Features({"a": Value("int8")}), wait())
-"""
+    with scratch_folder(cache_path(folder, "tokens", digest(1))) as scratch:
+        (scratch / "half").write_text("half")
+        write_arrow(cache_path(folder, "rows", digest(1)), FEATURES, wait())
 
 
 def test_what_a_killed_run_was_writing_goes_with_the_next(tmp_path):
     """And what a living one is writing stays."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([PYTHONPATH, *sys.path])}
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    runs = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    forked = multiprocessing.get_context("fork")
+    begun = [forked.Event() for _ in range(2)]
+    runs = [forked.Process(target=write_for_ever, args=(tmp_path, event)) for event in begun]
     try:
-        for run in runs:
-            assert run.stdout and run.stdout.readline() == b"writing\n"
+        for run, event in zip(runs, begun, strict=True):
+            run.start()
+            assert event.wait(60)
         assert len(list(tmp_path.glob("*.tmp"))) == 4
-        cache.remove_leftovers(tmp_path)
-        assert len(list(tmp_path.glob("*.tmp"))) == 4
-        runs[0].kill()
-        runs[0].wait()
-        cache.remove_leftovers(tmp_path)
-        assert len(list(tmp_path.glob("*.tmp"))) == 2
-        runs[1].kill()
-        runs[1].wait()
-        cache.remove_leftovers(tmp_path)
+        for left in (4, 2, 0):
+            cache.remove_leftovers(tmp_path)
+            assert len(list(tmp_path.glob("*.tmp"))) == left
+            if left:
+                runs[left // 4].kill()
+                runs[left // 4].join()
         assert list(tmp_path.iterdir()) == []
     finally:
         for run in runs:
             run.kill()
-            run.communicate()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

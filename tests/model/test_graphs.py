@@ -23,6 +23,9 @@ import longctx
 from exactness import DEVICE
 from longctx.attention.backends import FlashOnCpu
 from longctx.attention.documents import Documents
+from longctx.cost.fitted import GRAPHED_TOKENS
+from longctx.cost.seconds import NO_TRAFFIC
+from longctx.memory.ladder import Budget, Chosen
 from longctx.model import graphs
 from longctx.model.runtime import Runtime
 
@@ -322,8 +325,30 @@ def test_dropout_of_adapters_is_eager(capsys: Any) -> None:
     model = make(lora=True, peft={"lora_dropout": 0.3})
     trained(model, [batch(i) for i in range(4)])
     assert not count(model)
-    if not GPU:  # where no room was left for graphs, so that nobody asks for them
-        assert capsys.readouterr().out.count("no CUDA graphs: dropout") == 1
+    assert capsys.readouterr().out.count("no CUDA graphs: dropout") == 1
+
+
+def chosen(model: Any, no_graphs: str) -> Chosen:
+    given: Any = dict(ladder=(), places=[], traffic=NO_TRAFFIC, needed=Budget(0, 0), seconds=1.0)
+    return Chosen(sizes=runtime_of(model).sizes(model), no_graphs=no_graphs, **given)
+
+
+def test_it_says_once_why_layers_run_eagerly(capsys: Any, monkeypatch: Any) -> None:
+    model = make()
+    trained(model, [batch(0)])
+    runtime = runtime_of(model)
+    monkeypatch.setattr(runtime.store, "device", torch.device("cuda"))
+    found = []
+    for runtime.moves_weights in (False, True):
+        for tokens in (48, 2 * GRAPHED_TOKENS):
+            said = "no room" if tokens == 48 else ""  # which the search asks of short rows alone
+            runtime.adopt(chosen(model, no_graphs=said), tokens)
+            found.append(runtime.no_graphs)
+    monkeypatch.undo()
+    assert found == ["no room", "", "the engine moves each layer's weights", ""]
+    runtime.no_graphs = "no room"
+    trained(model, [batch(i) for i in range(3)])
+    assert capsys.readouterr().out.count("no CUDA graphs: no room") == 1
 
 
 def test_a_copy_and_a_file_have_no_graphs() -> None:

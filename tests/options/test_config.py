@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,6 +17,8 @@ from paths import ROOT
 from transformers import TrainingArguments
 
 from longctx.errors import UserError
+from longctx.model.patch import OPTIONS as PATCH_OPTIONS
+from longctx.options.arguments import OPTIONS
 from longctx.options.config import DataArguments, ModelArguments, TrainArguments, parse_flags
 from longctx.options.limits import NOT_OURS
 from longctx.run.options import parse_args
@@ -174,6 +177,11 @@ EVAL = "--eval_file e.txt --eval_strategy steps "
         # What transformers would say when training begins
         ("--optim adamw_torch_xla", "--optim adamw_torch_xla cannot be used: "),
         ("--optim lomo", "inside backward"),
+        ("--lora_r 4 --loraplus_lr_ratio 4 --optim apollo_adamw", "leave out one of them"),
+        (
+            "--class_type vanilla --offload_activations all --gradient_checkpointing false",
+            "leave out --gradient_checkpointing false",
+        ),
         ("--optim galore_adamw_layerwise", "inside backward"),
         ("--optim_args momentum=0.9", "momentum=0.9 changes nothing of --optim adamw_torch_fused"),
         ("--optim sgd --optim_args momentum=0.9,nestrov=1", "nestrov=1 changes nothing"),
@@ -192,12 +200,27 @@ def test_what_cannot_be_together(flags: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_options_of_the_schedule_are_heard_or_said_in_other_class_types() -> None:
+    """attn_backend is checked by class type, and offload_activations is offloaded checkpoints."""
+    model = SimpleNamespace(class_type="vanilla", offload_activations="none")
+    rest = SimpleNamespace(place="gpu")
+    silent = [
+        name
+        for name in PATCH_OPTIONS
+        if all(need.is_met(model, None, rest) for need in OPTIONS[name].needs)
+    ]
+    assert silent == ["offload_activations", "attn_backend"]
+
+
 @pytest.mark.parametrize(
     ("flags", "idle"),
     [
         ("--class_type vanilla --head_groups 2 --keep x", "--class_type custom"),
         ("--class_type vanilla --gradient_checkpointing false", None),
         ("--gradient_checkpointing false", "--class_type vanilla or liger"),
+        ("--class_type vanilla --offload_activations none", None),
+        ("--class_type vanilla --offload_activations all", None),
+        ("--loraplus_lr_ratio 4", "--lora_r"),
         (
             "--offload_activations none --place gpu --host_memory_gib 3",
             "--place auto or host, or --class_type custom with --offload_activations auto or all",

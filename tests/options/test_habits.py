@@ -44,6 +44,28 @@ def test_an_unknown_flag_is_answered(flag: str, answer: str) -> None:
     assert str(error.value).startswith(answer)
 
 
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--class_type custom_optimized", "write --class_type custom"),
+        ("--class_type auto", "write --class_type vanilla"),
+        ("--dtype bf16", "write --dtype bfloat16"),
+    ],
+)
+def test_another_trainers_value_is_answered(flag: str, answer: str, tmp_path) -> None:
+    name, value = flag.removeprefix("--").split()
+    (tmp_path / "r.yaml").write_text(f"{name}: {value}\n")
+    for words in (flag.split(), ["--config", str(tmp_path / "r.yaml")]):
+        with pytest.raises(UserError, match=f"--{name}: {value}: {answer}") as error:
+            parse_args(["--preset", "tiny", *words])
+        assert "\n" not in str(error.value)
+
+
+def test_the_flags_of_the_project_before_this_one() -> None:
+    flags = "use_grad_ckpt num_checkpoints use_torch_profiler recording_from_beginning ds_config"
+    assert {*flags.split(), "max_input_length", "fsdp_option"} <= HABITS.keys()
+
+
 def test_an_unknown_key_of_a_recipe_is_answered(tmp_path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("lora_rank: 8\n")

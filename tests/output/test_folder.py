@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from paths import PYTHONPATH
 
 from longctx.engines.fsdp import FSDP2
 from longctx.engines.plain import Plain
@@ -28,28 +27,29 @@ from longctx.output.inputs import named_inputs
 from longctx.output.removal import staging_path
 from longctx.output.resume import resolve_resume
 
-HOLD = (
-    "import sys, time, os, pathlib; from longctx.output.folder import lock_folder;"
-    "lock = lock_folder(pathlib.Path(sys.argv[1])); child = os.fork();"
-    "child and print('held', flush=True); time.sleep(60)"
-)
+
+def hold(folder: Path, held: Any) -> None:
+    """A run, and a child of its own that lives on, like a data loader's worker."""
+    os.setsid()
+    lock = lock_folder(folder)
+    if os.fork():
+        held.set()
+    signal.pause()
+    lock.close()
 
 
 def test_a_second_run_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-        start_new_session=True,
-    )
+    forked = multiprocessing.get_context("fork")
+    held = forked.Event()
+    holder = forked.Process(target=hold, args=(tmp_path, held))
+    holder.start()
+    assert holder.pid is not None
     try:
-        assert holder.stdout and holder.stdout.readline() == "held\n"
+        assert held.wait(60)
         with pytest.raises(UserError, match=f"in use by process {holder.pid} on .*--output_dir"):
             lock_folder(tmp_path)
-        holder.kill()  # its forked child, like a data loader's worker, lives on
-        holder.wait()
+        holder.kill()
+        holder.join()
         lock_folder(tmp_path).close()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)

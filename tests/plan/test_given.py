@@ -14,6 +14,8 @@ from longctx.cost.machines import MACHINES
 from longctx.errors import UserError
 from longctx.memory.place import Place
 from longctx.options.config import ModelArguments
+from longctx.plan import predict
+from longctx.plan.decide import decide_as_given
 from longctx.plan.given import Given, read_given, written
 from longctx.plan.predict import Plan, Run, Subject, plan
 
@@ -60,6 +62,23 @@ def test_what_was_decided_is_read_again(tmp_path, options) -> None:
     for places in (found.places[1:], [*found.places[:-1], away]):  # norms never leave
         with pytest.raises(UserError, match="places blocks as this version of longctx does not"):
             replace(found, places=places).check_blocks(decision.specs)
+
+
+@pytest.mark.parametrize("asked", ["auto", "off"])
+def test_layers_run_as_graphs_where_the_plan_says_so(tmp_path, asked) -> None:
+    found = planned(cuda_graphs=asked)
+    held = found.decision.chosen.graph_bytes
+    assert bool(held) == (asked == "auto")
+    read = read_given(file_of(found, tmp_path / "plan.json"))
+    for graphs in (True, False):  # as this run may have them
+        step = read.step(
+            replace(
+                predict._step(SUBJECT, run(), MACHINES["rtx-4090"], found.backend), graphs=graphs
+            )
+        )
+        specs, places = found.decision.specs, read.places
+        again = decide_as_given(specs, read.budget, accumulates=False, step=step, places=places)
+        assert again.chosen.graph_bytes == held * graphs
 
 
 @pytest.mark.parametrize(

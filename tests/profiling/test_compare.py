@@ -124,6 +124,23 @@ def test_a_peers_settings_are_in_its_cases(compare, tmp_path: Path, monkeypatch)
     assert "vanilla, selective, offloaded" in page and "vanilla, none" in page
 
 
+def test_two_engines_side_by_side(compare, tmp_path: Path, monkeypatch, capsys) -> None:
+    """A dry run shows the child of each case, and runs none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["--dry_run", "--engines", "zero3_cpu", "fsdp2_offload", "--tokens", "8192"]
+    words += ["--class_types", "vanilla", "custom", "--output", str(tmp_path / "c")]
+    run(compare, monkeypatch, *words)
+    lines = [line.partition(": ") for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _, _ in lines] == [
+        "vanilla, layers, zero3_cpu, 8,192 tokens",
+        "custom, zero3_cpu, 8,192 tokens",
+        "vanilla, layers, fsdp2_offload, 8,192 tokens",
+        "custom, fsdp2_offload, 8,192 tokens",
+    ]
+    assert all("step_bench.py --child --case" in command for _, _, command in lines)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_interrupted_sweep_goes_on_and_out_of_memory_is_a_row(
     compare, tmp_path: Path, monkeypatch, capsys
 ) -> None:

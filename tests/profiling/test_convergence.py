@@ -52,7 +52,8 @@ def test_all_is_written_and_the_page_opens(convergence, tmp_path: Path, monkeypa
     asked = []
     plain = convergence.RUNS["vanilla"]
 
-    def run(flags: list[str], folder: Path) -> list[dict[str, float]]:
+    def run(flags: list[str], folder: Path, program: Any) -> list[dict[str, float]]:
+        assert program == ("train.py",)
         parse_flags([*flags[:-1], "--output_dir", str(folder)])
         settings, seed = flags[len(convergence.JOB) : -3], flags[-2]
         asked.append((settings, seed, flags[-1]))
@@ -88,4 +89,22 @@ def test_a_failed_run_and_impossible_requests(convergence, tmp_path: Path, monke
     monkeypatch.setattr(convergence, "train_lines", lambda *args: [{"loss": 1.0}])
     with pytest.raises(SystemExit, match="a second vanilla run"):
         main("--runs", "vanilla", "custom")
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_of_two_processes(convergence, tmp_path: Path, monkeypatch, capsys) -> None:
+    """The published command, whose flags a run takes."""
+    words = ["c.py", "--gpus", "2", "--output", str(tmp_path / "c.json"), "--dry_run", "--runs"]
+    words += ["vanilla", "vanilla, eager attention", "liger", "custom", "--"]
+    flags = "--deepspeed zero3_cpu.json --seq_len 8192 --gradient_accumulation_steps 4"
+    monkeypatch.setattr(sys, "argv", [*words, *flags.split()])
+    convergence.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[-1].startswith("custom, seed 0: python -m torch.distributed")
+    for line in lines:
+        command = line.partition(": python ")[2].split()
+        assert command[3:6] == ["--nproc_per_node", "2", "train.py"]
+        found = parse_flags(command[6:])
+        assert (found.seq_len, found.gradient_accumulation_steps) == (8192, 4)
+        assert found.deepspeed.endswith("zero3_cpu.json")
     assert not list(tmp_path.iterdir())

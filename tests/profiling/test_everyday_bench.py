@@ -122,7 +122,7 @@ def test_our_trainer_is_timed_from_step_to_step(changes) -> None:
     assert len(row["ladder"]) and row["host_gib"] > 0
 
 
-@pytest.mark.parametrize("side", ["liger", "compile"])
+@pytest.mark.parametrize("side", ["liger", "compile", "compile_loss"])
 def test_a_peer_is_timed_with_all_that_it_may_keep(side, monkeypatch) -> None:
     """One model serves all lengths. Without a GPU its layers are Hugging Face's."""
     monkeypatch.setattr(torch, "compile", lambda model: model)

@@ -372,6 +372,48 @@ def test_the_recorder_marks_phases_and_writes_both_files(
     assert pickle.loads((tmp_path / "memory_rank0.pickle").read_bytes()) == snapshot
 
 
+def test_the_beginning_is_recorded_until_the_first_step_ends(
+    timelines, snapshot, tmp_path, monkeypatch
+) -> None:
+    """What is seen to live from step to step has its category, and all else that is there when the
+    first forward begins is `other`."""
+    from profiling import memory_recorder
+    from profiling.build import PhaseMarks, build_trainer
+    from profiling.memory_categories import categorise
+
+    asked: list[dict] = []
+    memory = torch.cuda.memory
+    for name in ("synchronize", "init"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append({"device": device}))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **kw: asked.append(kw), False)
+    monkeypatch.setattr(memory, "_snapshot", lambda: snapshot, False)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    recorder = memory_recorder.RecordBeginning()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert asked[0] == {"device": 1} and asked[1]["max_entries"] > 10000
+    flags = ["--preset", "tiny", "--seq_len", "64", "--use_cpu"]
+    trainer, _ = build_trainer(flags, steps=2, output_dir=tmp_path / "run", layers=1)
+    recorder.loaded(trainer, {"class_type": "custom", "tokens": 64}, tmp_path / "beginning_rank0")
+    trainer.add_callback(recorder)
+    trainer.add_callback(PhaseMarks(trainer, recorder.mark))
+    trainer.train()
+    assert asked[2:] == [{"enabled": None}] and len(recorder.marks.seen) == 2
+    timeline = timelines.read(tmp_path / "beginning_rank0.json.gz")
+    phases = ["loading", "engine", "forward", "backward", "optimizer"]
+    assert [name for name, _ in timeline["marks"]] == phases
+    assert timelines.from_beginning(timeline)
+    (section, _) = timelines.memory_section([timeline])
+    assert "from before the model is loaded to the end of the first step" in section
+
+    marks = recorder.marks
+    marks.phases = [("loading", 5), ("engine", 25), ("forward", 58), ("optimizer", 80)]
+    marks.seen, marks.gradients = [(59, {0x100: "weights"}), (85, {0x500: "optimizer"})], {}
+    found = {(c.time_us, c.category) for c in categorise(snapshot, marks) if c.allocated_bytes > 0}
+    assert {(10, "weights"), (20, "working buffers"), (56, "other"), (85, "optimizer")} <= found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("class_type", ["custom", "vanilla"])
 def test_a_real_step_on_a_gpu(timelines, class_type: str, tmp_path: Path, monkeypatch) -> None:
@@ -379,12 +421,16 @@ def test_a_real_step_on_a_gpu(timelines, class_type: str, tmp_path: Path, monkey
     from profiling import profile_step
 
     words = ["--profile_dir", str(tmp_path), "--preset", "llama-3.2-1b", "--layers", "2"]
-    words += ["--seq_len", "4096", "--class_type", class_type]
+    words += ["--seq_len", "4096", "--class_type", class_type, "--from_beginning"]
     args, flags = profile_step.parse(words)
     gc.collect()
     earlier_gib = torch.cuda.memory_allocated() / GIB  # of other tests
     trainer = profile_step.run(args, flags)
     weights_gib = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / GIB
+    beginning = timelines.read(tmp_path / "beginning_rank0.json.gz")
+    assert max(beginning["allocated_gib"]["weights"]) == pytest.approx(weights_gib, rel=0.02)
+    assert [name for name, _ in beginning["marks"]][:3] == ["loading", "engine", "forward"]
+    assert (tmp_path / "beginning.png").exists()
     timeline = timelines.read(tmp_path / "memory_rank0.json.gz")
     most = {name: max(gib) for name, gib in timeline["allocated_gib"].items()}
     assert most["weights"] == pytest.approx(weights_gib, rel=0.02)

@@ -57,7 +57,8 @@ def test_seconds_that_nobody_measured_are_a_range(capsys) -> None:
     measured = result(capsys, *words, "--gpu", "h100")
     assert measured["step_s_low"] == measured["step_s"] == measured["step_s_high"]
     said = [figures(each) for each in (found, own, measured)]
-    assert [name for name, text in said[0] if " to " in text] == ["a step", "tokens/s", "days"]
+    ranges = ["a step", "tokens/s", "with less", "days"]
+    assert [name for name, text in said[0] if " to " in text] == ranges
     for (_, text), why in zip(
         (lines[1] for lines in said),
         ("by the datasheet; not measured on this card)", "link=31.5e9)", "(rates measured)"),
@@ -98,6 +99,19 @@ def test_a_recipe_and_the_lengths_that_fit(capsys, tmp_path) -> None:
     lengths = [row["seq_len"] for row in swept]
     assert lengths[:3] == [4096, 8192, 16384] and lengths == sorted(lengths)
     assert [row["step_s"] for row in swept] == sorted(row["step_s"] for row in swept)
+
+
+def test_what_less_memory_costs(capsys) -> None:
+    words = ["--preset", "llama-3.1-8b", "--seq_len", "8192", "--lora_r", "16", "--gpu", "h100"]
+    main([*words, "--quantize", "nf4", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    less = found["less_memory"]
+    rows = [(row["gpu_memory_gib"], row["step_s"]) for row in reversed(less)]
+    assert len(less) == 4 and rows == sorted(rows, key=lambda row: (row[0], -row[1]))
+    assert all(row["gpu_gib"] <= row["gpu_memory_gib"] < found["gpu_gib"] for row in less)
+    assert found["step_s"] < less[0]["step_s"] < less[-1]["step_s"]
+    first = f"{less[0]['step_s']:.3g} s in {less[0]['gpu_memory_gib']:g} GiB, "
+    assert dict(figures(found))["with less"].startswith(first)
 
 
 def test_a_run_that_does_not_fit_ends_with_1_and_says_what_would(capsys, tmp_path) -> None:
@@ -200,6 +214,10 @@ def test_what_is_printed_is_no_wider_than_its_terminal(capsys, monkeypatch, colo
         (
             ["--class_type", "vanilla", "--gradient_checkpointing", "false"],
             "--class_type vanilla with checkpointing by layer",
+        ),
+        (
+            ["--class_type", "vanilla", "--offload_activations", "all"],
+            "--class_type vanilla with checkpoints on the GPU: leave out --offload_activations",
         ),
         (["--place", "host", "--optimizer_states", "as_weights"], "--place host and --save_fp32"),
         (["--data_tokens", "many"], "--data_tokens: invalid number value: 'many'"),

@@ -17,6 +17,7 @@ import io
 import json
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
@@ -101,14 +102,21 @@ def stdlib_files() -> list[Path]:
 
 
 def read_documents(
-    files: Sequence[Path], *, allow_undecodable: bool = False, rows: Rows = "text"
+    files: Sequence[Path],
+    *,
+    allow_undecodable: bool = False,
+    rows: Rows = "text",
+    max_samples: int | None = None,
 ) -> Iterator[Document]:
     """The documents of text and JSONL files, in order; blank ones are left out. They say where they
-    are from in printable words: a name may be bytes that are no text, or hold terminal codes.
+    are from in printable words: a name may be bytes that are no text, or hold terminal codes. Of
+    each JSONL file, and of all text files together, `max_samples` are read.
 
     Raises UserError for a file of which more than UNDECODABLE_SHARE is not text, and for plain text
     where `rows` are made of records.
     """
+    most = max_samples or sys.maxsize
+    texts = 0
     for path in files:
         jsonl = _is_jsonl(path)
         if rows != "text" and not jsonl:
@@ -117,7 +125,13 @@ def read_documents(
                 f"{FORMATS[rows]}"
             )
         try:
-            replaced_bytes = yield from _read_jsonl(path, rows) if jsonl else _read_text(path)
+            if jsonl:
+                replaced_bytes = yield from _read_jsonl(path, rows, most)
+            elif texts < most:
+                replaced_bytes = yield from _read_text(path)
+                texts += 1
+            else:
+                continue
             share = replaced_bytes / max(1, path.stat().st_size)
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -146,8 +160,8 @@ def _read_text(path: Path) -> Reading:
     return replaced
 
 
-def _read_jsonl(path: Path, rows: Rows) -> Reading:
-    total = 0
+def _read_jsonl(path: Path, rows: Rows, most: int) -> Reading:
+    total = found = 0
     for number, (text, replaced) in enumerate(_lines(path), 1):
         total += replaced
         where = printable(f"{path}:{number}")
@@ -164,6 +178,9 @@ def _read_jsonl(path: Path, rows: Rows) -> Reading:
         document = as_document(record, where, replaced, rows)
         if document is not None:
             yield document
+            found += 1
+        if found == most:
+            break
     return total
 
 

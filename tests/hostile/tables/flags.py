@@ -47,8 +47,9 @@ FLAGS = {
     "--class_type vanilla --head_groups 2": works("--head_groups needs --class_type custom"),
     "--class_type vanilla --tile_tokens 64": works("--tile_tokens needs --class_type custom"),
     "--class_type vanilla --keep x": works("--keep needs --class_type custom"),
-    "--class_type vanilla --offload_activations all": works(
-        "--offload_activations needs --class_type custom"
+    "--class_type vanilla --offload_activations all": works("vanilla: LlamaForCausalLM"),
+    "--class_type vanilla --offload_activations all --gradient_checkpointing false": fails(
+        "leave out --gradient_checkpointing false"
     ),
     "--class_type vanilla --host_memory_gib 1": works("vanilla: LlamaForCausalLM"),
     "--class_type vanilla --dtype bfloat16 --place host --host_memory_gib 0.0001": fails_later(
@@ -89,6 +90,15 @@ FLAGS = {
     "--train_file ~nobody-here/a.txt": fails_later(r"~nobody-here/a\.txt does not exist"),
     "--eval_file": fails("--eval_file: expected at least one argument"),
     "--eval_file BASE/data": works("evaluat|12 documents"),
+    "--eval_share 0.1": works("held out of .*1 document"),
+    "--eval_share 1": fails("--eval_share must be below 1"),
+    "--eval_share 0.1 --eval_file BASE/data": fails("--eval_share holds out documents"),
+    "--max_samples 2": works("2 documents"),
+    "--max_samples 0": fails("--max_samples must be at least 1"),
+    "--loraplus_lr_ratio 4": works(
+        "--loraplus_lr_ratio needs --lora_r; without it, the option has no effect"
+    ),
+    "--loraplus_lr_ratio -1 --lora_r 4": fails("--loraplus_lr_ratio must be above 0"),
     "--eval_file /no/such.txt": fails_later(r"/no/such\.txt does not exist"),
     "--dataset_name ''": fails("--dataset_name"),
     "--dataset_name ./none": fails_later("the dataset ./none does not exist"),
