@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from longctx.errors import print_rank0
+from longctx.errors import UserError, print_rank0
 from longctx.model.beside import calling_trainer
 from longctx.model.runtime import patched_part
 from longctx.options.about import POSITIVE
@@ -47,7 +47,8 @@ class EfficiencyCallback(TrainerCallback):
     for the GPU but a line that is logged, an evaluation and a checkpoint, which wait for it anyway.
     With `longctx.LongTrainer`, which logs the same figures by itself, it has no use.
 
-    Raises UserError for a `peak_tflops` that is no positive number.
+    Raises UserError for a `peak_tflops` that is no positive number, and when training begins for a
+    model that is not transformers'.
 
     Example:
         >>> import longctx, tempfile, torch
@@ -80,6 +81,9 @@ class EfficiencyCallback(TrainerCallback):
         self._close()  # a run before this one may have ended in an error
         _log_before_reporters(self)
         peak = self.peak_tflops * 1e12 if self.peak_tflops else device_peak_flops(args.device)
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            kind = type(model).__name__
+            raise UserError(f"EfficiencyCallback counts models of transformers; got {kind}")
         config = model.config.get_text_config()
         if peak and (reason := _why_no_mfu(config)):
             print_rank0(f"EfficiencyCallback: no MFU of this model: {reason}")
@@ -96,7 +100,9 @@ class EfficiencyCallback(TrainerCallback):
     def _count(self, trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if trunk.training and torch.is_grad_enabled() and self.throughput is not None:
             names = inspect.signature(trunk.forward).parameters if args else ()
-            self.throughput.count(*_tokens(dict(zip(names, args, strict=False)) | kwargs))
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if (found := _tokens(given)) is not None:
+                self.throughput.count(*found)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         waits = control.should_log or control.should_evaluate or control.should_save
@@ -145,11 +151,14 @@ def _why_no_mfu(config: Any) -> str | None:
     return None
 
 
-def _tokens(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:  # (B, S), (B, S)
-    """Returns the position of each token in its document, and which tokens are real; None: all. A
-    mask decides as in Hugging Face's models: with one, each row is one document."""
+def _tokens(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None] | None:  # (B, S), (B, S)
+    """Returns the position of each token in its document, and which tokens are real; None: all.
+    Without tokens, as in a call with images alone, returns None. A mask decides as in Hugging
+    Face's models: with one, each row is one document."""
     embeds = inputs.get("inputs_embeds")
-    tokens = inputs["input_ids"] if embeds is None else embeds[..., 0]
+    tokens = inputs.get("input_ids") if embeds is None else embeds[..., 0]
+    if tokens is None:
+        return None
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if isinstance(mask, Tensor) and mask.shape == tokens.shape:
         return mask.cumsum(1) - 1, mask != 0

@@ -154,6 +154,7 @@ BENCH = runner.Benchmark(
     defaults=DEFAULTS,
     published={"published": PUBLISHED},
     measure=run_case,
+    settle=dict,
     repeats=5,
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import fsdp_on_cpu  # noqa: F401
 import torch
@@ -61,11 +62,17 @@ def trained(
     if class_type != "vanilla":
         model = longctx.patch(model, strict=True, share_prefixes=class_type == "shared")
     collator = DataCollatorForLanguageModeling(small_tokenizer(), mlm=False)
-    trainer = Trainer(model, args=args, train_dataset=rows, data_collator=collator)
+    callbacks: list[Any] = [longctx.EfficiencyCallback()]
+    trainer = Trainer(
+        model, args=args, train_dataset=rows, data_collator=collator, callbacks=callbacks
+    )
     trainer.train()
     counts = [torch.zeros(3, dtype=torch.long) for _ in range(args.world_size)]
     torch.distributed.all_gather(counts, torch.tensor([without, len(ran), sum(ran)]))
     lines = trainer.state.log_history
     found = {name: [line[name] for line in lines if name in line] for name in ("loss", "grad_norm")}
+    found["tokens of steps"] = [
+        line["tokens_per_s"] * line["step_s"] for line in lines if "tokens_per_s" in line
+    ]
     of_each = zip(*(count.tolist() for count in counts), strict=True)
     return found | dict(zip(("meta", "ran", "tokens"), of_each, strict=True))

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from both import make_model
+from both import make_model, sentence
 from paths import TESTS
 from small_run import on_ranks
+from small_tokenizer import small_tokenizer
 
 import longctx
 from longctx.errors import UserError
@@ -48,6 +49,11 @@ def test_a_script_that_patches_in_every_process(
         assert ours["ran"] == [2 * 3, 2 * 3]
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(vanilla[name], rel=2e-5) and len(ours[name]) == 3
+    texts = [f"{sentence(3)} {sentence(n)}" for n in range(12)]  # each is trained once
+    tokens = sum(map(len, small_tokenizer()(texts)["input_ids"]))
+    for run in found.values():  # EfficiencyCallback adds up what the processes count
+        assert len(run["tokens of steps"]) == 3
+        assert sum(run["tokens of steps"]) == pytest.approx(tokens, rel=1e-9)
     for ours, others in zip(shared["tokens"], patched["tokens"], strict=True):
         assert 0 < ours < 0.9 * others
 

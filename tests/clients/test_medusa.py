@@ -91,6 +91,16 @@ def test_the_benchmark_compares_what_computes_the_same(trunk) -> None:
             torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-6)
 
 
+def test_the_published_cases_are_whole() -> None:
+    """Each implementation at each length, over a frozen and over a trained trunk."""
+    cases = medusa_bench.BENCH.cases(None)
+    assert {case["impl"] for case in cases} == set(medusa_bench.IMPLS)
+    assert len(cases) == len(medusa_bench.PUBLISHED)
+    assert all("--child" in medusa_bench.BENCH.command(case, 1) for case in cases)
+    with pytest.raises(SystemExit, match="impl=torch: one of longctx, "):
+        medusa_bench.backward_of("torch")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", medusa_bench.IMPLS)
 def test_every_implementation_is_measured(impl) -> None:

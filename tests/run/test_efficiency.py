@@ -172,8 +172,17 @@ def test_where_documents_begin() -> None:
     assert _tokens({"input_ids": None, "inputs_embeds": embeds})[0].tolist() == [[0, 1, 2]]
 
 
-def test_what_it_refuses_and_what_it_cannot_count() -> None:
+def test_what_it_refuses_and_what_it_cannot_count(tmp_path) -> None:
     with pytest.raises(UserError, match="EfficiencyCallback: peak_tflops must be .* got -1"):
         longctx.EfficiencyCallback(peak_tflops=-1)
+    trainer = Trainer(
+        torch.nn.Linear(2, 2),
+        args=TrainingArguments(**arguments(tmp_path)),
+        train_dataset=[{"x": torch.zeros(2)}],
+        callbacks=[longctx.EfficiencyCallback()],
+    )
+    with pytest.raises(UserError, match="counts models of transformers; got Linear"):
+        trainer.train()
+    assert _tokens({"pixel_values": torch.zeros(1, 3)}) is None
     assert "num_attention_heads" in str(_why_no_mfu(MambaConfig()))
     assert _why_no_mfu(make_model().config) is None
