@@ -29,11 +29,14 @@ def relative_error(x: Tensor, truth: Tensor) -> float:
     return (x - truth).norm().item() / (norm or 1.0)
 
 
-def assert_exact(name: str, ours: Tensor, naive: Tensor, truth: Tensor) -> None:
-    """Ours is as close to the truth as naive is. NaN never passes."""
+def assert_exact(
+    name: str, ours: Tensor, naive: Tensor, truth: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Ours is as close to the truth as naive is. NaN never passes. Errors are those of `dtype`, by
+    default naive's: under autocast gradients are fp32 and their errors those of 16 bits."""
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)}, not {tuple(truth.shape)}"
     error, naive_error = relative_error(ours, truth), relative_error(naive, truth)
-    limit = FACTOR * naive_error + FLOOR[naive.dtype]
+    limit = FACTOR * naive_error + FLOOR[dtype or naive.dtype]
     assert error <= limit, f"{name}: error {error:.3g} > {limit:.3g} (naive {naive_error:.3g})"
 
 

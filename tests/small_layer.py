@@ -107,7 +107,7 @@ def assert_exact_run(ours: Run, naive: Run, truth: Run, dtype: torch.dtype) -> N
     assert relative_error(ours[0], truth[0]) <= limit, "loss"
     assert ours[1].keys() == truth[1].keys()
     for name in truth[1]:
-        assert_exact(name, ours[1][name], naive[1][name], truth[1][name])
+        assert_exact(name, ours[1][name], naive[1][name], truth[1][name], dtype)
 
 
 def assert_trains_exactly(models, *batches) -> None:
