@@ -142,6 +142,13 @@ def check_eps(eps: float) -> None:
         raise ValueError(f"eps must be at least 0 and finite, got {eps}")
 
 
+def check_no_leaf(name: str, x: Tensor, written: str) -> None:
+    """Raises ValueError if the memory that is to be written over is a trained leaf's."""
+    owner = x if x._base is None else x._base
+    if owner.is_leaf and owner.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} is {written}, so it must be neither a leaf nor a view of one")
+
+
 def check_rows(name: str, x: Tensor) -> None:
     """Rows may lie at any stride, but the elements of a row must be contiguous."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:

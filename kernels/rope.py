@@ -32,6 +32,7 @@ from longctx.kernels.annotate import annotated
 from longctx.kernels.launch import (
     Config,
     check_float,
+    check_no_leaf,
     check_rows,
     check_shape,
     on_device,
@@ -408,8 +409,8 @@ def rope(
     Saves only position_ids and inv_freq.
 
     Raises ValueError for a wrong shape, dtype, device or layout, and for a leaf that requires a
-    gradient. In backward, autograd raises RuntimeError if another operation saved the old values of
-    q or k.
+    gradient or a view of one. In backward, autograd raises RuntimeError if another operation saved
+    the old values of q or k.
 
     Example:
         >>> import longctx, torch
@@ -423,8 +424,7 @@ def rope(
     Source: Su et al., RoFormer (arXiv 2104.09864); halves paired as in Hugging Face's Llama.
     """
     for name, x in (("q", q), ("k", k)):
-        if x.is_leaf and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} is overwritten, so it must not be a leaf, got one")
+        check_no_leaf(name, x, "overwritten")
     _check(q, k, position_ids, inv_freq)
     q_out, k_out = _Rope.apply(q, k, position_ids, inv_freq, attention_scaling, interleaved)
     torch.autograd.graph.increment_version((q, k))

@@ -33,6 +33,7 @@ from longctx.kernels.launch import (
     Config,
     as_rows,
     check_float,
+    check_no_leaf,
     check_shape,
     on_device,
     once_differentiable,
@@ -322,8 +323,8 @@ def swiglu(
     need their values by then.
 
     Raises ValueError for a wrong shape, dtype, device or layout, and for a leaf that requires a
-    gradient. In backward, autograd raises RuntimeError if another operation saved gate or up, or if
-    backward runs twice.
+    gradient or a view of one. In backward, autograd raises RuntimeError if another operation saved
+    gate or up, or if backward runs twice.
 
     Example:
         >>> import longctx, torch
@@ -346,7 +347,8 @@ def geglu(
     gate and up.
 
     Shapes, dtypes, what is saved and the errors raised are those of `longctx.swiglu`: gate, up and
-    the result are (..., F), and neither gate nor up may be a leaf that requires a gradient.
+    the result are (..., F), and neither gate nor up may be a leaf that requires a gradient,
+    or a view of one.
 
     Example:
         >>> import longctx, torch
@@ -373,10 +375,8 @@ def activate(
 def _activate(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
     _check(gate, activation, up=up)
     for name, x in (("gate", gate), ("up", up)):
-        if x is not None and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} is overwritten in backward, so it must not be a leaf, got one"
-            )
+        if x is not None:
+            check_no_leaf(name, x, "overwritten in backward")
     return _Activated.apply(gate, up, activation)
 
 

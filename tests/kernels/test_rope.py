@@ -150,8 +150,9 @@ def test_reference_is_differentiable():
 def test_overwritten_values_are_not_silently_wrong():
     q, k, _, _, position_ids, inv_freq = _inputs(5, 2, 1, 16, torch.float32)
     q.requires_grad_()
-    with pytest.raises(ValueError, match="q is overwritten.*leaf"):
-        rope(q, k, position_ids, inv_freq)
+    for of_leaf in (q, q[:]):
+        with pytest.raises(ValueError, match="q is overwritten.*leaf"):
+            rope(of_leaf, k, position_ids, inv_freq)
     old = q * 1
     saved = old.exp()  # keeps its result
     squared = old.square()  # keeps its input, which rope overwrites

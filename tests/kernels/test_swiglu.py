@@ -141,8 +141,9 @@ def test_reference_is_differentiable():
 def test_overwritten_values_are_not_silently_wrong():
     gate, up, d = _inputs(4, 32, dtype=torch.float32)
     gate.requires_grad_()
-    with pytest.raises(ValueError, match="gate is overwritten in backward.*leaf"):
-        swiglu(gate, up)
+    for of_leaf in (gate, gate[:, :]):
+        with pytest.raises(ValueError, match="gate is overwritten in backward.*leaf"):
+            swiglu(of_leaf, up)
     product = swiglu(gate * 1, up)
     product.backward(d, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
