@@ -17,6 +17,7 @@ import torch
 import torch.distributed.run as torchrun
 from accelerate.commands import launch as accelerate_launch
 from paths import PYTHONPATH, ROOT
+from safetensors.torch import load_file
 from small_families import family_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,6 +53,9 @@ def of_family(family: str, job: list[str], folder: Path) -> list[str]:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return [*job[:at], str(folder), *job[at + 1 :]]
+
+
+LORA = ["--lora_r", "4", "--learning_rate", "0.02"]
 
 
 def launch(processes: int, *words: str) -> list[str]:
@@ -156,3 +160,14 @@ def assert_same_run(folder: Path, vanilla: Path) -> None:
     model, truth = (AutoModelForCausalLM.from_pretrained(f / "final") for f in (folder, vanilla))
     for (name, p), q in zip(model.named_parameters(), truth.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-4, msg=name)  # Adam moves 3e-3 a step
+
+
+def assert_adapters_alone(folder: Path, job: list[str]) -> None:
+    """Checkpoints and `final/` hold adapters in fp32 and their states, and no whole model."""
+    base = Path(job[job.index("--model_name_or_path") + 1], "model.safetensors")
+    checkpoint = max(folder.glob("checkpoint-*"))
+    assert sum(f.stat().st_size for f in checkpoint.rglob("*")) < base.stat().st_size / 2
+    for place in (checkpoint, folder / "final"):
+        found = load_file(place / "adapter_model.safetensors")
+        assert len(found) == 2 * 7 * 2 and all("lora_" in name for name in found)
+        assert {x.dtype for x in found.values()} == {torch.float32}
