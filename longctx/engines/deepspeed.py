@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
@@ -170,7 +170,7 @@ class DeepSpeed(Engine):
         return self._stage == 3
 
     def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([p for p in model.parameters() if p.requires_grad]):
             return {name: x.cpu().clone() for name, x in super().whole_adapters(model).items()}

@@ -224,15 +224,15 @@ class Reached(TrainerCallback):
 
         return reached
 
-    def on_pre_optimizer_step(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Called when the gradients of the first step are there, or are consumed already. FSDP2 has
         other parameters by now, which have a gradient of their own but run no hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for name, parameter in model.named_parameters() if self.missing else ():
-            if parameter.grad is not None:
-                self.missing.pop(name, None)
+        if self.missing:
+            now = dict(kwargs["model"].named_parameters())
+            self.missing = {n: None for n in self.missing if now[n].grad is None}
         if self.missing:
             raise UserError(
                 f"training does not reach {len(self.missing)} of the weights it should train: "

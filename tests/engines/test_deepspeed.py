@@ -103,9 +103,7 @@ def test_adapters(job: list[str], adapted: Path, warm: Warm, tmp_path: Path) -> 
 
 @needs_deepspeed
 @pytest.mark.parametrize("zero", ["zero2", "zero3"])
-def test_adapters_over_sixteen_bits(
-    zero: str, job: list[str], warm: Warm, tmp_path: Path
-) -> None:
+def test_adapters_over_sixteen_bits(zero: str, job: list[str], warm: Warm, tmp_path: Path) -> None:
     flags = [*job, *LORA, "--dtype", "bfloat16", "--save_strategy", "no"]
     train.main([*flags, "--output_dir", f"{tmp_path}/alone", *batch(1)])
     config = on_cpu(ROOT / "ds_configs" / f"{zero}.json", tmp_path)

@@ -92,13 +92,15 @@ def test_another_family(job: list[str], warm: Warm, tmp_path: Path) -> None:
 
 
 def test_adapters(job: list[str], adapted: Path, warm: Warm, tmp_path: Path) -> None:
-    """Killed, resumed, and the best checkpoint loaded, as PEFT's layers train them."""
+    """Two processes share rows until they are killed; one resumes, and loads the best checkpoint.
+    As PEFT's layers train them."""
     sharded = [*job, *LORA, "--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json"]
-    sharded += ["--output_dir", f"{tmp_path}/run", "--save_steps", "1", *batch(2)]
+    sharded += ["--output_dir", f"{tmp_path}/run", "--save_steps", "1", *batch(1)]
     sharded += "--load_best_model_at_end true --eval_strategy steps --eval_steps 1".split()
-    script = "tests/engines/fsdp_on_cpu.py"
-    warm.kill_after_saving(tmp_path / "run", 2, script, *sharded)
-    warm.run(2, script, *sharded, "--resume_from_checkpoint", "last")
+    script, shared = "tests/engines/fsdp_on_cpu.py", ["--sequence_parallel_size", "2"]
+    warm.kill_after_saving(tmp_path / "run", 2, script, *sharded, *shared)
+    resumed = ["--resume_from_checkpoint", "last", "--allow_changed", "num_processes"]
+    warm.run(1, script, *sharded, *resumed)
     assert_same_run(tmp_path / "run", adapted)
     assert_adapters_alone(tmp_path / "run", job)
 
