@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_job import LORA, STEPS, Warm, batch
+from small_job import DORA, LORA, STEPS, Warm, batch
 
 from longctx.commands import train
 
@@ -65,6 +65,15 @@ def adapted(job: list[str], tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("adapted")
     words = ["--class_type", "vanilla", "--output_dir", str(folder), *batch(1)]
     train.main([*job, *LORA, *words])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def over_sixteen_bits(job: list[str], tmp_path_factory) -> Path:
+    """Two steps of DoRA in fp32 over bf16, one process, no engine."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("over_sixteen_bits")
+    train.main([*job, *DORA, "--output_dir", str(folder), *batch(1)])
     return folder
 
 

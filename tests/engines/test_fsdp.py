@@ -11,10 +11,12 @@ import torch
 from accelerate import init_empty_weights
 from small_job import (
     ACCELERATE,
+    DORA,
     LORA,
     Launched,
     Warm,
     assert_adapters_alone,
+    assert_near_run,
     assert_same_run,
     batch,
     of_family,
@@ -105,15 +107,15 @@ def test_adapters(job: list[str], adapted: Path, warm: Warm, tmp_path: Path) -> 
     assert_adapters_alone(tmp_path / "run", job)
 
 
-def test_dora_over_sixteen_bits(job: list[str], warm: Warm, tmp_path: Path) -> None:
-    """Frozen weights stay in bf16 and adapters in fp32 (fsdp_on_cpu.py), as without an engine. Only
-    the first process has weights of which to take DoRA's lengths."""
-    flags = [*job, *LORA, "--use_dora", "--dtype", "bfloat16", "--save_strategy", "no"]
-    train.main([*flags, "--output_dir", f"{tmp_path}/alone", *batch(1)])
+def test_adapters_over_sixteen_bits(
+    job: list[str], over_sixteen_bits: Path, warm: Warm, tmp_path: Path
+) -> None:
+    """Frozen weights stay in bf16 and adapters in fp32 (fsdp_on_cpu.py). Only the first process has
+    weights of which to take DoRA's lengths."""
     sharded = ["--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json", "--bf16", "true"]
     sharded += ["--output_dir", f"{tmp_path}/run", *batch(2)]
-    warm.run(2, "tests/engines/fsdp_on_cpu.py", *flags, *sharded)
-    assert_same_run(tmp_path / "run", tmp_path / "alone")
+    warm.run(2, "tests/engines/fsdp_on_cpu.py", *job, *DORA, *sharded)
+    assert_near_run(tmp_path / "run", over_sixteen_bits)
 
 
 def test_only_the_first_process_loads_weights_under_fsdp(job: list[str], monkeypatch) -> None:
