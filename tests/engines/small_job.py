@@ -57,6 +57,7 @@ def of_family(family: str, job: list[str], folder: Path) -> list[str]:
 
 LORA = ["--lora_r", "4"]
 DORA = [*LORA, "--use_dora", *"--dtype bfloat16 --max_steps 2 --save_strategy no".split()]
+DORA += ["--loraplus_lr_ratio", "4"]
 
 
 def launch(processes: int, *words: str) -> list[str]:
