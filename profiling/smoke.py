@@ -59,6 +59,8 @@ SMALL: Words = (
 """A model of published size, whose final/ is written and no checkpoint."""
 TINY: Words = tuple("--preset tiny --seq_len 2048 --max_steps 4".split())
 SAVES: Words = ("--save_steps", "2")
+LORA: Words = ("--lora_r", "4")
+FSDP2_OFFLOAD: Words = ("--fsdp", "true", "--fsdp_config", "fsdp2_offload")
 SCHEDULE = r"custom: \w+, "
 """The line that says what was patched."""
 
@@ -253,8 +255,11 @@ def _resumes(inputs: Inputs) -> Iterator[Case]:
         "plain": (*TRAIN, *TINY, *SAVES),
         "zero3": torchrun(1, *TINY, *SAVES, "--deepspeed", "zero3"),
         "fsdp2": accelerate(1, "fsdp_configs/fsdp2.yaml", *TINY, *SAVES),
-        "lora": (*TRAIN, *TINY, *SAVES, "--lora_r", "4"),
-        "dora": (*TRAIN, *TINY, *SAVES, "--lora_r", "4", "--use_dora"),
+        "lora": (*TRAIN, *TINY, *SAVES, *LORA),
+        "zero2_lora": torchrun(1, *TINY, *SAVES, *LORA, "--deepspeed", "zero2"),
+        "zero3_cpu_lora": torchrun(1, *TINY, *SAVES, *LORA, "--deepspeed", "zero3_cpu"),
+        "fsdp2_offload_lora": torchrun(1, *TINY, *SAVES, *LORA, *FSDP2_OFFLOAD),
+        "dora": (*TRAIN, *TINY, *SAVES, *LORA, "--use_dora"),
     }
     for name, words in launchers.items():
         name = f"resume_{name}"
@@ -413,7 +418,13 @@ def _two_gpus(inputs: Inputs) -> Iterator[Case]:
             2, *TINY, "--deepspeed", "zero3", "--sequence_parallel_size", "2"
         ),
         "x2_vanilla": torchrun(2, *TINY, "--class_type", "vanilla"),
-        "x2_lora": torchrun(2, *TINY, "--lora_r", "4"),
+        "x2_lora": torchrun(2, *TINY, *LORA),
+        "x2_zero3_lora": torchrun(2, *TINY, *LORA, "--deepspeed", "zero3"),
+        "x2_fsdp2_lora": accelerate(2, "fsdp_configs/fsdp2.yaml", *TINY, *LORA),
+        "x2_fsdp2_lora_shared_row": accelerate(
+            2, "fsdp_configs/shared_2gpu.yaml", *TINY, *LORA, "--sequence_parallel_size", "2"
+        ),
+        "x2_fsdp2_dora": accelerate(2, "fsdp_configs/fsdp2.yaml", *TINY, *LORA, "--use_dora"),
         "x2_dpo_zero3": torchrun(
             2, *TINY, "--task", "dpo", "--train_file", inputs.pairs, "--deepspeed", "zero3"
         ),

@@ -187,25 +187,57 @@ def kinds_of(layers: Iterable[LayerKind]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many parameters a model has, for an engine's layout."""
+    """How many parameters a model has, for an engine's layout. Either all are trained, or adapters
+    in fp32 over weights that are frozen."""
 
     numels: Sequence[int]
     """Elements of each trained parameter, in the model's order."""
     layers: Sequence[int]
-    """Parameters of each decoder layer."""
+    """Trained parameters of each decoder layer."""
     embedding: int
     head: int
     """Parameters of lm_head; 0 if it is the embedding."""
     hidden: int
+    frozen: Sequence[int] = ()
+    """Elements of each frozen parameter, in the model's order."""
+    frozen_layers: Sequence[int] = ()
+    """Frozen parameters of each decoder layer; none if all are trained."""
 
     @property
     def total(self) -> int:
+        """Returns the number of trained parameters."""
         return sum(self.numels)
 
     @property
+    def adapters(self) -> bool:
+        """Whether adapters alone are trained."""
+        return bool(self.frozen)
+
+    @property
+    def words(self) -> int:
+        """Returns the number of 16-bit words of all weights as they compute: two for each parameter
+        of an adapter, one for any other."""
+        return sum(self.frozen) + 2 * self.total if self.adapters else self.total
+
+    @property
+    def layer_words(self) -> list[int]:
+        """Returns the 16-bit words of each decoder layer as it computes."""
+        if not self.adapters:
+            return [*self.layers]
+        return [f + 2 * a for f, a in zip(self.frozen_layers, self.layers, strict=True)]
+
+    @property
     def layer(self) -> int:
-        """Parameters of the largest decoder layer."""
-        return max(self.layers)
+        """Returns the 16-bit words of the largest decoder layer as it computes."""
+        return max(self.layer_words)
+
+    @property
+    def trained_embedding(self) -> int:
+        return 0 if self.adapters else self.embedding
+
+    @property
+    def trained_head(self) -> int:
+        return 0 if self.adapters else self.head
 
     @property
     def output(self) -> int:

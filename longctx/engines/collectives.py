@@ -86,11 +86,15 @@ def whole_numel(parameter: Any) -> int:
 def gathered_bytes(model: PreTrainedModel) -> int:
     """Returns the bytes of a model that an engine that shards weights gathers (layout.py)."""
     layers: Any = model.get_decoder().layers
-    two_layers = sum(map(whole_numel, layers[:2].parameters()))
-    return layout.gathered_bytes(two_layers, head_numel(model))
-
-
-def head_numel(model: PreTrainedModel) -> int:
-    """Elements of lm_head; 0 for a model of rewards, which has none."""
+    parameters = [*layers[:2].parameters()]
+    adapters = not all(p.requires_grad for p in parameters)
+    words = sum(whole_numel(p) * (1 + (adapters and p.requires_grad)) for p in parameters)
     head = model.get_output_embeddings()
-    return 0 if head is None else whole_numel(head.weight)
+    output = 0 if head is None else whole_numel(head.weight)
+    return layout.gathered_bytes(words, output, trained_head_numel(model))
+
+
+def trained_head_numel(model: PreTrainedModel) -> int:
+    """Elements of lm_head if it is trained; 0 for a model of rewards, which has none."""
+    head = model.get_output_embeddings()
+    return 0 if head is None or not head.weight.requires_grad else whole_numel(head.weight)

@@ -5,6 +5,9 @@ so the schedule needs no code of its own: decoder layers, final norm and lm_head
 modules, and each returns whole gradients through autograd. Under ZeRO-3 a decoder layer is a
 *leaf*: gathered and released as one, and its size decides how far ahead weights are fetched.
 Gradients are summed in fp32, over processes and over accumulation steps.
+
+Under adapters DeepSpeed is told of no bf16, or it would round adapters and their gradients to it:
+frozen weights keep their 16 bits, adapters their 32, and these are the masters that AdamW updates.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
@@ -49,6 +52,7 @@ class DeepSpeed(Engine):
     keeps_options = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     makes_moments = False
     """AdamW's come on the GPU, with the first update."""
+    _stage = 0
 
     @classmethod
     def requested(cls, options: Any) -> bool:
@@ -89,6 +93,16 @@ class DeepSpeed(Engine):
         backend = "gloo" if args.device.type == "cpu" else "nccl"
         deepspeed.init_distributed(dist_backend=backend, verbose=False)  # before zero.Init asks it
         self._check_settings(args)
+
+    def check_adapters(self, args: TrainArguments, *, quantised: bool, whole: bool) -> None:
+        super().check_adapters(args, quantised=quantised, whole=whole)
+        zero = self.settings.get("zero_optimization") or {}
+        parts = (zero.get(part) or {} for part in ("offload_param", "offload_optimizer"))
+        if any(part.get("device") == "nvme" for part in parts):
+            raise UserError(
+                "--lora_r with offload to NVMe: DeepSpeed swaps all weights in one dtype, and "
+                "adapters have fp32 over 16 bits: offload to the CPU (zero3_cpu)"
+            )
 
     def _check_settings(self, args: TrainArguments) -> None:
         """Raises UserError for what DeepSpeed would refuse when the model is there. What is still
@@ -134,17 +148,32 @@ class DeepSpeed(Engine):
         zero = config.setdefault("zero_optimization", {})
         place = (zero.get("offload_optimizer") or {}).get("device", "none")
         self.makes_moments = place == "none" and args.device.type == "cuda"
-        if zero.get("stage") == 3:  # or `final/` would hold no model
+        self._stage = zero.get("stage", 0)
+        if self._stage == 3:  # or `final/` would hold no model
             zero["stage3_gather_16bit_weights_on_model_save"] = True
         if zero.get("stage3_prefetch_bucket_size") == "auto":  # one layer ahead
             model: Any = trainer.model
             layer = model.get_decoder().layers[0].parameters()
             zero["stage3_prefetch_bucket_size"] = sum(map(whole_numel, layer))
+        if self.adapters and "bf16" in config:
+            config["bf16"]["enabled"] = False
         # DeepSpeed would add up gradients in bf16, over processes and over accumulation steps.
         if args.world_size > 1:
             config.setdefault("communication_data_type", "fp32")
         if args.gradient_accumulation_steps > 1:
             config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+    @property
+    def needs_input_gradient(self) -> bool:
+        """ZeRO-3 sums a leaf's gradients when that of its input is there. Without one it does so
+        before they are made: the first layer's adapters would silently get zeros."""
+        return self._stage == 3
+
+    def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([p for p in model.parameters() if p.requires_grad]):
+            return {name: x.cpu().clone() for name, x in super().whole_adapters(model).items()}
 
     def cut_group(self, accelerator: Accelerator) -> Any | None:
         shared = accelerator.parallelism_config

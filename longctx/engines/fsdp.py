@@ -3,6 +3,9 @@
 Weights, gradients and Adam lie in fp32 shards over the processes; `fully_shard`'s hooks gather a
 decoder layer's weights in bf16 around its call, which the model's `_no_split_modules` name. Only
 the first process loads weights, and hands the others their shards.
+
+Under adapters nothing is cast: frozen weights lie in bf16 shards, adapters in fp32 ones. Both are
+gathered as they are, by one exchange of bytes, and the adapters' gradients are scattered in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from longctx.engines.collectives import become_one_process, gathered_bytes, head_numel, local_shard
+from longctx.engines.collectives import (
+    become_one_process,
+    gathered_bytes,
+    local_shard,
+    trained_head_numel,
+)
 from longctx.engines.layout import Layout, fully_shard_layout, gathering_pending, is_true
 from longctx.engines.protocol import Engine
 from longctx.errors import UserError, shortened
@@ -121,7 +129,9 @@ class FSDP2(Engine):
         super().configure(trainer, args)
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.cpu_ram_efficient_loading = True  # shards come from the first process
-        if args.bf16 or args.fp16:
+        if self.adapters:
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        elif args.bf16 or args.fp16:
             dtype = torch.bfloat16 if args.bf16 else torch.float16
             plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -154,7 +164,7 @@ class FSDP2(Engine):
 
     def pending_bytes(self, model: PreTrainedModel) -> Pending:
         shards = [local_shard(p) for p in model.parameters() if p.requires_grad]
-        head, stay = head_numel(model), 0
+        head, stay = trained_head_numel(model), 0
         if not self._reshards:  # nothing is given back between forward and backward
             stay = 2 * sum(p.numel() for p in model.parameters())
         return gathering_pending(pending_bytes(shards), gathered_bytes(model), head, stay)
@@ -172,8 +182,18 @@ class FSDP2(Engine):
         """All three in fp32."""
         return 3 * (2 if args.bf16 or args.fp16 else 1)
 
+    def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:
+        """On the mesh's device, where the exchange is: shards may lie on the host."""
+        shards: dict[str, Any] = super().whole_adapters(model)
+        return {
+            name: shard.to(shard.device_mesh.device_type).full_tensor().cpu()
+            for name, shard in shards.items()
+        }
+
     def save_model(self, trainer: Any, path: Path, dtype: torch.dtype) -> None:
         """Gathers the fp32 shards; Trainer would write nothing."""
+        if self.adapters:
+            return super().save_model(trainer, path, dtype)
         weights = trainer.accelerator.get_state_dict(trainer.model)
         if trainer.args.should_save:
             trainer.model.config.dtype = dtype

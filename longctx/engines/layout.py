@@ -13,6 +13,15 @@ ZeRO-3 fetches a layer more at each module that it enters, the final norm too, u
 gradients in fp32 (4 L) while the layer below computes. With offload everything between steps waits
 on the host. DeepSpeed pins there, and torch rounds each pinned block up to a power of two.
 
+Of adapters (N parameters in fp32) over F frozen ones in bf16, bytes of one rank:
+
+    ZeRO-1, 2     2 F + 4 N + 12 N / n, gradients 4 N       nothing is gathered
+    ZeRO-3        (2 F + 16 N) / n                          as above, adapters with 4 bytes
+    FSDP2         (2 F + 12 N) / n, gradients 4 N / n       the same
+
+Frozen weights have no states and no gradients: only adapters' are summed. What is gathered is
+counted in 16-bit words, of which a parameter of an adapter has two.
+
 Sources: DeepSpeed 0.19 (runtime/zero/stage3.py, partitioned_param_coordinator.py), torch 2.11
 (distributed/fsdp/_fully_shard).
 """
@@ -75,7 +84,7 @@ class Layout:
         """Bytes of `standing` that the first update makes: AdamW's two moments."""
         return 0 if self.states_on_host else moments_bytes(p.total, self.processes)
 
-    def gradient(self, numel: int) -> int:
+    def gradient(self, p: Parameters, numel: int) -> int:
         """Returns the GPU bytes of gradients of `numel` parameters, from backward to the update."""
         raise NotImplementedError
 
@@ -125,7 +134,7 @@ class Layout:
 
     def up(self, p: Parameters) -> int:
         """Bytes over the link in forward: weights."""
-        return BF16 * p.total // self.processes if self.offloads else 0
+        return 0
 
     def chain(self, p: Parameters) -> int:
         """Bytes over the link in backward, one copy after the other."""
@@ -148,10 +157,21 @@ def moments_bytes(numel: int, processes: int) -> int:
     return 2 * FP32 * (numel // processes)
 
 
-def gathered_bytes(layers: int, output: int) -> int:
-    """In bf16: `layers` parameters of the layer that runs and the next one, and lm_head with its
-    gradient."""
-    return BF16 * (layers + 2 * output)
+def gathered_bytes(layers: int, output: int, trained: int) -> int:
+    """In 16-bit words: `layers` of the layer that runs and the next one, lm_head's (`output`), and
+    its gradient's (`trained`, none if it is frozen)."""
+    return BF16 * (layers + output + trained)
+
+
+def frozen_bytes(p: Parameters, ranks: int) -> int:
+    """Returns the bytes of a rank's frozen weights."""
+    return BF16 * (sum(p.frozen) // ranks)
+
+
+def gathered_words(p: Parameters) -> int:
+    """Returns the words gathered in forward and again in backward. lm_head is gathered once, and so
+    is a frozen embedding, which has no backward."""
+    return 2 * p.words - p.head - (p.embedding - p.trained_embedding) * bool(p.head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,15 +184,19 @@ class FullyShard(Layout):
 
     def _gathered(self, p: Parameters, numel: int) -> Buffers:
         """Returns the gathered weights with their copy: all weights, if none are freed early."""
-        more = 0 if self.reshards else p.total
+        more = 0 if self.reshards else p.words
         return {"gathered weights": BF16 * (2 * numel + more)}
+
+    def _weights(self, p: Parameters) -> int:
+        """Returns the bytes of a rank's weights."""
+        return FP32 * self.shard(p) + frozen_bytes(p, self.processes)
 
     def standing(self, p: Parameters) -> Buffers:
         if self.offloads:
             return {}
-        return {"weights": FP32 * self.shard(p), "AdamW's states": 2 * FP32 * self.shard(p)}
+        return {"weights": self._weights(p), "AdamW's states": 2 * FP32 * self.shard(p)}
 
-    def gradient(self, numel: int) -> int:
+    def gradient(self, p: Parameters, numel: int) -> int:
         return 0 if self.offloads else FP32 * numel // self.processes
 
     def forward(self, p: Parameters) -> Buffers:
@@ -197,34 +221,37 @@ class FullyShard(Layout):
 
     def host(self, p: Parameters) -> int:
         """Shards, gradients and states, pinned as they are."""
-        return 4 * FP32 * p.total // self.processes if self.offloads else 0
+        states = 4 * FP32 * p.total // self.processes
+        return states + frozen_bytes(p, self.processes) if self.offloads else 0
 
     def pending(self, p: Parameters) -> Pending:
         shards = Pending(self.late(p), 0 if self.offloads else FP32 * self.shard(p))
-        gathered = gathered_bytes(2 * p.layer, p.output)
-        stay = 0 if self.reshards else BF16 * p.total
-        return gathering_pending(shards, gathered, p.output, stay)
+        head = 0 if p.adapters else p.output
+        gathered = gathered_bytes(2 * p.layer, p.output, head)
+        stay = 0 if self.reshards else BF16 * p.words
+        return gathering_pending(shards, gathered, head, stay)
 
     def gathers(self, p: Parameters, passes: int) -> int:
-        """Bytes gathered in forward and again in backward; lm_head is gathered once."""
-        times = 2 * p.total - p.head if self.reshards else p.total
+        times = gathered_words(p) if self.reshards else p.words
         return passes * BF16 * times * (self.processes - 1) // self.processes
 
     def reduces(self, p: Parameters, passes: int) -> int:
         return passes * FP32 * p.total * (self.processes - 1) // self.processes
 
     def moved(self, p: Parameters) -> int:
-        """A shard is read in fp32 and written in bf16; what was gathered is read and written; whole
-        gradients are read in bf16, written and summed in fp32."""
-        gathered = (FP32 + BF16) / self.processes + BF16 + 2 * BF16
-        return int(p.total * (2 * gathered + BF16 + 2 * FP32 + FP32 / self.processes))
+        """A shard is read in fp32 (a frozen one in bf16) and written in bf16; what was gathered is
+        read and written; whole gradients are read in bf16, written and summed in fp32."""
+        stored = BF16 if p.adapters else FP32
+        gathered = (stored + BF16) / self.processes + BF16 + 2 * BF16
+        summed = BF16 + 2 * FP32 + FP32 / self.processes
+        return int(p.words * 2 * gathered + p.total * summed)
 
     def up(self, p: Parameters) -> int:
-        """fp32 shards, cast on the GPU."""
-        return FP32 * p.total // self.processes if self.offloads else 0
+        """fp32 shards, cast on the GPU, and frozen ones."""
+        return self._weights(p) if self.offloads else 0
 
     def chain(self, p: Parameters) -> int:
-        return 2 * FP32 * p.total // self.processes if self.offloads else 0
+        return self._weights(p) + FP32 * self.shard(p) if self.offloads else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,9 +276,8 @@ class Zero(Layout):
     def states_on_host(self) -> bool:
         return self.offloads_states
 
-    @property
-    def _grad_bytes(self) -> int:
-        return FP32 if self.accumulates else BF16
+    def _grad_bytes(self, p: Parameters) -> int:
+        return FP32 if self.accumulates or p.adapters else BF16
 
     @property
     def _summed_bytes(self) -> int:
@@ -263,24 +289,31 @@ class Zero(Layout):
         return self._summed_bytes * bucket * (1 if self.stage == 3 else 2)
 
     def standing(self, p: Parameters) -> Buffers:
-        shard = self.shard(p)
-        weights = shard if self.stage == 3 else p.total
-        states = 0 if self.offloads_states else shard
+        states = 0 if self.offloads_states else self.shard(p)
         return {
-            "weights": 0 if self.offloads_weights else BF16 * weights,
+            "weights": 0 if self.offloads_weights else self._weights(p),
             "AdamW's states": 3 * FP32 * states,
             "buckets": self._bucket(p),
         }
+
+    def _weights(self, p: Parameters) -> int:
+        """Returns the bytes of a rank's weights. ZeRO-3's fp32 shards of adapters are the masters
+        themselves, and counted there, unless the masters wait on the host."""
+        ranks = self.processes if self.stage == 3 else 1
+        if not p.adapters:
+            return BF16 * (p.total // ranks)
+        counted = self.stage < 3 or self.offloads_states
+        return frozen_bytes(p, ranks) + counted * FP32 * (p.total // ranks)
 
     @property
     def gradients_stand(self) -> bool:
         return self.stage == 3
 
-    def gradient(self, numel: int) -> int:
+    def gradient(self, p: Parameters, numel: int) -> int:
         if self.offloads_states:
             return 0
         share = numel if self.stage == 1 else numel // self.processes
-        return self._grad_bytes * share
+        return self._grad_bytes(p) * share
 
     def _gathered(self, p: Parameters, numel: int) -> Buffers:
         if self.stage < 3:
@@ -299,7 +332,7 @@ class Zero(Layout):
     def reducing(self, p: Parameters, numel: int) -> Buffers:
         """One rank that offloads takes them up again to make them fp32."""
         if self.processes > 1:
-            sums = FP32 * numel + self._grad_bytes * numel // self.processes
+            sums = FP32 * numel + self._grad_bytes(p) * numel // self.processes
         else:
             sums = (BF16 + FP32) * numel if self.offloads_states else 0
         return {
@@ -314,7 +347,7 @@ class Zero(Layout):
         shard = self.shard(p)
         if self.stage == 3:
             return {"gradients, fp32": FP32 * min(shard, self.sub_group)}
-        return {"gradients, fp32": (FP32 + self._grad_bytes * (self.stage == 1)) * shard}
+        return {"gradients, fp32": (FP32 + self._grad_bytes(p) * (self.stage == 1)) * shard}
 
     def host(self, p: Parameters) -> int:
         shards = [numel // self.processes for numel in p.numels]
@@ -324,18 +357,22 @@ class Zero(Layout):
             groups = _sub_groups(shards, self.sub_group) if self.stage == 3 else [total]
             states = 3 * FP32 * total  # masters and moments, not pinned
             states += sum(pinned(FP32 * numel) for numel in groups)
-            states += pinned(self._grad_bytes * total)
+            states += pinned(self._grad_bytes(p) * total)
         if self.offloads_weights:  # by parameter, kept by torch when they are in one flat buffer
-            weights = sum(pinned(BF16 * numel) for numel in shards) + pinned(BF16 * total)
+            itemsize = FP32 if p.adapters else BF16
+            weights = sum(pinned(itemsize * numel) for numel in shards) + pinned(itemsize * total)
+            weights += sum(pinned(BF16 * (numel // self.processes)) for numel in p.frozen)
         return states + weights
 
     def pending(self, p: Parameters) -> Pending:
         if self.stage < 3:
-            return Pending(self.late(p) + BF16 * p.total)
-        return Pending(self.late(p) + gathered_bytes(2 * p.layer, p.output))
+            return Pending(self.late(p) + (FP32 if p.adapters else BF16) * p.total)
+        head = 0 if p.adapters else p.output
+        return Pending(self.late(p) + gathered_bytes(2 * p.layer, p.output, head))
 
     def gathers(self, p: Parameters, passes: int) -> int:
-        times = (2 * p.total - p.head) * passes if self.stage == 3 else p.total
+        updated = 2 * p.total if p.adapters else p.total
+        times = gathered_words(p) * passes if self.stage == 3 else updated
         return BF16 * times * (self.processes - 1) // self.processes
 
     def reduces(self, p: Parameters, passes: int) -> int:
@@ -349,16 +386,17 @@ class Zero(Layout):
         if self.processes == 1:
             return 0
         gathered = 2 * 3 * BF16 if self.stage == 3 else 0
-        return int(p.total * (gathered + BF16 + 3 * FP32 + FP32 / self.processes))
+        summed = BF16 + 3 * FP32 + FP32 / self.processes
+        return int(p.words * gathered + p.total * summed)
 
     def up(self, p: Parameters) -> int:
-        return BF16 * p.total // self.processes if self.offloads_weights else 0
+        return BF16 * p.words // self.processes if self.offloads_weights else 0
 
     def chain(self, p: Parameters) -> int:
         """Weights come up; a gradient goes down, comes back to be made fp32, and goes down so."""
         shard = self.shard(p)
         gradients = (BF16 + BF16 + FP32) * shard if self.offloads_states else 0
-        return gradients + (BF16 * shard if self.offloads_weights else 0)
+        return gradients + self.up(p)
 
     def waits(self, p: Parameters) -> float:
         """Returns the seconds that ZeRO-3's hooks wait in backward."""

@@ -4,6 +4,7 @@ read, layout  the plan                                     what its file says, a
 prepare    before transformers opens the process group     the environment, defaults of options
 start      before the model is made                        checks, what must run by then
 random_weights, fills_weights, gather_whole                while the model is made
+adapters, needs_input_gradient, whole_adapters             of adapters over frozen weights
 reshard    after passes without gradients
 configure, clip_grad_norm, pending_bytes                   around a step
 saved, resume_problem, resumed, checkpoint_copies, save_model       checkpoints
@@ -56,6 +57,8 @@ class Engine(ABC):
     """It runs hooks around layers, which gather weights."""
     maps_optimizer: ClassVar[bool] = False
     """A checkpoint's optimizer is read by `torch.load`, which may map the file."""
+    adapters: bool = False
+    """The run trains adapters alone, over frozen weights: its trainer says so."""
 
     @classmethod
     @abstractmethod
@@ -99,6 +102,28 @@ class Engine(ABC):
                 "leave it out, or run without an engine"
             )
 
+    def check_adapters(self, args: TrainArguments, *, quantised: bool, whole: bool) -> None:
+        """Raises UserError for adapters that it cannot train: over `quantised` weights, or beside
+        `whole` modules that are trained as well."""
+        if not self.shards_states:
+            return
+        if quantised:
+            raise UserError(
+                "--quantize nf4 is for runs without an engine, which would have to shard packed "
+                "bytes with their scales: leave it out, or leave out --deepspeed and --fsdp"
+            )
+        if whole:
+            raise UserError(
+                "--lora_modules_to_save and --task reward train whole modules beside adapters, "
+                "whose dtype differs from theirs under an engine: leave out --lora_r or what is "
+                "trained as a whole, or leave out --deepspeed and --fsdp"
+            )
+        if args.fp16:
+            raise UserError(
+                "--fp16 with --lora_r under an engine would scale and cast fp32 adapters: use "
+                "--bf16"
+            )
+
     def share_rows(self, args: TrainArguments, attention: str | None = None) -> None:
         """Tells accelerate which processes share rows; `attention` is Hugging Face's name of it in
         a model that is not patched. Raises UserError where they cannot."""
@@ -126,6 +151,12 @@ class Engine(ABC):
     def random_weights(self, device: torch.device) -> AbstractContextManager[Any]:
         """Returns the context in which a preset's weights are made."""
         return torch.device(device)
+
+    @property
+    def needs_input_gradient(self) -> bool:
+        """Whether its hooks around the first layer wait for the gradient of the layer's input, also
+        where nothing below is trained."""
+        return False
 
     def reshard(self, model: nn.Module) -> None:
         """Takes back what forward passes without a backward one have gathered and left."""
@@ -181,6 +212,10 @@ class Engine(ABC):
         """Size of a checkpoint in copies of the model's weights, of `dtype`: themselves and Adam's
         moments."""
         return 3
+
+    def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:
+        """Returns the trained weights, whole, by name. Every process calls it."""
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
     def save_model(self, trainer: Any, path: Path, dtype: torch.dtype) -> None:
         """Writes the whole model as Hugging Face does, in `dtype`. Every process calls it."""

@@ -211,10 +211,11 @@ class Reached(TrainerCallback):
     """An adapter that gets no gradient is an error, not a run that trains less than it says."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.missing = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.missing = dict.fromkeys(trained)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._reached(name))
-            for name, parameter in self.missing.items()
+            for name, parameter in trained.items()
         ]
 
     def _reached(self, name: str) -> Any:
@@ -224,9 +225,14 @@ class Reached(TrainerCallback):
         return reached
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Called when the gradients of the first step are there, or are consumed already. FSDP2 has
+        other parameters by now, which have a gradient of their own but run no hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self.missing:
+            now = dict(kwargs["model"].named_parameters())
+            self.missing = {n: None for n in self.missing if now[n].grad is None}
         if self.missing:
             raise UserError(
                 f"training does not reach {len(self.missing)} of the weights it should train: "

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 
 from longctx.errors import UserError, one_line
 from longctx.model.classes import class_of
+from longctx.model.look import whole_shape
 from longctx.output.manifest import Damaged, check_files, read_manifest
 from longctx.safety.files import read_json, refuse_odd, tensor_problem
 from longctx.safety.processes import Unbounded, in_child
@@ -195,16 +196,20 @@ def check_resumed(checkpoint: Path, adapted: Any) -> None:
     """Raises UserError for a checkpoint whose adapter is not that of the run: PEFT would leave what
     is missing at its random beginning, and read adapters of folders within, whoever's they are."""
     import peft
+    import torch
 
     if others := sorted(checkpoint.glob(f"*/{CONFIG}")):
         raise UserError(
             f"{checkpoint} holds an adapter that no run saves, in {others[0].parent.name}: remove "
             "it"
         )
-    needed = {
-        name: tuple(x.shape)
-        for name, x in peft.get_peft_model_state_dict(adapted, save_embedding_layers=False).items()
+    shapes = {
+        name: torch.empty(whole_shape(p), device="meta")
+        for name, p in adapted.named_parameters()
+        if p.requires_grad
     }
+    saved = peft.get_peft_model_state_dict(adapted, shapes, save_embedding_layers=False)
+    needed = {name: tuple(x.shape) for name, x in saved.items()}
     if problem := _misfit(_tensors(checkpoint), needed, needed):
         raise UserError(
             f"cannot resume from {checkpoint}: of its adapter {problem}: resume from another "

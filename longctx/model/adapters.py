@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from longctx.layer.adapters.dora import Dora
 from longctx.layer.adapters.lora import Lora
 from longctx.layer.adapters.protocol import Settings
-from longctx.model.look import Read, look
+from longctx.model.look import Read, look, whole_shape
 
 ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
@@ -77,8 +77,20 @@ class Applied(NamedTuple):
         return {"a": self.a, "b": self.b, **self.more}
 
     @property
+    def rank(self) -> int:
+        return whole_shape(self.a)[0]
+
+    @property
+    def inputs(self) -> int:
+        return whole_shape(self.a)[1]
+
+    @property
+    def outputs(self) -> int:
+        return whole_shape(self.b)[0]
+
+    @property
     def rescaled(self) -> int:
-        return self.a.shape[1] * len(self.b) if self.kind.settings is Dora else 0
+        return self.inputs * self.outputs if self.kind.settings is Dora else 0
 
 
 def with_adapters(
@@ -97,9 +109,10 @@ def with_adapters(
 
 
 def inside_peft(model: Any) -> Any:
-    """Returns transformers' model inside a PeftModel, and any other model itself."""
-    is_peft = type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model")
-    return model.get_base_model() if is_peft else model
+    """Returns transformers' model inside a PeftModel, and any other model itself. FSDP2 makes a
+    subclass of its own for the module that it shards."""
+    is_peft = any(kind.__module__.startswith("peft.") for kind in type(model).__mro__)
+    return model.get_base_model() if is_peft and hasattr(model, "get_base_model") else model
 
 
 def unwrapped(module: Any) -> Any:

@@ -717,8 +717,10 @@ def _spread(
 def _embedded(base: Any, runtime: Runtime, input_ids: Tensor | None) -> Tensor:  # (B, S, D)
     """Returns the embedding's output. transformers asks for the gradient of a frozen embedding's
     output, for the sake of checkpoints. Nobody reads it, and its graph would hold the output until
-    backward ends, so it is cut off."""
+    backward ends, so it is cut off, unless an engine needs it."""
     x: Tensor = base.embed_tokens(input_ids)
+    if runtime.needs_input_gradient and torch.is_grad_enabled() and not x.requires_grad:
+        return x.requires_grad_()
     models = (base, runtime.whole and runtime.whole())
     asked = any(getattr(model, "_require_grads_hook", None) is not None for model in models)
     return x.detach() if asked and x.is_leaf else x

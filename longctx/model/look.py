@@ -17,6 +17,11 @@ Read = Callable[..., Any]
 """getattr, or `look`."""
 
 
+def whole_shape(weight: Any) -> tuple[int, ...]:
+    """Returns a weight's shape, also where ZeRO-3 has put it away and left an empty tensor."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
 def look(module: Any, name: str, *default: Any) -> Any:
     """Returns what getattr does, but in the place of a parametrised tensor the first one that it is
     computed from."""

@@ -80,6 +80,8 @@ class Runtime:
     stream_dtype: torch.dtype | None = None
     """Dtype of the residual stream, known after the first batch: fp32 in autocast."""
     label_smoothing: float = 0.0
+    needs_input_gradient: bool = False
+    """The hooks of an engine around the first layer wait for the gradient of the layer's input."""
     strict: bool = False
     """A call of training that the schedule does not cover is an error."""
     on_pass: Callable[[], bool] | None = None
@@ -299,12 +301,12 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
         parallel=traits.parallel,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
-        rank=max((len(x.a) for x in adapters), default=0),
+        rank=max((x.rank for x in adapters), default=0),
         drops=any(x.dropout for x in adapters),
         adapted=Adapted(
-            inputs=sum(x.share * x.a.shape[1] for x in adapters),
-            outputs=sum(x.share * len(x.b) for x in adapters),
-            parameters=sum(x.share * (x.a.numel() + x.b.numel()) for x in adapters),
+            inputs=sum(x.share * x.inputs for x in adapters),
+            outputs=sum(x.share * x.outputs for x in adapters),
+            parameters=sum(x.share * x.rank * (x.inputs + x.outputs) for x in adapters),
             rescaled=sum(x.share * x.rescaled for x in adapters),
         ),
     )

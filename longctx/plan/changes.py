@@ -3,7 +3,7 @@
     1. flags alone        the same training: one flag, two or three together, the fastest first.
                           `auto` already looks at every place and at all that may be kept
     2. these GPUs         of several: fewer of them, a row that they share, ZeRO-3 with CPU offload
-    3. LoRA, then QLoRA   other training; on several GPUs without an engine
+    3. LoRA, then QLoRA   other training; on several GPUs LoRA under the run's engine, too
     4. a shorter row      the longest that fits: other data. Where none does, and adapters alone do
                           not fit either, the longest under each
     5. more GPUs          2, 4 or 8 of them share each row under FSDP2
@@ -126,11 +126,13 @@ class _Search:
     def kinds_of_adapters(self) -> list[Options]:
         """LoRA and QLoRA, as far as the run has them not yet."""
         model = self.run.model
-        # what adapters are planned with, and a run takes
+        # each GPU has a copy of its own
         beside: Options = {"engine": None, "sequence_parallel_size": 1}
         if model.class_type != "custom":
             beside |= {"class_type": "custom", "attn_backend": "auto"}
         lora = [{**beside, "lora_r": RANK}] if model.lora_r is None else []
+        if lora and self.run.gpus > 1 and self.run.engine is not None:
+            lora = [{"lora_r": RANK}, *lora]
         packed = {**beside, "lora_r": model.lora_r or RANK, "quantize": "nf4"}
         return [*lora, packed] if model.quantize == "none" else lora
 
@@ -149,9 +151,9 @@ class _Search:
     def _shards(self) -> bool:
         """Whether an engine may train the run, with rows that GPUs share."""
         run = self.run
-        adapted = run.model.lora_r is not None
+        whole = run.model.quantize == "none" and not run.model.lora_modules_to_save
         ours = run.model.class_type == "custom" and not self.subject.sees
-        return ours and run.exact and not adapted and run.task == "sft"
+        return ours and run.exact and whole and run.task == "sft"
 
     def these_gpus(self) -> Iterator[Change]:
         """What the GPUs that are there can do together, or the most of them that can."""

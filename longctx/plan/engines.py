@@ -33,16 +33,22 @@ from longctx.memory.states import BlockSpec
 
 
 def parameters_of(model: Any, specs: Sequence[BlockSpec]) -> Parameters:
-    numels = [p.numel() for p in model.parameters() if p.requires_grad]
-    by_layer = [sum(p.numel() for p in s.trained) for s in specs if s.layer is not None]
+    parameters, layers = [*model.parameters()], [s for s in specs if s.layer is not None]
+    frozen = [p.numel() for p in parameters if not p.requires_grad]
+    by_layer = [sum(p.numel() for p in s.trained) for s in layers]
+    all_of_layers = [sum(p.numel() for p in s.parameters.values()) for s in layers]
     embedding = model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", embedding)
     return Parameters(
-        numels=numels,
+        numels=[p.numel() for p in parameters if p.requires_grad],
         layers=by_layer,
         embedding=embedding.numel(),
         head=0 if head is embedding else head.numel(),
         hidden=embedding.shape[1],
+        frozen=frozen,
+        frozen_layers=[
+            whole - trained for whole, trained in zip(all_of_layers, by_layer, strict=True)
+        ],
     )
 
 
@@ -55,13 +61,13 @@ class ShardedStates:
         self.layers, self.accumulates = layers, accumulates
         self._standing = {**layout.standing(parameters), "libraries": LIBRARY_BYTES}
         p = parameters
-        rest = p.total - sum(p.layers) - p.embedding
-        self._grads = {-1: p.embedding, layers: rest} | dict(enumerate(p.layers))
+        rest = p.total - sum(p.layers) - p.trained_embedding
+        self._grads = {-1: p.trained_embedding, layers: rest} | dict(enumerate(p.layers))
         """Maps layers to their numbers of parameters; -1 is the embedding, `layers` the rest."""
 
     def _tied(self) -> Buffers:
         """A tied embedding's gradient, which is whole from the loss to the embedding's backward."""
-        if self.parameters.head:
+        if self.parameters.head or self.parameters.adapters:
             return {}
         return {"the embedding's gradient": self.layout.whole(self.parameters.embedding)}
 
@@ -75,7 +81,7 @@ class ShardedStates:
         if layer < 0:
             return self._standing
         p = self.parameters
-        above = p.layers[layer + 1] if layer < self.layers - 1 else p.head
+        above = p.layers[layer + 1] if layer < self.layers - 1 else p.trained_head
         return {**self._standing, **self.layout.backward(p, above), **self._tied()}
 
     def update(self) -> Buffers:
@@ -83,7 +89,7 @@ class ShardedStates:
 
     def others(self, kept: int, unit: int) -> list[Phase]:
         """The moment in which lm_head's gradient is summed, before the last layer's backward."""
-        head = self.parameters.head
+        head = self.parameters.trained_head
         if not head:
             return []
         buffers = {
@@ -96,7 +102,7 @@ class ShardedStates:
         return [Phase("lm_head's gradient", buffers)]
 
     def all_gradients(self) -> int:
-        return self.layout.gradient(self.parameters.total)
+        return self.layout.gradient(self.parameters, self.parameters.total)
 
     def loss_gradients(self) -> int:
         stand = self.accumulates or self.layout.gradients_stand
@@ -111,11 +117,13 @@ class ShardedStates:
         if self.loss_gradients():
             return self.all_gradients()
         done = [numel for at, numel in self._grads.items() if at > layer + (not summed)]
-        return self.layout.gradient(sum(done))
+        return self.layout.gradient(self.parameters, sum(done))
 
     def embedding(self, made: Buffers) -> Buffers:
         p = self.parameters
         gradients = {"gradients": self.new_gradients(-1)}
+        if not p.trained_embedding:
+            return {**gradients, **self.layout.backward(p, p.layers[0])}
         made = {
             **made,
             "the embedding's gradient": self.layout.whole(p.embedding) * (1 if p.head else 2),
@@ -138,15 +146,16 @@ def exchanged(layout: Layout, p: Parameters, machine: Machine, passes: int) -> E
     gathers = layout.gathers(p, passes) / passes / peers
     forward = gathers / 2 + layout.up(p) / link
     backward = gathers / 2 + layout.reduces(p, passes) / passes / peers + layout.chain(p) / link
-    coming = layout.up(p) / link / p.total
+    coming = layout.up(p) / link / p.words
     update = layout.update_bytes * p.total / n / machine.memory_bytes
     if layout.states_on_host:
         update = p.total / CPU_ADAM
     return Exchanged(
         forward=forward,
         backward=backward,
-        alone_forward=(ends * whole + coming) * (p.embedding + p.layers[0]),
-        alone_backward=FP32 * p.embedding * share / peers + layout.waits(p),
+        alone_forward=(ends * whole + coming) * (p.embedding + p.layer_words[0]),
+        alone_backward=FP32 * (p.trained_embedding or p.layers[0]) * share / peers
+        + layout.waits(p),
         memory_bytes=layout.moved(p),
         update=update,
         link=(layout.up(p) + layout.chain(p)) / link,

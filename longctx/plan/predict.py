@@ -445,7 +445,7 @@ def _decide_sharded(
     """Returns the decision under an engine, which holds weights and states: activations get what is
     free when training begins."""
     p = subject.parameters
-    stand = engine.gradient(p.total) if engine.gradients_stand else 0
+    stand = engine.gradient(p, p.total) if engine.gradients_stand else 0
     taken = sum(engine.standing(p).values()) - engine.late(p) + stand
     budget = Budget(
         usable_bytes(machine.gpu_bytes - machine.held_bytes - taken),

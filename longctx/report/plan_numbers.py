@@ -112,7 +112,7 @@ def _states(planned: Plan) -> str:
     run, parameters = planned.run, planned.parameters
     if run.engine is not None:
         standing = run.engine.standing(parameters)
-        standing["gradients"] = run.engine.gradient(parameters.total)
+        standing["gradients"] = run.engine.gradient(parameters, parameters.total)
         shown = ", ".join(f"{name} {_gib(size):.2f}" for name, size in standing.items() if size)
         host = f"; {run.engine.host(parameters) / GIB:.2f} GiB of the host a process"
         return (

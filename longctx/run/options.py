@@ -89,11 +89,9 @@ def parse_planned(argv: Sequence[str]) -> tuple[ModelArguments, TrainArguments, 
 
 def _check_engine(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> None:
     """Raises UserError for a model that the engine cannot train, before anything is read."""
-    if model_args.lora_r is not None and engine.shards_states:
-        raise UserError(
-            "--lora_r is for runs without an engine, which hold an adapter's states on one GPU: "
-            "leave out --deepspeed and --fsdp"
-        )
+    if model_args.lora_r is not None:
+        whole = model_args.lora_modules_to_save or args.task == "reward"
+        engine.check_adapters(args, quantised=model_args.quantize != "none", whole=bool(whole))
     shares = args.sequence_parallel_size > 1
     engine.check_shares_rows(shares, patched=model_args.class_type == "custom")
 

@@ -126,6 +126,7 @@ class LongTrainer(TaskTrainer):
         self.engine = engine or choose_engine(args)
         theirs = None if patched_part(model) else model.config._attn_implementation
         self.engine.share_rows(args, theirs)
+        self.engine.adapters = inside_peft(model) is not model
         super().__init__(
             model=model,
             task=task or Task(args),
@@ -174,10 +175,11 @@ class LongTrainer(TaskTrainer):
             runtime.passes, runtime.shards = args.gradient_accumulation_steps, self.shards
             runtime.task = self.counted_task
             runtime.moves_weights = self.engine.hooks_layers
+            runtime.needs_input_gradient = self.engine.needs_input_gradient
             # Trainer's own smoothing would ask the model for all logits.
             runtime.label_smoothing, self.label_smoother = args.label_smoothing_factor, None
             self.add_callback(Reserve(patched, -(-self.row_tokens // ranks_a_row)))
-        if inside_peft(model) is not model:
+        if self.engine.adapters:
             self.add_callback(Reached(model))
         for default in (PrinterCallback, ProgressCallback):
             self.remove_callback(default)
@@ -452,12 +454,20 @@ class LongTrainer(TaskTrainer):
 
     @overrides
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Within a checkpoint all processes fail together, before the collectives that follow."""
-        save = super().save_model
+        """Within a checkpoint all processes fail together, before the collectives that follow. Of
+        adapters under an engine these alone are gathered: Trainer would gather the whole model, or
+        leave the file to FSDP2, which writes none that PEFT reads."""
+        save: Callable[..., Any] = super().save_model
+        if self.engine.adapters and self.engine.shards_states:
+            save = self._save_adapters
         if not _internal_call:
             save(output_dir)
         elif problem := try_on_all_ranks(lambda: save(output_dir, True)):
             raise OSError(problem)
+
+    def _save_adapters(self, output_dir: str | None, *args: Any) -> None:
+        weights = self.engine.whole_adapters(self.accelerator.unwrap_model(self.model))
+        self._save(output_dir, weights)
 
     @overrides
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_job import STEPS, Warm, batch
+from small_job import DORA, LORA, STEPS, Warm, batch
 
 from longctx.commands import train
 
@@ -55,6 +55,25 @@ def vanilla(job: list[str], tmp_path_factory) -> Path:
     """The reference: Hugging Face's model, one process, no engine."""
     folder = tmp_path_factory.mktemp("vanilla")
     train.main([*job, "--class_type", "vanilla", "--output_dir", str(folder), *batch(1)])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def adapted(job: list[str], tmp_path_factory) -> Path:
+    """The reference of adapters: PEFT's layers and torch's AdamW, one process, no engine."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("adapted")
+    words = ["--class_type", "vanilla", "--output_dir", str(folder), *batch(1)]
+    train.main([*job, *LORA, *words])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def over_sixteen_bits(job: list[str], tmp_path_factory) -> Path:
+    """Two steps of DoRA in fp32 over bf16, one process, no engine."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("over_sixteen_bits")
+    train.main([*job, *DORA, "--output_dir", str(folder), *batch(1)])
     return folder
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -43,13 +44,16 @@ def allocate_and_note(self: Any, size: Any, **kwargs: Any) -> Any:
 
 
 class CheckedTrainer(LongTrainer):
-    """Every parameter is sharded, and in the optimizer, and our own code gives gradients memory:
-    any of it could silently be otherwise."""
+    """Every parameter is sharded, and in the optimizer if it is trained, and our own code gives
+    gradients memory: any of it could silently be otherwise."""
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         assert all(isinstance(p, DTensor) for p in model.parameters())
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        assert trained == {id(p) for p in model.parameters()}
+        assert trained == {id(p) for p in model.parameters() if p.requires_grad}
+        if self.engine.adapters:
+            dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
+            assert dtypes == {(True, torch.float32), (False, self._dtype)}
         loss = super().training_step(model, *args, **kwargs)
         assert scattered
         return loss

@@ -69,8 +69,6 @@ def cases(engine: str, processes: int, data: dict[str, Any]) -> list[dict[str, A
 def expected(engine: str, case: str) -> str:
     """A pattern of how a case ends."""
     class_type, task = case.split()
-    if engine != "plain" and task == "lora":
-        return "--lora_r is for runs without an engine"
     if engine != "plain" and task == "distill":
         return "--task distill .*"
     if task == "shared" and engine == "plain":

@@ -114,6 +114,31 @@ def test_rows_are_not_shared_without_an_engine(tmp_path: Path) -> None:
         sharing(tmp_path, 2, Plain(), parallelism_config=ParallelismConfig(cp_size=2))
 
 
+@pytest.mark.parametrize(
+    ("quantised", "whole", "fp16", "says"),
+    [
+        (True, False, False, "--quantize nf4 is for runs without an engine"),
+        (False, True, False, "--lora_modules_to_save and --task reward train whole modules"),
+        (False, False, True, "--fp16 with --lora_r under an engine"),
+    ],
+)
+def test_adapters_that_no_engine_trains(quantised, whole, fp16, says) -> None:
+    args: Any = SimpleNamespace(fp16=fp16)
+    for engine in (FSDP2(), DeepSpeed()):
+        engine.settings = {}
+        with pytest.raises(UserError, match=says):
+            engine.check_adapters(args, quantised=quantised, whole=whole)
+        engine.check_adapters(SimpleNamespace(fp16=False), quantised=False, whole=False)
+    Plain().check_adapters(args, quantised=quantised, whole=whole)
+
+
+def test_adapters_are_not_swapped_to_disks() -> None:
+    engine = DeepSpeed()
+    engine.settings = json.loads((ROOT / "ds_configs" / "zero3_nvme.json").read_text())
+    with pytest.raises(UserError, match="--lora_r with offload to NVMe: .*zero3_cpu"):
+        engine.check_adapters(SimpleNamespace(fp16=False), quantised=False, whole=False)
+
+
 def test_each_yaml_says_what_its_json_says() -> None:
     for path in DS_CONFIGS:
         settings = yaml.safe_load(path.with_suffix(".yaml").read_text())

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from small_job import ACCELERATE, Warm, assert_same_run, batch, of_family, on_cpu
+from small_job import (
+    ACCELERATE,
+    DORA,
+    LORA,
+    Warm,
+    assert_adapters_alone,
+    assert_near_run,
+    assert_same_run,
+    batch,
+    of_family,
+    on_cpu,
+)
 
 from longctx.commands import train
 from longctx.safety.system import installed
@@ -78,6 +89,30 @@ def test_prompts_that_documents_share(job: list[str], warm: Warm, tmp_path: Path
     said = warm.run(2, "train.py", *flags, *batch(2))
     assert "is computed once" in said
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
+
+
+@needs_deepspeed
+def test_adapters(job: list[str], adapted: Path, warm: Warm, tmp_path: Path) -> None:
+    """ZeRO-3 killed and resumed, as PEFT's layers train them."""
+    config = on_cpu(ROOT / "ds_configs" / "zero3.json", tmp_path)
+    flags = [*job, *LORA, "--deepspeed", config, "--output_dir", f"{tmp_path}/run", *batch(2)]
+    flags += ["--save_steps", "1"]
+    warm.kill_after_saving(tmp_path / "run", 2, "train.py", *flags)
+    warm.run(2, "train.py", *flags, "--resume_from_checkpoint", "last")
+    assert_same_run(tmp_path / "run", adapted)
+    assert_adapters_alone(tmp_path / "run", job)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("zero", "processes"), [("zero2", 1), ("zero3", 2)])
+def test_adapters_over_sixteen_bits(
+    zero: str, processes: int, job: list[str], over_sixteen_bits: Path, warm: Warm, tmp_path: Path
+) -> None:
+    """DeepSpeed itself would round fp32 adapters, or their gradients, to bf16."""
+    config = on_cpu(ROOT / "ds_configs" / f"{zero}.json", tmp_path)
+    flags = ["--deepspeed", config, "--bf16", "true", "--output_dir", f"{tmp_path}/run"]
+    warm.run(processes, "train.py", *job, *DORA, *flags, *batch(processes))
+    assert_near_run(tmp_path / "run", over_sixteen_bits)
 
 
 @needs_deepspeed

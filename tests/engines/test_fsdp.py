@@ -9,7 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import init_empty_weights
-from small_job import ACCELERATE, Launched, Warm, assert_same_run, batch, of_family
+from small_job import (
+    ACCELERATE,
+    DORA,
+    LORA,
+    Launched,
+    Warm,
+    assert_adapters_alone,
+    assert_near_run,
+    assert_same_run,
+    batch,
+    of_family,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longctx.commands import train
@@ -80,6 +91,31 @@ def test_another_family(job: list[str], warm: Warm, tmp_path: Path) -> None:
     sharded += ["--output_dir", f"{tmp_path}/run", "--save_strategy", "no", *batch(2)]
     warm.run(2, "tests/engines/fsdp_on_cpu.py", *flags, *sharded)
     assert_same_run(tmp_path / "run", tmp_path / "vanilla")
+
+
+def test_adapters(job: list[str], adapted: Path, warm: Warm, tmp_path: Path) -> None:
+    """Two processes share rows until they are killed; one resumes, and loads the best checkpoint.
+    As PEFT's layers train them."""
+    sharded = [*job, *LORA, "--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json"]
+    sharded += ["--output_dir", f"{tmp_path}/run", "--save_steps", "1", *batch(1)]
+    sharded += "--load_best_model_at_end true --eval_strategy steps --eval_steps 1".split()
+    script, shared = "tests/engines/fsdp_on_cpu.py", ["--sequence_parallel_size", "2"]
+    warm.kill_after_saving(tmp_path / "run", 2, script, *sharded, *shared)
+    resumed = ["--resume_from_checkpoint", "last", "--allow_changed", "num_processes"]
+    warm.run(1, script, *sharded, *resumed)
+    assert_same_run(tmp_path / "run", adapted)
+    assert_adapters_alone(tmp_path / "run", job)
+
+
+def test_adapters_over_sixteen_bits(
+    job: list[str], over_sixteen_bits: Path, warm: Warm, tmp_path: Path
+) -> None:
+    """Frozen weights stay in bf16 and adapters in fp32 (fsdp_on_cpu.py). Only the first process has
+    weights of which to take DoRA's lengths."""
+    sharded = ["--fsdp", "true", "--fsdp_config", "fsdp_configs/fsdp2.json", "--bf16", "true"]
+    sharded += ["--output_dir", f"{tmp_path}/run", *batch(2)]
+    warm.run(2, "tests/engines/fsdp_on_cpu.py", *job, *DORA, *sharded)
+    assert_near_run(tmp_path / "run", over_sixteen_bits)
 
 
 def test_only_the_first_process_loads_weights_under_fsdp(job: list[str], monkeypatch) -> None:

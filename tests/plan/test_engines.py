@@ -34,6 +34,8 @@ H200 = MACHINES["h200"]
 P = Parameters(numels=[80, 40, 40, 10, 80], layers=[40, 40], embedding=80, head=80, hidden=4)
 """Two layers of 40, a final norm of 10: N is 250."""
 TIED = Parameters(numels=[80, 40, 40, 10], layers=[40, 40], embedding=80, head=0, hidden=4)
+ADAPTED = replace(P, numels=[6, 4, 6, 4], layers=[10, 10], frozen=P.numels, frozen_layers=P.layers)
+"""Adapters of 10 on each layer: 20 are trained over 250."""
 
 
 def sums(*buffers: dict[str, int]) -> int:
@@ -44,7 +46,7 @@ def test_fsdp2_by_hand() -> None:
     """Two ranks: 125 parameters each, of 4 bytes and 8 of moments; the rest is gathered."""
     layout = FullyShard(processes=2)
     assert sums(layout.standing(P)) == 12 * 125
-    assert layout.gradient(250) == 4 * 125
+    assert layout.gradient(P, 250) == 4 * 125
     assert sums(layout.forward(P)) == 2 * 2 * 40
     assert sums(layout.loss(P)) == 2 * 2 * 80
     assert sums(layout.backward(P, 80)) == 2 * 2 * 40 + 4 * 80
@@ -59,7 +61,7 @@ def test_fsdp2_by_hand() -> None:
 
 def test_fsdp2_with_offload_has_nothing_on_the_gpu_between_steps() -> None:
     layout = fully_shard_layout(True, processes=2)
-    assert sums(layout.standing(P)) == layout.gradient(250) == 0
+    assert sums(layout.standing(P)) == layout.gradient(P, 250) == 0
     assert layout.host(P) == 16 * 125
     assert layout.name == "FSDP2 with CPU offload" and layout.states_on_host
 
@@ -73,11 +75,11 @@ def test_zero_by_hand(stage, standing, gradients) -> None:
     layout = Zero(stage=stage, processes=2)
     buckets = 4 * 16 * (1 if stage == 3 else 2)
     assert sums(layout.standing(P)) == standing + buckets
-    assert layout.gradient(250) == gradients
+    assert layout.gradient(P, 250) == gradients
     assert layout.late(P) == 8 * 125
     whole = 2 * 250 if stage < 3 else 2 * (2 * 40 + 2 * 80)
     assert sum(layout.pending(P)) == 8 * 125 + whole
-    assert Zero(stage=stage, processes=2, accumulates=True).gradient(250) == 2 * gradients
+    assert Zero(stage=stage, processes=2, accumulates=True).gradient(P, 250) == 2 * gradients
 
 
 def test_zero3_gathers_as_far_as_it_may() -> None:
@@ -91,6 +93,34 @@ def test_zero3_gathers_as_far_as_it_may() -> None:
     assert sums(Zero(processes=2, sub_group=100).update(P)) == 4 * 100
 
 
+def test_adapters_by_hand() -> None:
+    """Two ranks. Frozen weights have 2 bytes, and no states or gradients; adapters 12 and 4. What
+    is gathered is frozen weights in one word each and adapters in two."""
+    fsdp2, zero2, zero3 = FullyShard(processes=2), Zero(stage=2, processes=2), Zero(processes=2)
+    assert fsdp2.standing(ADAPTED) == {"weights": 2 * 125 + 4 * 10, "AdamW's states": 8 * 10}
+    assert sums(zero3.standing(ADAPTED)) == 2 * 125 + 12 * 10 + 4 * 16
+    assert sums(zero2.standing(ADAPTED)) == 2 * 250 + 4 * 20 + 12 * 10 + 2 * 4 * 16
+    for layout in (fsdp2, zero2, zero3):
+        assert layout.gradient(ADAPTED, 20) == 4 * 10
+        assert layout.reduces(ADAPTED, passes=3) == 3 * 4 * 20 // 2
+    layer = 40 + 2 * 10
+    assert sums(fsdp2.forward(ADAPTED)) == sums(zero3.forward(ADAPTED)) == 2 * 2 * layer
+    assert sum(fsdp2.pending(ADAPTED)) == (8 + 4) * 10 + 2 * 2 * (2 * layer + 80)
+    # Nothing goes backward through the embedding, and lm_head stays: neither comes again.
+    words = 250 + 2 * 20
+    assert fsdp2.gathers(ADAPTED, passes=1) == 2 * (2 * words - 80 - 80) // 2
+    assert zero3.gathers(ADAPTED, passes=1) == fsdp2.gathers(ADAPTED, passes=1)
+    assert zero2.gathers(ADAPTED, passes=3) == 4 * 20 // 2
+    offloaded = Zero(processes=2, offloads_weights=True, offloads_states=True, pins=False)
+    assert offloaded.host(ADAPTED) == 2 * 125 + (2 * 4 + 12 + 4 + 4) * 10
+    assert fully_shard_layout(True, 2).host(ADAPTED) == 2 * 125 + 16 * 10
+    states = ShardedStates(fsdp2, ADAPTED, layers=2, accumulates=False)
+    assert states.new_gradients(0) == 4 * 10 // 2 and states.others(kept=0, unit=0) == []
+    assert states.backward(1)["gradients to sum, fp32"] == 0
+    found = states.embedding({"sums of the embedding's gradient": 1000})
+    assert found["gradients"] == 4 * 10 and "sums of the embedding's gradient" not in found
+
+
 def test_zero3_with_cpu_offload_pins_in_powers_of_two() -> None:
     """In MiB: masters and moments as they are; gradients in fp32 by groups of whole parameters,
     gradients and weights in bf16 in one block each, and weights by parameter."""
@@ -102,7 +132,7 @@ def test_zero3_with_cpu_offload_pins_in_powers_of_two() -> None:
     assert layout.host(p) == (12 * 9 + 32 + 16 + 32 + 32 + 3 * 8) * mi
     assert Zero(offloads_weights=True, offloads_states=True, pins=False).host(p) == 22 * 9 * mi
     assert sums(layout.standing(p)) == 2 * 16  # the bucket
-    assert layout.gradient(9 * mi) == 0
+    assert layout.gradient(p, 9 * mi) == 0
 
 
 def test_settings_are_read() -> None:
@@ -207,6 +237,22 @@ def test_a_phase_of_fsdp2_holds_what_the_layout_says(small) -> None:
     assert small.model.num_parameters() == p.total
 
 
+@pytest.mark.parametrize("make", KINDS)
+def test_adapters_need_less_than_all_weights(small, make) -> None:
+    """Two GPUs hold half of the frozen weights each; only adapters' gradients are summed."""
+    adapted = small.adapted(ModelArguments(lora_r=16))
+    whole, lora = planned(small, make(2), 2), planned(adapted, make(2), 2, lora_r=16)
+    assert lora.fits and lora.gpu_bytes < whole.gpu_bytes
+    assert lora.rank_host_bytes <= whole.rank_host_bytes
+    p = lora.parameters
+    assert sum(p.frozen) == whole.parameters.total and p.total == adapted.trained
+    assert (
+        exchanged(make(2), p, H200, 1).backward
+        < exchanged(make(2), whole.parameters, H200, 1).backward
+    )
+    assert sum(p.frozen_layers) + p.embedding == pytest.approx(sum(p.frozen), rel=1e-3)
+
+
 @pytest.mark.parametrize("class_type", ["custom", "liger"])
 def test_ranks_that_share_rows_have_their_tokens_and_heads(small, class_type) -> None:
     """A peer by accelerate's Ulysses."""
@@ -297,6 +343,11 @@ def test_the_run_counts_what_is_pending_as_the_plan_does(monkeypatch) -> None:
     monkeypatch.setattr(fsdp, "pending_bytes", whole)
     assert collectives.gathered_bytes(model) == 2 * (2 * 40 + 2 * 80)
     assert FSDP2().pending_bytes(model) == FullyShard(processes=2).pending(P)
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.adapter = nn.Linear(2, 5, bias=False)
+    assert collectives.gathered_bytes(model) == 2 * (2 * (40 + 20) + 80)
+    assert FSDP2().pending_bytes(model) == FullyShard(processes=2).pending(ADAPTED)
 
 
 def test_parameters_are_those_of_the_model(small) -> None:

@@ -202,7 +202,7 @@ def test_what_is_printed_is_no_wider_than_its_terminal(capsys, monkeypatch, colo
         (["--deepspeed", "nowhere.json"], "nowhere.json"),
         ([*FSDP2, "--place", "host"], "--place: fsdp keeps fp32 states itself"),
         ([*FSDP2, "--bf16", "false"], "knows engines in bfloat16"),
-        ([*FSDP2, "--lora_r", "8"], "--lora_r is for runs without an engine"),
+        ([*FSDP2, "--lora_r", "8", "--quantize", "nf4"], "nf4 is for runs without an engine"),
         ([*FSDP2, "--gpus", "3", "--sequence_parallel_size", "2"], "does not divide the 3 proc"),
         ([*FSDP2, "--gpus", "5", "--sequence_parallel_size", "5"], "5 ranks cannot share a head"),
         (["--gpus", "2", "--sequence_parallel_size", "2"], "need an engine that shards weights"),
