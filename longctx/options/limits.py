@@ -15,6 +15,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.options.about import Range
+from longctx.options.parts import FUSED, WHOLE
 from longctx.options.theirs import about
 
 _LOSS_ONLY = (
@@ -146,6 +147,24 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
         yield (
             "--accelerator_config: split_batches needs a --per_device_train_batch_size that the "
             "processes divide"
+        )
+    if m.class_type == "custom" and not m.schedules:
+        yield from _parts_conflicts(m, t)
+
+
+def _parts_conflicts(m: Any, t: Any) -> Iterator[str]:
+    """Yields what single parts of ours in Hugging Face's layers cannot be together with."""
+    if t.task != "sft":
+        yield f"--task {t.task} needs the schedule of --class_type custom: leave out --parts"
+    if t.sequence_parallel_size > 1:
+        yield (
+            "--sequence_parallel_size needs the schedule of --class_type custom: leave out "
+            "--parts, or use --class_type vanilla or liger"
+        )
+    if t.label_smoothing_factor and not {WHOLE, FUSED} & {*m.patch_options.parts}:
+        yield (
+            f"--label_smoothing_factor is of our loss, which is not among --parts: add {FUSED} or "
+            f"{WHOLE}"
         )
 
 
