@@ -4,6 +4,9 @@ alone, and undone."""
 from __future__ import annotations
 
 import copy
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from exactness import DEVICE
 from longctx.errors import UserError
 from longctx.model import forwards, parts
 from longctx.model.parts import why_not_part
-from longctx.model.patch import patch_as
+from longctx.model.patch import check_parts, patch_as
 from longctx.options.model import PatchOptions
 from longctx.options.parts import FUSED, PARTS, WHOLE
 
@@ -248,3 +251,42 @@ def test_what_is_printed(capsys) -> None:
     )
     said = patch_as(llama(), PatchOptions(parts=("rope",)), CPU)
     assert said == "patched: rope, in Hugging Face's layers"
+
+
+# --- Liger-Kernel's --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ligers(monkeypatch) -> list[dict[str, Any]]:
+    """What the function that patches Llama is called with, in the place of Liger-Kernel's own."""
+    calls: list[dict[str, Any]] = []
+
+    def apply(
+        rope: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        rms_norm: bool = True,
+        swiglu: bool = True,
+        model: Any = None,
+    ) -> None:
+        given = dict(rope=rope, rms_norm=rms_norm, swiglu=swiglu)
+        calls.append({**given, WHOLE: cross_entropy, FUSED: fused_linear_cross_entropy})
+
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    table = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": apply})
+    module.monkey_patch = table
+    return calls
+
+
+def test_ligers_switches(ligers) -> None:
+    for given in (None, ("rope", WHOLE)):
+        said = patch_as(llama(), PatchOptions(class_type="liger", parts=given), CPU)
+    assert ligers[0] == {name: name != WHOLE for name in ligers[0]}
+    assert ligers[1] == {name: name in ("rope", WHOLE) for name in ligers[0]}
+    assert said == "patched by Liger-Kernel: rope, cross_entropy; sdpa attention"
+    wrong = PatchOptions(class_type="liger", parts=("geglu",))
+    with pytest.raises(UserError, match="--parts of Liger-Kernel for 'llama' has no part 'geglu'"):
+        check_parts("--parts", wrong, tiny_config())
