@@ -131,10 +131,11 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
         yield "--debug tpu_metrics_debug needs a TPU: leave it out"
     if not {*(t.gradient_checkpointing_kwargs or {})} <= {*_CHECKPOINT_KEYS}:
         yield f"--gradient_checkpointing_kwargs takes {', '.join(_CHECKPOINT_KEYS)}"
-    offloads = m.class_type != "custom" and m.offload_activations == "all"
+    offloads = not m.schedules and m.offload_activations == "all"
     if offloads and not t.gradient_checkpointing:
+        layers = "--parts" if m.class_type == "custom" else m.class_type
         yield (
-            f"--offload_activations all with {m.class_type} is of checkpoints, which wait in host "
+            f"--offload_activations all with {layers} is of checkpoints, which wait in host "
             "memory: leave out --gradient_checkpointing false"
         )
     if m.class_type != "custom" and m.seq_len % t.sequence_parallel_size:

@@ -23,16 +23,20 @@ def check_known(
     model_args: ModelArguments, args: TrainArguments, who: str = "longctx plan"
 ) -> None:
     """Raises UserError for runs that the plan does not know."""
-    if not model_args.schedules and not args.gradient_checkpointing:
-        ours, kind = model_args.class_type == "custom", model_args.class_type
+    if model_args.schedules:
+        return
+    ours = model_args.class_type == "custom"
+    layers = "--parts" if ours else f"--class_type {model_args.class_type}"
+    if not args.gradient_checkpointing:
         raise UserError(
-            f"{who} knows {'--parts' if ours else f'--class_type {kind}'} with checkpointing by "
-            "layer: leave out --gradient_checkpointing false"
+            f"{who} knows {layers} with checkpointing by layer: leave out "
+            "--gradient_checkpointing false"
         )
-    if model_args.class_type != "custom" and model_args.offload_activations == "all":
+    if model_args.offload_activations == "all":
+        instead = "leave out --parts" if ours else "plan --class_type custom"
         raise UserError(
-            f"{who} knows --class_type {model_args.class_type} with checkpoints on the GPU: leave "
-            "out --offload_activations all, or plan --class_type custom"
+            f"{who} knows {layers} with checkpoints on the GPU: leave out --offload_activations "
+            f"all, or {instead}"
         )
 
 
