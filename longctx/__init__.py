@@ -3,6 +3,7 @@
 The public names, each imported when it is first used (torch is not loaded before):
 
     patch, unpatch                the schedule on one instance of a transformers model
+    patch_class                   on every instance of a class that is built from now on
     AutoLongctxModelForCausalLM   from_pretrained, patched
     Documents                     the documents of a row, and which of them continue a shared prompt
     exact_adamw                   AdamW with exact states wherever they fit, for one's own loop
@@ -53,6 +54,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
     from longctx.model.patch import AutoLongctxModelForCausalLM as AutoLongctxModelForCausalLM
     from longctx.model.patch import patch as patch
     from longctx.model.patch import unpatch as unpatch
+    from longctx.model.patch_class import patch_class as patch_class
     from longctx.run.efficiency import EfficiencyCallback as EfficiencyCallback
     from longctx.run.loop import exact_adamw as exact_adamw
     from longctx.run.trainer import LongTrainer as LongTrainer
@@ -60,6 +62,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _HOMES below is what r
 _HOMES = {
     "patch": "longctx.model.patch",
     "unpatch": "longctx.model.patch",
+    "patch_class": "longctx.model.patch_class",
     "AutoLongctxModelForCausalLM": "longctx.model.patch",
     "Documents": "longctx.attention.documents",
     "exact_adamw": "longctx.run.loop",

@@ -161,6 +161,11 @@ def _class_types(inputs: Inputs) -> Iterator[Case]:
     words = ("--class_type", "vanilla", "--offload_activations", "all")
     command = (*TRAIN, *SMALL, *words, *inputs.at("vanilla_offloaded"))
     yield Case(name="vanilla_offloaded", commands=(command,), prints=("vanilla: ",), vanilla=True)
+    parts = ("--parts", "rope", "rms_norm", "swiglu")
+    for kind, loss in (("custom", "fused_linear_cross_entropy"), ("liger", "cross_entropy")):
+        name = f"{kind}_parts"
+        command = (*TRAIN, *SMALL, "--class_type", kind, *parts, loss, *inputs.at(name))
+        yield Case(name=name, commands=(command,), prints=(loss,), vanilla=True)
     for preset in ("gemma-3-1b",):
         words = ("--preset", preset, "--seq_len", "4096", "--max_steps", "2", *NO_SAVES)
         command = (*TRAIN, *words, *BUDGET, *inputs.at(preset))

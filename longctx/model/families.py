@@ -456,11 +456,12 @@ def family_of(owner: Any) -> Family | None:
     no family. A configuration is in that of the class which transformers makes of it: those of
     InternLM3 are Llama's."""
     kind = class_of(owner) if isinstance(owner, PretrainedConfig) else None
-    return _family_of(kind or owner.__class__)
+    return family_of_class(kind or owner.__class__)
 
 
 @cache
-def _family_of(kind: Any) -> Family | None:
+def family_of_class(kind: Any) -> Family | None:
+    """Returns the family of a class of modules; None if it is in no family."""
     modules = (base.__module__ for base in kind.__mro__)
     parts = [m.split(".") for m in modules if m.startswith("transformers.models.")]
     families = {family.module or family.kind: family for family in FAMILIES.values()}

@@ -100,7 +100,7 @@ _MEANS = (
 )
 REPLACED = "_longctx_replaced"
 """The attribute of a model that keeps the forward which `patch` found on it."""
-_untraced = torch.compiler.disable(reason=_NO_TRACE)
+untraced = torch.compiler.disable(reason=_NO_TRACE)
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """The arguments in which packing collators say where documents begin."""
 _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
@@ -172,12 +172,14 @@ def _no_replicas() -> None:
 
 
 def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
-    base, head, joint = base_of(model), head_of(model), joint_of(model)
-    assert base is not None
-    if head is not None:
+    base: Any = base_of(model)
+    head, joint, asked = head_of(model), joint_of(model), _runtime(base).args
+    if head is not None and asked.fuses_loss:
         yield model, whole_forward if joint is not None else causal_forward
         yield head, head_forward
-    elif is_classifier(model):
+    if not asked.schedules:  # parts.py has put single kernels into the layers
+        return
+    if head is None and is_classifier(model):
         yield model, classifier_forward
     if joint is not None:
         yield joint, joint_forward
@@ -189,7 +191,7 @@ def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
 # --- the causal model ------------------------------------------------------------------------
 
 
-@_untraced
+@untraced
 @can_return_tuple
 def causal_forward(
     self: Any,
@@ -227,6 +229,8 @@ def causal_forward(
         return type(self).forward(self, **inputs, **given)
     _check_untraced()
     attach(self)
+    if kwargs.get(PARENTS) is not None and not runtime.args.schedules:
+        raise UserError("parents need the schedule, and this model has single parts")
     if labels is not None and shift_labels is None and kwargs.get(PARENTS) is not None:
         of_rows = runtime.shards.whole(labels) if runtime.shards else labels
         check_labels(of_rows, kwargs.get("cu_seq_lens_q"), kwargs[PARENTS], ignore_index)
@@ -364,7 +368,7 @@ def whole_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return causal_forward(self, **named(self, args), **kwargs)
 
 
-@_untraced
+@untraced
 @can_return_tuple
 def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs: Any) -> Any:
     """Runs the language model directly if the call has text alone, so that no mask of (S, S) is
@@ -387,7 +391,7 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         runtime.images = None
 
 
-@_untraced
+@untraced
 def classifier_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the forward of transformers' classifier, and tells the base model whether it reads
     padding."""
@@ -406,7 +410,7 @@ _IN_THEIR_ORDER = (whole_forward, joint_forward, classifier_forward)
 # --- the base model --------------------------------------------------------------------------
 
 
-@_untraced
+@untraced
 @can_return_tuple
 def base_forward(
     self: Any,
@@ -567,10 +571,10 @@ def _scheduled_forward(
     it is not to be computed. Where nobody has asked yet whether the schedule covers the model,
     returns why it does not, in a few words."""
     runtime = _runtime(base)
-    runtime.begin_pass()
     x = _embedded(base, runtime, input_ids) if inputs_embeds is None else inputs_embeds
     B, S, D = x.shape
     runtime.follow(x, _compute_dtype(x), base.config)
+    runtime.begin_pass()
     if (multiplier := embedding_multiplier(base)) != 1.0:
         x = x * multiplier
     rope, documents, real = _positions(base, x, positions, attention_mask, bounds, parents, padding)
@@ -736,7 +740,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 # --- their parts -----------------------------------------------------------------------------
 
 
-@_untraced
+@untraced
 def layer_forward(
     self: Any,
     hidden_states: Tensor,  # (T, D) with a schedule

@@ -18,6 +18,9 @@ in bf16, and vanilla holds them twice more in fp32. forwards.py is what runs.
 from __future__ import annotations
 
 import difflib
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -31,19 +34,24 @@ from longctx.model import forwards
 from longctx.model.adapters import inside_peft
 from longctx.model.beside import calling_trainer, models_beside
 from longctx.model.families import base_of, head_of, not_known, score_cap
+from longctx.model.parts import attach_parts, check_family, detach_loss
 from longctx.model.runtime import Runtime, runtime_of
 from longctx.model.strangers import is_trls_head
 from longctx.options.model import Backend, Keeping, Offload, PatchOptions
+from longctx.options.parts import PARTS, SCHEDULE, check_names, chosen_parts
+from longctx.safety.system import installed
 
 _NOT_ASKED = ("class_type", "seq_len")
 OPTIONS = tuple(option.name for option in fields(PatchOptions) if option.name not in _NOT_ASKED)
 """The options of `patch`, which `longctx train` has by the same names."""
+_DEFAULTS = {**vars(PatchOptions()), "parts": SCHEDULE}
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def patch(
     model: Model,
     *,
+    parts: Literal["schedule"] | Collection[str] = SCHEDULE,
     strict: bool = False,
     keep: Keeping = "auto",
     offload_activations: Offload = "auto",
@@ -63,7 +71,12 @@ def patch(
     files stay Hugging Face's, and so do the shapes of what it takes and returns: input_ids (B, S),
     labels (B, S), a loss of shape (). Device and dtype are the model's.
 
-    Options, with train.py's names, values and defaults:
+    `parts` is "schedule", the scheduled layers and the loss in chunks, or a collection of single
+    kernels to put into Hugging Face's layers, which keep their attention, their checkpoints and
+    everything else: "rope", "rms_norm", "layer_norm", "swiglu", "geglu", as far as the family has
+    them, and "cross_entropy" over whole logits or "fused_linear_cross_entropy" without them.
+
+    Options of the schedule, with train.py's names, values and defaults; `strict` is of any parts:
 
         strict               a call that the schedule does not cover is a UserError; without it
                              Hugging Face's layers run, and one line reports it once
@@ -92,10 +105,8 @@ def patch(
         >>> ids = torch.randint(64, (1, 16))
         >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    for name in unknown:
-        close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)[0]
-        raise UserError(f"patch has no option {name!r}; did you mean {close}?")
     options: dict[str, Any] = dict(
+        parts=parts,
         keep=keep,
         offload_activations=offload_activations,
         attn_backend=attn_backend,
@@ -105,8 +116,7 @@ def patch(
         share_prefixes=share_prefixes,
         cuda_graphs=cuda_graphs,
     )
-    for name, value in options.items():
-        _check_choice(name, value)
+    args = checked_options("patch", options | unknown)
     inner = inside_peft(model)
     _refuse(inner)
     if any(p.is_meta for p in model.parameters()) and not is_fsdp_enabled():
@@ -114,12 +124,50 @@ def patch(
             "this model has no weights yet (meta tensors): load them and patch then (after "
             "to_empty(), after fully_shard)"
         )
-    args = PatchOptions(**options)
-    said = patch_custom(inner, args, base_of(inner).device)  # type: ignore[union-attr]
-    print_rank0(f"longctx {said}; keep={args.keep}, offload_activations={args.offload_activations}")
-    base_of(inner).longctx.strict = strict  # type: ignore[union-attr]
-    forwards.foretell(inner)
+    base: Any = base_of(inner)
+    patch_custom(inner, args, base.device)
+    print_rank0(said_of(inner))
+    base.longctx.strict = strict
+    if args.schedules:
+        forwards.foretell(inner)
     return model
+
+
+def checked_options(who: str, options: Mapping[str, Any]) -> PatchOptions:
+    """Returns the options of a call of `who`. Raises UserError for a name or a value that there is
+    not, and for an option that single parts have no use for."""
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise UserError(f"{who} has no option {name!r}; did you mean {_nearest(name)}?")
+        _check_choice(who, name, value)
+    parts = chosen_parts(f"{who}: parts", options.get("parts"))
+    given = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    args = PatchOptions(**{**options, "parts": parts})
+    if parts is not None:
+        check_names(f"{who}: parts", parts, PARTS)
+        for name in given.keys() - {"parts"}:
+            raise UserError(f"{who}: {name} is of the schedule, and parts run without it")
+    return args
+
+
+def _nearest(name: str) -> str:
+    return difflib.get_close_matches(name, ("strict", *OPTIONS), n=1, cutoff=0.0)[0]
+
+
+def said_of(model: PreTrainedModel) -> str:
+    """Returns the line that says what runs in a patched model."""
+    args = base_of(model).longctx.args  # type: ignore[union-attr]
+    kept = f"; keep={args.keep}, offload_activations={args.offload_activations}"
+    return f"longctx {_patched(model)}{kept if args.schedules else ''}"
+
+
+def _patched(model: PreTrainedModel) -> str:
+    base: Any = base_of(model)
+    runtime = base.longctx
+    if not runtime.args.schedules:
+        return f"patched: {', '.join(runtime.args.parts)}, in Hugging Face's layers"
+    said = f"{len(base.layers)} scheduled decoder layers, {runtime.backend} attention, RMSNorm"
+    return f"patched: {said}" + ("" if head_of(model) is None else ", lm_head + cross-entropy")
 
 
 class AutoLongctxModelForCausalLM:
@@ -143,14 +191,26 @@ class AutoLongctxModelForCausalLM:
     @classmethod
     def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> PreTrainedModel:
         options = {name: kwargs.pop(name) for name in ("strict", *OPTIONS) if name in kwargs}
-        return patch(AutoModelForCausalLM.from_pretrained(name_or_path, *args, **kwargs), **options)
+        checked_options(cls.__name__, {n: x for n, x in options.items() if n != "strict"})
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, *args, **kwargs)
+        except TypeError as error:
+            # transformers hands on what it does not know to the model, whose class refuses it.
+            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if found is None or found[1] not in kwargs:
+                raise
+            raise UserError(
+                f"from_pretrained has no option {found[1]!r}, neither transformers' nor longctx's; "
+                f"did you mean {_nearest(found[1])}?"
+            ) from error
+        return patch(model, **options)
 
 
-def _check_choice(name: str, value: Any) -> None:
+def _check_choice(who: str, name: str, value: Any) -> None:
     kind = get_type_hints(PatchOptions)[name]
     if get_origin(kind) is Literal and value not in get_args(kind):
         known = ", ".join(get_args(kind))
-        raise UserError(f"patch: {name}={value!r}: one of {known}")
+        raise UserError(f"{who}: {name}={value!r}: one of {known}")
 
 
 def unpatch(model: Model) -> Model:
@@ -174,6 +234,7 @@ def unpatch(model: Model) -> Model:
     whole = base.longctx.whole and base.longctx.whole()  # `model` may be its base model
     for module in (whole or model).modules():
         forwards.detach(module)
+        detach_loss(module)
         for name in ("longctx", "_replicate_for_data_parallel"):
             vars(module).pop(name, None)
     return model
@@ -184,7 +245,7 @@ def patch_as(model: PreTrainedModel, args: PatchOptions, device: torch.device) -
     if args.class_type == "vanilla":
         return f"nothing patched; {model.config._attn_implementation} attention"
     if args.class_type == "liger":
-        return _patch_liger(model)
+        return _patch_liger(model, args.parts)
     return patch_custom(model, args, device)
 
 
@@ -193,21 +254,34 @@ def patch_as(model: PreTrainedModel, args: PatchOptions, device: torch.device) -
 
 def patch_custom(model: PreTrainedModel, args: PatchOptions, device: torch.device) -> str:
     _refuse(model)
-    base = base_of(model)
-    assert base is not None
-    runtime, backend = Runtime.make(args, base.config, device, base.dtype)
+    base: Any = base_of(model)
+    if args.parts is not None:
+        check_parts("parts", args, base.config)
+        attach_parts(model, args.parts)
+    runtime, _ = Runtime.make(args, base.config, device, base.dtype)
     base.longctx = runtime
     runtime.on_pass = lambda: _patch_beside(args)
     if score_cap(base.config) is not None and base.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # of Hugging Face's layers: sdpa leaves the cap out
-    said = f"patched: {len(base.layers)} scheduled decoder layers, {backend} attention, RMSNorm"
     if head_of(model) is not None:
         vars(model)["longctx"] = runtime
-        said += ", lm_head + cross-entropy"
-    if "forward" in vars(model):
+    if "forward" in vars(model) and args.fuses_loss:
         forwards.attach_around(model)
     forwards.attach(model)
-    return said
+    return _patched(model)
+
+
+def check_parts(where: str, args: PatchOptions, config: Any) -> None:
+    """Raises UserError for a part that a model of this configuration cannot take: of ours, or of
+    Liger-Kernel's where it is installed."""
+    if args.parts is None:
+        return
+    if args.class_type != "liger":
+        check_family(where, args.parts, config.get_text_config())
+    elif installed("liger_kernel"):
+        takes = inspect.signature(_ligers_apply(config.model_type)).parameters
+        switches = [n for n, x in takes.items() if n != "model" and x.kind is not x.VAR_KEYWORD]
+        check_names(f"{where} of Liger-Kernel for {config.model_type!r}", args.parts, switches)
 
 
 def _patch_beside(args: PatchOptions) -> bool:
@@ -253,16 +327,24 @@ def _refuse(model: PreTrainedModel) -> None:
 # --- liger -----------------------------------------------------------------------------------
 
 
-def _patch_liger(model: PreTrainedModel) -> str:
+def _patch_liger(model: PreTrainedModel, parts: tuple[str, ...] | None) -> str:
+    """Switches on these parts alone, or what Liger-Kernel does by itself."""
+    apply = _ligers_apply(model.config.model_type)
+    said = "RMSNorm, RoPE, SwiGLU, fused linear cross-entropy"
+    switches = {}
+    if parts is not None:
+        said = ", ".join(parts)
+        takes = inspect.signature(apply).parameters
+        switches = {name: name in parts for name, x in takes.items() if isinstance(x.default, bool)}
+    apply(model=model, **switches)
+    return f"patched by Liger-Kernel: {said}; {model.config._attn_implementation} attention"
+
+
+def _ligers_apply(kind: str) -> Callable[..., None]:
+    """Returns the function with which Liger-Kernel patches models of a type."""
     from liger_kernel.transformers import monkey_patch
 
-    kind = model.config.model_type
-    apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
+    apply: Callable[..., None] | None = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(kind)
     if apply is None:
         raise UserError(f"Liger-Kernel has no patch for {kind!r} models: use --class_type vanilla")
-    apply(model=model)
-    attention = model.config._attn_implementation
-    return (
-        "patched by Liger-Kernel: RMSNorm, RoPE, SwiGLU, fused linear cross-entropy; "
-        f"{attention} attention"
-    )
+    return apply

@@ -17,16 +17,36 @@ from longctx.cost.sizes import Sizes, kinds_of
 from longctx.model.adapters import applied, inside_peft, is_adapted
 from longctx.model.blocks import decoder_layers, language_models
 from longctx.model.families import MLP_WIDTH, family_of, head_dim, kv_heads, score_cap
-from longctx.options.model import ClassType
+from longctx.options.model import ClassType, PatchOptions
+from longctx.options.parts import FUSED, LAYER_PARTS
 
 FLASH = {"flash_attention_2": "flash", "flash_attention_4": "fa4", "eager": "math"}
 
 
-def peer_class(model: Any) -> ClassType:
-    """Returns whose layers a model runs that is not patched."""
-    forward = getattr(inside_peft(model), "forward", None)
-    is_ligers = str(getattr(forward, "__module__", "")).startswith("liger_kernel")
-    return "liger" if is_ligers else "vanilla"
+def peer_kind(options: PatchOptions) -> tuple[ClassType, bool]:
+    """Returns how a model so patched is counted if the schedule does not run it: whose layers it
+    has, and whether a loss in chunks runs over Hugging Face's. Liger-Kernel's layers with some of
+    its parts, and ours with single parts, count as Hugging Face's, which hold no less."""
+    if options.class_type != "liger":
+        return "vanilla", options.fuses_loss
+    parts = {*(options.parts or (*LAYER_PARTS, FUSED))}
+    if {"rope", "rms_norm", FUSED} <= parts and {"swiglu", "geglu"} & parts:
+        return "liger", False
+    return "vanilla", FUSED in parts
+
+
+def peer_kind_of(model: Any) -> tuple[ClassType, bool]:
+    """Returns the same of a model that is made, and not patched by us."""
+    if not _is_ligers(inside_peft(model)):
+        return "vanilla", False
+    layers = (layer for one in language_models(model) for layer in decoder_layers(one))
+    whole = _is_ligers(getattr(next(layers, None), "mlp", None))
+    return ("liger", False) if whole else ("vanilla", True)
+
+
+def _is_ligers(module: Any) -> bool:
+    forward = getattr(module, "forward", None)
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel")
 
 
 def peer_backend(model: Any) -> str:

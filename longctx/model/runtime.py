@@ -125,8 +125,10 @@ class Runtime:
     ) -> tuple[Runtime, str]:
         """Returns the runtime and the name of its attention backend. On meta, `follow` chooses the
         backend at the first batch. Raises UserError for a backend that cannot run."""
-        if device.type == "meta":
-            return _remake(args, {}), args.attn_backend
+        if device.type == "meta" or not args.schedules:
+            runtime = _remake(args, {})
+            runtime.backend = args.attn_backend
+            return runtime, args.attn_backend
         name, attention = choose_attention(
             args.attn_backend,
             device,
@@ -314,7 +316,11 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
 
 def chunks_loss(model: Any) -> bool:
     """Whether our loss runs; else a step holds all logits. Other heads than lm_head are small."""
-    return head_of(model) is None or why_not_chunked(model) is None
+    if head_of(model) is None:
+        return True
+    runtime = runtime_of(model)
+    asked = runtime is None or runtime.args.fuses_loss
+    return asked and why_not_chunked(model) is None
 
 
 def _remake(args: PatchOptions, settings: dict[str, Any]) -> Runtime:

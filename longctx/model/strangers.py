@@ -75,16 +75,20 @@ def replaceable(module: nn.Module) -> bool:
     if is_whole(module) or is_classifier(module):
         return True
     if is_joint(module):  # text goes around its forward, so that a subclass keeps one of its own
-        return _forward_name(type(module).forward) in forward_names()
+        return forward_name(type(module).forward) in forward_names()
     family, known = family_of(module), LINEAR + LAYER_NORM
     if family is not None:
         known = family.known("DecoderLayer") + family.norm_classes
-    return _forward_name(type(module).forward) in known
+    return forward_name(type(module).forward) in known
 
 
 def is_classifier(model: Any) -> bool:
     """Whether this is transformers' classifier of sequences or of tokens, with its own forward."""
-    return _forward_name(type(model).forward) in _CLASSIFIERS
+    return is_classifier_class(type(model))
+
+
+def is_classifier_class(kind: Any) -> bool:
+    return forward_name(kind.forward) in _CLASSIFIERS
 
 
 def is_trls_head(forward: Any, module: nn.Module) -> bool:
@@ -115,6 +119,9 @@ def why_not_scheduled(base: PreTrainedModel, *, training: bool = False) -> str |
     that lacks what its class sets is a stranger, too: nn.Module's AttributeError names it. A model
     that is not patched yet must have none of our forwards, a patched one all of them.
     """
+    runtime = vars(base).get("longctx")
+    if runtime is not None and not runtime.args.schedules:
+        return "single parts"
     try:
         return next(_strangers(base, training), None)
     except (AttributeError, KeyError) as error:
@@ -174,7 +181,7 @@ def has_known_loss(model: PreTrainedModel) -> bool:
 def _own_loss(model: PreTrainedModel) -> str | None:
     kind, family = type(model), family_of(model)
     known = family.known("ForCausalLM") if family is not None else ()
-    if _forward_name(kind.forward) not in (*known, *forward_names()):
+    if forward_name(kind.forward) not in (*known, *forward_names()):
         return f"{kind.__module__}.{kind.__qualname__}, a model with a forward of its own"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "a loss of its own"
@@ -248,7 +255,7 @@ def _problems(
         return
     state = vars(module)  # as nn.Module's own look-up of what is not there is slow
     own = "forward" in state
-    if _forward_name(type(module).forward) not in known or own != patched or own != is_ours(module):
+    if forward_name(type(module).forward) not in known or own != patched or own != is_ours(module):
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         yield f"{where}, a {kind} with a forward that the schedule does not know"
     if any(map(state.get, hooks)) and any(changing_hooks(module, hooks)):
@@ -356,7 +363,7 @@ def changing_hooks(owner: Any, names: Iterable[str] = _AFTER) -> Iterator[Any]:
 
 
 @cache
-def _forward_name(forward: Callable[..., Any]) -> str:
+def forward_name(forward: Callable[..., Any]) -> str:
     return f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward")
 
 

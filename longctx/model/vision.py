@@ -142,6 +142,11 @@ def _is(model: Any, end: str) -> bool:
     return _is_one(model.__class__, end)
 
 
+def is_whole_class(kind: type) -> bool:
+    """Whether this is a class of vision-language models with an lm_head."""
+    return _is_one(kind, "ForConditionalGeneration")
+
+
 @cache
 def _is_one(of: Any, end: str) -> bool:
     names = [(kind.__module__, kind.__name__) for kind in of.__mro__]

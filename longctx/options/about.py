@@ -99,6 +99,7 @@ def having(group: str, *facts: Fact, rare: bool = False) -> Callable[..., Any]:
 
 
 CHECKPOINTS = Need(
-    "--class_type vanilla or liger; custom always computes again what it does not keep",
-    lambda m, d, t: m.class_type != "custom",
+    "--class_type vanilla or liger, or --parts; the schedule always computes again what it does "
+    "not keep",
+    lambda m, d, t: not m.schedules,
 )

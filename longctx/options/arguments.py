@@ -26,17 +26,16 @@ from longctx.options.about import (
 )
 from longctx.options.limits import check_values
 from longctx.options.model import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
+from longctx.options.parts import PARTS, check_names, chosen_parts
 from longctx.options.presets import PRESETS
 from longctx.options.task import TaskOptions
 from longctx.options.theirs import OF_TRANSFORMERS, about
 from longctx.safety.system import CACHE
 
-_CUSTOM = Need("--class_type custom", lambda m, d, t: m.class_type == "custom")
+_CUSTOM = Need("--class_type custom without --parts", lambda m, d, t: m.schedules)
 _HOST = Need(
     "--place auto or host, or --class_type custom with --offload_activations auto or all",
-    lambda m, d, t: (
-        t.place != "gpu" or (m.class_type == "custom" and m.offload_activations != "none")
-    ),
+    lambda m, d, t: t.place != "gpu" or (m.schedules and m.offload_activations != "none"),
 )
 _GPU = Need("a GPU", lambda m, d, t: t.device.type == "cuda")
 _LORA = Need("--lora_r", lambda m, d, t: m.lora_r is not None)
@@ -69,6 +68,14 @@ class ModelArguments:
     )
     class_type: ClassType = _model(
         "custom", "custom (longctx), liger (Liger-Kernel), vanilla (as it is).", APPLIED
+    )
+    parts: list[str] | None = _rare_model(
+        None,
+        "Single parts in Hugging Face's layers: rope, rms_norm, layer_norm, swiglu, geglu, "
+        "cross_entropy or fused_linear_cross_entropy. custom: ours of these names (default: "
+        "schedule, which is more than all of them); liger: the switches that Liger-Kernel has for "
+        "the model (default: its own).",
+        APPLIED,
     )
     seq_len: int = _model(4096, "Tokens in one packed row.", ROWS)
     extend_context: bool = _model(
@@ -166,11 +173,29 @@ class ModelArguments:
             )
         check_values(self)
         check_values(self.patch_options)
+        if self.patch_options.parts is not None:
+            self._check_parts(self.patch_options.parts)
+
+    def _check_parts(self, parts: tuple[str, ...]) -> None:
+        """Raises UserError where no layers could have these parts; Liger-Kernel knows its own."""
+        if self.class_type == "vanilla":
+            raise UserError(
+                "--parts is for --class_type custom and liger: vanilla is Hugging Face's model as "
+                "it is"
+            )
+        if self.class_type == "custom":
+            check_names("--parts", parts, PARTS)
 
     @property
     def patch_options(self) -> PatchOptions:
         """How the model is patched."""
-        return PatchOptions(**{f.name: getattr(self, f.name) for f in fields(PatchOptions)})
+        given = {f.name: getattr(self, f.name) for f in fields(PatchOptions)}
+        return PatchOptions(**{**given, "parts": chosen_parts("--parts", self.parts)})
+
+    @property
+    def schedules(self) -> bool:
+        """Whether our schedule is to run the layers."""
+        return self.patch_options.schedules
 
     @property
     def source(self) -> ModelSource:

@@ -274,7 +274,7 @@ def make_arguments(flags: Namespace) -> Arguments:
     except Exception as error:  # transformers' and accelerate's checks raise many types
         raise UserError(f"{_culprit(str(error), values)}{one_line(error)}") from error
     check_together(model, data, train)
-    if model.class_type != "custom" and model.offload_activations == "all":
+    if not model.schedules and model.offload_activations == "all":
         offload_checkpoints(train)
     return model, data, train
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.options.about import Range
+from longctx.options.parts import FUSED, WHOLE
 from longctx.options.theirs import about
 
 _LOSS_ONLY = (
@@ -130,10 +131,11 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
         yield "--debug tpu_metrics_debug needs a TPU: leave it out"
     if not {*(t.gradient_checkpointing_kwargs or {})} <= {*_CHECKPOINT_KEYS}:
         yield f"--gradient_checkpointing_kwargs takes {', '.join(_CHECKPOINT_KEYS)}"
-    offloads = m.class_type != "custom" and m.offload_activations == "all"
+    offloads = not m.schedules and m.offload_activations == "all"
     if offloads and not t.gradient_checkpointing:
+        layers = "--parts" if m.class_type == "custom" else m.class_type
         yield (
-            f"--offload_activations all with {m.class_type} is of checkpoints, which wait in host "
+            f"--offload_activations all with {layers} is of checkpoints, which wait in host "
             "memory: leave out --gradient_checkpointing false"
         )
     if m.class_type != "custom" and m.seq_len % t.sequence_parallel_size:
@@ -146,6 +148,24 @@ def conflicts(m: Any, d: Any, t: Any) -> Iterator[str]:
         yield (
             "--accelerator_config: split_batches needs a --per_device_train_batch_size that the "
             "processes divide"
+        )
+    if m.class_type == "custom" and not m.schedules:
+        yield from _parts_conflicts(m, t)
+
+
+def _parts_conflicts(m: Any, t: Any) -> Iterator[str]:
+    """Yields what single parts of ours in Hugging Face's layers cannot be together with."""
+    if t.task != "sft":
+        yield f"--task {t.task} needs the schedule of --class_type custom: leave out --parts"
+    if t.sequence_parallel_size > 1:
+        yield (
+            "--sequence_parallel_size needs the schedule of --class_type custom: leave out "
+            "--parts, or use --class_type vanilla or liger"
+        )
+    if t.label_smoothing_factor and not {WHOLE, FUSED} & {*m.patch_options.parts}:
+        yield (
+            f"--label_smoothing_factor is of our loss, which is not among --parts: add {FUSED} or "
+            f"{WHOLE}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from longctx.options.about import COUNT, NOT_NEGATIVE, About, Range
 from longctx.options.limits import check_values
+from longctx.options.parts import FUSED
 
 Keeping = Literal["auto", "x", "o", "h", "qkv", "all"]
 Offload = Literal["none", "all", "auto"]
@@ -28,7 +29,10 @@ class PatchOptions:
 
     class_type: ClassType = "custom"
     """vanilla: Hugging Face as it is; liger: Liger-Kernel's patch; custom: longctx. The other
-    fields are custom's."""
+    fields but `parts` are custom's."""
+    parts: tuple[str, ...] | None = None
+    """Single parts in Hugging Face's layers (options/parts.py); None: the schedule, or Liger's own
+    choice."""
     keep: Keeping = "auto"
     """What each layer keeps for backward (cost/kept.py); auto: what is fastest in the memory there
     is."""
@@ -50,6 +54,16 @@ class PatchOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
+
+    @property
+    def schedules(self) -> bool:
+        """Whether our schedule is to run the layers."""
+        return self.class_type == "custom" and self.parts is None
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether lm_head and the loss are to be one operation of ours, without logits."""
+        return self.class_type == "custom" and (self.parts is None or FUSED in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)

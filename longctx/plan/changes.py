@@ -40,6 +40,8 @@ ZERO3 = "--deepspeed zero3_cpu"
 _MAKES = ("lora_r", "quantize", "dropout")
 """Options that make another model."""
 Options = dict[str, Any]
+_SCHEDULE: Options = {"class_type": "custom", "attn_backend": "auto", "parts": None}
+"""What a run needs for our schedule to run its layers."""
 
 
 class Change(NamedTuple):
@@ -128,8 +130,8 @@ class _Search:
         model = self.run.model
         # each GPU has a copy of its own
         beside: Options = {"engine": None, "sequence_parallel_size": 1}
-        if model.class_type != "custom":
-            beside |= {"class_type": "custom", "attn_backend": "auto"}
+        if not model.schedules:
+            beside |= _SCHEDULE
         lora = [{**beside, "lora_r": RANK}] if model.lora_r is None else []
         if lora and self.run.gpus > 1 and self.run.engine is not None:
             lora = [{"lora_r": RANK}, *lora]
@@ -152,7 +154,7 @@ class _Search:
         """Whether an engine may train the run, with rows that GPUs share."""
         run = self.run
         whole = run.model.quantize == "none" and not run.model.lora_modules_to_save
-        ours = run.model.class_type == "custom" and not self.subject.sees
+        ours = run.model.schedules and not self.subject.sees
         return ours and run.exact and whole and run.task == "sft"
 
     def these_gpus(self) -> Iterator[Change]:
@@ -261,8 +263,8 @@ def _known(subject: Subject, run: Run) -> Iterator[Options]:
         yield {"per_device_train_batch_size": 1, "gradient_accumulation_steps": passes}
     if run.engine is None:
         yield {"place": "auto"}
-    if run.model.class_type != "custom":
-        yield {"class_type": "custom", "attn_backend": "auto"}
+    if not run.model.schedules:
+        yield _SCHEDULE
         return
     if not subject.schedules(run):
         if subject.drops:

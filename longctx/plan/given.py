@@ -29,7 +29,7 @@ FORMAT, OF_ONE_KIND = 4, 3
 OPTIONS = (
     *("class_type", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("place", "gpu_memory_gib", "keep", "offload_activations", "head_groups", "tile_tokens"),
-    *("lora_r", "lora_targets", "lora_modules_to_save", "use_dora", "quantize", "task"),
+    *("parts", "lora_r", "lora_targets", "lora_modules_to_save", "use_dora", "quantize", "task"),
 )
 """Of a run, which a plan is for."""
 DIMENSIONS = ("layers", "hidden", "vocab")

@@ -41,7 +41,7 @@ from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.declined import is_dropout, set_dropout_
 from longctx.model.families import MLP_WIDTH, base_of, has_windows, score_cap
-from longctx.model.peers import peer_sizes
+from longctx.model.peers import peer_kind, peer_sizes
 from longctx.model.runtime import check_shares, chunks_loss, model_sizes
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import PREFIXES, rest_
@@ -178,11 +178,11 @@ class Subject:
 
     def schedules(self, run: Run) -> bool:
         """Whether our schedule runs the layers, by the run's options and the configuration."""
-        return run.model.class_type == "custom" and self.why_not is None
+        return run.model.schedules and self.why_not is None
 
     def declined(self, run: Run) -> str | None:
         """Returns what is said of a run of class_type custom whose layers are Hugging Face's."""
-        if run.model.class_type != "custom" or self.why_not is None:
+        if not run.model.schedules or self.why_not is None:
             return None
         ours = "; with --dropout 0 ours do" if self.drops else ""
         return f"Hugging Face's layers run for calls with {self.why_not}{ours}"
@@ -204,9 +204,8 @@ class Subject:
                 self._scheduled, tile_tokens=model.tile_tokens, head_groups=model.head_groups
             )
         else:
-            ours = run.model.class_type == "custom"
-            class_type = "vanilla" if ours else run.model.class_type
-            chunks = ours and self._chunks_loss
+            class_type, chunks = peer_kind(run.model.patch_options)
+            chunks = chunks and self._chunks_loss
             sizes = peer_sizes(self.model, class_type, DTYPE.itemsize, chunks_loss=chunks)
         return replace(sizes, ranks=run.sequence_parallel_size, exact=run.exact)
 

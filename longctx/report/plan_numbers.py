@@ -44,6 +44,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     result = {
         "model": model.preset or model.model_name_or_path,
         "class_type": model.class_type,
+        "parts": model.parts,
         "gpu": machine.name,
         "gpus": run.gpus,
         "sequence_parallel_size": run.sequence_parallel_size,

@@ -23,15 +23,20 @@ def check_known(
     model_args: ModelArguments, args: TrainArguments, who: str = "longctx plan"
 ) -> None:
     """Raises UserError for runs that the plan does not know."""
-    if model_args.class_type != "custom" and not args.gradient_checkpointing:
+    if model_args.schedules:
+        return
+    ours = model_args.class_type == "custom"
+    layers = "--parts" if ours else f"--class_type {model_args.class_type}"
+    if not args.gradient_checkpointing:
         raise UserError(
-            f"{who} knows --class_type {model_args.class_type} with checkpointing by layer: "
-            "leave out --gradient_checkpointing false"
+            f"{who} knows {layers} with checkpointing by layer: leave out "
+            "--gradient_checkpointing false"
         )
-    if model_args.class_type != "custom" and model_args.offload_activations == "all":
+    if model_args.offload_activations == "all":
+        instead = "leave out --parts" if ours else "plan --class_type custom"
         raise UserError(
-            f"{who} knows --class_type {model_args.class_type} with checkpoints on the GPU: leave "
-            "out --offload_activations all, or plan --class_type custom"
+            f"{who} knows {layers} with checkpoints on the GPU: leave out --offload_activations "
+            f"all, or {instead}"
         )
 
 
@@ -52,7 +57,7 @@ def run_of(
 ) -> Run:
     """Raises UserError for GPUs that cannot do it together, and what of them no plan knows."""
     ranks, exact = args.sequence_parallel_size, uses_exact_states(args, DTYPE)
-    patched = model_args.class_type == "custom"
+    patched = model_args.schedules
     passes = args.gradient_accumulation_steps
     rows = args.per_device_train_batch_size
     if rows * model_args.seq_len > MOST_TOKENS or rows * passes > MOST_ROWS or gpus > MOST_GPUS:

@@ -58,8 +58,9 @@ def title_of(result: dict[str, Any]) -> str:
     where = f"{result['gpus']} x {result['gpu']}" if several else result["gpu"]
     where += f", {ranks} of which share a row" if ranks > 1 else ""
     engine = f" under {result['engine']}" if result["engine"] else ""
+    parts = f" with {', '.join(result['parts'])} alone" if result["parts"] else ""
     return (
-        f"{result['model']}, {result['class_type']}{engine}, "
+        f"{result['model']}, {result['class_type']}{parts}{engine}, "
         f"{rows or 'a row of ' + str(result['seq_len']) + ' tokens'} on {where}"
     )
 

@@ -95,12 +95,14 @@ def why_unknown(model_args: ModelArguments, args: TrainArguments, engine: Engine
     """Why such a run is not predicted, in a few words."""
     if args.world_size > (torch.cuda.device_count() or args.world_size):
         return "only runs on one host are"
+    if model_args.class_type != "custom":
+        return f"only --class_type custom is; `longctx plan` knows {model_args.class_type}"
+    if not model_args.schedules and not args.gradient_checkpointing:
+        return "only runs with checkpointing by layer are"
     try:
         run_of(model_args, args, engine, args.world_size)
     except UserError as unknown:
         return str(unknown)
-    if model_args.class_type != "custom":
-        return f"only --class_type custom is; `longctx plan` knows {model_args.class_type}"
     dtype = torch.bfloat16 if args.bf16 else compute_dtype(model_args, args.device)
     if dtype != torch.bfloat16 or (args.bf16 and engine.exact_states):
         return "only runs in bfloat16 are"

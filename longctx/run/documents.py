@@ -69,7 +69,7 @@ def _why_joined(
     shortened = copy.deepcopy(config)
     tried = [config, *([shortened] if with_short_windows(shortened) else [])]
     try:
-        ours = model_args.class_type == "custom" and dtype != torch.float64
+        ours = model_args.schedules and dtype != torch.float64
         if ours and why_declined(config) is None:
             return None  # documents are apart by construction
         for each in tried:

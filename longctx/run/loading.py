@@ -33,7 +33,7 @@ from longctx.model.classes import (
 from longctx.model.declined import is_dropout, set_dropout_
 from longctx.model.families import family_of, has_windows, head_dim, not_known, score_cap
 from longctx.model.forwards import foretell
-from longctx.model.patch import patch_as
+from longctx.model.patch import check_parts, patch_as
 from longctx.model.positions import keep_documents_apart
 from longctx.model.vision import PREFIXES, rest_, towers
 from longctx.options.config import ModelArguments
@@ -82,13 +82,14 @@ def load_config(
     if args.class_type == "custom" and family_of(text) is None:
         around = f" around {text.model_type!r}" if sees else ""
         raise UserError(f"{args.model_name_or_path}: {not_known(f'{config.model_type!r}{around}')}")
-    if args.class_type == "custom" and (reason := _unfit(args.attn_backend, text)):
+    if args.schedules and (reason := _unfit(args.attn_backend, text)):
         raise UserError(reason)
     kv_heads = getattr(text, "num_key_value_heads", None) or 1
-    if args.class_type == "custom" and kv_heads % (args.head_groups or 1):
+    if args.schedules and kv_heads % (args.head_groups or 1):
         raise UserError(
             f"--head_groups {args.head_groups} must divide the model's {kv_heads} key/value heads"
         )
+    check_parts("--parts", args.patch_options, config)
     _check_context(text, args, flag)
     check_lora(args, config)
     return config
@@ -106,7 +107,7 @@ def check_request(args: ModelArguments, device: torch.device) -> None:
     there, or --quantize or --lora_r does. Cheap: call it before data is read."""
     check_peft(args)
     check_quantize(args)
-    if args.class_type == "custom":
+    if args.schedules:
         choose_attention(args.attn_backend, device, _dtype(args.dtype, device))
     else:
         _check_liger(args, device)
@@ -177,7 +178,7 @@ def load_model(
     rest_(model)
     keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
-    if args.class_type == "custom" and not role:
+    if args.schedules and not role:
         foretell(model, lambda reason: is_dropout(config, reason))
     line = (
         f"{role and role + ', '}{args.class_type}: {type(model).__name__}, "
@@ -198,7 +199,7 @@ def attention_name(
 ) -> str | None:
     """Returns Hugging Face's name of the attention in its own layers; None for its choice. Raises
     UserError for one that cannot run."""
-    if args.class_type == "custom":
+    if args.schedules:
         return _default_attention(config)
     return _hf_attention(args, device, config)
 
@@ -225,8 +226,8 @@ def _hf_attention(args: ModelArguments, device: torch.device, config: Any = None
         return _default_attention(config)
     if backend not in HF_ATTENTION:
         raise UserError(
-            f"--attn_backend {backend} is for --class_type custom; {args.class_type} takes "
-            f"{', '.join(HF_ATTENTION)} or auto"
+            f"--attn_backend {backend} is for the schedule of --class_type custom; Hugging Face's "
+            f"layers take {', '.join(HF_ATTENTION)} or auto"
         )
     if backend == "sdpa" and config and not _has_sdpa(config):
         raise UserError(

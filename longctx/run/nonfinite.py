@@ -233,7 +233,7 @@ def _called_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules by name, but those inside the layers of a patched model: the schedule calls none of
     them, and would not run if they had hooks."""
     patched = patched_part(model)
-    layers = decoder_layers(patched) if patched else []
+    layers = decoder_layers(patched) if patched and patched.longctx.args.schedules else []
     inside = {part for layer in layers for part in layer.modules() if part is not layer}
     named = [(_plain(name), module) for name, module in model.named_modules()]
     return [(name, module) for name, module in named if name and module not in inside]

@@ -285,8 +285,9 @@ def advice(
             "what the allocator has reserved and cannot use is used",
             fragmented_gib * GIB,
         )
-    if model_args.class_type != "custom":
-        add("--class_type custom", "no logits as a whole, a layer's work in tiles")
+    if not model_args.schedules:
+        ours = "without --parts" if model_args.class_type == "custom" else "--class_type custom"
+        add(ours, "no logits as a whole, a layer's work in tiles")
         if not args.gradient_checkpointing:
             add("--gradient_checkpointing true", "a layer's activations are computed again")
         elif model_args.offload_activations != "all":
@@ -306,7 +307,7 @@ def advice(
             add("--tile_tokens 2048", "the MLP in smaller tiles")
     states = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     if trainer.exact and args.place != "host":
-        what = "weights and states wait" if model_args.class_type == "custom" else "states wait"
+        what = "weights and states wait" if model_args.schedules else "states wait"
         add("--place host, or a lower --gpu_memory_gib", f"{what} in host memory", states)
     elif not trainer.engine.shards_states and not trainer.exact:
         add("--optimizer_states fp32 --place host", "states wait in host memory", states)

@@ -93,7 +93,7 @@ def _check_engine(model_args: ModelArguments, args: TrainArguments, engine: Engi
         whole = model_args.lora_modules_to_save or args.task == "reward"
         engine.check_adapters(args, quantised=model_args.quantize != "none", whole=bool(whole))
     shares = args.sequence_parallel_size > 1
-    engine.check_shares_rows(shares, patched=model_args.class_type == "custom")
+    engine.check_shares_rows(shares, patched=model_args.schedules)
 
 
 def check_towers(config: PretrainedConfig, engine: Engine, processes: int) -> None:
@@ -115,7 +115,7 @@ def check_layers(
     needs = "" if args.task in ("sft", "distill") else f"--task {args.task}"
     if args.sequence_parallel_size > 1:
         needs = f"--sequence_parallel_size {args.sequence_parallel_size}"
-    if not needs or model_args.class_type != "custom":
+    if not needs or not model_args.schedules:
         return
     if reason := why_declined(config):
         also = "--dropout 0, or " if is_dropout(config, reason) else ""

@@ -25,7 +25,7 @@ from longctx.memory.stream import StateStream
 from longctx.model.blocks import language_models, state_blocks
 from longctx.model.costs import StepTable
 from longctx.model.families import base_of
-from longctx.model.peers import peer_backend, peer_class, peer_sizes
+from longctx.model.peers import peer_backend, peer_kind_of, peer_sizes
 from longctx.model.runtime import NO_RATES, chunks_loss, patched_part
 from longctx.model.strangers import why_not_scheduled
 from longctx.options.config import TrainArguments
@@ -159,12 +159,10 @@ def _peer_step(model: Any, args: Placing, tokens: int, task: TaskName) -> Step:
     """Returns the step of a model whose layers are not ours, as its plan counts it."""
     patched = patched_part(model) if len(language_models(model)) == 1 else None
     dtype = next(model.parameters()).dtype
-    sizes = peer_sizes(
-        model,
-        peer_class(model) if patched is None else "vanilla",
-        dtype.itemsize,
-        chunks_loss=patched is not None and chunks_loss(patched),
-    )
+    class_type, chunks = peer_kind_of(model)
+    if patched is not None:
+        class_type, chunks = "vanilla", chunks_loss(patched)
+    sizes = peer_sizes(model, class_type, dtype.itemsize, chunks_loss=chunks)
     rates, document = NO_RATES, tokens
     if args.device.type == "cuda":
         rates = gpu_rates(args.device, dtype, peer_backend(model), document, *sizes.scores)

@@ -88,6 +88,17 @@ def test_vanilla_and_custom_agree_step_by_step(run) -> None:
     assert custom == pytest.approx(vanilla, rel=2e-5)
 
 
+def test_vanilla_and_single_parts_agree_step_by_step(run, capsys) -> None:
+    few = ("--max_steps", "2", "--label_smoothing_factor", "0.1")
+    vanilla = losses(run("--class_type", "vanilla", *few, output="vanilla"))
+    for loss in ("cross_entropy", "fused_linear_cross_entropy"):
+        parts = ("--parts", "rope", "rms_norm", "swiglu", loss)
+        assert losses(run(*parts, *few, output=loss)) == pytest.approx(vanilla, rel=2e-5)
+        said = capsys.readouterr().out
+        assert f"patched: rope, rms_norm, swiglu, {loss}, in Hugging Face's layers" in said
+        assert "Hugging Face's layers run" not in said
+
+
 def test_label_smoothing_agrees_without_full_logits(run, monkeypatch) -> None:
     flags = ("--label_smoothing_factor", "0.1", "--gradient_accumulation_steps", "2")
     flags += ("--max_steps", "2")

@@ -136,6 +136,33 @@ def test_bounds_without_positions(scheduled) -> None:
     assert scheduled == [48, 48]
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"kep": "x"},
+            "has no option 'kep', neither transformers' nor longctx's; did you mean kee",
+        ),
+        ({"strct": True}, "has no option 'strct'.*did you mean strict?"),
+        ({"keep": "y"}, "AutoLongctxModelForCausalLM: keep='y': one of auto"),
+        ({"parts": ["rop"]}, "AutoLongctxModelForCausalLM: parts has no part 'rop'"),
+    ],
+)
+def test_a_wrong_option_of_from_pretrained_is_one_line(tmp_path, options, line) -> None:
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=line):
+        longctx.AutoLongctxModelForCausalLM.from_pretrained(tmp_path, **options)
+
+
+def test_from_pretrained_takes_transformers_options_and_fields_of_the_configuration(tmp_path):
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    theirs = dict(dtype=torch.bfloat16, attn_implementation="eager", rms_norm_eps=0.5)
+    load = longctx.AutoLongctxModelForCausalLM.from_pretrained
+    model = load(tmp_path, **theirs, keep="x", strict=True, parts="schedule")
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
+    assert model.model.norm.variance_epsilon == 0.5 and model.longctx.args.keep == "x"
+
+
 def test_neither_or_both_inputs_are_an_error() -> None:
     _, ours = pair()
     for batch in (

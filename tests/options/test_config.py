@@ -192,6 +192,12 @@ EVAL = "--eval_file e.txt --eval_strategy steps "
         ('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":1e400}', "cannot be used"),
         ('--lr_scheduler_type inverse_sqrt --lr_scheduler_kwargs {"timescale":0}', "by zero"),
         ("--max_steps 1 --warmup_steps 1", "the learning rate is 0 in each of 1 steps"),
+        ("--parts rms_nrom", "--parts has no part 'rms_nrom'; did you mean rms_norm?"),
+        ("--class_type vanilla --parts rope", "--parts is for --class_type custom and liger"),
+        ("--class_type liger --parts cross_entropy fused_linear_cross_entropy", "give one"),
+        ("--parts schedule rope", "'schedule' has all parts and stands alone"),
+        ("--parts rope --task dpo", "--task dpo needs the schedule .*: leave out --parts"),
+        ("--parts rope --label_smoothing_factor 0.1", "not among --parts: add fused_linear_"),
     ],
 )
 def test_what_cannot_be_together(flags: str, message: str) -> None:
@@ -221,6 +227,9 @@ def test_options_of_the_schedule_are_heard_or_said_in_other_class_types() -> Non
         ("--class_type vanilla --offload_activations none", None),
         ("--class_type vanilla --offload_activations all", None),
         ("--loraplus_lr_ratio 4", "--lora_r"),
+        ("--parts rope --gradient_checkpointing false", None),
+        ("--parts rope --keep x", "--class_type custom without --parts"),
+        ("--parts schedule --keep x", None),
         (
             "--offload_activations none --place gpu --host_memory_gib 3",
             "--place auto or host, or --class_type custom with --offload_activations auto or all",

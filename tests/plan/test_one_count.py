@@ -20,13 +20,15 @@ from longctx.memory.ladder import DROPS
 from longctx.model.blocks import state_blocks
 from longctx.model.declined import is_dropout, set_dropout_, why_declined
 from longctx.model.patch import patch_custom
+from longctx.model.peers import peer_kind
 from longctx.options.config import ModelArguments
+from longctx.options.parts import FUSED, PARTS
 from longctx.options.task import TaskName
 from longctx.plan import predict
 from longctx.plan.changes import changes
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report.plan_numbers import Answer, as_json
-from longctx.report.plan_text import figures
+from longctx.report.plan_text import figures, title_of
 from longctx.run import states
 from longctx.run.loading import load_config
 from longctx.run.loop import _Placing
@@ -43,6 +45,7 @@ def eight_layers(**changes) -> Subject:
 
 CASES = [(kind, n, "sft") for kind in ("vanilla", "liger", "dropout") for n in (8192, 32768)]
 CASES += [("gelu_new", 32768, "sft"), ("vanilla", 32768, "dpo"), ("dropout", 8192, "dpo")]
+CASES += [("rms_norm", 8192, "sft"), (FUSED, 32768, "sft")]
 
 
 @pytest.mark.parametrize(("kind", "tokens", "task"), CASES)
@@ -50,12 +53,14 @@ def test_a_run_puts_states_where_its_plan_does(monkeypatch, kind, tokens, task) 
     odd = dict(dropout={"attention_dropout": 0.1}, gelu_new={"hidden_act": "gelu_new"})
     subject = eight_layers(**odd.get(kind, {}))
     class_type = kind if kind in ("vanilla", "liger") else "custom"
-    planned = plan(subject, run(tokens, class_type=class_type, task=task), MACHINE, 256 * GIB)
+    asked = run(tokens, class_type=class_type, task=task, parts=[kind] if kind in PARTS else None)
+    planned = plan(subject, asked, MACHINE, 256 * GIB)
     model = subject.model
     if class_type == "custom":
-        patch_custom(model, ModelArguments(seq_len=tokens).patch_options, torch.device("meta"))
+        patch_custom(model, asked.model.patch_options, torch.device("meta"))
         assert states._scheduled(model) is None
-    monkeypatch.setattr(states, "peer_class", lambda model: class_type)
+        assert planned.sizes.chunks_loss == (kind != "rms_norm")
+    monkeypatch.setattr(states, "peer_kind_of", lambda model: (class_type, False))
     rates = MACHINE.rates(planned.backend, tokens, *planned.sizes.scores)
     monkeypatch.setattr(states, "NO_RATES", rates)
     request = partial(_Placing, place="auto", gpu_memory_gib=None, gradient_accumulation_steps=1)
@@ -196,3 +201,30 @@ def test_a_budget_has_room_for_graphs() -> None:
     assert found.gpu_bytes <= 8 * GIB
     short = plan(subject, run.having(gpu_memory_gib=6.5), MACHINES["h100"], 256 * GIB)
     assert short.decision.chosen.no_graphs == "a step with them does not fit into the GPU's memory"
+
+
+@pytest.mark.parametrize(
+    ("class_type", "parts", "counted"),
+    [
+        ("custom", None, ("vanilla", True)),  # where the schedule declines
+        ("custom", ["rope", "cross_entropy"], ("vanilla", False)),
+        ("custom", [FUSED], ("vanilla", True)),
+        ("liger", None, ("liger", False)),
+        ("liger", ["rope", "rms_norm", "swiglu", FUSED], ("liger", False)),
+        ("liger", ["rope", "rms_norm", "swiglu"], ("vanilla", False)),
+        ("liger", ["rope", FUSED], ("vanilla", True)),
+        ("vanilla", None, ("vanilla", False)),
+    ],
+)
+def test_whose_layers_and_loss_are_counted(class_type, parts, counted) -> None:
+    options = ModelArguments(class_type=class_type, parts=parts).patch_options
+    assert peer_kind(options) == counted
+
+
+def test_a_run_with_parts_is_offered_the_schedule() -> None:
+    subject = eight_layers()
+    request = run(65536, parts=["rms_norm"])
+    found = changes(subject, request, card(16), 256 * GIB, host_grows=False)
+    assert found[0].flags == "without --parts"
+    answer = Answer(plan=plan(subject, request, MACHINE, 256 * GIB), host_bytes=256 * GIB)
+    assert title_of(as_json(answer)).startswith("llama-3.1-8b, custom with rms_norm alone, a row")

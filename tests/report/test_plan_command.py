@@ -219,6 +219,11 @@ def test_what_is_printed_is_no_wider_than_its_terminal(capsys, monkeypatch, colo
             ["--class_type", "vanilla", "--offload_activations", "all"],
             "--class_type vanilla with checkpoints on the GPU: leave out --offload_activations",
         ),
+        (
+            ["--parts", "rope", "--gradient_checkpointing", "false"],
+            "longctx plan knows --parts with checkpointing by layer",
+        ),
+        (["--parts", "geglu"], "--parts: geglu is not for models of 'llama': its MLP is of swiglu"),
         (["--place", "host", "--optimizer_states", "as_weights"], "--place host and --save_fp32"),
         (["--data_tokens", "many"], "--data_tokens: invalid number value: 'many'"),
         (["--seqlen", "8192"], "unknown option --seqlen; did you mean --seq_len"),

@@ -41,6 +41,13 @@ FLAGS = {
     "--class_type fast": fails("--class_type.*: invalid choice: 'fast'"),
     "--class_type liger": fails_later("--class_type liger needs"),
     "--class_type vanilla": works("vanilla: LlamaForCausalLM"),
+    "--parts rope rms_norm fused_linear_cross_entropy": works("in Hugging Face's layers"),
+    "--parts schedule": works("scheduled decoder layers"),
+    "--parts ''": fails("--parts is empty: give it a value"),
+    "--parts": fails("--parts: expected at least one argument"),
+    "--parts ropes": fails("--parts has no part 'ropes'; did you mean rope"),
+    "--parts geglu": fails_later("--parts: geglu is not for models of 'llama'"),
+    "--class_type vanilla --parts rope": fails("--parts is for --class_type custom and liger"),
     "--class_type vanilla --attn_backend cudnn": fails_later(
         "--attn_backend cudnn is for .* custom"
     ),
