@@ -165,8 +165,8 @@ class DeepSpeed(Engine):
 
     @property
     def needs_input_gradient(self) -> bool:
-        """ZeRO-3 sums a leaf's gradients when that of its input is there. Without one it does so
-        before they are made: the first layer's adapters would silently get zeros."""
+        """ZeRO-3 takes a leaf's gradients when that of its input is there. Without one it takes
+        zeros before they are made, and is right only as long as their bucket is not summed."""
         return self._stage == 3
 
     def whole_adapters(self, model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import pytest
 from small_job import DORA, LORA, STEPS, Warm, batch
 
 from longctx.commands import train
+from longctx.kernels import launch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,10 +71,13 @@ def adapted(job: list[str], tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def over_sixteen_bits(job: list[str], tmp_path_factory) -> Path:
-    """Two steps of DoRA in fp32 over bf16, one process, no engine."""
+    """Two steps of DoRA in fp32 over bf16, one process, no engine. Interpreted kernels would take
+    minutes, and this is made before the fixtures of a module."""
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("over_sixteen_bits")
-    train.main([*job, *DORA, "--output_dir", str(folder), *batch(1)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "INTERPRETED", False)
+        train.main([*job, *DORA, "--output_dir", str(folder), *batch(1)])
     return folder
 
 
