@@ -87,7 +87,7 @@ def assert_same_losses(run: Any) -> None:
 
 def test_swift(folder) -> None:
     pytest.importorskip("swift.arguments", reason="needs ms-swift, which CI has not")
-    turns = [{"role": role, "content": sentence(5)} for role in ("user", "assistant")]
+    turns = [{"role": role, "content": sentence(0)} for role in ("user", "assistant")]
     words = f"--model model --model_type llama --template dummy --output_dir {folder / 'out'}"
     words += f" --dataset {records(folder, messages=turns)} --tuner_type full --torch_dtype float32"
     words += " --max_steps 3 --per_device_train_batch_size 4 --gradient_accumulation_steps 1"
@@ -101,7 +101,7 @@ def test_swift(folder) -> None:
 
 def test_axolotl(folder) -> None:
     pytest.importorskip("axolotl", reason="needs axolotl, which CI has not")
-    data = {"path": records(folder, text=sentence(5)), "type": "completion", "ds_type": "json"}
+    data = {"path": records(folder, text=sentence(0)), "type": "completion", "ds_type": "json"}
     numbers = dict(sequence_len=64, micro_batch_size=4, gradient_accumulation_steps=1, max_steps=3)
     settings = dict(
         base_model="model",
