@@ -103,6 +103,11 @@ class DeepSpeed(Engine):
                 "--lora_r with offload to NVMe: DeepSpeed swaps all weights in one dtype, and "
                 "adapters have fp32 over 16 bits: offload to the CPU (zero3_cpu)"
             )
+        if self.settings.get("optimizer") and args.loraplus_lr_ratio is not None:
+            raise UserError(
+                "--loraplus_lr_ratio gives A and B rates of their own, and the optimizer in the "
+                "file of --deepspeed has one: leave `optimizer` out of the file"
+            )
 
     def _check_settings(self, args: TrainArguments) -> None:
         """Raises UserError for what DeepSpeed would refuse when the model is there. What is still

@@ -139,6 +139,16 @@ def test_adapters_are_not_swapped_to_disks() -> None:
         engine.check_adapters(SimpleNamespace(fp16=False), quantised=False, whole=False)
 
 
+def test_an_optimizer_of_a_file_has_one_rate_for_adapters() -> None:
+    engine = DeepSpeed()
+    engine.settings = {"optimizer": {"type": "AdamW"}}
+    args: Any = SimpleNamespace(fp16=False, loraplus_lr_ratio=None)
+    engine.check_adapters(args, quantised=False, whole=False)
+    args.loraplus_lr_ratio = 8.0
+    with pytest.raises(UserError, match="leave `optimizer` out of the file"):
+        engine.check_adapters(args, quantised=False, whole=False)
+
+
 def test_each_yaml_says_what_its_json_says() -> None:
     for path in DS_CONFIGS:
         settings = yaml.safe_load(path.with_suffix(".yaml").read_text())
