@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from longctx.kernels.annotate import annotate, annotated, each
 from longctx.model.patch import patch_as
-from longctx.options.config import ModelArguments
+from longctx.options.model import PatchOptions
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
@@ -24,7 +24,7 @@ def step() -> None:
         num_key_value_heads=2,
     )
     model = LlamaForCausalLM(config)
-    args = ModelArguments(preset="tiny", tile_tokens=8, head_groups=2, offload_activations="all")
+    args = PatchOptions(tile_tokens=8, head_groups=2, offload_activations="all")
     patch_as(model, args, torch.device("cpu"))
     ids = torch.arange(24)[None] % 64
     model(input_ids=ids, labels=ids).loss.backward()

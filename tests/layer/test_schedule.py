@@ -102,7 +102,8 @@ def test_every_setting(dtype, keep, offload, cut) -> None:
 )
 def test_rows_batches_and_biases(biases, lengths) -> None:
     models = trio(torch.bfloat16, attention_bias=biases, mlp_bias=biases)
-    assert_trains_exactly(models, *batches(lengths))
+    # The errors of a bias, which has few elements, scatter more than a weight's.
+    assert_trains_exactly(models, *batches(lengths, 8 if biases else 4))
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])

@@ -68,8 +68,10 @@ def make_trainer(kind: Any, config: Any, folder: Any, dataset: Any, **more: Any)
     return kind(model, args=config(**settings), **how)
 
 
-def assert_same(ours: Tensor, theirs: Tensor, model: Any, bar: float = 1e-5) -> None:
-    """The losses agree to 1e-5, and the gradients of every weight to `bar` of their norm."""
+def assert_same(ours: Tensor, theirs: Tensor, model: Any) -> None:
+    """The losses agree to 1e-5, and the gradients of every weight to 1e-4 of their norm: a
+    log-probability of -200 is rounded by 1e-5, and gates such as discopop's divide it by 0.05.
+    Matmuls of some processors sum in another order, so that 3e-5 was seen."""
     assert theirs.dim() == 0 and theirs.isfinite()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     parameters = dict(model.named_parameters())
@@ -77,4 +79,4 @@ def assert_same(ours: Tensor, theirs: Tensor, model: Any, bar: float = 1e-5) -> 
     truth = torch.autograd.grad(theirs, list(parameters.values()))
     for name, a, b in zip(parameters, found, truth, strict=True):
         assert b.any(), name
-        assert (a - b).norm() <= bar * b.norm(), f"{name}: {(a - b).norm() / b.norm():.1e}"
+        assert (a - b).norm() <= 1e-4 * b.norm(), f"{name}: {(a - b).norm() / b.norm():.1e}"
