@@ -69,7 +69,7 @@ def test_options_and_strict() -> None:
         ours = llama()
     assert ours.longctx.args.keep == "x" and ours.longctx.args.share_prefixes
     with pytest.raises(UserError, match="strict=True"):
-        ours(**packed_batch(), output_hidden_states=True)
+        ours(**packed_batch(), output_attentions=True)
 
 
 def test_parts(scheduled, capsys) -> None:

@@ -207,15 +207,16 @@ def test_what_cannot_be_together(flags: str, message: str) -> None:
 
 
 def test_options_of_the_schedule_are_heard_or_said_in_other_class_types() -> None:
-    """attn_backend is checked by class type, and offload_activations is offloaded checkpoints."""
-    model = SimpleNamespace(class_type="vanilla", offload_activations="none")
+    """parts and attn_backend are checked by class type, and offload_activations is offloaded
+    checkpoints."""
+    model = ModelArguments(preset="tiny", class_type="vanilla", offload_activations="none")
     rest = SimpleNamespace(place="gpu")
     silent = [
         name
         for name in PATCH_OPTIONS
         if all(need.is_met(model, None, rest) for need in OPTIONS[name].needs)
     ]
-    assert silent == ["offload_activations", "attn_backend"]
+    assert silent == ["parts", "offload_activations", "attn_backend"]
 
 
 @pytest.mark.parametrize(
