@@ -98,5 +98,5 @@ def test_all_kinds_are_among_them() -> None:
         Path(script).name for script in SCRIPTS
     } == {
         *("runner.py", "peers.py", "smollm2_steps.py", "weights_moved.py"),
-        *("step_clock.py", "everyday_peers.py", "unsloth_peer.py"),
+        *("step_clock.py", "everyday_peers.py", "unsloth_peer.py", "efficient_ce.py"),
     }
