@@ -138,78 +138,13 @@ def _rotate(
 
 
 @triton.jit
-def rotate_both(
-    q_ptr,  # (T, H, d)
-    k_ptr,  # (T, K, d)
-    q_out_ptr,  # (T, H, d), may be q
-    k_out_ptr,  # (T, K, d), may be k
-    tokens,  # (TOKENS, 1, 1)
-    in_bounds,  # (TOKENS, 1, 1)
-    cos,  # (TOKENS, 1, HALF_BLOCK)
-    sin,  # (TOKENS, 1, HALF_BLOCK)
-    H,
-    K,
-    half,
-    stride_q_token,
-    stride_q_head,
-    stride_k_token,
-    stride_k_head,
-    stride_q_out_token,
-    stride_q_out_head,
-    stride_k_out_token,
-    stride_k_out_head,
-    INTERLEAVED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-):
-    _rotate(
-        q_ptr,
-        q_out_ptr,
-        tokens,
-        in_bounds,
-        cos,
-        sin,
-        stride_q_token,
-        stride_q_head,
-        stride_q_out_token,
-        stride_q_out_head,
-        H,
-        half,
-        INTERLEAVED,
-        TOKENS,
-        Q_BLOCK,
-        HALF_BLOCK,
-    )
-    _rotate(
-        k_ptr,
-        k_out_ptr,
-        tokens,
-        in_bounds,
-        cos,
-        sin,
-        stride_k_token,
-        stride_k_head,
-        stride_k_out_token,
-        stride_k_out_head,
-        K,
-        half,
-        INTERLEAVED,
-        TOKENS,
-        K_BLOCK,
-        HALF_BLOCK,
-    )
-
-
-@triton.jit
 def _rope_kernel(
     q_ptr,  # (T, H, d)
     k_ptr,  # (T, K, d)
     q_out_ptr,  # (T, H, d), may be q
     k_out_ptr,  # (T, K, d), may be k
-    positions_ptr,  # (T,)
-    inv_freq_ptr,  # (d / 2,) fp32
+    positions_ptr,  # (T,); if TABLES, cosines (T, d)
+    inv_freq_ptr,  # (d / 2,) fp32; if TABLES, sines (T, d)
     T,
     H,
     K,
@@ -222,7 +157,9 @@ def _rope_kernel(
     stride_q_out_head,
     stride_k_out_token,
     stride_k_out_head,
+    stride_table,
     attention_scaling,
+    TABLES: tl.constexpr,
     INVERSE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -233,35 +170,50 @@ def _rope_kernel(
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     in_bounds = tokens < T
     offs = tl.arange(0, HALF_BLOCK)[None, None, :]
-    positions = tl.load(positions_ptr + tokens, mask=in_bounds, other=0).to(tl.float32)
-    inv_freq = tl.load(inv_freq_ptr + offs, mask=offs < half, other=0.0)
-    sin, cos = _sin_cos(positions * inv_freq)
+    if TABLES:
+        row, mask = tokens * stride_table + offs, in_bounds & (offs < half)
+        cos = tl.load(positions_ptr + row, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(inv_freq_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    else:
+        positions = tl.load(positions_ptr + tokens, mask=in_bounds, other=0).to(tl.float32)
+        inv_freq = tl.load(inv_freq_ptr + offs, mask=offs < half, other=0.0)
+        sin, cos = _sin_cos(positions * inv_freq)
     cos *= attention_scaling
     # Backward's matrix is the transpose: the angle is negated, the scaling stays.
     sin *= -attention_scaling if INVERSE else attention_scaling
-    rotate_both(
+    _rotate(
         q_ptr,
-        k_ptr,
         q_out_ptr,
+        tokens,
+        in_bounds,
+        cos,
+        sin,
+        stride_q_token,
+        stride_q_head,
+        stride_q_out_token,
+        stride_q_out_head,
+        H,
+        half,
+        INTERLEAVED,
+        TOKENS,
+        Q_BLOCK,
+        HALF_BLOCK,
+    )
+    _rotate(
+        k_ptr,
         k_out_ptr,
         tokens,
         in_bounds,
         cos,
         sin,
-        H,
-        K,
-        half,
-        stride_q_token,
-        stride_q_head,
         stride_k_token,
         stride_k_head,
-        stride_q_out_token,
-        stride_q_out_head,
         stride_k_out_token,
         stride_k_out_head,
+        K,
+        half,
         INTERLEAVED,
         TOKENS,
-        Q_BLOCK,
         K_BLOCK,
         HALF_BLOCK,
     )
@@ -299,26 +251,29 @@ def _rotate_into(
             out.copy_(rope_reference(x, position_ids, inv_freq, attention_scaling, **how))
         return
     angles = position_ids.contiguous(), inv_freq.contiguous()
-    flags = dict(INVERSE=inverse, INTERLEAVED=interleaved)
-    launch(_rope_kernel, q, k, q_out, k_out, angles, attention_scaling, **flags)
+    launch(q, k, q_out, k_out, angles, attention_scaling, inverse=inverse, interleaved=interleaved)
 
 
 def launch(
-    kernel: Any,
     q: Tensor,  # (T, H, d)
     k: Tensor,  # (T, K, d)
     q_out: Tensor,  # (T, H, d), may be q
     k_out: Tensor,  # (T, K, d), may be k
-    angles: tuple[Tensor, Tensor],  # where the kernel gets sines and cosines from
-    last: float,  # its last argument before the flags
-    **flags: bool,
+    angles: tuple[
+        Tensor, Tensor
+    ],  # position_ids and inv_freq; for tables, cosines and sines (T, d)
+    attention_scaling: float = 1.0,
+    *,
+    tables: bool = False,
+    inverse: bool = False,
+    interleaved: bool = False,
 ) -> None:
-    """Starts a kernel that rotates q and k into q_out and k_out: this one or rope_tables.py's."""
+    """Starts the kernel, which rotates q and k into q_out and k_out; `angles` are contiguous."""
     (T, H, d), K = q.shape, k.shape[1]
     if T and H and K:
         config = default_config(H, d)
         with on_device(q):
-            kernel[(triton.cdiv(T, config.rows),)](
+            _rope_kernel[(triton.cdiv(T, config.rows),)](
                 q,
                 k,
                 q_out,
@@ -332,8 +287,11 @@ def launch(
                 *k.stride()[:2],
                 *q_out.stride()[:2],
                 *k_out.stride()[:2],
-                last,
-                **flags,
+                angles[0].shape[-1] if tables else 0,
+                attention_scaling,
+                TABLES=tables,
+                INVERSE=inverse,
+                INTERLEAVED=interleaved,
                 TOKENS=config.rows,
                 Q_BLOCK=triton.next_power_of_2(H),
                 K_BLOCK=triton.next_power_of_2(K),

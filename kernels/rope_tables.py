@@ -30,10 +30,8 @@ from longctx.kernels.launch import (
     check_shape,
     once_differentiable,
     runs_kernel,
-    tl,
-    triton,
 )
-from longctx.kernels.rope import launch, rotate_both, rotated_reference
+from longctx.kernels.rope import launch, rotated_reference
 
 
 def rope_tables_reference(
@@ -47,69 +45,6 @@ def rope_tables_reference(
     wide, half = torch.promote_types(x.dtype, torch.float32), x.shape[-1] // 2
     c, s = (table[:, None, :half].to(wide) for table in (cos, -sin if inverse else sin))
     return rotated_reference(x, c, s)
-
-
-@triton.jit
-def _tables_kernel(
-    q_ptr,  # (T, H, d)
-    k_ptr,  # (T, K, d)
-    q_out_ptr,  # (T, H, d)
-    k_out_ptr,  # (T, K, d)
-    cos_ptr,  # (T, d)
-    sin_ptr,  # (T, d)
-    T,
-    H,
-    K,
-    half,
-    stride_q_token,
-    stride_q_head,
-    stride_k_token,
-    stride_k_head,
-    stride_q_out_token,
-    stride_q_out_head,
-    stride_k_out_token,
-    stride_k_out_head,
-    stride_table,
-    INVERSE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-):
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
-    in_bounds = tokens < T
-    offs = tl.arange(0, HALF_BLOCK)[None, None, :]
-    mask = in_bounds & (offs < half)
-    cos = tl.load(cos_ptr + tokens * stride_table + offs, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + tokens * stride_table + offs, mask=mask, other=0.0).to(tl.float32)
-    if INVERSE:
-        sin = -sin
-    rotate_both(
-        q_ptr,
-        k_ptr,
-        q_out_ptr,
-        k_out_ptr,
-        tokens,
-        in_bounds,
-        cos,
-        sin,
-        H,
-        K,
-        half,
-        stride_q_token,
-        stride_q_head,
-        stride_k_token,
-        stride_k_head,
-        stride_q_out_token,
-        stride_q_out_head,
-        stride_k_out_token,
-        stride_k_out_head,
-        False,
-        TOKENS,
-        Q_BLOCK,
-        K_BLOCK,
-        HALF_BLOCK,
-    )
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> None:
@@ -149,7 +84,7 @@ def _rotated(
     for a, b, a_out, b_out, *both in _rows(q, k, q_out, k_out, *tables):
         if on_kernel:
             c, s = (x.contiguous() for x in both)
-            launch(_tables_kernel, a, b, a_out, b_out, (c, s), c.shape[-1], INVERSE=inverse)
+            launch(a, b, a_out, b_out, (c, s), tables=True, inverse=inverse)
         else:
             for x, out in ((a, a_out), (b, b_out)):
                 out.copy_(rope_tables_reference(x, *both, inverse=inverse))

@@ -40,7 +40,6 @@ def _cases():
         log_softmax,
         norm,
         rope,
-        rope_tables,
         scale,
         spread,
         square_sums,
@@ -108,16 +107,17 @@ def _cases():
         }
         arguments = {
             **{f"{n}_ptr": p for n in ("q", "k", "q_out", "k_out")},
-            **{"positions_ptr": "*i64", "inv_freq_ptr": "*fp32"},
+            **{"positions_ptr": "*i64", "inv_freq_ptr": "*fp32", "stride_table": 0},
             **{"T": 131072, "H": 32, "K": 8, "half": 64, **strides, "attention_scaling": "fp32"},
-            **{"INVERSE": True, "TOKENS": c.rows, "Q_BLOCK": 32, "K_BLOCK": 8},
+            **{"TABLES": False, "INVERSE": True, "TOKENS": c.rows, "Q_BLOCK": 32, "K_BLOCK": 8},
             "HALF_BLOCK": c.block,
         }
         for name, interleaved in (("rope", False), ("interleaved_rope", True)):
             how = {"INTERLEAVED": interleaved}
             yield name, rope._rope_kernel, t, arguments | how, c
-        arguments |= {"cos_ptr": p, "sin_ptr": p, "stride_table": 128}
-        yield "rope_tables", rope_tables._tables_kernel, t, arguments, c
+        tables = {"positions_ptr": p, "inv_freq_ptr": p, "stride_table": 128, "TABLES": True}
+        how = {"INTERLEAVED": False}
+        yield "rope_tables", rope._rope_kernel, t, arguments | how | tables, c
 
         c = swiglu.default_config(14336)
         sizes = {"T": 131072, "F": 14336, "blocks_per_row": 7, "ROWS": c.rows, "BLOCK": c.block}
