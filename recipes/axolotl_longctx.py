@@ -24,7 +24,7 @@ import longctx
 
 
 class LongctxArgs(BaseModel):
-    """What the plugin adds to axolotl's configuration."""
+    """The part of axolotl's YAML that this plugin reads: `longctx`, options of longctx.patch."""
 
     longctx: dict[str, Any] | None = None
 

@@ -39,12 +39,13 @@ from longctx.options.model import PatchOptions
 _PATCHED: dict[Any, PatchedClass] = {}
 """The classes that are patched now."""
 _BUILDING: ContextVar[bool] = ContextVar("_BUILDING", default=False)
-"""Whether an instance of one is being made, which makes its base model inside."""
+"""Whether an instance of a patched class is being made: its base model, made inside, is not patched
+by itself."""
 
 
 class PatchedClass:
-    """What `patch_class` did, to be undone by calling it or at the end of a `with` block. Models
-    that were built meanwhile stay patched; `longctx.unpatch` is for them."""
+    """Classes whose new instances are patched, until this object is called or its `with` block
+    ends. Models that were built meanwhile stay patched; `longctx.unpatch` is for them."""
 
     def __init__(self, kinds: list[Any], args: PatchOptions, strict: bool) -> None:
         self._args, self._strict = args, strict

@@ -41,7 +41,7 @@ _MAKES = ("lora_r", "quantize", "dropout")
 """Options that make another model."""
 Options = dict[str, Any]
 _SCHEDULE: Options = {"class_type": "custom", "attn_backend": "auto", "parts": None}
-"""What a run needs for our schedule to run its layers."""
+"""The options with which our schedule runs the layers of a model."""
 
 
 class Change(NamedTuple):

@@ -146,7 +146,8 @@ def read_given(path: str | Path) -> Given:
         if plan["format"] not in (FORMAT, OF_ONE_KIND):
             raise UserError(f"--plan {path} was written by another version: plan again")
         gpu, host = plan["budget_bytes"]
-        run = ({"use_dora": False} if plan["format"] == OF_ONE_KIND else {}) | plan["run"]
+        earlier = {"parts": None} | ({"use_dora": False} if plan["format"] == OF_ONE_KIND else {})
+        run = earlier | plan["run"]
         kinds, of_layer = _kinds(plan)
         return Given(
             path=path,

@@ -30,7 +30,7 @@ class Answer:
     changes: Sequence[Change] = ()
     sweep: Sequence[Plan] = ()
     less_memory: Sequence[Plan] = ()
-    """The same run with less of the GPU's memory."""
+    """Plans of this run for smaller values of --gpu_memory_gib."""
     data_tokens: int | None = None
 
 

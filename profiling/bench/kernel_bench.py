@@ -211,7 +211,7 @@ def _table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _heads_first(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """As Hugging Face's attention has them: (1, heads, tokens, d)."""
+    """Returns views of q and k in the shape of Hugging Face's attention, (1, heads, tokens, d)."""
     return q[None].transpose(1, 2), k[None].transpose(1, 2)
 
 

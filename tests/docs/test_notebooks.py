@@ -76,7 +76,7 @@ def test_preferences(run: Any, scheduled: list[int], capsys: pytest.CaptureFixtu
 
 
 def test_with_and_without(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same losses, and a loss of one's own that is the model's."""
+    """Vanilla and longctx have the same losses, and the notebook's own loss equals the model's."""
     found = run("with_and_without")
     vanilla, ours = found["rows"]
     assert (vanilla["name"], ours["name"]) == ("vanilla", "longctx")

@@ -37,7 +37,7 @@ def theirs_of(model: Any, **options: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_exact_adamw_makes_pefts_updates(use_dora: bool, monkeypatch) -> None:
-    """Of the same gradients, under a schedule; all weights share a launch."""
+    """Given the same gradients, updates equal PEFT's; one launch updates all weights."""
     launched: list[int] = []
     update = adamw_many.adamw_many_
 

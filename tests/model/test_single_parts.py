@@ -88,7 +88,7 @@ def test_all_parts_that_a_family_takes(family) -> None:
 
 
 def test_the_kernels_run_and_nobody_elses_model_has_them(monkeypatch) -> None:
-    """As many calls as the model has modules; another model of the class runs transformers' own."""
+    """Each kernel is called once a module; another model of the class runs transformers' code."""
     calls = dict.fromkeys(("final_norm", "swiglu", "apply_rotary_pos_emb", "cross_entropy"), 0)
     for name in calls:
         run = getattr(parts, name)
@@ -170,7 +170,7 @@ def test_unpatch() -> None:
 
 
 def test_a_copy_has_the_parts() -> None:
-    """Of its own modules, whose weights may change."""
+    """A copied model runs the kernels on its own modules, also after their weights change."""
     ours = longctx.patch(llama(), parts=["rope", "rms_norm", "swiglu", WHOLE])
     ours.longctx.label_smoothing = 0.0
     theirs = copy.deepcopy(ours)
@@ -257,7 +257,7 @@ def test_what_is_printed(capsys) -> None:
 
 @pytest.fixture
 def ligers(monkeypatch) -> list[dict[str, Any]]:
-    """What the function that patches Llama is called with, in the place of Liger-Kernel's own."""
+    """The arguments of each call of a stand-in for Liger-Kernel's function that patches Llama."""
     calls: list[dict[str, Any]] = []
 
     def apply(

@@ -169,12 +169,22 @@ def test_a_plan_of_an_older_version_is_read(tmp_path) -> None:
     found = planned()
     new = written(found)
     old = dict(format=3, model=new["model"] | new["kinds"][0], kinds=None, kind_of_layer=None)
+    old["run"] = {name: x for name, x in new["run"].items() if name not in ("use_dora", "parts")}
     read = read_given(file_of(found, tmp_path / "plan.json", **old))
     assert (read.ladder, read.places) == (found.decision.kept.ladder, found.decision.places)
     read.check(run(), SUBJECT.sizes(run()))
     wider = Subject(tiny_config(num_hidden_layers=4, intermediate_size=128)).sizes(run())
     with pytest.raises(UserError, match=r"intermediate \d+ in layer 0, and this one's is 128"):
         read.check(run(), wider)
+
+
+def test_a_plan_from_before_single_parts_is_of_the_schedule(tmp_path) -> None:
+    found = planned()
+    earlier = {name: x for name, x in written(found)["run"].items() if name != "parts"}
+    read = read_given(file_of(found, tmp_path / "plan.json", run=earlier))
+    read.check(run(), SUBJECT.sizes(run()))
+    with pytest.raises(UserError, match="no --parts, and this one has --parts"):
+        read.check(run(parts=["rope"]), SUBJECT.sizes(run()))
 
 
 def test_a_plan_of_layers_of_several_kinds(tmp_path) -> None:

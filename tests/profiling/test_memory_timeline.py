@@ -375,8 +375,8 @@ def test_the_recorder_marks_phases_and_writes_both_files(
 def test_the_beginning_is_recorded_until_the_first_step_ends(
     timelines, snapshot, tmp_path, monkeypatch
 ) -> None:
-    """What is seen to live from step to step has its category, and all else that is there when the
-    first forward begins is `other`."""
+    """Memory that lives from step to step is in its category; everything else that is allocated
+    when the first forward begins is in `other`."""
     from profiling import memory_recorder
     from profiling.build import PhaseMarks, build_trainer
     from profiling.memory_categories import categorise

@@ -59,7 +59,7 @@ def test_idle_is_what_nothing_covers(busy, idle) -> None:
 
 
 def measured(**settings: Any) -> dict[str, Any]:
-    """Of rows with several documents."""
+    """Measures a case of the benchmark whose rows hold several documents."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trl_bench, "SHORTEST", 50)
         patch.setattr(trl_bench, "LONGEST", 200)
