@@ -23,7 +23,7 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -49,6 +49,7 @@ from longctx.report.page import pyplot, with_ending
 from longctx.report.plan_run import with_answers
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
+from profiling.bench.everyday_peers import Case, Rows
 from profiling.bench.step_bench import engine_options
 from profiling.build import VOCABULARY, model_arguments
 from profiling.front import MODELS, batches
@@ -159,7 +160,7 @@ def run_of(row: dict[str, Any], exact: bool) -> Run:
         seq_len=row["tokens"],
         attn_backend=row["backend"],
         host_memory_gib=row.get("host_memory_gib"),
-        lora_r=row.get("lora"),
+        lora_r=row.get("lora") or None,
         quantize=row.get("quantize", "none"),
         **settings,
     )
@@ -295,6 +296,29 @@ def adapter_cells() -> Iterator[Cell]:
         place = ", weights on the host" if row["place"] == "host" else ""
         cell = f"h200 of {row['gpu_gib']} GiB: {kind}{place}, 1 x {row['tokens']}{pair(row)}"
         yield Cell(name=cell, **plans, measured=measured_of(row, plans["plan"]))
+
+
+def everyday_cells() -> Iterator[Cell]:
+    """Whole steps of short rows and of small models. Their host held what a process starts with."""
+    for row in rows_of("h100_everyday"):
+        if row["side"] != "custom" or row.get("flags", "?") or row["task"] != "sft":
+            continue  # rows of 87fbe29 have no flags
+        of_row = row | {"class_type": "custom", "backend": "auto", "offload": "auto"}
+        run = run_of(of_row, exact=True)
+        if row["documents"]:
+            lengths = equal_tokens(Rows(case_of(row), 1)[0]["position_ids"].numpy())
+            run = replace(run, document_tokens=round(lengths))
+        graphs = "auto" if row.get("graphs_gib") else "off"
+        run = replace(run, model=replace(run.model, cuda_graphs=graphs))
+        made = Subject(load_config(run.model, vocab_size=VOCABULARY), run.model)
+        plans = planned(row, made, run, machine_of("h100_everyday"))
+        measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
+        yield Cell(name=f"h100, {row['case']}", **plans, measured=measured)
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """The case of a row of everyday_bench.py."""
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
 
 
 def planned(
@@ -524,6 +548,7 @@ def main() -> None:
         "engines": [*engine_cells()],
         "adapters": [*adapter_cells()],
         "other families": [*family_cells()],
+        "short rows and small models": [*everyday_cells()],
         "the front": [*front_cells()],
     }
     for title, cells in groups.items():

@@ -134,7 +134,8 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
         if getattr(args, name) and not _on_gpu(flags):
             raise UserError(f"--{name} needs a GPU: torch records none of a CPU's memory")
     flags = [flag for flag in flags if flag != "--"]
-    if not any(flag.startswith(("--cuda_graphs", "--class_type")) for flag in flags):
+    theirs = re.search(r"--class_type[= ]+(vanilla|liger)\b", " ".join(flags))
+    if not theirs and not any(flag.startswith("--cuda_graphs") for flag in flags):
         flags += ["--cuda_graphs", "off"]
     return args, flags
 

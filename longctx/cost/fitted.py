@@ -77,20 +77,21 @@ BESIDE = 3.9
 """As often as they take on links of their own, exchanges of shared rows make the computation
 longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
 to 425984 tokens)."""
-LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 125, 50e-6
-"""Kernels of a layer in forward and backward, those of its adapters over NF4 besides, and seconds
-in which Python launches one. The seconds are chosen: near the rows of 87fbe29 in
-h100_everyday.json, whose adapters had 105 kernels more, by a count on a CPU."""
-GAP_S, HOST_S = 0.5e-6, 6e-3
-"""Seconds between two kernels of a CUDA graph, and those of a step in which the GPU waits for the
-trainer: from the norm of the gradients, which it waits for, to the next forward. Chosen, not
-measured yet."""
+LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 92, 50e-6
+"""Kernels of a layer in forward and backward, those of its adapters over NF4 besides (5,505 kernels
+of a step of Llama-3.1-8B), and seconds in which Python launches one. The seconds are chosen: near
+the rows of 87fbe29 in h100_everyday.json, whose adapters had 138 kernels more."""
+GAP_S, HOST_S = 0.5e-6, 5e-3
+"""Seconds between two kernels of a CUDA graph, which are chosen, and those of a step in which the
+GPU waits for the trainer: from the norm of the gradients, which it waits for, to the next forward.
+It is what `opt_s` and `rest_s` of adapters leave beside the kernels of their update
+(h100_everyday.json)."""
 GRAPHED_TOKENS = 32768
 """Batches of at most so many tokens run as CUDA graphs: the kernels of longer ones take longer than
 the Python that launches them. Chosen by count."""
-DEQUANTISE = 3.5
-"""A byte that bitsandbytes makes dense takes as long as so many that are read or written: 0.096 ms
-for 14336 x 4096 on an H200. No results file holds that."""
+DEQUANTISE = 1.45
+"""A byte of a weight that is made dense takes as long as so many that are read or written: 0.0564
+ms for 14336 x 4096 on an H100 that copies 3.03 TB/s; 1.27 by count. No results file holds that."""
 
 
 @dataclass(frozen=True, kw_only=True)

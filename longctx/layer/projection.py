@@ -5,8 +5,8 @@ and the gradients of all of them.
     dx = dy W + m (v A)
     dW = dy' x,  dB = dy' u,  dA = v' (m x),  db = sum dy          only for what is trained
 
-Linear layers that read one x compute their u in one matmul (`inners`); q, k and v do so once for
-all head groups.
+Linear layers that read one x compute their u in one matmul (`inners`), and what reaches x through
+their adapters in another (`low_rank_grads`); q, k and v do the former once for all head groups.
 
 T tokens, I features in, O features out, r ranks; weights are (O, I), as Hugging Face stores them.
 """
@@ -19,8 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longctx.layer.adapters.protocol import Adapter
-from longctx.layer.linear import WeightGradient, linear, linear_add, scaled_mm, wide_mm
+from longctx.layer.adapters.protocol import ALL, Adapter
+from longctx.layer.linear import (
+    WeightGradient,
+    linear,
+    linear_add,
+    scaled_mm,
+    stacked,
+    wide_mm,
+)
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,31 @@ class Projection:
         out: Tensor | None = None,  # (T, O)
         u: Tensor | None = None,  # inners(x), if it is known
     ) -> Tensor:  # (T, O)
-        y = linear(x, self.weight, self.bias, scale=scale, out=out)
-        if self.adapter is not None:
-            u = self.adapter.inner(x, tile) if u is None else u
-            self.adapter.add_(y, x, u, tile, scale)
+        if self.adapter is None:
+            return linear(x, self.weight, self.bias, scale=scale, out=out)
+        u = self.adapter.inner(x, tile) if u is None else u
+        if (factor := self.adapter.output_factor) is None:
+            y = linear(x, self.weight, self.bias, scale=scale, out=out)
+        else:
+            y = linear(u, factor, self.bias, scale=scale, out=out)
+            y = linear_add(y, x, self.weight, scale=scale, out=y)
+        self.adapter.add_(y, x, u, tile, scale)
         return y
+
+    @property
+    def begins(self) -> bool:
+        """Whether its adapter's product is there before its own."""
+        return self.adapter is not None and self.adapter.output_factor is not None
+
+    def begin_(self, y: Tensor, u: Tensor | None) -> None:  # (T, O)
+        """Writes to y what x W' is added to: the bias, and the product of the adapter's factor."""
+        factor = None if self.adapter is None else self.adapter.output_factor
+        if factor is not None and u is not None:
+            linear(u, factor, self.bias, out=y)
+        elif self.bias is not None:
+            y.copy_(self.bias.expand_as(y))
+        else:
+            y.zero_()
 
     def added(
         self,
@@ -80,17 +107,14 @@ class Projection:
         tile: slice,
         *,
         scale: float = 1.0,
-        onto: Tensor | None = None,  # (T, I): added to
-        out: Tensor | None = None,  # (T, I)
-    ) -> Tensor:  # (T, I)
-        """Returns scale dx, or dx added to `onto`."""
-        own = self.output_grad(dy)
-        if onto is None:
-            dx = scaled_mm(own, self.weight, scale, out)
-        else:
-            dx = torch.addmm(onto, own, self.weight, out=onto)
+        columns: slice = ALL,
+        out: Tensor | None = None,  # (T, columns)
+    ) -> Tensor:  # (T, columns)
+        """Returns scale dx."""
+        dx = low_rank_grads([self], [v], scale=scale, columns=columns, out=out)
+        dx = plus_product(dx, self.output_grad(dy), self.weight[:, columns], scale=scale, out=out)
         if self.adapter is not None and v is not None:
-            self.adapter.add_input_grad_(dx, dy, v, tile, scale)
+            self.adapter.add_input_grad_(dx, dy, v, tile, scale, columns)
         return dx
 
     def output_grad(self, dy: Tensor) -> Tensor:  # (T, O) -> (T, O)
@@ -118,6 +142,112 @@ def inners(
         return found[id(adapter)] if id(adapter) in found else adapter.inner(x, tile)
 
     return [inner(p.adapter) for p in projections]
+
+
+class Together:
+    """Linear layers that read one x, in one matmul: x (T, I) is read once."""
+
+    def __init__(self, projections: Sequence[Projection]) -> None:
+        self._projections = projections
+        self.weight = stacked([p.weight for p in projections])  # (sum of O, I)
+        biases = [p.bias for p in projections if p.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+
+    def __call__(
+        self,
+        x: Tensor,  # (T, I)
+        us: Sequence[Tensor | None],  # inners(x)
+        tile: slice,
+        *,
+        out: Tensor,  # (T, sum of O)
+    ) -> None:
+        parts = out.split([len(p.weight) for p in self._projections], dim=1)
+        found = [*zip(self._projections, us, parts, strict=True)]
+        if any(p.begins for p in self._projections):
+            for p, u, part in found:
+                p.begin_(part, u)
+            linear_add(out, x, self.weight, out=out)
+        else:
+            linear(x, self.weight, self._bias, out=out)
+        for p, u, part in found:
+            if p.adapter is not None and u is not None:
+                p.adapter.add_(part, x, u, tile)
+
+
+def low_rank_grads(
+    projections: Sequence[Projection],
+    vs: Sequence[Tensor | None],  # inner_grad(dy) of each
+    *,
+    scale: float = 1.0,
+    columns: slice = ALL,
+    onto: Tensor | None = None,  # (T, columns): added to
+    out: Tensor | None = None,  # (T, columns)
+) -> Tensor | None:  # (T, columns)
+    """Returns what reaches the x of linear layers through their adapters' factors, `scale` times
+    the sum of v A, in one matmul; `onto` where no adapter has such a factor."""
+    found, factors = [], []
+    for p, v in zip(projections, vs, strict=True):
+        if p.adapter is not None and v is not None:
+            if (factor := p.adapter.input_factor(columns)) is not None:
+                found.append(v)
+                factors.append(factor)
+    if not found:
+        return onto
+    v, factor = found[0], factors[0]
+    if len(found) > 1:
+        v, factor = torch.cat(found, 1), torch.cat(factors)
+    return plus_product(onto, v, factor, scale=scale, out=out)
+
+
+def input_grads(
+    projections: Sequence[Projection],
+    dys: Sequence[Tensor],  # (T, O) each
+    vs: Sequence[Tensor | None],  # inner_grad(dy) of each
+    tile: slice,
+) -> Tensor:  # (T, I)
+    """Returns the sum of dx of linear layers that read one x. Each product is added to the ones
+    before inside its matmul, which rounds the sum once."""
+    dx = low_rank_grads(projections, vs)
+    for p, dy in zip(projections, dys, strict=True):
+        dx = plus_product(dx, p.output_grad(dy), p.weight, out=dx)
+    assert dx is not None
+    add_input_grads_(dx, projections, dys, vs, tile)
+    return dx
+
+
+def add_input_grads_(
+    dx: Tensor,  # (T, I)
+    projections: Sequence[Projection],
+    dys: Sequence[Tensor],  # (T, O) each
+    vs: Sequence[Tensor | None],
+    tile: slice,
+) -> None:
+    """Adds what reaches x through adapters and is no product of factors."""
+    for p, dy, v in zip(projections, dys, vs, strict=True):
+        if p.adapter is not None and v is not None:
+            p.adapter.add_input_grad_(dx, dy, v, tile)
+
+
+def outputs_grad(projections: Sequence[Projection], dy: Tensor) -> Tensor:  # (T, sum of O)
+    """Returns the gradients of the products x W' where dy has those of the outputs side by side."""
+    dys = dy.split([len(p.weight) for p in projections], dim=1)
+    owns = [p.output_grad(part) for p, part in zip(projections, dys, strict=True)]
+    changed = any(own is not part for own, part in zip(owns, dys, strict=True))
+    return torch.cat(owns, dim=1) if changed else dy
+
+
+def plus_product(
+    base: Tensor | None,  # (T, I)
+    a: Tensor,
+    b: Tensor,
+    *,
+    scale: float = 1.0,
+    out: Tensor | None = None,  # (T, I), may be base
+) -> Tensor:  # (T, I)
+    """Returns base + scale a b, rounded once."""
+    if base is None:
+        return scaled_mm(a, b, scale, out)
+    return torch.addmm(base, a, b, alpha=scale, out=base if out is None else out)
 
 
 class ProjectionGradient:

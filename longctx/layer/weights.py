@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longctx.layer.adapters.protocol import Settings
-from longctx.layer.linear import dense
+from longctx.layer.linear import dense, packed_state
 from longctx.layer.projection import Projection
 
 Parameters = Mapping[str, Tensor]
@@ -59,7 +59,9 @@ class Weights:
     ) -> Weights:
         """Casts linear layers to `dtype` for matmuls; norms keep their dtype, as in autocast.
         `adapters` has the settings of adapters, by the names of parameters."""
-        given = {name: dense(x) for name, x in parameters.items()}
+        parts = [*parts]
+        rooms = _rooms(parameters, [one.names for part in parts for one in part.in_one])
+        given = {name: dense(x, rooms.get(name)) for name, x in parameters.items()}
         made = cls(given, {}, {})
         for part in parts:
             for names, rows in part.in_one:
@@ -100,3 +102,18 @@ class Weights:
             self.holders[name] = names[0]
             self.projections[name] = whole.rows(slice(start, start + size))
             start += size
+
+
+def _rooms(parameters: Parameters, groups: Iterable[Sequence[str]]) -> dict[str, Tensor]:
+    """Returns where quantised weights are made dense: those of a group one under the other, so that
+    a matmul with all of them needs no copy."""
+    found: dict[str, Tensor] = {}
+    for names in groups:
+        states = [packed_state(parameters[name]) for name in names if name in parameters]
+        kinds = {None if s is None else (s.shape[1:], s.dtype) for s in states}
+        if len(states) == len(names) and len(kinds) == 1 and None not in kinds:
+            rows, first = [s.shape[0] for s in states], states[0]
+            device = parameters[names[0]].device
+            whole = torch.empty(sum(rows), *first.shape[1:], dtype=first.dtype, device=device)
+            found |= zip(names, whole.split(rows), strict=True)
+    return found

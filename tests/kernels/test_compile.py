@@ -38,6 +38,7 @@ def _cases():
         cross_entropy,
         divergence,
         log_softmax,
+        nf4,
         norm,
         rope,
         scale,
@@ -145,6 +146,11 @@ def _cases():
         arguments = {"a_ptr": "*fp32", "a_out_ptr": p, "b_ptr": "*fp32", "b_out_ptr": p}
         arguments |= {"a_numel": 2**18, "b_numel": 2**18, "rank": 16, "BLOCK": 1024}
         yield "spread_factors", spread._factors_kernel, t, arguments, spread.FACTORS
+
+        pointers = {f"{n}_ptr": "*fp32" for n in ("code", "code2", "scale2", "offset")}
+        arguments = {"packed_ptr": "*i32", **pointers, "scale_ptr": "*u8", "out_ptr": p}
+        arguments |= {"words": 2**23, "BLOCK": 8, "BLOCK2": 256, "DOUBLE": True, "WORDS": 512}
+        yield "nf4", nf4._dense_kernel, t, arguments, nf4.CONFIG
 
         parts = "*i16" if t == "bf16" else p  # weight and remainder
         arguments = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exactness import DEVICE, DTYPES, assert_exact, relative_error
-from longctx.layer.linear import WeightGradient, addmm_, linear, linear_add, mm, scaled_mm
+from longctx.layer.linear import WeightGradient, addmm_, linear, linear_add, mm, scaled_mm, stacked
 
 SHAPES = [
     pytest.param((96, 40, 72), id="ragged"),
@@ -95,3 +95,16 @@ def test_scaled_mm_and_a_scaled_gradient(dtype: torch.dtype, scale: float) -> No
     assert_exact("weight", weight, (a @ b) * scale, truth)
     assert_exact("bias", bias, a.sum(1) * scale, scale * a.double().sum(1))
     assert both[:9].isnan().all() and torch.equal(both[9:].to(dtype), weight)
+
+
+def test_weights_one_under_the_other_are_copied_only_where_they_lie_apart() -> None:
+    whole = torch.randn(9, 4, device=DEVICE)
+    q, k, v = whole.split([5, 2, 2])
+    together = stacked([q, k, v])
+    assert together.data_ptr() == whole.data_ptr() and torch.equal(together, whole)
+    inner = stacked([k, v])
+    assert inner.data_ptr() == k.data_ptr() and torch.equal(inner, whole[5:])
+    apart = ([q, v], [k, q], [q, k.clone()], [q.t().contiguous().t(), k])
+    for weights in apart:
+        made = stacked(weights)
+        assert torch.equal(made, torch.cat(weights)) and made.data_ptr() != whole.data_ptr()

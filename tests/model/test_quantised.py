@@ -29,6 +29,9 @@ from transformers import AutoModelForCausalLM
 import longctx
 from exactness import DEVICE
 from longctx.errors import UserError
+from longctx.layer.linear import stacked
+from longctx.layer.parts.table import parts_of
+from longctx.layer.weights import Weights
 from longctx.model.strangers import why_not_scheduled
 from longctx.options.config import ModelArguments
 from longctx.run.loading import load_config
@@ -189,3 +192,20 @@ def test_the_peak_of_llama_8b_layers_on_a_gpu() -> None:
     GiB, in the place of the fp32 sums of weight gradients."""
     peak_gib = peak_of_llama_8b_layers(quantised)
     assert peak_gib < 2.2, f"{peak_gib:.2f} GiB"
+
+
+def test_weights_of_one_matmul_are_made_dense_one_under_the_other() -> None:
+    """So that q, k and v need no copy; a weight in 16 bits stays where it is."""
+    _, naive, _ = trio("llama", torch.bfloat16)
+    layer = naive.get_base_model().model.layers[0]
+    names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
+    given = {name: layer.get_submodule(path).base_layer.weight for name, path in names.items()}
+    parts = parts_of((("attention",), ("mlp",)))
+    made = Weights.of(given, parts, {}, torch.bfloat16)
+    weights = [made[name].weight for name in names]
+    assert stacked(weights).data_ptr() == weights[0].data_ptr()
+    for weight, packed in zip(weights, given.values(), strict=True):
+        expected = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+        assert torch.equal(weight, expected)
+    mixed = Weights.of(given | {"k": given["k"].new_zeros(4, 4)}, parts, {}, torch.bfloat16)
+    assert mixed["q"].weight.untyped_storage().nbytes() == mixed["q"].weight.nbytes

@@ -100,6 +100,10 @@ class Rescaled(Low):
         wide = wide_mm(self.masked(x, tile), self.weight.t())
         return wide.div_(1.0 - self.lora.dropout) if 0 < self.lora.dropout < 1 else wide
 
+    @property
+    def output_factor(self) -> Tensor | None:
+        return None  # y is rescaled, and the sum rounded once, as in PEFT
+
     def add_(self, y: Tensor, x: Tensor, u: Tensor, tile: slice, scale: float = 1.0) -> None:
         more = wide_mm(u, self.b.t())
         if self.lora.dropout:
@@ -124,7 +128,6 @@ class Rescaled(Low):
     ) -> None:
         p = self.lora.dropout
         if not p:
-            super().add_input_grad_(dx, dy, v, tile, scale, columns)
             return
         rest = dy * ((self.gain - 1.0) / (1.0 - p if p < 1.0 else 1.0))
         more = wide_mm(v, self.a[:, columns])

@@ -8,7 +8,8 @@ s is the adapter's scale and m a dropout mask:
 
 It costs 2 r (I + O) FLOPs per token in forward. Backward costs three times that for the equations
 above, and 2 r I to recompute u. u and v are (T, r). These FLOPs are few; the cost is set by how
-often x, y and their gradients, (T, I) and (T, O), are read and written.
+often x, y and their gradients, (T, I) and (T, O), are read and written. So u B' is written to y
+before x W', and v A to dx before dy W: the larger matmul adds to what is there, and rounds once.
 
 Adapters are fp32 where the rest has 16 bits (PEFT's default), and converting x to fp32 would cost
 more than the matmul. So a factor of rank r is *spread*: high = bf16(A) and low = bf16(A - high)
@@ -101,6 +102,13 @@ class Low:
         return x * self.lora.mask(x, tile) if self.lora.dropout else x
 
     @property
+    def output_factor(self) -> Tensor | None:  # (O, r) or (O, 3 r)
+        return self.b
+
+    def input_factor(self, columns: slice = ALL) -> Tensor | None:
+        return None if self.lora.dropout else self.a[:, columns]
+
+    @property
     def inner_factor(self) -> Tensor | None:  # (I, r) or (I, 2 r)
         return None if self.lora.dropout else self._two(self.a.t())
 
@@ -119,8 +127,7 @@ class Low:
         return u.mul(self.lora.factor).to(self.a.dtype)
 
     def add_(self, y: Tensor, x: Tensor, u: Tensor, tile: slice, scale: float = 1.0) -> None:
-        """Adds scale u B' to y (T, O)."""
-        torch.addmm(y, u, self.b.t(), alpha=scale, out=y)
+        """Nothing is left to add."""
 
     def output_grad(self, dy: Tensor) -> Tensor:  # (T, O) -> (T, O)
         return dy
@@ -134,13 +141,11 @@ class Low:
         scale: float = 1.0,
         columns: slice = ALL,  # of I
     ) -> None:
-        """Adds scale m (v A) to dx."""
-        a = self.a[:, columns]
+        """Adds scale m (v A) to dx, where there is a mask."""
         if not self.lora.dropout:
-            torch.addmm(dx, v, a, alpha=scale, out=dx)
             return
         mask = self.lora.mask(dx.new_empty(len(dx), self.a.shape[1]), tile)
-        dx.add_(scaled_mm(v, a, scale).mul_(mask[:, columns]))
+        dx.add_(scaled_mm(v, self.a[:, columns], scale).mul_(mask[:, columns]))
 
     def gradient(self, wanted: Collection[str]) -> LowGradient:
         return LowGradient(self, wanted)

@@ -36,6 +36,14 @@ class Adapter(Protocol):
         rows of their own; they share an adapter's other parameters, whose gradients are summed."""
 
     @property
+    def output_factor(self) -> Tensor | None:  # (O, n)
+        """Returns the factor of u whose product is made before the linear layer's own, which the
+        tensor cores then add to it, so that the sum is rounded once; None if there is none."""
+
+    def input_factor(self, columns: slice = ALL) -> Tensor | None:  # (n, columns)
+        """Returns the same factor of v for dx."""
+
+    @property
     def inner_factor(self) -> Tensor | None:  # (I, n)
         """Returns the factor of x, so that adapters of the same x share one matmul; None where
         it is not x itself that is multiplied."""
@@ -50,8 +58,8 @@ class Adapter(Protocol):
         """Returns u."""
 
     def add_(self, y: Tensor, x: Tensor, u: Tensor, tile: slice, scale: float = 1.0) -> None:
-        """Adds to y (T, O), `scale` times the linear layer's output, what the adapter adds to it,
-        times `scale`."""
+        """Adds to y (T, O), `scale` times the linear layer's output and the product of u and
+        `output_factor`, what else the adapter adds to it, times `scale`."""
 
     def inner_grad(self, dy: Tensor) -> Tensor:  # (T, O)
         """Returns v."""
@@ -68,8 +76,8 @@ class Adapter(Protocol):
         scale: float = 1.0,
         columns: slice = ALL,  # of I
     ) -> None:
-        """Adds to dx, which has the product of `output_grad` and the weight, what else reaches x
-        through the adapter, times `scale`."""
+        """Adds to dx, which has the products of `output_grad` and the weight and of v and
+        `input_factor`, what else reaches x through the adapter, times `scale`."""
 
     def gradient(self, wanted: Collection[str]) -> AdapterGradient: ...
 

@@ -34,12 +34,19 @@ from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.kernels.annotate import annotated, each
 from longctx.layer.adapters.lora import adapter_bytes
-from longctx.layer.linear import WeightGradient, scaled_mm, sum_dtype, weight_sums
+from longctx.layer.adapters.protocol import ALL
+from longctx.layer.linear import WeightGradient, stacked, sum_dtype, weight_sums
 from longctx.layer.parts.heads import Group, HeadGroups
 from longctx.layer.parts.key_gradients import KeyGradients
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverRow
 from longctx.layer.passes import Pass
+from longctx.layer.projection import (
+    add_input_grads_,
+    low_rank_grads,
+    outputs_grad,
+    plus_product,
+)
 from longctx.layer.weights import InOne, Parameters
 
 
@@ -246,14 +253,15 @@ class SelfAttention(OverRow):
         if held is not None:
             return lambda group: held[:, group.q]
         narrow = dh.to(s.dtype)
-        v, own = w_o.inner_grad(narrow), w_o.output_grad(narrow)
+        v = w_o.inner_grad(narrow)
+        tiles = [ALL] if v is None else s.tiles(len(narrow))  # by which masks differ
 
         def made(group: Group) -> Tensor:
-            do = scaled_mm(own, w_o.weight[:, group.q], scale)
-            if w_o.adapter is not None and v is not None:
-                for tile in s.tiles(len(do)):
-                    dy, at = narrow[tile], group.q
-                    w_o.adapter.add_input_grad_(do[tile], dy, v[tile], tile, scale, at)
+            at = group.q
+            do = narrow.new_empty(len(narrow), at.stop - at.start)
+            for tile in tiles:
+                of_tile = None if v is None else v[tile]
+                w_o.input_grad(narrow[tile], of_tile, tile, scale=scale, columns=at, out=do[tile])
             return do
 
         return made
@@ -272,7 +280,7 @@ class SelfAttention(OverRow):
         `dn` is the part of dn1 that comes from an MLP beside attention."""
         s, heads, grads = self._schedule, self._heads, self._pass.grads
         norm, qkv, in_one = heads.norm, heads.qkv, "q" in grads.w.holders
-        whole = grads.w.given["q"].to(s.dtype) if in_one else torch.cat([p.weight for p in qkv])
+        whole = grads.w.given["q"].to(s.dtype) if in_one else stacked([p.weight for p in qkv])
         d_qkv = self._d_qkv(whole)
         d_adapters = {name: grads.projection(name, WeightGradient(False)) for name in "qkv"}
         rows = [len(p.weight) for p in qkv]
@@ -286,18 +294,15 @@ class SelfAttention(OverRow):
                 d_q, d_k, _ = dqkv.split(rows, dim=1)
                 heads.wide_norms.backward_(d_q, d_k, *heads.unnormed(n1, us, tile))
             d_qkv.add(dqkv, n1)
-            dys, dn1 = dqkv.split(rows, dim=1), None
-            if wants_dx or norm.trained:
-                owns = [p.output_grad(dy) for p, dy in zip(qkv, dys, strict=True)]
-                changed = any(own is not dy for own, dy in zip(owns, dys, strict=True))
-                own = torch.cat(owns, dim=1) if changed else dqkv
-                dn1 = own @ whole if dn is None else torch.addmm(dn[tile], own, whole)
-            for p, grad, dy, u in zip(qkv, d_adapters.values(), dys, us, strict=True):
-                v = p.inner_grad(dy)
+            dys = dqkv.split(rows, dim=1)
+            vs = [p.inner_grad(dy) for p, dy in zip(qkv, dys, strict=True)]
+            for grad, dy, v, u in zip(d_adapters.values(), dys, vs, us, strict=True):
                 grad.add(dy, n1, v, tile, u)
-                if dn1 is not None and p.adapter is not None and v is not None:
-                    p.adapter.add_input_grad_(dn1, dy, v, tile)
-            if dn1 is not None:
+            if wants_dx or norm.trained:
+                own = outputs_grad(qkv, dqkv)
+                dn1 = low_rank_grads(qkv, vs, onto=None if dn is None else dn[tile])
+                dn1 = plus_product(dn1, own, whole)
+                add_input_grads_(dn1, qkv, dys, vs, tile)
                 norm.backward(dn1.to(x.dtype), x[tile], onto=dh[tile], out=dh[tile])
 
         tiles = s.tiles(x.shape[0])

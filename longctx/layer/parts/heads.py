@@ -22,11 +22,10 @@ from torch import Tensor
 from longctx.attention.protocol import QKV
 from longctx.kernels.annotate import annotated, each
 from longctx.layer.adapters.protocol import ALL
-from longctx.layer.linear import linear
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.wide_norms import WideNorms
 from longctx.layer.passes import Pass
-from longctx.layer.projection import inners
+from longctx.layer.projection import Together, inners
 
 
 class Group(NamedTuple):
@@ -101,18 +100,12 @@ class HeadGroups:
         columns = (group.q, group.kv, group.kv)
         parts = [p.rows(rows) for p, rows in zip(self.qkv, columns, strict=True)]
         # One matmul for q, k and v of the group: n1 (T, D) is read once instead of three times.
-        weight = torch.cat([p.weight for p in parts])
-        bias = None
-        if self.q.bias is not None:
-            bias = torch.cat([p.bias for p in parts if p.bias is not None])
-        qkv = weight.new_empty(x.shape[0], weight.shape[0])
+        together = Together(parts)
+        qkv = together.weight.new_empty(x.shape[0], len(together.weight))
         outs = qkv.split([len(p.weight) for p in parts], dim=1)
         for tile in each("tile", s.tiles(x.shape[0])):
             n1 = self.normed(x[tile])
-            linear(n1, weight, bias, out=qkv[tile])
-            for p, out, u in zip(parts, outs, self.inner(n1, tile), strict=True):
-                if p.adapter is not None and u is not None:
-                    p.adapter.add_(out[tile], n1, u, tile)
+            together(n1, self.inner(n1, tile), tile, out=qkv[tile])
             # A single group has all heads: their squares are summed here, and `measure` is spared.
             if self.wide_norms is not None and s.head_groups == 1:
                 self.wide_norms.measure(outs[0][tile], outs[1][tile], tile)

@@ -31,7 +31,7 @@ from longctx.layer.linear import weight_sums
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverTiles
 from longctx.layer.passes import Pass
-from longctx.layer.projection import inners
+from longctx.layer.projection import inners, input_grads
 from longctx.layer.weights import InOne
 
 
@@ -94,11 +94,7 @@ class MLP(OverTiles):
         vs = [layer.inner_grad(dx) for layer, dx in zip(layers, made, strict=True)]
         for grad, dx, v, u in zip(self._d_inner.values(), made, vs, us, strict=True):
             grad.add(dx, n2, v, tile, u)
-        dn2: Tensor | None = None
-        for layer, dx, v in zip(layers, made, vs, strict=True):
-            # The second product is added inside its matmul, which rounds the sum once.
-            dn2 = layer.input_grad(dx, v, tile, onto=dn2)
-        assert dn2 is not None
+        dn2 = input_grads([*layers], made, vs, tile)
         self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
 
     def _output_grad(self, dy: Tensor, made: list[Tensor], tile: slice) -> Tensor:
