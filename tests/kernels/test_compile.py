@@ -286,6 +286,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
             for part in ("values", "gradient")
         ),
         "scale",
+        "nf4",
         "spread",
         "spread_factors",
         "adamw",
