@@ -29,6 +29,7 @@ from longctx.kernels.launch import (
 )
 from longctx.kernels.many import NUMEL, ROW, are_aligned, find_row, launches, pointer_at, size_at
 
+Launch = Callable[[Tensor | None], None]
 BLOCKS = 4
 """Blocks of CHECKED weights that a program updates, so that its search is a small part of it."""
 _WIDE, _SPLIT, _SCALED, _ALIGNED = 1, 2, 4, 8
@@ -87,14 +88,19 @@ class States:
 @triton.jit(do_not_specialize=["rows"])
 def _many_kernel(
     table_ptr,  # (rows, ROW) int64: first program, numel, 7 addresses, 5 numbers
+    guard_ptr,  # () fp32
     rows,
     GRAD: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_GUARD: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    if HAS_GUARD:
+        if tl.load(guard_ptr) != 0.0:
+            return
     row = find_row(table_ptr, rows)
     numel = size_at(row + 1, ALIGNED)
     exp_avg_ptr = pointer_at(row + 2, tl.float32, ALIGNED)
@@ -146,7 +152,7 @@ def adamw_many_(
 
     Raises ValueError for a wrong shape, dtype, device or layout.
     """
-    prepared_adamw(weights, states, grads, options, scales)()
+    prepared_adamw(weights, states, grads, options, scales)(None)
 
 
 def prepared_adamw(
@@ -155,9 +161,9 @@ def prepared_adamw(
     grads: Sequence[Tensor],
     options: Sequence[Options],
     scales: Sequence[Tensor | None],
-) -> Callable[[], None]:
+) -> Launch:
     """Checks, and sends the table; returns what launches `adamw_many_`, while the tensors stay
-    where they are."""
+    where they are. It takes a guard, () fp32 or None: unless that is 0, nothing is updated."""
     if not weights:
         return _nothing
     numels = _check(weights, states, grads, scales)
@@ -179,16 +185,18 @@ def prepared_adamw(
     return partial(_launch, found, weights[0])
 
 
-def _nothing() -> None:
+def _nothing(guard: Tensor | None) -> None:
     pass
 
 
-def _launch(found: list[tuple[int, Tensor, int]], like: Tensor) -> None:
+def _launch(found: list[tuple[int, Tensor, int]], like: Tensor, guard: Tensor | None) -> None:
     with on_device(like):
         for kind, rows, programs in found:
             _many_kernel[(programs,)](
                 rows,
+                guard,
                 len(rows),
+                HAS_GUARD=guard is not None,
                 GRAD=tl.float32 if kind & _WIDE else tl.bfloat16,
                 SPLIT=bool(kind & _SPLIT),
                 HAS_SCALE=bool(kind & _SCALED),
@@ -232,7 +240,10 @@ def _reference(
     grads: Sequence[Tensor],
     options: Sequence[Options],
     scales: Sequence[Tensor | None],
+    guard: Tensor | None,
 ) -> None:
+    if guard is not None and guard != 0.0:
+        return
     for weight, of, grad, given, scale in zip(weights, states, grads, options, scales, strict=True):
         adamw_reference(
             weight.data.view(-1),

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from longctx.errors import UserError, print_rank0
 from longctx.kernels.adamw import Options, join_master, weight_checksums
-from longctx.kernels.adamw_many import adamw_many_, prepared_adamw
+from longctx.kernels.adamw_many import Launch, adamw_many_, prepared_adamw
 from longctx.kernels.annotate import annotate
 from longctx.memory.by_parameter import StatesByParameter
 from longctx.memory.gradients import Slot, WatchedGradients
@@ -40,12 +41,17 @@ STATES = ("exp_avg", "exp_avg_sq", "remainder", "checksums")
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
+Given = list[tuple[nn.Parameter, dict[str, Any]]]
+"""The parameters with a gradient, each with its group."""
+
+
 class Prepared(NamedTuple):
     """A step of parameters on the GPU that only has to be launched."""
 
+    given: Given
     facts: list[Any]
     places: list[Slot]
-    launch: Callable[[], None]
+    launch: Launch
     holds: list[Any]
     """The tensors that it reads."""
 
@@ -77,6 +83,7 @@ class ExactAdamW(torch.optim.Optimizer):
         of its block's."""
         self._states = StatesByParameter(self)
         self._prepared: Prepared | None = None
+        self._begun: Prepared | None = None
         self._places = {
             parameter: (block, i)
             for block in stream.blocks
@@ -162,13 +169,18 @@ class ExactAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._count(begun.given, begun.places)
+            self.gradients.end()
+            return loss
         self._end_updates()
         self._check_strangers()
         self.gradients.settle()
         given = self._given()
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared.facts == self._facts(given):
-            prepared.launch()
+            prepared.launch(None)
             self._count(given, prepared.places)
             self.gradients.end()
             return loss
@@ -181,7 +193,7 @@ class ExactAdamW(torch.optim.Optimizer):
             self._end_seen_updates()
         return loss
 
-    def _given(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+    def _given(self) -> Given:
         return [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
 
     @torch.no_grad()
@@ -198,9 +210,33 @@ class ExactAdamW(torch.optim.Optimizer):
         rows = self._rows(given, places, [block.next_count(i) for block, i in places])
         columns = [*zip(*rows, strict=True)] or [()] * 5
         launch = prepared_adamw(*columns)
-        self._prepared = Prepared(facts, places, launch, rows)
+        self._prepared = Prepared(given, facts, places, launch, rows)
 
-    def _facts(self, given: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> list[Any]:
+    @torch.no_grad()
+    def begin(self, guard: Tensor) -> None:  # () fp32
+        """Launches the next step while the host does not know yet whether its gradients are finite:
+        the GPU updates nothing unless `guard` is 0. `step` counts the update, and `zero_grad`
+        forgets it. The caller vouches that nobody touches a weight, gradient, state or option until
+        then. Does nothing where states wait on the host."""
+        self._check_strangers()
+        self.prepare()
+        self._begun, self._prepared = self._prepared, None
+        if self._begun is not None:
+            with annotate("optimizer"):
+                self._begun.launch(guard)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether nobody asked to be called before or after its steps."""
+        before = (self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks)
+        after = (self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+        return not any(before) and not any(after)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._begun = self._prepared = None
+        super().zero_grad(set_to_none)
+
+    def _facts(self, given: Given) -> list[Any]:
         """Returns all that a prepared step depends on: where weights and gradients are, whether
         somebody has written these, the options of groups, and the counts of steps."""
         here = [
@@ -244,9 +280,7 @@ class ExactAdamW(torch.optim.Optimizer):
             )
         return place
 
-    def _update(
-        self, given: Sequence[tuple[nn.Parameter, dict[str, Any]]], places: Sequence[Slot]
-    ) -> None:
+    def _update(self, given: Given, places: Sequence[Slot]) -> None:
         """Updates the parameters whose block is on the GPU, all at once, and notes the steps of the
         others. Options are those that their groups have now."""
         rows = self._rows(given, places, self._count(given, places))
@@ -258,9 +292,7 @@ class ExactAdamW(torch.optim.Optimizer):
             with annotate("optimizer"):
                 adamw_many_(*zip(*now, strict=True))
 
-    def _count(
-        self, given: Sequence[tuple[nn.Parameter, dict[str, Any]]], places: Sequence[Slot]
-    ) -> list[int]:
+    def _count(self, given: Given, places: Sequence[Slot]) -> list[int]:
         """Counts an update of each parameter, and returns their numbers."""
         for (parameter, _), (block, i) in zip(given, places, strict=True):
             if parameter not in self.counts:
@@ -269,7 +301,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
     def _rows(
         self,
-        given: Sequence[tuple[nn.Parameter, dict[str, Any]]],
+        given: Given,
         places: Sequence[Slot],
         counts: Sequence[int],
     ) -> list[tuple[Any, ...]]:

@@ -168,6 +168,13 @@ def is_known(callback: Any) -> bool:
     return type(callback).__module__.startswith(("transformers.", "longctx."))
 
 
+def acts_before_update(callback: Any) -> bool:
+    """Whether a callback has a method of its own between a step's gradients and its update."""
+    method = getattr(callback, "on_pre_optimizer_step", None)
+    usual = TrainerCallback.on_pre_optimizer_step
+    return getattr(method, "__func__", method) is not usual
+
+
 def flush_before_others(handler: Any, flush: Callable[[], None]) -> None:
     """Outstanding updates end before an event for which a callback that is neither transformers'
     nor longctx's has a method: it may read weights, unless it says `reads_weights = False`."""

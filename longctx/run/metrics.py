@@ -113,6 +113,15 @@ class Throughput:
             self._attended = self._attended + attended(self.config, position_ids, real)
 
     @property
+    def pending(self) -> Tensor | None:  # () fp64
+        """What the GPU has counted since the last line; None if the host knows it."""
+        return self._attended if isinstance(self._attended, Tensor) else None
+
+    def settle(self, pending: float) -> None:
+        """Takes the value of `pending`, so that nobody waits for it."""
+        self._attended = pending
+
+    @property
     def _batches(self) -> int:
         """Processes that have rows of their own."""
         return self.world_size // self.ranks_a_row

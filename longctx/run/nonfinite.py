@@ -61,23 +61,32 @@ class NonFinite:
             self._batches.append(batch)
         self._losses.append(loss)
 
+    @property
+    def losses(self) -> list[Tensor]:  # () each
+        """The losses of the current step's batches."""
+        return self._losses
+
     def check(
         self,
         model: nn.Module,
         grad_norm: Any,
         step: int,
         broken: Callable[[], str | None] | None = None,
+        losses: Sequence[float] | None = None,
     ) -> bool:
-        """Whether to skip the step; called when its gradients are there and not yet used. `broken`
-        names the parameter whose gradient broke first, where that is known without another run.
+        """Whether to skip the step; called when its gradients are there and not yet used, or only
+        by what will not be if a number is not finite. `broken` names the parameter whose gradient
+        broke first, where that is known without another run; `losses` are those of its batches, if
+        the host has them already.
 
         Every process must call it. Raises UserError for a non-finite step if the action is `stop`.
         """
-        batches, losses = self._batches, self._losses
+        batches, recorded = self._batches, self._losses
         self._batches, self._losses = [], []
-        # One synchronisation, in a step of seconds whose time is read at its end anyway.
-        numbers = [_number(grad_norm), *map(_number, losses)]
-        device = losses[0].device if losses else torch.device("cpu")
+        # Where the host has no numbers yet, it waits here once, for the whole backward.
+        found = [*map(_number, recorded)] if losses is None else losses
+        numbers = [_number(grad_norm), *found]
+        device = recorded[0].device if recorded else torch.device("cpu")
         if not any_rank(not all(map(math.isfinite, numbers)), device):
             self._in_a_row = 0
             return False

@@ -57,6 +57,7 @@ from longctx.run.callbacks import (
     Clock,
     MetricsFile,
     Reserve,
+    acts_before_update,
     console,
     flush_before_others,
     spare_reporters,
@@ -68,6 +69,7 @@ from longctx.run.nonfinite import Names, NonFinite
 from longctx.run.settled import Settled
 from longctx.run.stopping import name_trained_ends, trained_ends
 from longctx.run.task_trainer import TaskTrainer
+from longctx.run.under_way import UnderWay
 from longctx.safety.processes import explained_workers
 from longctx.tasks.protocol import Task
 
@@ -155,6 +157,8 @@ class LongTrainer(TaskTrainer):
         self._skipped_steps = 0
         self._filters_losses = False
         self._settled = Settled(self.callback_handler)
+        self._logged: Tensor | None = None
+        """The sum of the losses since the last line, where the host has it."""
         self._evaluations: dict[int, dict[str, float]] = {}
         group = self.engine.row_group(self.accelerator)
         self.shards = self.task.shards = None if group is None else Shards(group)
@@ -293,15 +297,55 @@ class LongTrainer(TaskTrainer):
             grad_norm = self._clip_by_engine(model, math.inf)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         norm = 0.0 if self.args.fp16 else grad_norm  # fp16: the scaler skips overflows by itself
-        if self.exact:  # before the host waits for the norm
+        losses = None
+        if self._may_begin_update(norm):
+            norm, losses = self._begin_update(norm)
+            grad_norm = norm
+        elif self.exact:  # before the host waits for the norm
             self.exact.prepare()
         broken = self.exact.broken_gradient if self.exact else None
-        if self.nonfinite.check(model, norm, self.state.global_step + 1, broken):
+        if self.nonfinite.check(model, norm, self.state.global_step + 1, broken, losses):
             model.zero_grad()
             if self.exact:
                 self.exact.zero_grad()  # an optimizer without gradients changes nothing
             self._skipped_steps += 1
         return grad_norm
+
+    def _may_begin_update(self, norm: Any) -> bool:
+        """Whether nobody acts between a step's norm and its update, which may then be launched
+        before the host has waited for the norm."""
+        alone = self.exact is not None and self.args.world_size == 1 and self.exact.can_begin
+        if not alone or not isinstance(norm, Tensor):
+            return False
+        if type(self)._get_grad_norm is not LongTrainer._get_grad_norm:
+            return False
+        return not any(acts_before_update(x) for x in self.callback_handler.callbacks)
+
+    def _begin_update(self, norm: Any) -> tuple[float, list[float]]:
+        """Has the GPU go on with the update, which it leaves out if a number of the step is not
+        finite, while the host waits for these. Returns the norm and the losses."""
+        assert self.exact is not None
+        numbers = UnderWay({"norm": norm, "losses": torch.stack(self.nonfinite.losses)})
+        totals = {"logged": self._tr_loss}
+        if (pending := self.throughput.pending) is not None:
+            totals["pending"] = pending
+        line = UnderWay(totals)
+        self.exact.begin(numbers.guard)
+        found = numbers.read() | line.read()
+        if pending is not None:
+            self.throughput.settle(found["pending"][0])
+        self._logged = torch.tensor(found["logged"][0], dtype=self._tr_loss.dtype)
+        return found["norm"][0], found["losses"]
+
+    @overrides
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """A line needs the sum of the losses: the host may have it already."""
+        logged, self._logged = self._logged, None
+        if logged is None or not self.control.should_log:
+            super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+            return
+        super()._maybe_log_save_evaluate(logged, *args, **kwargs)
+        tr_loss.zero_()
 
     def _clip_by_engine(self, model: Any, max_norm: float) -> Tensor | None:
         if self.exact:

@@ -13,7 +13,7 @@ from torch import Tensor
 from exactness import DEVICE
 from longctx.kernels import adamw_many as many
 from longctx.kernels.adamw import CHECKED, Options, adamw_reference, split_master, weight_checksums
-from longctx.kernels.adamw_many import States, adamw_many_
+from longctx.kernels.adamw_many import States, adamw_many_, prepared_adamw
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NUMELS = [
@@ -85,6 +85,21 @@ def test_a_mixture_is_each_tensor_alone(seed) -> None:
     step(ours, options, scales)
     for x, given, scale in zip(others, options, scales, strict=True):
         alone(x, given, scale)
+    assert_same(ours, others)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+def test_a_guard_that_is_not_0_leaves_all_as_it_is(value) -> None:
+    names = ("exp_avg", "exp_avg_sq", "remainder", "checksums")
+    ours = [tensors(5003, 0, BF16, FP32), tensors(1040, 1, FP32, FP32)]
+    others = copies(ours)
+    of = [States(**{name: x[name] for name in names if name in x}) for x in ours]
+    weights, grads = ([x[name] for x in ours] for name in ("weight", "grad"))
+    launch = prepared_adamw(weights, of, grads, GROUPS, [None] * 2)
+    launch(torch.tensor(value, device=DEVICE))
+    for x, given in zip(others, GROUPS, strict=True):
+        if value == 0.0:
+            alone(x, given, None)
     assert_same(ours, others)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_states import everything_on_gpu, place
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from exactness import DEVICE
 from longctx.kernels import adamw_many, square_sums
@@ -133,9 +134,9 @@ CHANGES: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize("prepares", [False, True], ids=["at once", "prepared"])
+@pytest.mark.parametrize("how", ["at once", "prepared", "begun"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_together_as_each_alone(change: Change, prepares: bool, monkeypatch) -> None:
+def test_together_as_each_alone(change: Change, how: str, monkeypatch) -> None:
     """Every second step is clipped."""
     found = []
     for together in (True, False):
@@ -148,8 +149,10 @@ def test_together_as_each_alone(change: Change, prepares: bool, monkeypatch) -> 
             change(module, optimizer, step)
             module.deliver(step)
             norms.append(optimizer.clip(0.5 if step % 2 else None))
-            if together and prepares:
+            if together and how == "prepared":
                 optimizer.prepare()
+            elif together and how == "begun":
+                optimizer.begin(torch.zeros((), device=DEVICE))
             optimizer.step()
             optimizer.zero_grad()
         counts = [*optimizer.steps.values()]
@@ -196,6 +199,48 @@ def test_what_changes_after_it_was_prepared(change: Callable[[ExactAdamW], None]
     assert all(
         torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(*found, strict=True)
     )
+
+
+def test_a_step_that_was_begun_is_left_out_where_the_guard_says_so() -> None:
+    """Weights, states and counts are those of before, and so is the step that follows."""
+    found = []
+    for breaks in (True, False):
+        module, optimizer = make()
+        for step in range(2):
+            if breaks:
+                module.deliver(7)
+                optimizer.clip(0.5)
+                before = [x.clone() for x in [*module.weights, *states(module, optimizer)]]
+                optimizer.begin(torch.full((), torch.nan, device=DEVICE))
+                after = [*module.weights, *states(module, optimizer)]
+                assert all(map(torch.equal, before, after))
+                optimizer.zero_grad()
+                optimizer.step()  # without gradients
+                assert all(map(torch.equal, before, [*module.weights, *states(module, optimizer)]))
+            module.deliver(step)
+            optimizer.clip(0.5)
+            optimizer.begin(torch.zeros((), device=DEVICE))
+            optimizer.step()
+            optimizer.zero_grad()
+        counts = [*optimizer.steps.values()]
+        found.append([*map(torch.tensor, counts), *module.weights, *states(module, optimizer)])
+    assert all(map(torch.equal, *found))
+
+
+def test_whoever_asked_to_be_called_before_a_step_is(monkeypatch) -> None:
+    _, optimizer = make()
+    assert optimizer.can_begin
+    hook = optimizer.register_step_pre_hook(lambda *_: None)
+    assert not optimizer.can_begin
+    hook.remove()
+    everybody = register_optimizer_step_post_hook(lambda *_: None)
+    assert not optimizer.can_begin
+    everybody.remove()
+    assert optimizer.can_begin
+
+
+def states(module: Adapters, optimizer: ExactAdamW) -> list[Tensor]:
+    return [x for w in module.weights for x in optimizer.states_of(w).values()]
 
 
 def test_a_gradient_that_changes_after_clip_is_refused_all_the_same() -> None:
