@@ -15,12 +15,15 @@ from torch import Tensor
 
 
 class UnderWay:
-    """Numbers by name, each of one tensor's elements, on one device."""
+    """Numbers by name, each of one tensor's elements."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Starts the copies. Later changes of the tensors are not seen."""
+        """Starts the copies, from the device of the first tensor. Later changes of the tensors are
+        not seen."""
         self._sizes = {name: x.numel() for name, x in tensors.items()}
-        wide = torch.cat([x.detach().double().flatten() for x in tensors.values()])
+        device = next(iter(tensors.values())).device
+        flat = [x.detach().to(device, torch.float64).flatten() for x in tensors.values()]
+        wide = torch.cat(flat)
         self._arrived: torch.cuda.Event | None = None
         self._there = wide
         if wide.is_cuda:
