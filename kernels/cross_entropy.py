@@ -8,8 +8,7 @@ else z = x:
     loss   = lse - (1 - eps) z_y - eps mean_j(z_j) + s lse^2
     dx_j   = scale ((1 + 2 s lse) p_j - (1 - eps) [j = y] - eps / V) (1 - (z_j / softcap)^2)
 
-with eps the label smoothing and s the `lse_square_scale`, 0 unless given; `scale` is one number or
-one a row.
+with eps the label smoothing and s the `lse_square_scale`, 0 unless given.
 
 Nothing is saved. The gradient may be written over the logits: in their own dtype, or, rounded once,
 as packed 16-bit rows that begin at the address of the fp32 logits and take half their space. A row
@@ -146,7 +145,7 @@ def _cross_entropy_kernel(
     d_logits_ptr,  # (T, V), may be logits or, if OVERLAPS, begin there
     labels_ptr,  # (T,)
     loss_ptr,  # (T,) fp32
-    scale_ptr,  # () fp32, or (T,) if SCALES_ROWS
+    scale_ptr,  # () fp32
     ticket_ptr,  # () int64, 0; None if no part waits
     words_ptr,  # (T, 2 if HAS_SMOOTHING else 1, PARTS) int64, all 0; None if no part waits
     V,
@@ -157,7 +156,6 @@ def _cross_entropy_kernel(
     lse_square_scale,
     HAS_GRAD: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    SCALES_ROWS: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_LSE_SQUARE: tl.constexpr,
@@ -225,8 +223,6 @@ def _cross_entropy_kernel(
     if HAS_GRAD:
         scale = 1.0
         if HAS_SCALE:
-            if SCALES_ROWS:
-                scale_ptr += row
             scale = tl.load(scale_ptr)
         scale = tl.where(label == _IGNORED, 0.0, scale)
         y_scale = scale * (1 - label_smoothing)
@@ -252,18 +248,16 @@ def cross_entropy_forward(
     labels: Tensor,  # (T,) int64
     *,
     d_logits: Tensor | None = None,  # (T, V), may be logits itself or begin there (see below)
-    scale: Tensor | None = None,  # () or (T,), fp32
+    scale: Tensor | None = None,  # () fp32
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     lse_square_scale: float = 0.0,
 ) -> Tensor:  # (T,) fp32
-    """The loss of each row. `d_logits`, if given, receives `scale` times the gradient of their sum;
-    a scale of (T,) has a factor for each row.
+    """The loss of each row. `d_logits`, if given, receives `scale` times the gradient of their sum.
 
     A 16-bit `d_logits` may begin at the address of fp32 logits, at the same stride in elements. Not
-    differentiable by autograd: `longctx.head.loss` calls it chunk by chunk, and
-    `longctx.head.logits_loss` is its autograd.Function. Raises ValueError for a wrong shape,
-    dtype, device or layout.
+    differentiable by autograd: `longctx.head.loss` calls it chunk by chunk. Raises ValueError for a
+    wrong shape, dtype, device or layout.
     """
     if logits.dim() != 2:
         raise ValueError(f"logits must have shape (T, V), got {tuple(logits.shape)}")
@@ -280,9 +274,8 @@ def cross_entropy_forward(
     overlaps = d_logits is not None and _overlaps(logits, d_logits)
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
-    if scale is not None and scale.dim():
-        check_shape("scale", scale, (T,))
-        scale = scale.contiguous()
+    if scale is not None:
+        check_shape("scale", scale, ())
     if not runs_kernel(logits, labels, d_logits, scale):
         return cross_entropy_reference(
             logits,
@@ -326,7 +319,6 @@ def cross_entropy_forward(
                 lse_square_scale,
                 HAS_GRAD=d_logits is not None,
                 HAS_SCALE=scale is not None,
-                SCALES_ROWS=scale is not None and scale.dim() > 0,
                 HAS_SMOOTHING=label_smoothing != 0,
                 HAS_SOFTCAP=softcap is not None,
                 HAS_LSE_SQUARE=lse_square_scale != 0,

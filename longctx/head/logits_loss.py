@@ -5,9 +5,9 @@
 
 Forward reads the logits and leaves them as they are. Backward reads them again and writes their
 gradient over them, scaled by the upstream gradient of each row, so that it is rounded once. Saved:
-the logits, which exist anyway, and the labels. Bytes: each logit is read twice and its gradient is
-written once, 6 bytes a logit in bf16. (Liger's kernel writes the gradient in forward, so that
-whoever reads the logits between the two reads gradients, and scales it in backward.)
+the logits, which exist anyway, the labels, and a number a row (kernels/cross_entropy_rows.py).
+(Liger's kernel writes the gradient in forward, so that whoever reads the logits between the two
+reads gradients, and scales it in backward.)
 
 The memory belongs to somebody else where the logits are a leaf or a view of one, or where rows
 share memory (`expand`): the gradient gets memory of its own then. If another operation has saved
@@ -26,7 +26,11 @@ from longctx.constants import IGNORE_INDEX
 from longctx.head.logits import LazyLogits
 from longctx.head.stream import check_device, check_labels, check_number, check_positive
 from longctx.kernels.annotate import annotated
-from longctx.kernels.cross_entropy import cross_entropy_forward, cross_entropy_reference
+from longctx.kernels.cross_entropy_rows import (
+    Terms,
+    cross_entropy_rows,
+    cross_entropy_rows_gradient,
+)
 from longctx.kernels.launch import check_float, check_rows, check_shape, once_differentiable
 
 Reduction = Literal["mean", "sum", "none"]
@@ -42,33 +46,28 @@ class _CrossEntropy(torch.autograd.Function):
         logits: Tensor,  # (B, S, V)
         labels: Tensor,  # (B, S)
         in_place: bool,
-        options: dict[str, Any],
+        terms: Terms,
     ) -> Tensor:
-        ctx.save_for_backward(logits, labels)
-        ctx.in_place, ctx.options = in_place, options
-        losses = [_rows_loss(x, y, **options) for x, y in _parts(logits, labels)]
-        return torch.cat(losses).view(labels.shape)
+        found = [cross_entropy_rows(x, y, terms) for x, y in _parts(logits, labels)]
+        losses, lse = (torch.cat(x).view(labels.shape) for x in zip(*found, strict=True))
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.in_place, ctx.terms = in_place, terms
+        return losses
 
     @staticmethod
     @once_differentiable
     @annotated("loss")
     def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:  # (B, S)
-        logits, labels = ctx.saved_tensors
+        logits, labels, lse = ctx.saved_tensors
         if ctx.in_place:
             # A new version makes autograd raise if anything reads the saved logits again, for
             # instance a second backward, whose result would otherwise be silently wrong.
             torch.autograd.graph.increment_version(logits)
         logits = logits.detach()
         d_logits = logits if ctx.in_place else torch.empty_like(logits)
-        for x, y, scale, d_x in _parts(logits, labels, d_losses, d_logits):
-            _rows_loss(x, y, d_logits=d_x, scale=scale, **ctx.options)
+        for x, y, of_rows, scale, d_x in _parts(logits, labels, lse, d_losses, d_logits):
+            cross_entropy_rows_gradient(x, y, of_rows, scale, d_x, ctx.terms)
         return d_logits, None, None, None
-
-
-def _rows_loss(logits: Tensor, labels: Tensor, **more: Any) -> Tensor:  # (T, V), (T,) -> (T,)
-    """fp64, which the kernel does not have, runs in plain torch."""
-    compute = cross_entropy_reference if logits.dtype == torch.float64 else cross_entropy_forward
-    return compute(logits, labels, **more)
 
 
 def _parts(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:  # (B, S, ...)
@@ -127,15 +126,13 @@ def cross_entropy(
     if isinstance(logits, LazyLogits):
         logits = logits.read()
     _check(logits, labels, weight, reduction, label_smoothing, softcap, lse_square_scale)
-    options = dict(
-        label_smoothing=label_smoothing, softcap=softcap, lse_square_scale=lse_square_scale
-    )
+    terms = Terms(label_smoothing, softcap, lse_square_scale)
     targets = labels
     if ignore_index != IGNORE_INDEX:
         targets = labels.masked_fill(labels == IGNORE_INDEX, -1)
         targets = targets.masked_fill(labels == ignore_index, IGNORE_INDEX)
     batch = (logits, targets) if logits.dim() == 3 else (logits[None], targets[None])
-    losses = _CrossEntropy.apply(*batch, _is_spare(logits), options).view(labels.shape)
+    losses = _CrossEntropy.apply(*batch, _is_spare(logits), terms).view(labels.shape)
     counts = (targets != IGNORE_INDEX).to(losses.dtype)
     if weight is not None:
         counts = counts * weight.to(losses.dtype)[targets.clamp(0, len(weight) - 1)]

@@ -36,6 +36,7 @@ def _cases():
         adamw,
         adamw_many,
         cross_entropy,
+        cross_entropy_rows,
         divergence,
         log_softmax,
         nf4,
@@ -181,16 +182,25 @@ def _cases():
             **{"label_smoothing": "fp32", "softcap": "fp32", "lse_square_scale": "fp32"},
             **{"ticket_ptr": "*i64", "words_ptr": "*i64", "HAS_GRAD": True, "HAS_SCALE": True},
         }
-        # In chunks of linear_cross_entropy; and over logits of their own dtype.
-        for extra, whole in ((False, False), (True, False), (False, True)):
+        for extra in (False, True):
             c = cross_entropy.default_config(128256, t == "bf16" and not extra)
             parts = -(-128256 // c.block)
             flags = {"HAS_SMOOTHING": extra, "HAS_SOFTCAP": extra, "HAS_LSE_SQUARE": extra}
-            flags |= {"OVERLAPS": t == "bf16" and not whole, "SCALES_ROWS": whole}
-            flags |= {"logits_ptr": p} if whole else {}
-            flags |= {"BLOCK": c.block, "PARTS": parts, "LANES": 1 << (parts - 1).bit_length()}
+            more = {"BLOCK": c.block, "PARTS": parts, "LANES": 1 << (parts - 1).bit_length()}
+            more["OVERLAPS"] = t == "bf16"
             kernel = cross_entropy._cross_entropy_kernel
-            yield "cross_entropy", kernel, t, arguments | flags, c
+            yield "cross_entropy", kernel, t, arguments | flags | more, c
+            given = {n: arguments[n] for n in ("labels_ptr", "loss_ptr", "V", "stride_logits")}
+            given |= {n: "fp32" for n in ("label_smoothing", "softcap", "lse_square_scale")}
+            given |= {"logits_ptr": p, "lse_ptr": "*fp32", **flags}
+            c = cross_entropy_rows.values_config(128256)
+            how = {"BLOCK": c.block, "STAGES": c.num_stages}
+            yield "cross_entropy_rows", cross_entropy_rows._loss_kernel, t, given | how, c
+            del given["loss_ptr"]
+            given |= {"d_logits_ptr": p, "scale_ptr": "*fp32", "stride_d_logits": 128256}
+            c = cross_entropy_rows.gradient_config(128256)
+            kernel = cross_entropy_rows._gradient_kernel
+            yield "cross_entropy_gradient", kernel, t, given | {"BLOCK": c.block}, c
 
         per_row = ("log_probs", "entropy", "mean_logits", "lse", "d_log_probs", "d_entropy")
         per_row += ("value", "offset", "teacher_lse", "d_values")
@@ -280,6 +290,8 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "layer_norm_backward",
         *(f"{name}_{way}" for name, _, _ in ACTIVATED for way in ("forward", "backward")),
         "cross_entropy",
+        "cross_entropy_rows",
+        "cross_entropy_gradient",
         *(
             f"{op}_{part}"
             for op in ("log_softmax", "divergence")
