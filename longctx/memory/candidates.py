@@ -214,11 +214,11 @@ def _between(
 
 
 PERIODS = (2, 3, 4, 6, 8, 12, 16)
-"""Of so many layers the lowest keeps its input."""
+"""The numbers of layers of which the lowest alone keeps its input."""
 FEWER = 16
-"""At most so many counts of these layers are tried."""
+"""For each of them, at most so many counts of the first layers are tried."""
 LAST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
-"""Counts of the last layers, which keep all on the GPU that layers keep if memory is short."""
+"""Counts of the last layers, which keep on the GPU what layers usually keep."""
 
 
 @lru_cache(maxsize=16)
@@ -229,6 +229,7 @@ def sparse(of_layer: tuple[int, ...], kept: tuple[Sets, ...], offload: Offload) 
 
 
 def _sparse(layers: int, kept: tuple[Sets, ...], offload: Offload) -> Iterator[list[Stretch]]:
+    """Yields them: every k-th of the first layers, those between, and the last ones."""
     least, most = kept[0], usual(kept)[0]
     places = {"none": (False,), "all": (True,), "auto": (True, False)}[offload]
     lasts = (1,) if offload == "all" else LAST
