@@ -150,10 +150,18 @@ OTHER_SETS = [
 ]
 KEEPS = [
     Keep(kept, hosted)
-    for kept in (*SETS_IN_ORDER, *OTHER_SETS)
+    for kept in (*SETS_IN_ORDER, *OTHER_SETS, frozenset())
     for hosted in (frozenset(), *SETS_IN_ORDER, *OTHER_SETS)
     if hosted <= kept
 ]
+
+
+def every_kth(k: int, layers: int, *, hosted: bool = True, last: int = 0) -> tuple[Keep, ...]:
+    """A ladder in which the lowest of every k layers keeps x; the `last` ones keep x and o."""
+    x, usual = frozenset({"x"}), Keep(frozenset({"x", "o"}))
+    lowest, nothing = Keep(x, x if hosted else frozenset()), Keep(frozenset())
+    first = tuple(nothing if i % k else lowest for i in range(layers - last))
+    return first + last * (usual,)
 
 
 class Autocast(nn.Module):

@@ -15,16 +15,20 @@
 Layers whose MLP stands beside attention keep no h, which nothing reads in their backward. An MLP
 without a gate keeps up alone under the name "gate up".
 
+A layer above others may keep nothing, not even x. Before its backward the layers below it run
+forward again, from the nearest that keeps x: each of them gets its input so, and keeps o until its
+own backward. Of k consecutive layers the lowest keeps x, the others nothing.
+
 No result depends on the ladder: what is recomputed comes from the same kernels and the same tiles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from longctx.cost.table import Table
+from longctx.cost.table import INPUT, Table
 from longctx.options.model import Keeping, Offload
 
 Names = frozenset[str]
@@ -79,6 +83,18 @@ def runs(ladder: Ladder) -> Iterator[tuple[Keep, int]]:
         yield keep, len(list(layers))
 
 
+def run_again(ladder: Ladder) -> list[bool]:
+    """Returns for each layer whether it runs forward again in backward: the layer above keeps no
+    input."""
+    return [*(INPUT not in above.kept for above in ladder[1:]), False]
+
+
+def lowest(ladder: Ladder, at: int) -> Keep:
+    """Returns what the lowest of the layers keeps that run forward again for layer `at`."""
+    below = (keep for keep in reversed(ladder[:at]) if INPUT in keep.kept)
+    return next(below, Keep(frozenset({INPUT})))
+
+
 def hosts(ladder: Ladder) -> bool:
     """Whether something of a layer waits on the host."""
     return any(keep.hosted for keep in ladder)
@@ -87,16 +103,26 @@ def hosts(ladder: Ladder) -> bool:
 def describe(ladder: Ladder, *, on_gpu: bool = True) -> str:
     """Returns one line that says what is kept, where, and by which layers. Without a GPU there is
     one memory."""
-    of: dict[Keep, list[int]] = {}
-    for i, keep in enumerate(ladder):
-        of.setdefault(keep if on_gpu else Keep(keep.kept), []).append(i)
+    of: dict[tuple[Keep, int], list[int]] = {}
+    for i, keep, n in _parts(ladder):
+        shown = keep if on_gpu else Keep(keep.kept)
+        of.setdefault((shown, n), []).extend(range(i, i + n))
     parts = []
-    for keep, layers in of.items():
+    for (keep, k), layers in of.items():
         first, last, n = layers[0], layers[-1], len(layers)
         which = f"layer {first}" if n == 1 else f"layers {first} to {last}"
         if n <= last - first:  # layers of other kinds, which keep something else, are between them
             which = f"{n} of {which}"
         places = {" on the host": keep.hosted, " on the GPU" if on_gpu else "": keep.on_gpu}
         what = [f"{' '.join(in_order(names))}{where}" for where, names in places.items() if names]
-        parts.append(f"{which}: {', '.join(what) or 'nothing'}")
+        one = f", one layer in {k}" if k > 1 else ""
+        parts.append(f"{which}: {', '.join(what) or 'nothing'}{one}")
     return "kept for backward: " + "; ".join(parts)
+
+
+def _parts(ladder: Ladder) -> Iterator[tuple[int, Keep, int]]:
+    """Yields the layers that keep something: their number, what they keep, and how many layers they
+    are with those above them that keep nothing."""
+    starts = [i for i, keep in enumerate(ladder) if i == 0 or keep.kept]
+    for start, stop in pairwise([*starts, len(ladder)]):
+        yield start, ladder[start], stop - start

@@ -9,17 +9,19 @@
     update       weights, states, gradients
 
 A phase stands for its moment with the most memory. The peak of a step is that of its largest phase.
+Where layers run forward again before the backward of one above them, they need less than that: what
+they have kept so far, and the buffers of a forward instead of a backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from longctx.cost.kept import Keep, Ladder
+from longctx.cost.kept import Keep, Ladder, run_again
 from longctx.cost.sizes import Sizes
-from longctx.cost.table import Table
+from longctx.cost.table import INPUT, Table
 
 Buffers = dict[str, int]
 """Maps names to bytes."""
@@ -135,9 +137,26 @@ def made_bytes(layer: Table, keep: Keep) -> int:
     return layer.kept_bytes(keep.kept) + layer.again_bytes(keep.kept)
 
 
+def raised_bytes(layer: Table, keep: Keep) -> int:
+    """Returns the bytes that a layer adds on the GPU when it runs forward again."""
+    return made_bytes(layer, keep) - layer.kept_bytes(keep.on_gpu)
+
+
+def raised_below(layers: Sequence[tuple[Table, Keep]]) -> list[int]:
+    """Returns for each layer the bytes that those below it have added when its backward begins."""
+    found, nbytes = [], 0
+    twice = run_again(tuple(keep for _, keep in layers))
+    for (layer, keep), again in zip(layers, twice, strict=True):
+        nbytes = 0 if INPUT in keep.kept else nbytes
+        found.append(nbytes)
+        nbytes += raised_bytes(layer, keep) if again else 0
+    return found
+
+
 def phases(tables: Tables, ladder: Ladder, standing: Standing) -> list[Phase]:
     """Returns the phases of a step, in their order."""
     layers = [*zip(tables.layers, ladder, strict=True)]
+    raised = raised_below(layers)
     below = [*accumulate((layer.kept_bytes(keep.on_gpu) for layer, keep in layers), initial=0)]
 
     def forward(i: int) -> Phase:
@@ -156,7 +175,7 @@ def phases(tables: Tables, ladder: Ladder, standing: Standing) -> list[Phase]:
         buffers = {
             **standing.backward(i),
             "gradients": standing.new_gradients(i),
-            "kept activations": below[i] + made_bytes(layer, keep),
+            "kept activations": below[i] + raised[i] + made_bytes(layer, keep),
             **layer.working("backward", keep.kept),
         }
         return Phase("backward", buffers)

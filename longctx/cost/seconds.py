@@ -78,6 +78,10 @@ class Hosted(NamedTuple):
     """Bytes of what the MLP makes tile by tile. Each tile is copied down beside the next one."""
 
 
+def nothing_hosted(tables: Tables) -> Hosted:
+    return Hosted(0, np.zeros(len(tables.kinds)), 0, 0)
+
+
 class Copies(NamedTuple):
     """Bytes that are copied over the link in a backward."""
 
@@ -148,9 +152,9 @@ def seconds(
 
     loss = priced(load(tables.loss.forward), rates)
     each = [load(layer.forward) for layer in tables.kinds]
-    forward = priced(_of_all(tables, each), rates)
+    forward = priced(of_all(tables, each), rates)
     left = left_at(tables, [priced(work, rates).step for work in each], traffic.before)
-    gradients = _of_all(tables, [load(layer.backward) for layer in tables.kinds])
+    gradients = of_all(tables, [load(layer.backward) for layer in tables.kinds])
     backward = priced(gradients.plus(again), rates)
     update = priced(load(tables.update.forward), rates)
     waits = activation_waits(tables, hosted, rates)
@@ -189,7 +193,7 @@ def seconds(
     return step._replace(link=step.link + passes * sum(other.link for other in exchanges))
 
 
-def _of_all(tables: Tables, each: Sequence[Load]) -> Load:
+def of_all(tables: Tables, each: Sequence[Load]) -> Load:
     """Returns the sum over all layers of what a layer of each kind does."""
     counted = zip(each, tables.sizes.counts, strict=True)
     return reduce(Load.plus, (work.each(partial(mul, n)) for work, n in counted))

@@ -21,6 +21,10 @@ Phase = Literal["forward", "backward"]
 with its phase: "mlp backward"."""
 ALIGN = 512
 """torch's allocator starts each tensor at a multiple of so many bytes."""
+INPUT = "x"
+"""The name of the keepable that is a layer's input."""
+AGAIN = frozenset({"o"})
+"""What a layer that runs forward again keeps on the GPU from then on, beside its input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ class Keepable:
     read_first: bool = False
     """Whether backward reads it first and to its end. It is copied up beside the layer above."""
     always: bool = False
-    """Whether it must be kept, since nothing can recompute it."""
+    """Whether it must be kept, since nothing in the layer can recompute it."""
     buffered: bool = False
     """Whether backward recomputes all of it before anything else, if it was not kept."""
 
@@ -149,8 +153,11 @@ class Table:
     def kept_bytes(self, kept: frozenset[str]) -> int:
         return sum(keepable.aligned for keepable in self.keepables if keepable.name in kept)
 
-    def again(self, kept: frozenset[str]) -> tuple[Work, ...]:
-        """Returns what backward recomputes if only `kept` was kept."""
+    def again(self, kept: frozenset[str], *, twice: bool = False) -> tuple[Work, ...]:
+        """Returns what backward recomputes if only `kept` was kept; `twice`: of a layer that runs
+        forward once more, for the input of the layer above."""
+        if twice:
+            return (*self.forward, *self.again(kept | AGAIN))
         spared = (k.spares for k in self.keepables if k.name not in kept)
         return tuple(chain.from_iterable(spared))
 
@@ -160,8 +167,10 @@ class Table:
         return tuple(work for work in self.backward if work.finishing)
 
     def again_bytes(self, kept: frozenset[str]) -> int:
-        """Returns the bytes of what backward recomputes of the whole row before it begins."""
-        return sum(k.aligned for k in self.keepables if k.buffered and k.name not in kept)
+        """Returns the bytes of what backward recomputes of the whole row before it begins, x
+        included."""
+        made = (k for k in self.keepables if k.buffered or k.name == INPUT)
+        return sum(k.aligned for k in made if k.name not in kept)
 
     @cached_property
     def moments(self) -> dict[str, list[Buffer]]:

@@ -28,7 +28,8 @@ tile only, because one loop runs the end of the first block and all of the secon
 The saved activations are chosen (memory/ladder.py) from x, o with lse, h, q k v, gate and up.
 x and o are 2 units of T*D*2 bytes; plain checkpointing keeps one and runs attention forward twice,
 70% of a layer's time at 131072 tokens. What is not saved is recomputed from the same tiles by the
-same kernels, so that the choice changes no bit; n1 and n2 always, the down projection never.
+same kernels, so that the choice changes no bit; n1 and n2 always, the down projection only where
+the layer above saves no x, so that this one runs forward again (memory/store.py).
 
 Peak memory beside weights and gradients: three units (x, o|dq, dy|dh|dx), dk|dv (2 K/H of a unit),
 a group's q, k, v, do, dq, and one tile of the MLP. Where a norm follows attention, do of all heads
@@ -40,7 +41,7 @@ so that its temporaries are freed before the next begins.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -55,6 +56,7 @@ from longctx.layer.parts.protocol import Kept, OverRow, OverTiles
 from longctx.layer.parts.table import parts_of
 from longctx.layer.passes import Pass, Schedule, Traits
 from longctx.layer.weights import Parameters, Weights
+from longctx.memory.store import Saved
 
 
 def layer_forward(p: Pass, x: Tensor) -> Tensor:  # (T, D) -> (T, D)
@@ -125,6 +127,14 @@ def _tiles_backward_(
     return dn1
 
 
+Bring = Callable[[int], None]
+"""Has a layer's weights on the GPU in backward, as `Again.bring` asks (memory/store.py)."""
+
+
+def _are_here(above: int) -> None:
+    pass
+
+
 class _ScheduledLayer(torch.autograd.Function):
     @staticmethod
     @annotated("layer forward")
@@ -135,6 +145,7 @@ class _ScheduledLayer(torch.autograd.Function):
         s: Schedule,
         layers_above: int | None,
         adapters: Mapping[str, Settings],
+        bring: Bring,
         names: tuple[str, ...],
         *parameters: Tensor,
     ) -> Tensor:  # (T, D)
@@ -142,14 +153,16 @@ class _ScheduledLayer(torch.autograd.Function):
         w = Weights.of(dict(zip(names, parameters, strict=True)), parts, adapters, s.dtype)
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
-            saved = s.store.open(layers_above)
+            saved = s.store.open(layers_above, x)
+            saved.again = _Again(ctx)
         p = Pass(schedule=s, traits=t, weights=w, saved=saved)
-        p.keep("x", {"x": x})  # copied while attention runs, the rest while the MLP runs
+        if p.keeps("x"):
+            p.keep("x", {"x": x})  # copied while attention runs, the rest while the MLP runs
         y = layer_forward(p, x)
         if saved is not None:
-            s.store.release(saved)
+            s.store.release(saved, y)
         ctx.traits, ctx.schedule, ctx.saved = t, s, saved
-        ctx.adapters, ctx.names = adapters, names
+        ctx.adapters, ctx.bring, ctx.names = adapters, bring, names
         ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
         ctx.save_for_backward(*parameters)
         return y
@@ -161,22 +174,52 @@ class _ScheduledLayer(torch.autograd.Function):
         t: Traits = ctx.traits
         s: Schedule = ctx.schedule
         names: tuple[str, ...] = ctx.names
-        parameters = dict(zip(names, ctx.saved_tensors, strict=True))
-        w = Weights.of(parameters, parts_of(t.blocks), ctx.adapters, s.dtype)
+        tiles = s.tiles(dy.shape[0])
+        kept = s.store.load(ctx.saved, tiles)  # first: weights may move meanwhile
+        x = _unchanged(ctx, kept["x"])
+        w = _weights(ctx)
         wants_dx, *_ = needs = ctx.needs_input_grad
         wanted = [name for name, needed in zip(names, needs[-len(names) :], strict=True) if needed]
-        tiles = s.tiles(dy.shape[0])
         grads = Gradients(w, wanted, len(tiles) + (t.residual != 1.0))
-        kept = s.store.load(ctx.saved, tiles)
-        x = kept["x"]
-        if x is ctx.x() and x._version != ctx.version:  # may be the user's own: inputs_embeds
-            raise RuntimeError("a layer's input was modified in place before its backward")
         dx = dy.contiguous()  # overwritten: the layer above made dy for this layer only
         p = Pass(schedule=s, traits=t, weights=w, saved=ctx.saved, gradients=grads)
         layer_backward_(p, dx, x, kept, wants_dx)
         s.store.finish(ctx.saved)
         found = (grads.done.get(name) for name in names)
-        return dx if wants_dx else None, None, None, None, None, None, *found
+        return dx if wants_dx else None, None, None, None, None, None, None, *found
+
+
+def _weights(ctx: Any) -> Weights:
+    parameters = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+    return Weights.of(parameters, parts_of(ctx.traits.blocks), ctx.adapters, ctx.schedule.dtype)
+
+
+def _unchanged(ctx: Any, x: Tensor) -> Tensor:
+    if x is ctx.x() and x._version != ctx.version:  # may be the user's own: inputs_embeds
+        raise RuntimeError("a layer's input was modified in place before its backward")
+    return x
+
+
+class _Again:
+    """Runs a layer forward again from its autograd node, which holds it through what is saved."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = weakref.ref(ctx)  # no cycle, so that a dropped graph frees its memory at once
+
+    def bring(self, above: int) -> None:
+        self._node.bring(above)
+
+    @annotated("layer forward")
+    def forward(self, x: Tensor, saved: Saved) -> Tensor:  # (T, D) -> (T, D)
+        ctx = self._node
+        p = Pass(schedule=ctx.schedule, traits=ctx.traits, weights=_weights(ctx), saved=saved)
+        return layer_forward(p, _unchanged(ctx, x))
+
+    @property
+    def _node(self) -> Any:
+        node = self._ctx()
+        assert node is not None, "the graph above holds it"
+        return node
 
 
 def scheduled_layer(
@@ -185,13 +228,15 @@ def scheduled_layer(
     layers_above: int,
     parameters: Parameters,
     adapters: Mapping[str, Settings] = MappingProxyType({}),
+    bring: Bring = _are_here,
 ) -> Tensor:  # (T, D)
     """Runs the decoder layer of the module's equations, differentiable in x and every parameter.
 
     `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
     `adapters` has the settings of each adapter in `parameters`, by the name of what it adapts.
+    `bring` is called in backward before the layer runs forward again, if the weights may be away.
     Backward raises RuntimeError if x was modified in place after forward.
     """
     above = layers_above if torch.is_grad_enabled() else None  # without backward nothing is kept
     t, names = s.traits[-1 - layers_above], tuple(parameters)
-    return _ScheduledLayer.apply(x, t, s, above, adapters, names, *parameters.values())
+    return _ScheduledLayer.apply(x, t, s, above, adapters, bring, names, *parameters.values())

@@ -5,6 +5,9 @@ the last layers keep everything. Layers of several kinds may keep different sets
 the best of these ladders takes at most 5% longer than the best of all ladders, which is a part of
 one layer's work (tests/memory/test_ladder.py). Which ladders are scored does not depend on the
 budget.
+
+Where memory is short of even that, only the lowest of every k of the first layers keeps its input
+(`sparse`), and all but the highest of them run forward again.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx.cost.kept import NOTHING, Keep, Ladder, Names, runs
-from longctx.cost.peak import Tables, made_bytes
+from longctx.cost.peak import Tables, made_bytes, raised_bytes
 from longctx.cost.rates import Rates
 from longctx.cost.seconds import Hosted, priced
-from longctx.cost.table import Keepable, Load, Phase, Table, load, stacked
+from longctx.cost.table import INPUT, Keepable, Load, Phase, Table, load, stacked
 from longctx.memory.levels import Activity
 from longctx.options.model import Offload
 
@@ -35,11 +38,19 @@ Stretch = tuple[tuple[Keep, ...], int]
 """What consecutive layers keep, by their kind, and how many layers they are."""
 
 
-class Candidates(NamedTuple):
-    """C ladders. What each layer keeps is an index into `choices`."""
+class Choice(NamedTuple):
+    """What a layer may do."""
 
-    choices: list[tuple[int, Keep]]
-    """Kinds of layers, and what such a layer may keep."""
+    kind: int
+    keep: Keep
+    twice: bool = False
+    """Whether it runs forward again, since the layer above keeps no input."""
+
+
+class Candidates(NamedTuple):
+    """C ladders. What each layer does is an index into `choices`."""
+
+    choices: list[Choice]
     layers: Any  # (C, layers)
     numbers: Any  # (C, choices)
     """How many layers of a ladder have each choice."""
@@ -48,7 +59,7 @@ class Candidates(NamedTuple):
     def of(cls, ladders: Iterable[Iterable[Stretch]], of_layer: Sequence[int]) -> Candidates:
         """Makes candidates of ladders for layers of these kinds. Equal ladders become one
         candidate."""
-        ids: dict[tuple[int, Keep], int] = {}
+        ids: dict[Choice, int] = {}
         everywhere: dict[tuple[Keep, ...], bytes] = {}
         rows: dict[bytes, None] = {}
         width = np.uint16().itemsize
@@ -57,22 +68,37 @@ class Candidates(NamedTuple):
             for keeps, n in ladder:
                 if n > 0:
                     if keeps not in everywhere:
-                        choices = [ids.setdefault((k, keeps[k]), len(ids)) for k in of_layer]
+                        each = (Choice(k, keeps[k]) for k in of_layer)
+                        choices = [ids.setdefault(choice, len(ids)) for choice in each]
                         everywhere[keeps] = np.array(choices, np.uint16).tobytes()
                     row += everywhere[keeps][width * at : width * (at + n)]
                     at += n
             rows[row] = None
         layers = np.frombuffer(b"".join(rows), np.uint16).reshape(len(rows), -1)
-        numbers = np.stack([(layers == k).sum(axis=1) for k in range(len(ids))], axis=1)
-        return cls([*ids], layers, numbers)
+        made = [*ids]
+        bare = np.array([INPUT not in choice.keep.kept for choice in made])
+        if bare.any():
+            layers = layers.copy()
+            layers[:, :-1] += bare[layers[:, 1:]] * np.uint16(len(ids))
+            made += [choice._replace(twice=True) for choice in ids]
+        numbers = np.stack([(layers == k).sum(axis=1) for k in range(len(made))], axis=1)
+        return cls(made, layers, numbers)
 
     @classmethod
     def one(cls, ladder: Ladder, of_layer: Sequence[int]) -> Candidates:
         kinds = 1 + max(of_layer)
         return cls.of([[(kinds * (keep,), n) for keep, n in runs(ladder)]], of_layer)
 
+    @classmethod
+    def bare(cls, of_layer: Sequence[int]) -> Candidates:
+        """Makes one candidate whose layers keep nothing, and of which none runs forward again: less
+        than any ladder takes."""
+        kinds = [Choice(kind, Keep(NOTHING)) for kind in range(1 + max(of_layer))]
+        layers = np.array([of_layer], np.uint16)
+        return cls(kinds, layers, np.bincount(layers[0])[None])
+
     def ladder(self, i: int) -> Ladder:
-        return tuple(self.choices[k][1] for k in self.layers[i])
+        return tuple(self.choices[k].keep for k in self.layers[i])
 
     def some(self, which: Any) -> Candidates:
         return Candidates(self.choices, self.layers[which], self.numbers[which])
@@ -131,7 +157,7 @@ def _asked(layers: int, kept: Sets, counts: Iterable[int]) -> Iterator[list[Stre
         yield [(_keep(kept, kept), n), (_keep(kept), layers - n)]
 
 
-def _usual(kept: tuple[Sets, ...]) -> list[Sets]:
+def usual(kept: tuple[Sets, ...]) -> list[Sets]:
     """Returns what layers keep if memory is short: the first sets in which each kind keeps more
     than it must, if it can, and those in which one kind does."""
     ends = [*zip(kept[0], kept[-1], strict=True)]
@@ -148,7 +174,7 @@ def _free(
 ) -> Iterator[list[Stretch]]:
     """Yields the ladders of --keep auto. `kept` are sets, each with one keepable more than the one
     before."""
-    least, most, usual = kept[0], kept[-1], _usual(kept)
+    least, most, short = kept[0], kept[-1], usual(kept)
     step = -(-layers // MOST)
     for n in counts:
         hosts: Sequence[int | None] = [None]
@@ -159,7 +185,7 @@ def _free(
             hosted = None if host is None else kept[host]
             for top in tops:
                 # Where some layers keep all, there is room for what the others usually keep.
-                bases = usual[: 1 if top else None]
+                bases = short[: 1 if top else None]
                 for base in bases if n else [*bases, least]:
                     below, above = sorted((n, layers - top))
                     first = _keep(hosted or base, hosted)
@@ -167,11 +193,11 @@ def _free(
                     between = _keep(most, hosted) if both else _keep(base)
                     stretches = [(first, below), (between, above - below)]
                     yield [*stretches, (_keep(most), layers - above)]
-            yield from _between(layers, n, host, kept, usual, step)
+            yield from _between(layers, n, host, kept, short, step)
 
 
 def _between(
-    layers: int, n: int, host: int | None, kept: tuple[Sets, ...], usual: list[Sets], step: int
+    layers: int, n: int, host: int | None, kept: tuple[Sets, ...], short: list[Sets], step: int
 ) -> Iterator[list[Stretch]]:
     """Yields ladders for a GPU or a host that is full between two sets: the first of the `n` hosted
     layers keep one keepable less, or the first of the other layers keep the least."""
@@ -179,12 +205,53 @@ def _between(
         fewer, hosted = kept[host - 1], kept[host]
         for first in range(1, n, step):
             stretches = [(_keep(fewer, fewer), first), (_keep(hosted, hosted), n - first)]
-            yield [*stretches, (_keep(usual[0]), layers - n)]
+            yield [*stretches, (_keep(short[0]), layers - n)]
         return
     here = None if host is None else kept[host]
-    for first, rest in product(range(1, layers - n + 1, step), usual):
+    for first, rest in product(range(1, layers - n + 1, step), short):
         stretches = [(_keep(kept[0], here), n), (_keep(kept[0]), first)]
         yield [*stretches, (_keep(rest), layers - n - first)]
+
+
+PERIODS = (2, 3, 4, 6, 8, 12, 16)
+"""The numbers of layers of which the lowest alone keeps its input."""
+FEWER = 16
+"""For each of them, at most so many counts of the first layers are tried."""
+LAST = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Counts of the last layers, which keep on the GPU what layers usually keep."""
+
+
+@lru_cache(maxsize=16)
+def sparse(of_layer: tuple[int, ...], kept: tuple[Sets, ...], offload: Offload) -> Candidates:
+    """Returns the ladders in which only the lowest of every k of the first layers keeps its input,
+    and those above them keep it, or what they usually keep. The last layers do that on the GPU."""
+    return Candidates.of(_sparse(len(of_layer), kept, offload), of_layer)
+
+
+def _sparse(layers: int, kept: tuple[Sets, ...], offload: Offload) -> Iterator[list[Stretch]]:
+    """Yields them: every k-th of the first layers, those between, and the last ones."""
+    least, most = kept[0], usual(kept)[0]
+    places = {"none": (False,), "all": (True,), "auto": (True, False)}[offload]
+    lasts = (1,) if offload == "all" else LAST
+    for k in (*(k for k in PERIODS if k < layers), layers):
+        step = k * -(-layers // (k * FEWER))
+        for first, hosts in product((*range(step, layers, step), layers), places):
+            lowest = _keep(least, least if hosts else None)
+            some = [(lowest, 1), (_keep(len(least) * (NOTHING,)), k - 1)]
+            every_kth = [*(first // k * some), *_cut(some, first % k)]
+            for last in lasts if first < layers else (0,):
+                between = layers - first - last
+                if between < 0:
+                    break
+                for rest in (least, most) if between else (least,):
+                    hosted = _keep(rest, rest if hosts else None)
+                    yield [*every_kth, (hosted, between), (_keep(most), last)]
+
+
+def _cut(stretches: Sequence[Stretch], layers: int) -> list[Stretch]:
+    """Returns the first `layers` of two stretches, of which the first has one layer."""
+    (one, _), (rest, _) = stretches
+    return [(one, min(1, layers)), (rest, max(0, layers - 1))]
 
 
 # --- counted -----------------------------------------------------------------------------------
@@ -195,9 +262,11 @@ class EachChoice:
     counted once for a cut of the work: 40 placements of the states are scored with the same
     numbers."""
 
-    def __init__(self, choices: Sequence[tuple[int, Keep]], kinds: Sequence[Table]) -> None:
-        self.kinds = np.eye(len(kinds), dtype=int)[[kind for kind, _ in choices]]
-        self.choices = [(kinds[kind], keep) for kind, keep in choices]
+    def __init__(self, choices: Sequence[Choice], kinds: Sequence[Table]) -> None:
+        self.kinds = np.eye(len(kinds), dtype=int)[[choice.kind for choice in choices]]
+        self.choices = [(kinds[choice.kind], choice.keep) for choice in choices]
+        self.twice = np.array([choice.twice for choice in choices])
+        self.bare = np.array([INPUT not in choice.keep.kept for choice in choices])
 
     def count(self, of: Callable[[Table, Keep], float]) -> Any:  # (choices,)
         return np.array([of(layer, keep) for layer, keep in self.choices])
@@ -229,7 +298,13 @@ class EachChoice:
     @cached_property
     def again(self) -> Load:
         """What backward of the layer recomputes."""
-        return stacked([load(layer.again(keep.kept)) for layer, keep in self.choices])
+        each = zip(self.choices, self.twice, strict=True)
+        return stacked([load(layer.again(keep.kept, twice=twice)) for (layer, keep), twice in each])
+
+    @cached_property
+    def raised(self) -> Any:  # (choices,)
+        """What the layer adds on the GPU when it runs forward again."""
+        return self.count(raised_bytes) * self.twice
 
     @cached_property
     def hosted(self) -> Hosted:
@@ -275,12 +350,32 @@ class Counted:
     @cached_property
     def activity(self) -> Activity:
         end = np.cumsum(self.each.on_gpu[self.found.layers], axis=1)
+        backward = end + self.each.backward[self.found.layers]
+        if self.each.twice.any():
+            backward += self._raised_below
         return Activity(
             forward=end + self.each.forward[self.found.layers],
-            backward=end + self.each.backward[self.found.layers],
+            backward=backward,
             loss=end[:, -1] + self.loss_bytes,
             embedding=sum(self.tables.embedding.during("embedding").values()),
         )
+
+    @property
+    def _raised_below(self) -> Any:  # (C, layers)
+        """What the layers below each layer have added when they ran forward again for it."""
+        layers = self.found.layers
+        raised = self.each.raised[layers]
+        before = np.cumsum(raised, axis=1) - raised
+        # Those of the layers below the lowest of its own have gone, or are still to come.
+        own = ~self.each.bare[layers]
+        return before - np.maximum.accumulate(np.where(own, before, 0), axis=1)
+
+    @cached_property
+    def again_layers(self) -> Any:  # (C, layers)
+        """Whether a layer's weights come up once more: it or one below runs forward again. None if
+        no layer does."""
+        either = self.each.twice | self.each.bare
+        return either[self.found.layers] if either.any() else None
 
     @cached_property
     def below(self) -> Any:  # (C, layers + 1)

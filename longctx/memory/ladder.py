@@ -4,7 +4,8 @@ states live, and how the work is cut.
 All candidates of a cut are counted at once (candidates.py): GPU memory at each moment, which
 cost/peak.py counts by name, host memory, and seconds, by the function that also predicts them
 (cost/seconds.py). Which candidates are scored does not depend on how much memory there is. So more
-memory never loses a candidate that fitted, and never makes a plan slower.
+memory never loses a candidate that fitted, and never makes a plan slower. Ladders in which some
+layers keep no input are counted only where one of them could be faster than the best of the others.
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ from longctx.cost.kept import Ladder, asked, hosts
 from longctx.cost.launches import graph_bytes, host_waits
 from longctx.cost.peak import Tables
 from longctx.cost.rates import Rates
-from longctx.cost.seconds import NO_TRAFFIC, Exchanged, Seconds, Traffic, seconds
+from longctx.cost.seconds import (
+    NO_TRAFFIC,
+    Exchanged,
+    Hosted,
+    Seconds,
+    Traffic,
+    nothing_hosted,
+    of_all,
+    seconds,
+)
 from longctx.cost.sizes import Batch, Sizes
-from longctx.memory.candidates import Candidates, Counted, candidates, sets
+from longctx.cost.table import INPUT, Load, load
+from longctx.memory.candidates import Candidates, Counted, candidates, sets, sparse, usual
 from longctx.memory.levels import Levels
 from longctx.memory.place import Place
 from longctx.options.model import Keeping, Offload
@@ -75,6 +86,8 @@ class Step:
     """The ladder and the sizes with their cut, if they are already decided."""
     graphs: bool = False
     """Whether layers run as CUDA graphs if nothing of them waits on the host."""
+    again: bool = False
+    """Whether layers can run forward again in backward, so that not each must keep its input."""
 
 
 class Score(NamedTuple):
@@ -98,7 +111,7 @@ def choose(step: Step, levels: Sequence[Levels], budget: Budget) -> Chosen:
         return eager
     if reason := _why_not_recorded(step, levels):
         return replace(eager, no_graphs=reason)
-    here = replace(step, offload="none")
+    here = replace(step, offload="none", again=False)
     graphed = _choose(here, [levels[0].resident], budget, graphs=True)
     if graphed.needed.gpu > budget.gpu or hosts(graphed.ladder):
         return replace(eager, no_graphs="a step with them does not fit into the GPU's memory")
@@ -125,24 +138,49 @@ def _with_waits(step: Step, chosen: Chosen) -> float:
     return chosen.seconds + host_waits(chosen.sizes, passes, chosen.seconds, graphs=graphs)
 
 
+Best = tuple[Score, Chosen | None]
+"""The best so far; None before the first."""
+
+
 def _choose(step: Step, levels: Sequence[Levels], whole: Budget, *, graphs: bool = False) -> Chosen:
     """Returns the best choice where layers run eagerly, or as CUDA graphs."""
-    best, chosen = Score(sys.maxsize), None
-    for sizes in _cuts(step):
-        tables = step.count(sizes, step.batch)
+    every = [step.count(sizes, step.batch) for sizes in _cuts(step)]
+    best: Best = Score(sys.maxsize), None
+    for tables in every:
         held = graph_bytes(tables) if graphs else 0
-        budget = whole._replace(gpu=whole.gpu - gaps(step) - held)
         counted = Counted(_candidates(step, tables), tables)
-        for placed in levels:
-            counted = counted.some(_worth_placing(step, counted, placed, budget, best))
-            if not len(counted.found.layers):
-                break
-            score, made = _best(step, counted, placed, budget)
-            if score < best:
-                needed = made.needed._replace(gpu=made.needed.gpu + gaps(step) + held)
-                best, chosen = score, replace(made, needed=needed, graph_bytes=held)
-    assert chosen is not None
-    return chosen
+        best = _better(step, counted, levels, whole, best, held)
+    for tables in _of_least_memory(step, every) if _may_be_sparse(step, every[0]) else ():
+        if able := _worth_sparing(step, tables, levels, whole, best[0]):
+            counted = Counted(_sparse(step, tables), tables)
+            found = _better(step, counted, able, whole, best)
+            # Layers that run forward again must spare time or bytes that lack: nothing else.
+            best = found if found[0][:2] < best[0][:2] else best
+    assert best[1] is not None
+    return best[1]
+
+
+def _better(
+    step: Step,
+    counted: Counted,
+    levels: Sequence[Levels],
+    whole: Budget,
+    best: Best,
+    held: int = 0,
+) -> Best:
+    """Returns the best of these candidates of one cut, if it is better than the best so far. CUDA
+    graphs hold `held` bytes."""
+    taken = gaps(step) + held
+    budget = whole._replace(gpu=whole.gpu - taken)
+    for placed in levels:
+        counted = counted.some(_worth_placing(step, counted, placed, budget, best[0]))
+        if not len(counted.found.layers):
+            break
+        score, made = _best(step, counted, placed, budget)
+        if score < best[0]:
+            needed = made.needed._replace(gpu=made.needed.gpu + taken)
+            best = score, replace(made, needed=needed, graph_bytes=held)
+    return best
 
 
 def gaps(step: Step) -> int:
@@ -178,8 +216,9 @@ def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple
     host = placed.host_bytes(level, counted.below)
     over = missing + np.maximum(0, host - budget.host)
     some = np.flatnonzero(over == over.min())
-    traffic = placed.traffic(level[some])
-    step_s = _seconds(step, counted.some(some), traffic).step
+    left = counted.some(some)
+    traffic = placed.traffic(level[some], left.again_layers)
+    step_s = _seconds(step, left, traffic).step
     shown = displayed(step_s)
     kept = counted.on_gpu[some]
     k = int(np.lexsort((step_s, kept, host[some], shown))[0])
@@ -188,7 +227,7 @@ def _best(step: Step, counted: Counted, placed: Levels, budget: Budget) -> tuple
         ladder=counted.found.ladder(i),
         sizes=counted.tables.sizes,
         places=placed.places(int(level[i])),
-        traffic=placed.traffic(level[[i]]),
+        traffic=placed.traffic(level[[i]], counted.some([i]).again_layers),
         needed=Budget(budget.gpu + int(missing[i]), int(host[i])),
         seconds=float(step_s[k]),
     )
@@ -223,12 +262,59 @@ def _candidates(step: Step, tables: Tables) -> Candidates:
     return candidates(step.sizes.of_layer, sets(kinds, step.rates), step.offload, chosen)
 
 
+# --- layers that keep no input -----------------------------------------------------------------
+
+
+def _may_be_sparse(step: Step, tables: Tables) -> bool:
+    """Whether some layers may keep no input: if nothing else of any layer must be kept."""
+    free = step.again and step.given is None and step.keep == "auto" and step.sizes.layers > 1
+    return free and all(layer.always == {INPUT} for layer in tables.kinds)
+
+
+def _of_least_memory(step: Step, every: Sequence[Tables]) -> Iterable[Tables]:
+    """Yields the tables of the first cut, and of those that differ by fewer logits only."""
+    tokens = step.batch.tokens
+    least = every[0].sizes.cut(tokens)[:2]
+    return (tables for tables in every if tables.sizes.cut(tokens)[:2] == least)
+
+
+def _sparse(step: Step, tables: Tables) -> Candidates:
+    return sparse(step.sizes.of_layer, sets(tables.kinds, step.rates), step.offload)
+
+
+def _worth_sparing(
+    step: Step, tables: Tables, levels: Sequence[Levels], whole: Budget, best: Score
+) -> Sequence[Levels]:
+    """Returns the levels beside which a ladder where some layers keep no input could be better than
+    the best so far. Such a ladder takes at least as much GPU memory as if no layer kept anything,
+    and as much time as if each kept what it usually does."""
+    if best.missing_bytes:
+        return levels
+    each = zip(tables.kinds, usual(sets(tables.kinds, step.rates))[0], strict=True)
+    again = of_all(tables, [load(layer.again(names)) for layer, names in each])
+
+    def is_slower(traffic: Traffic) -> bool:
+        found = _timed(step, tables, again, nothing_hosted(tables), traffic)
+        return bool(displayed(np.min(found.step)) >= best.displayed_s)
+
+    if is_slower(NO_TRAFFIC):
+        return []
+    idle = Counted(Candidates.bare(step.sizes.of_layer), tables).activity
+    gpu = whole.gpu - gaps(step)
+    lowest = ((placed, placed.lowest(idle, gpu)[0]) for placed in levels)
+    return [placed for placed, level in lowest if not is_slower(placed.traffic(level))]
+
+
 def _seconds(step: Step, counted: Counted, traffic: Traffic) -> Seconds:
+    return _timed(step, counted.tables, counted.again, counted.hosted, traffic)
+
+
+def _timed(step: Step, tables: Tables, again: Load, hosted: Hosted, traffic: Traffic) -> Seconds:
     return seconds(
-        counted.tables,
+        tables,
         passes=step.batch.passes,
-        again=counted.again,
-        hosted=counted.hosted,
+        again=again,
+        hosted=hosted,
         traffic=traffic,
         rates=step.rates,
         exchanges=step.exchanges,

@@ -295,14 +295,20 @@ class Levels:
         states = (whole_lines(moved) + some * 4 * LINE).sum(axis=1)
         return states, self.layers - sharing.sum(axis=1)
 
-    def traffic(self, level: Any) -> Traffic:
-        """Returns the copies of each candidate's level."""
+    def traffic(self, level: Any, again: Any = None) -> Traffic:
+        """Returns the copies of each candidate's level. `again` (C, layers) says which layers'
+        weights come up once more in backward; None: no layer's."""
         found = self._traffic
+        backward = Copies(*(nbytes[level] for nbytes in found.backward))
+        if again is not None:
+            of_layers = [i for i, block in enumerate(self.blocks) if block.layer is not None]
+            away = (self._away["weight"] * self._bytes("weight"))[:, of_layers]
+            backward = backward._replace(up=backward.up + (away[level] * again).sum(axis=1))
         return Traffic(
             rising_first=found.rising_first[level],
             rising=found.rising[level],
             falls_first=found.falls_first[level],
-            backward=Copies(*(nbytes[level] for nbytes in found.backward)),
+            backward=backward,
             resident=found.resident[level],
             before=found.before,
         )

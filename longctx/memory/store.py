@@ -17,6 +17,10 @@ it (FSDP2's list of gradients, 37 ms). Streams wait for each other's events; the
 synchronised, and no buffer is reused before its event.
 At 131072 tokens a layer moves 4 GiB in 80 ms while it computes for 1.1 s.
 
+A layer may keep no input: then the layers below it run forward again before its backward, from the
+nearest that has its input. Each gets its input so, and what AGAIN names, on the GPU until its own
+backward. x of the lowest comes up for that, and stays in its buffer.
+
 The slab (slab.py) has exactly the size that the longest batch needs.
 """
 
@@ -26,13 +30,15 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from longctx.constants import GIB
-from longctx.cost.kept import Keep, Ladder
+from longctx.cost.kept import Keep, Ladder, lowest
+from longctx.cost.table import AGAIN, INPUT
 from longctx.errors import UserError
 from longctx.kernels.annotate import annotate
 from longctx.memory.machine import host_budget, host_share_bytes
@@ -67,11 +73,29 @@ class Entry:
         return self.offset + _nbytes(self.shape, self.dtype)
 
 
+class Again(Protocol):
+    """Runs a layer's forward once more, before its backward."""
+
+    def bring(self, above: int) -> None:
+        """Has the layer's weights on the GPU. `above` layers follow; the last runs backward."""
+
+    def forward(self, x: Tensor, saved: Saved) -> Tensor:
+        """Returns the layer's output, and keeps in `saved` what that keeps."""
+
+
 @dataclass(eq=False)
 class Saved:
     """One layer's kept tensors, by name. Dropped with the autograd graph, it frees its place."""
 
     keep: Keep
+    layers_above: int = 0
+    below: Saved | None = None
+    """The layer below, if it has to make this layer's input again."""
+    again: Again | None = None
+    output: Callable[[], Tensor | None] = field(default=lambda: None)
+    """Returns the layer's output while somebody else holds it."""
+    version: int = 0
+    """The version of the output when forward had made it."""
     entries: dict[str, Entry] = field(default_factory=dict)
     used: bool = False
 
@@ -155,12 +179,18 @@ class ActivationStore:
 
     # --- forward ---------------------------------------------------------------------------
 
-    def open(self, layers_above: int) -> Saved:
-        """Begins a layer's kept tensors. `layers_above` layers follow it."""
+    def open(self, layers_above: int, x: Tensor | None = None) -> Saved:
+        """Begins the kept tensors of a layer whose input is x. `layers_above` layers follow it.
+        Raises UserError if layers below are to make x again, and x is not what they have made."""
         # The ladder may be shorter than the model: its first rung is that of all layers below.
-        saved = Saved(self.ladder[max(0, len(self.ladder) - 1 - layers_above)])
+        at, alive = max(0, len(self.ladder) - 1 - layers_above), self._alive()
+        saved = Saved(self.ladder[at], layers_above)
+        if not saved.keeps(INPUT):
+            saved.below = _maker(x, layers_above, alive)
+            if saved.below is None:  # all layers below are frozen, and keep nothing
+                saved.keep = lowest(self.ladder, at)
         # Weak references: a graph that is dropped without a backward frees its place in the slab.
-        self._stack = [weakref.ref(s) for s in [*self._alive(), saved]]
+        self._stack = [weakref.ref(s) for s in [*alive, saved]]
         return saved
 
     def add(
@@ -205,10 +235,10 @@ class ActivationStore:
                 host[rows].copy_(tensor[rows], non_blocking=True)
                 entry.sent += len(tensor[rows])
 
-    def release(self, saved: Saved) -> None:
+    def release(self, saved: Saved, output: Tensor | None = None) -> None:
         """Ends forward's use of the tensors: their memory may be reused once the copies are out.
-        Raises RuntimeError for a tensor that waits on the host and was not sent there: backward
-        would read what the slab held before."""
+        `output` is what the layer returns. Raises RuntimeError for a tensor that waits on the host
+        and was not sent there: backward would read what the slab held before."""
         hosted = saved.hosted
         for name, entry in hosted.items():
             if entry.sent < entry.shape[0]:
@@ -222,6 +252,8 @@ class ActivationStore:
             torch.cuda.current_stream(self.device).wait_stream(self._out)
         for entry in hosted.values():
             entry.tensor = None
+        if output is not None:
+            saved.output, saved.version = weakref.ref(output), output._version
 
     # --- backward --------------------------------------------------------------------------
 
@@ -236,11 +268,37 @@ class ActivationStore:
                 "as they are used (retain_graph is not supported)"
             )
         saved.used = True
+        if INPUT not in saved.entries:
+            self._run_again(saved, tiles)
+        return self._raised(saved, tiles)
+
+    def _run_again(self, saved: Saved, tiles: list[slice]) -> None:
+        """Runs the layers below forward again, and gives each of them, and this one, its input."""
+        layers = [saved]
+        while INPUT not in layers[-1].entries:
+            assert (below := layers[-1].below) is not None
+            layers.append(below)
+        layers.reverse()
+        x = self._raised(layers[0], tiles)[INPUT]
+        for tile in tiles:  # attention reads the whole row
+            self.wait(tile)
+        for i, (layer, above) in enumerate(pairwise(layers)):
+            assert layer.again is not None
+            layer.again.bring(len(layers) - 1 - i)
+            made = Saved(Keep(AGAIN.difference(layer.entries)))
+            x = layer.again.forward(x, made)
+            layer.entries |= made.entries
+            above.entries[INPUT] = Entry(x, x.shape, x.dtype)
+        assert saved.again is not None
+        saved.again.bring(0)
+
+    def _raised(self, saved: Saved, tiles: list[slice]) -> dict[str, Tensor]:
+        """Returns the kept tensors on the GPU, on their way there if they are not yet."""
         # Another layer than the one below comes next, as when a graph was dropped in between.
         if self._filled is not None and self._filled() is not saved:
             self._abandon()
         hosted = saved.hosted
-        if hosted:
+        if hosted and not (self._reader is not None and self._reader() is saved):
             if self._filled is None:
                 self._fill_begin(saved, homes={})
             for name, entry in hosted.items():
@@ -269,10 +327,10 @@ class ActivationStore:
         below = self._filled() if self._filled is not None else None
         if below is None:
             alive = self._alive()
-            homes = _new_homes(saved, alive[-1]) if alive else {}
-            if not homes:
+            below = _read_next(alive[-1]) if alive else None
+            homes = _new_homes(saved, below) if below is not None else {}
+            if below is None or not homes:
                 return
-            below = alive[-1]
             self._fill_begin(below, homes)
         self._fill(below, tile, [name for name, home in self._homes.items() if home in names])
 
@@ -353,6 +411,27 @@ class ActivationStore:
 
 def _always(start: int, stop: int) -> bool:
     return True
+
+
+def _maker(x: Tensor | None, layers_above: int, alive: list[Saved]) -> Saved | None:
+    """Returns the layer that has made x in this forward; None if no layer below keeps anything.
+    Raises UserError if something has changed or exchanged x in between."""
+    below = alive[-1] if alive else None
+    if below is None or below.layers_above != layers_above + 1:
+        return None
+    if x is None or below.output() is not x or x._version != below.version:
+        raise UserError(
+            "the input of a layer is not what the layer below returned, which is to run forward "
+            "again to make it: take the hook that changes it away, or set --keep x"
+        )
+    return below
+
+
+def _read_next(saved: Saved) -> Saved:
+    """Returns the layer whose kept tensors are read first when this layer's backward comes."""
+    while INPUT not in saved.entries and saved.below is not None:
+        saved = saved.below
+    return saved
 
 
 def _new_homes(reader: Saved, below: Saved) -> dict[str, str]:

@@ -123,12 +123,7 @@ class StateStream:
             self.need(block, last=last)
 
         def before_backward(self: StateStream, block: Block, grad: Tensor) -> None:
-            if not self._in_backward:
-                self._in_backward = True
-                torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore
-                    _weakly(self._end_backward)
-                )
-            self.need(block, backward=True)
+            self.need_in_backward(block)
 
         def after_forward(self: StateStream, block: Block, _: Any, __: Any, output: Any) -> None:
             self._close()
@@ -160,36 +155,42 @@ class StateStream:
             if block.streams and not block.is_away:
                 self.drop(block)
 
-    def need(self, block: Block, *, backward: bool = False, last: bool = False) -> None:
-        """Lets the computation from here on read the block's updated weights. `last` says that no
-        other block follows in forward."""
-        self._in_backward &= backward  # a backward that failed has not ended
-        if block.update is not None or block.is_away:
-            self.bring(block)
-        following = self._following(block, backward, last)
+    def need_in_backward(self, block: Block, above: int = 0) -> None:
+        """Lets a layer's backward read its weights, or its forward, if that runs once more. Then
+        `above` layers follow, of which the last one's backward is next."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore
+                _weakly(self._end_backward)
+            )
+        at = self._layers.index(block)
+        top = at + above
+        self._need(block, self._layers[at + 1 : top + 1] + self._layers[:top][::-1])
+
+    def need(self, block: Block, *, last: bool = False) -> None:
+        """Lets forward, from here on, read the block's updated weights. `last` says that no other
+        block follows."""
+        self._in_backward = False  # a backward that failed has not ended
+        following = [] if last else self._order[self._order.index(block) + 1 :]
+        if torch.is_grad_enabled():  # backward begins with the last layer
+            following = following + self._layers[::-1]
+        self._need(block, following)
+
+    def _need(self, block: Block, order: Sequence[Block]) -> None:
+        """Has the block's weights ready, and those of the next blocks in `order` on their way."""
+        following = _moving(block, order)
         self._close()
-        for other in self._order:
+        for other in self._order:  # first, since they may have to make room
             if other.streams and not other.is_away and other not in (block, *following):
                 self.drop(other)
+        if block.update is not None or block.is_away:
+            self.bring(block)
         self.wait(block)
         block.open()
         self._opened = block
         for other in following:
             if other.update is not None or other.is_away:
                 self.bring(other)
-
-    def _following(self, block: Block, backward: bool, last: bool) -> list[Block]:
-        """Returns the next blocks that move or are moving."""
-        if backward:
-            following = self._layers[: self._layers.index(block)][::-1]
-        else:
-            following = [] if last else self._order[self._order.index(block) + 1 :]
-            if torch.is_grad_enabled():  # backward begins with the last layer
-                following = following + self._layers[::-1]
-        others = dict.fromkeys(b for b in following if b is not block)
-        moving = [b for b in others if b.streams or b.update or b.ready][:MOVING]
-        full = [b for b in moving if b.streams][AHEAD:]
-        return moving[: moving.index(full[0])] if full else moving
 
     def wait(self, block: Block) -> None:
         """Has the computation wait for the block's update and arrival."""
@@ -316,6 +317,22 @@ class StateStream:
         self.down.synchronize()
 
 
+def _moving(block: Block, order: Sequence[Block]) -> list[Block]:
+    """Returns the next blocks in this order that move or are moving."""
+    others = dict.fromkeys(b for b in order if b is not block)
+    moving = [b for b in others if b.streams or b.update or b.ready][:MOVING]
+    full = [b for b in moving if b.streams][AHEAD:]
+    return moving[: moving.index(full[0])] if full else moving
+
+
+def bring_again(layer: nn.Module, above: int) -> None:
+    """Has a layer's weights on the GPU in backward, if a stream moves them
+    (`StateStream.need_in_backward`)."""
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, Hook):
+            hook.again(above)
+
+
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for source, target in pairs:
         target.copy_(source, non_blocking=True)
@@ -354,6 +371,12 @@ class Hook:
         stream, block = self._stream(), self._block()
         if stream is not None and block is not None:
             self._do(stream, block, *args)
+
+    def again(self, above: int) -> None:
+        """Has the weights of its block, a layer, ready for another forward in backward."""
+        stream, block = self._stream(), self._block()
+        if stream is not None and block is not None:
+            stream.need_in_backward(block, above)
 
     @property
     def moves(self) -> bool:

@@ -39,6 +39,7 @@ from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Schedule
 from longctx.layer.schedule import scheduled_layer
+from longctx.memory.stream import bring_again
 from longctx.model.adapters import with_adapters
 from longctx.model.caller import Caller, classifier_reads_padding, labels_on_padding
 from longctx.model.families import (
@@ -76,6 +77,7 @@ from longctx.model.shared_prefixes import found as found_prefixes
 from longctx.model.strangers import (
     asks_for_router_logits,
     changing_hooks,
+    gathers_weights,
     has_known_loss,
     is_classifier,
     is_heard,
@@ -754,7 +756,19 @@ def layer_forward(
         return type(self).forward(self, hidden_states, *args, **kwargs)
     weights, adapters = layer_weights(self, family), layer_adapters(self, family)
     given = with_adapters(weights, adapters, layers_above, lambda: schedule.seed)
-    return scheduled_layer(hidden_states, schedule, layers_above, *given)
+    bring = partial(_bring, self)
+    return scheduled_layer(hidden_states, schedule, layers_above, *given, bring)
+
+
+def _bring(layer: Any, above: int) -> None:
+    """Brings the weights of a layer that is to run forward again in backward. Raises UserError if
+    an engine gathers them in hooks, which run around a call only."""
+    if gathers_weights(layer):
+        raise UserError(
+            "an engine gathers each layer's weights for a call, so that no layer can run forward "
+            "again in backward: set --keep x"
+        )
+    bring_again(layer, above)
 
 
 def norm_forward(self: Any, x: Tensor, spec: NormSpec | None = None, owned: bool = False) -> Tensor:

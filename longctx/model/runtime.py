@@ -24,7 +24,7 @@ from longctx.attention.sharded import Sharded
 from longctx.attention.shards import Shards
 from longctx.cost.dims import Adapted, LayerKind
 from longctx.cost.fitted import GRAPHED_TOKENS
-from longctx.cost.kept import describe, uniform
+from longctx.cost.kept import describe, run_again, uniform
 from longctx.cost.rates import AttentionRates, Rates
 from longctx.cost.sizes import Batch, Cut, Sizes, default_head_groups, default_tile_tokens, kinds_of
 from longctx.errors import UserError
@@ -57,7 +57,7 @@ from longctx.model.families import (
     score_cap,
 )
 from longctx.model.look import look
-from longctx.model.strangers import why_not_chunked
+from longctx.model.strangers import gathers_weights, why_not_chunked
 from longctx.options.model import PatchOptions
 from longctx.options.task import TaskName, scored_tokens
 
@@ -176,7 +176,7 @@ class Runtime:
         on_gpu = self.store.device.type == "cuda"
         free_bytes = usable_bytes(free_gpu_bytes(self.store.device)) if on_gpu else 0
         self.host_room = self.store.host_bytes() if host_room is None else host_room
-        step = self.step(sizes, tokens)
+        step = replace(self.step(sizes, tokens), again=self.can_run_again(model))
         levels = pending_levels(sizes.layers, *pending, accumulates=self.passes > 1)
         chosen = choose(step, [levels], Budget(free_bytes, self.host_room))
         self.adopt(chosen, tokens)
@@ -203,6 +203,14 @@ class Runtime:
         if dist.is_initialized() and dist.get_world_size() > 1:
             return "several processes train the model"
         return None
+
+    def can_run_again(self, model: Any) -> bool:
+        """Whether layers may run forward again in backward: no other rank takes part in a layer,
+        and no engine gathers its weights for a call."""
+        if self.moves_weights or self.shards is not None:
+            return False
+        base: Any = base_of(model)
+        return not any(map(gathers_weights, base.layers))
 
     def step(self, sizes: Sizes, tokens: int) -> Step:
         """What the ladder and the cut of batches of `tokens` tokens are chosen for. Where nothing
@@ -366,6 +374,8 @@ def make_schedule(
         raise UserError(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
         )
+    if runtime.shards is not None and any(run_again(runtime.store.ladder)):
+        raise UserError("ranks that share rows must keep every layer's input: set --keep x")
     attention = runtime.attention
     if documents.parents:
         attention = Prefixed(attention, cross_of(attention))

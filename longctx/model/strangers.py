@@ -51,9 +51,10 @@ from longctx.model.vision import forward_names, is_joint, is_whole
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)
+_ENGINES = ("deepspeed.", "torch.distributed.")
+"""Whose hooks gather weights."""
 _HARMLESS = (
-    "deepspeed.",  # engines gather weights
-    "torch.distributed.",
+    *_ENGINES,
     "torch.utils.",  # counters of FLOPs and memory
     "transformers.utils.output_capturing",  # left behind by output_hidden_states=True
     "trl.models.activation_offloading",  # what lm_head keeps stays on the GPU
@@ -355,11 +356,21 @@ def changing_hooks(owner: Any, names: Iterable[str] = _AFTER) -> Iterator[Any]:
     """The hooks that may change something, or hold on to it."""
     for name in names:
         for hook in getattr(owner, name).values():
-            while isinstance(hook, partial):
-                hook = hook.func
-            module = getattr(hook, "__module__", None) or type(hook).__module__
-            if not module.startswith(_HARMLESS):
+            if not _home(hook).startswith(_HARMLESS):
                 yield hook
+
+
+def gathers_weights(layer: Any) -> bool:
+    """Whether hooks of an engine gather the layer's weights for each call."""
+    hooks = (hook for name in _HOOKS for hook in getattr(layer, name).values())
+    return any(_home(hook).startswith(_ENGINES) for hook in hooks)
+
+
+def _home(hook: Any) -> str:
+    """Returns the module in which a hook is defined."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or type(hook).__module__
 
 
 @cache

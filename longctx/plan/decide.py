@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from longctx.constants import GIB
-from longctx.cost.kept import Ladder
+from longctx.cost.kept import Ladder, run_again
 from longctx.cost.launches import graph_bytes
 from longctx.cost.peak import peak, phases
 from longctx.cost.seconds import NO_TRAFFIC
@@ -142,7 +142,8 @@ def decide_as_given(
     ladder, sizes = step.given
     standing = PlacedStates(blocks, places, accumulates=accumulates)
     tables = step.count(sizes, step.batch)
-    most, held = peak(phases(tables, ladder, standing)), graph_bytes(tables) if step.graphs else 0
+    graphs = step.graphs and not any(run_again(ladder))
+    most, held = peak(phases(tables, ladder, standing)), graph_bytes(tables) if graphs else 0
     chosen = Chosen(
         ladder=ladder,
         sizes=sizes,

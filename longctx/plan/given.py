@@ -16,6 +16,7 @@ from typing import Any
 
 from longctx.cost.kept import Keep, Ladder, in_order
 from longctx.cost.sizes import Batch, Cut, Sizes
+from longctx.cost.table import INPUT
 from longctx.errors import UserError
 from longctx.memory.ladder import Budget, Step
 from longctx.memory.place import KINDS, Place
@@ -73,8 +74,9 @@ class Given:
         if len(self.ladder) != sizes.layers:
             raise UserError(f"--plan {self.path} keeps {len(self.ladder)} of {sizes.layers} layers")
         layers = StepTable.of(sizes, Batch(1, 1)).layers
-        for keep, layer in zip(self.ladder, layers, strict=True):
-            if wrong := (keep.kept - layer.by_name.keys()) | (layer.always - keep.kept):
+        for i, (keep, layer) in enumerate(zip(self.ladder, layers, strict=True)):
+            must = layer.always - {INPUT} if i else layer.always
+            if wrong := (keep.kept - layer.by_name.keys()) | (must - keep.kept):
                 raise UserError(
                     f"--plan {self.path} keeps other activations than layers of this model can or "
                     f"must ({', '.join(in_order(wrong))}): plan again"

@@ -419,11 +419,13 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     if not subject.schedules(run):
         return step
     graphs = run.model.cuda_graphs == "auto" and run.tokens <= GRAPHED_TOKENS
+    alone = run.engine is None and run.sequence_parallel_size == 1
     return replace(
         step,
         keep=run.model.keep,
         offload=run.model.offload_activations,
         graphs=graphs and run.gpus == 1 and run.engine is None,
+        again=alone,
     )
 
 

@@ -6,6 +6,7 @@ What goes where is decided in plan/decide.py; here it is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -129,6 +130,7 @@ def _decided(
         step = _peer_step(model, args, tokens, task)
     else:
         step = patched.longctx.step(patched.longctx.sizes(patched), tokens)
+        step = replace(step, again=patched.longctx.can_run_again(patched))
         patched.longctx.reserved_tokens = tokens
     if given is not None:
         given.check_blocks(specs)

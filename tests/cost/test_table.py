@@ -171,7 +171,7 @@ def test_a_second_keepable_that_must_be_kept_is_in_every_set(keep, offload) -> N
     assert asked(keep, layer) >= wanted
     chosen = None if keep == "auto" else (asked(keep, layer),)
     searched = candidates(4 * (0,), sets([layer], RATES), offload, chosen).choices
-    for k in (*(keep for _, keep in searched), *uniform(4 * [layer], keep, offload)):
+    for k in (*(choice.keep for choice in searched), *uniform(4 * [layer], keep, offload)):
         assert k.kept >= wanted
         assert not k.hosted or {"x", "route"} <= k.hosted
 

@@ -220,6 +220,49 @@ def test_what_waits_on_the_host_comes_up_beside_several_tiles() -> None:
     assert (down, up) == (pytest.approx(alone[0] / 16), 0)
 
 
+# --- layers that keep no input -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpu_gib", "host_gib"), [(16, 8), (16, 20), (24, 0), (40, 10)])
+def test_where_not_each_input_has_room_every_kth_is_kept(gpu_gib, host_gib) -> None:
+    """32 GiB of x, and more of o, have no room."""
+    budget = Budget(gpu_gib * GIB, host_gib * GIB)
+    without, found = (chosen(gpu_gib, host_gib, again=again) for again in (False, True))
+    assert found.needed.gpu <= budget.gpu and found.needed.host <= budget.host
+    assert without.needed.gpu > budget.gpu or without.seconds > found.seconds
+    bare = [not keep.kept for keep in found.ladder]
+    assert any(bare) and not bare[0]
+    assert found.seconds < 1.5 * chosen(500, 500).seconds
+
+
+def test_where_there_is_room_every_input_is_kept() -> None:
+    """And nothing of the choice depends on whether layers could run again."""
+    for gpu_gib, host_gib in ((16, 80), (24, 64), (75, 60), (500, 0)):
+        found = [chosen(gpu_gib, host_gib, again=again) for again in (False, True)]
+        assert found[0].ladder == found[1].ladder and found[0].sizes == found[1].sizes
+
+
+def test_no_ladder_of_few_inputs_is_much_faster(monkeypatch) -> None:
+    """Of eight layers: than the best of all in which any layers but the first keep x, x and o, or
+    nothing, on the host or not."""
+    sizes = llama_8b(layers=8, tile_tokens=8192, head_groups=8, logits_bytes=GIB)
+    step = step_of(sizes=sizes, again=True)
+    levels = [pending_levels(8, 0, 0, accumulates=False)]
+    keeps = [keep_of("x", "x"), keep_of("o", "o"), keep_of("o"), Keep(frozenset())]
+    ladders = product(keeps[:2], *7 * [keeps])
+    every = Candidates.of(([((keep,), 1) for keep in ladder] for ladder in ladders), 8 * (0,))
+    budgets = [Budget(gpu * GIB, host * GIB) for gpu in (10, 13, 16) for host in (2, 4, 6, 9)]
+    ours = [choose(step, levels, budget) for budget in budgets]
+    monkeypatch.setattr(search, "sparse", lambda *_: every)
+    best = [choose(step, levels, budget) for budget in budgets]
+    lost = []
+    for a, b, budget in zip(ours, best, budgets, strict=True):
+        fits = [c.needed.gpu <= budget.gpu and c.needed.host <= budget.host for c in (a, b)]
+        assert fits[0] == fits[1]
+        lost += [a.seconds / b.seconds - 1] * fits[0]
+    assert len(lost) > 8 and max(lost) < 0.06 and statistics.mean(lost) < 0.02, lost
+
+
 # --- keepables ---------------------------------------------------------------------------------
 
 
@@ -247,7 +290,7 @@ def test_a_keepable_is_one_declaration() -> None:
     first = [next(iter(b - a)) for (a,), (b,) in pairwise(worthy)]
     assert first.index("product") < first.index("gate up")
     ladders = candidates(8 * (0,), worthy, "auto")
-    assert any("product" in keep.hosted for _, keep in ladders.choices)
+    assert any("product" in choice.keep.hosted for choice in ladders.choices)
 
 
 # --- never worse with more memory --------------------------------------------------------------
@@ -263,13 +306,14 @@ def test_a_keepable_is_one_declaration() -> None:
     passes=st.sampled_from([1, 16]),
     link=st.sampled_from([5e9, 47e9]),
     more=st.sampled_from([(1, 0), (0, 1), (7, 30)]),
+    again=st.booleans(),
 )
 def test_a_choice_fits_by_name_and_is_never_worse_with_more_memory(
-    layers, tokens, gpu_gib, host_gib, offload, passes, link, more
+    layers, tokens, gpu_gib, host_gib, offload, passes, link, more, again
 ) -> None:
     sizes = llama_8b(layers=layers)
     rates = Rates(1e14, link, 1e12, AttentionRates(8e13, 7e13))
-    step = step_of(tokens, rates, passes, sizes, offload=offload)
+    step = step_of(tokens, rates, passes, sizes, offload=offload, again=again)
     levels = [*states(layers / 2, layers), *states(layers / 2, layers, order=ORDERS[1])]
     less = Budget(int(gpu_gib * GIB), int(host_gib * GIB))
     budgets = [less, Budget(less.gpu + more[0] * GIB, less.host + more[1] * GIB)]

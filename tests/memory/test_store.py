@@ -12,6 +12,7 @@ import random
 import pytest
 import torch
 from cost_sizes import keep_of
+from small_layer import every_kth
 from transformers import LlamaForCausalLM
 
 from exactness import DEVICE
@@ -181,11 +182,16 @@ def test_a_forked_process_has_no_copy_of_the_slab() -> None:
     assert with_gib < without_gib + 0.1
 
 
-MIXED = (keep_of("x", "x"), keep_of("o", "o"), keep_of("all", "h"), keep_of("o"))
+LADDERS = {
+    "mixed": (keep_of("x", "x"), keep_of("o", "o"), keep_of("all", "h"), keep_of("o")),
+    "every 2nd": every_kth(2, 4),
+    "every 3rd": every_kth(3, 4),
+    "the first": every_kth(3, 4, last=1),
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("keep", ["x", "o", "h", "qkv", "all", "mixed"])
+@pytest.mark.parametrize("keep", ["x", "o", "h", "qkv", "all", *LADDERS])
 def test_copies_beside_compute_change_no_bit(keep: str) -> None:
     """Four layers of Llama-3.1-8B, steps of random lengths, the slab poisoned before each one:
     losses and gradients are those of a store that keeps x alone and on the GPU. A copy that starts
@@ -204,7 +210,7 @@ def test_copies_beside_compute_change_no_bit(keep: str) -> None:
         args = PatchOptions(
             offload_activations=offload,
             attn_backend="math",
-            keep="x" if offload == "none" else "all" if keep == "mixed" else keep,
+            keep="x" if offload == "none" else "all" if keep in LADDERS else keep,
             tile_tokens=tile,
             head_groups=groups,
         )
@@ -219,8 +225,8 @@ def test_copies_beside_compute_change_no_bit(keep: str) -> None:
         ids = torch.randint(1024, (1, tokens), generator=generator, device=device)
         positions = torch.arange(tokens, device=device)[None] % 1500  # documents of 1500 tokens
         model.longctx.reserve(model, tokens)
-        if offload == "all" and keep == "mixed":
-            model.longctx.store.ladder = MIXED
+        if offload == "all" and keep in LADDERS:
+            model.longctx.store.ladder = LADDERS[keep]
         slab = model.longctx.store._slab
         if slab.numel():
             torch.cuda.synchronize()

@@ -107,14 +107,14 @@ def test_what_is_on_the_gpu_does_not_come(arrivals) -> None:
 def test_three_blocks_are_on_the_gpu_at_a_time(tied, monkeypatch) -> None:
     """Of the weights that live on the host; in evaluations and dropped forwards too."""
     placed = place(deep_llama(tied=tied), nothing_on_gpu)
-    need, most = StateStream.need, []
+    need, most = StateStream._need, []
 
-    def watched(stream: StateStream, block: Block, **how) -> None:
-        need(stream, block, **how)
+    def watched(stream: StateStream, block: Block, order: list[Block]) -> None:
+        need(stream, block, order)
         assert not block.is_away
         most.append(sum(b.streams and not b.is_away for b in stream.blocks))
 
-    monkeypatch.setattr(StateStream, "need", watched)
+    monkeypatch.setattr(StateStream, "_need", watched)
     train(placed, 2)
     with torch.no_grad():
         placed.module(**batch(0, DEVICE))

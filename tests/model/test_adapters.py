@@ -235,9 +235,9 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
     drawn: list[dict[str, Lora]] = []
     scheduled = forwards.scheduled_layer
 
-    def watched(x, s, above, weights, loras):
+    def watched(x, s, above, weights, loras, *rest):
         drawn.append(loras)
-        return scheduled(x, s, above, weights, loras)
+        return scheduled(x, s, above, weights, loras, *rest)
 
     monkeypatch.setattr(forwards, "scheduled_layer", watched)
     paths = FAMILY_OF[family].linears

@@ -15,13 +15,14 @@ import torch
 from cost_sizes import SETS
 from small_cost import activity_peak, tables_of
 from small_families import FAMILIES
+from small_layer import every_kth
 from small_model import CPU
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from longctx.attention.documents import Documents
-from longctx.cost.kept import asked
+from longctx.cost.kept import asked, run_again
 from longctx.cost.table import load
 from longctx.kernels.norm import norm_forward
 from longctx.layer import norm_spec
@@ -60,8 +61,7 @@ def step(request) -> Step:
 
 def make_step(kind: str = "llama", changes: dict | None = None, **settings) -> Step:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind,
+    sizes = dict(
         vocab_size=V,
         hidden_size=D,
         intermediate_size=F,
@@ -69,8 +69,8 @@ def make_step(kind: str = "llama", changes: dict | None = None, **settings) -> S
         num_attention_heads=H,
         num_key_value_heads=K,
         pad_token_id=None,
-        **(changes or {}),
     )
+    config = AutoConfig.for_model(kind, **sizes | (changes or {}))
     model = AutoModelForCausalLM.from_config(config)
     defaults = dict(tile_tokens=64, head_groups=K, offload_activations="none")
     patch_as(model, PatchOptions(**defaults | settings), CPU)
@@ -180,6 +180,63 @@ def test_the_peak_is_what_the_plan_leaves_room_for(groups) -> None:
     # torch's flash op for CPUs wants k and v for every query head, and returns gradients of each.
     repeated = 3 * UNIT_BYTES // groups
     assert planned <= peak <= planned + repeated + 16 * T
+
+
+# --- layers of which only the lowest of every k keeps its input --------------------------------
+
+
+def every_kth_of(k: int, layers: int, kind: str = "llama", **settings: Any) -> Step:
+    step = make_step(kind, {"num_hidden_layers": layers, "head_dim": d}, **settings)
+    step.model.longctx.reserve(step.model, T)
+    step.model.longctx.store.ladder = every_kth(k, layers, hosted=False)
+    return step
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_layers_that_keep_no_input_cost_what_the_plan_counts(k: int) -> None:
+    """Five layers: FLOPs of backward, and bytes between forward and backward."""
+    step = every_kth_of(k, 5)
+    ladder = step.model.longctx.store.ladder
+    loss = step.forward()
+    held = step.model.longctx.store.tensors_on_gpu()
+    assert sum(x.nbytes for x in held) == -(-5 // k) * UNIT_BYTES
+    del held
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    tables = tables_of(step.model, T)
+    again = sum(
+        load(layer.again(keep.kept, twice=twice)).at("matmul")
+        for layer, keep, twice in zip(tables.layers, ladder, run_again(ladder), strict=True)
+    )
+    more = 2 * T * (OUT + MLP) * sum(run_again(ladder))  # than where each keeps its input
+    assert again == 5 * 2 * T * (2 * QKV + OUT + GATE_UP) + more
+    assert backward.get_total_flops() == again + 5 * load(tables.kinds[0].backward).at("matmul")
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "tiles"),
+    [("llama", 1, 0), ("llama", K, 0), ("olmo2", K, 0), ("cohere", K, 1)],
+)
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_the_peak_of_layers_that_run_again(k: int, kind: str, groups: int, tiles: int) -> None:
+    """In the backward of the highest, as far from the plan as where every layer keeps its input."""
+    repeated = 3 * UNIT_BYTES // groups  # torch's flash op for CPUs, as below
+    of_tiles = tiles * 64 * D * 4  # plain torch's LayerNorm
+    assert (
+        0
+        <= over_plan(every_kth_of(k, 4, kind, head_groups=groups))
+        <= (repeated + 16 * T + of_tiles)
+    )
+
+
+def test_forward_needs_less_than_backward() -> None:
+    """So that layers which run forward again do not add to the peak (cost/peak.py)."""
+    for kind in KINDS:
+        changes = {"head_dim": d} if kind != "phi3" else {}
+        for layer in tables_of(make_step(kind, changes).model, T).kinds:
+            forward, backward = (layer.working(phase) for phase in ("forward", "backward"))
+            made = layer.by_name["o"].aligned
+            assert sum(forward.values()) <= sum(backward.values()) - backward["dy"] + made
 
 
 @pytest.mark.parametrize(

@@ -53,23 +53,23 @@ def test_another_class_fewer_rows() -> None:
 
 def test_the_order_of_ways_out_where_no_flag_is_enough() -> None:
     request, machine = run(131072), card(40, "h100")
-    found = found_changes(request, machine, 10)
+    found = found_changes(request, machine, 6)
     assert [*found] == [
         "--lora_r 16",
         "--lora_r 16 --quantize nf4",
-        "--seq_len 129024",
+        "--seq_len 76288",
         "--gpus 2 --fsdp true --fsdp_config fsdp2 --sequence_parallel_size 2",
-        "--host_memory_gib 16",
+        "--host_memory_gib 8",
     ]
-    assert found["--lora_r 16"].host_bytes < 10 * GIB
+    assert found["--lora_r 16"].host_bytes < 6 * GIB
     adapted = eight_layers().adapted(ModelArguments(lora_r=16))
-    alone = plan(adapted, request.having(lora_r=16), machine, 10 * GIB)
+    alone = plan(adapted, request.having(lora_r=16), machine, 6 * GIB)
     assert found["--lora_r 16"].seconds == alone.seconds
-    assert not plan(eight_layers(), request, machine, 8 * GIB).fits
+    assert not plan(eight_layers(), request, machine, 6 * GIB).fits
 
 
 def test_the_longest_rows_of_adapters_where_nothing_else_fits() -> None:
-    found = found_changes(run(65536), card(8), 4, grows=False)
+    found = found_changes(run(65536), card(8), 3, grows=False)
     assert [flags.split(" --seq_len ")[0] for flags in found] == [
         *("--lora_r 16", "--lora_r 16 --quantize nf4"),
     ]
@@ -109,7 +109,7 @@ def test_no_way_out_is_counted_twice(monkeypatch) -> None:
 
 
 def test_what_a_way_out_needs_of_flags_is_part_of_it() -> None:
-    found = found_changes(run(131072, place="gpu", keep="all"), card(24), 24)
+    found = found_changes(run(131072, place="gpu", keep="all"), card(24), 20)
     assert [*found][-1].startswith("--place auto --keep auto --host_memory_gib ")
 
 

@@ -248,6 +248,24 @@ def test_a_given_plan_is_run(tmp_path, monkeypatch, written) -> None:
     assert [line["loss"] for line in given] == [line["loss"] for line in free]
 
 
+def test_a_given_plan_whose_layers_keep_no_input(tmp_path, monkeypatch, written, capsys) -> None:
+    """But for the first: the losses, and the weights that wait on the host, are the same."""
+    flags, path = written
+    planned, flags = json.loads(path.read_text()), [*flags[:-1], "auto"]
+    planned["plan"]["run"]["keep"] = "auto"
+    layers = planned["plan"]["layers"]
+    planned["plan"]["layers"] = [[["x"], ["x"]], *[[[], []] for _ in layers[1:]]]
+    path.write_text(json.dumps(planned))
+    callback = Places()
+    add_callback(callback, monkeypatch)
+    free = run(flags, tmp_path / "free")
+    capsys.readouterr()
+    given = run([*flags, "--plan", str(path)], tmp_path / "given")
+    assert f"x, one layer in {len(layers)}" in capsys.readouterr().out
+    assert [bool(keep.kept) for keep in callback.ladder] == [True, *(len(layers) - 1) * [False]]
+    assert [line["loss"] for line in given] == [line["loss"] for line in free]
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
