@@ -7,7 +7,6 @@ import gc
 import random
 from typing import Any
 
-import peft
 import pytest
 import torch
 from small_families import family_config
@@ -26,6 +25,7 @@ from longctx.layer.parts.mlp import MLP
 from longctx.memory.store import ActivationStore
 from longctx.memory.stream import StateStream
 
+peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 LAYERS = 5
 SETTINGS: dict[str, Any] = dict(
