@@ -146,6 +146,7 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     """All other cases of one GPU, and those of two."""
     yield from _class_types(inputs)
     yield from _memory(inputs)
+    yield from _every_kth_input(inputs)
     yield from _graphs(inputs)
     yield from _engines(inputs)
     yield from _adapters(inputs)
@@ -192,6 +193,18 @@ def _memory(inputs: Inputs) -> Iterator[Case]:
             commands=((*TRAIN, *SMALL, *text.split(), *inputs.at(name)),),
             prints=(SCHEDULE,),
         )
+
+
+def _every_kth_input(inputs: Inputs) -> Iterator[Case]:
+    """Hosts so small that layers run forward again in backward, with weights here and there."""
+    long = "--seq_len 131072 --gpu_memory_gib 10"
+    options = {
+        "every_kth_input": f"{long} --host_memory_gib 4 --lora_r 4",
+        "every_kth_place_host": f"{long} --host_memory_gib 20 --place host",
+    }
+    for name, text in options.items():
+        command = (*TRAIN, *SMALL, *text.split(), *inputs.at(name))
+        yield Case(name=name, commands=(command,), prints=(SCHEDULE, "one layer in "))
 
 
 def _graphs(inputs: Inputs) -> Iterator[Case]:
