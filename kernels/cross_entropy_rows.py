@@ -35,7 +35,7 @@ _IGNORED = tl.constexpr(IGNORE_INDEX)
 
 
 class Terms(NamedTuple):
-    """What the loss has beside the log-probability of the label."""
+    """The terms of the loss beside the label's log-probability: smoothing, softcap, squared lse."""
 
     label_smoothing: float = 0.0
     softcap: float | None = None
@@ -54,7 +54,7 @@ class Terms(NamedTuple):
 
     @property
     def flags(self) -> dict[str, bool]:
-        """Which of them a kernel has."""
+        """The kernels' constants that say which terms are there."""
         return {
             "HAS_SMOOTHING": self.label_smoothing != 0,
             "HAS_SOFTCAP": self.softcap is not None,

@@ -5,8 +5,8 @@ Double quantisation (QLoRA: Dettmers et al. 2023, arXiv 2305.14314) gives scales
 s = code2[q2] s2 + offset, with a product that is rounded before the sum.
 
 The bits are those of bitsandbytes' own kernels, which need three launches a weight and an fp32 copy
-of its scales, and write 1.7 TB/s on an H100. Here it is one launch: a thread turns 4 bytes into 8
-weights, which it stores at once, and finds their scale itself.
+of its scales: 81 us for 14336 x 4096 on an H100, where this takes 56 (h100_nf4.json). A
+thread turns 4 bytes into 8 weights, which it stores at once, and finds their scale itself.
 """
 
 from __future__ import annotations

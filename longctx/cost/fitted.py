@@ -79,8 +79,9 @@ longer: they take multiprocessors from attention, and are packed (h200_shared_st
 to 425984 tokens)."""
 LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 92, 50e-6
 """Kernels of a layer in forward and backward, those of its adapters over NF4 besides (5,505 kernels
-of a step of Llama-3.1-8B), and seconds in which Python launches one. The seconds are chosen: near
-the rows of 87fbe29 in h100_everyday.json, whose adapters had 138 kernels more."""
+of a step of Llama-3.1-8B, h100_qlora_kernels.json), and seconds in which Python launches one. The
+seconds are chosen: near the rows of 87fbe29 in h100_everyday.json, whose adapters had 138 kernels
+more."""
 GAP_S, HOST_S = 0.5e-6, 5e-3
 """Seconds between two kernels of a CUDA graph, which are chosen, and those of a step in which the
 GPU waits for the trainer: from the norm of the gradients, which it waits for, to the next forward.
@@ -91,7 +92,8 @@ GRAPHED_TOKENS = 32768
 the Python that launches them. Chosen by count."""
 DEQUANTISE = 1.45
 """A byte of a weight that is made dense takes as long as so many that are read or written: 0.0564
-ms for 14336 x 4096 on an H100 that copies 3.03 TB/s; 1.27 by count. No results file holds that."""
+ms for 14336 x 4096 on an H100 that copies 3.03 TB/s (h100_nf4.json, h100_kernels.json); 1.27 by
+count."""
 
 
 @dataclass(frozen=True, kw_only=True)

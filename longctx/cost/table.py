@@ -24,7 +24,8 @@ ALIGN = 512
 INPUT = "x"
 """The name of the keepable that is a layer's input."""
 AGAIN = frozenset({"o"})
-"""What a layer that runs forward again keeps on the GPU from then on, beside its input."""
+"""The keepables that a layer has on the GPU, beside its input, from when it runs forward again in
+backward until its own backward ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ Stretch = tuple[tuple[Keep, ...], int]
 
 
 class Choice(NamedTuple):
-    """What a layer may do."""
+    """What a layer of one kind may keep for backward, and whether it runs forward again then."""
 
     kind: int
     keep: Keep
@@ -303,7 +303,7 @@ class EachChoice:
 
     @cached_property
     def raised(self) -> Any:  # (choices,)
-        """What the layer adds on the GPU when it runs forward again."""
+        """The bytes that a layer adds on the GPU if it runs forward again, by choice."""
         return self.count(raised_bytes) * self.twice
 
     @cached_property
@@ -362,7 +362,8 @@ class Counted:
 
     @property
     def _raised_below(self) -> Any:  # (C, layers)
-        """What the layers below each layer have added when they ran forward again for it."""
+        """The bytes on the GPU that layers have added by running forward again when the backward of
+        a layer above them begins; by candidate and by that layer."""
         layers = self.found.layers
         raised = self.each.raised[layers]
         before = np.cumsum(raised, axis=1) - raised

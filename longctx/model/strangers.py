@@ -52,7 +52,7 @@ from longctx.model.vision import forward_names, is_joint, is_whole
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", *_AFTER)
 _ENGINES = ("deepspeed.", "torch.distributed.")
-"""Whose hooks gather weights."""
+"""The packages of engines, whose hooks on a layer gather its weights for a call."""
 _HARMLESS = (
     *_ENGINES,
     "torch.utils.",  # counters of FLOPs and memory

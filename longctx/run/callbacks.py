@@ -168,11 +168,10 @@ def is_known(callback: Any) -> bool:
     return type(callback).__module__.startswith(("transformers.", "longctx."))
 
 
-def acts_before_update(callback: Any) -> bool:
-    """Whether a callback has a method of its own between a step's gradients and its update."""
-    method = getattr(callback, "on_pre_optimizer_step", None)
-    usual = TrainerCallback.on_pre_optimizer_step
-    return getattr(method, "__func__", method) is not usual
+def has_own(callback: Any, event: str) -> bool:
+    """Whether a callback has a method of its own for an event."""
+    method = getattr(callback, event, None)
+    return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
 
 
 def flush_before_others(handler: Any, flush: Callable[[], None]) -> None:
@@ -180,10 +179,8 @@ def flush_before_others(handler: Any, flush: Callable[[], None]) -> None:
     nor longctx's has a method: it may read weights, unless it says `reads_weights = False`."""
 
     def may_read(callback: Any, event: str) -> bool:
-        if is_known(callback) or not getattr(callback, "reads_weights", True):
-            return False
-        method = getattr(callback, event, None)
-        return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
+        known = is_known(callback) or not getattr(callback, "reads_weights", True)
+        return not known and has_own(callback, event)
 
     call = handler.call_event
 

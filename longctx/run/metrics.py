@@ -114,7 +114,8 @@ class Throughput:
 
     @property
     def pending(self) -> Tensor | None:  # () fp64
-        """What the GPU has counted since the last line; None if the host knows it."""
+        """The attended pairs since the last logged line, where the GPU has counted them; None where
+        the host knows their number."""
         return self._attended if isinstance(self._attended, Tensor) else None
 
     def settle(self, pending: float) -> None:

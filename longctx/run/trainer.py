@@ -57,9 +57,9 @@ from longctx.run.callbacks import (
     Clock,
     MetricsFile,
     Reserve,
-    acts_before_update,
     console,
     flush_before_others,
+    has_own,
     spare_reporters,
 )
 from longctx.run.exact import overrides
@@ -319,7 +319,8 @@ class LongTrainer(TaskTrainer):
             return False
         if type(self)._get_grad_norm is not LongTrainer._get_grad_norm:
             return False
-        return not any(acts_before_update(x) for x in self.callback_handler.callbacks)
+        callbacks = self.callback_handler.callbacks
+        return not any(has_own(callback, "on_pre_optimizer_step") for callback in callbacks)
 
     def _begin_update(self, norm: Any) -> tuple[float, list[float]]:
         """Has the GPU go on with the update, which it leaves out if a number of the step is not

@@ -55,7 +55,7 @@ def test_other_blocks_and_a_place_for_it(blocksize) -> None:
 
 
 def test_bytes_in_another_dtype() -> None:
-    """As FSDP keeps them."""
+    """bitsandbytes may store the packed bytes as bf16 numbers, which FSDP can shard."""
     packed, state = quantised(
         64, 128, dtype=torch.bfloat16, double=True, quant_storage=torch.bfloat16
     )

@@ -52,7 +52,8 @@ def made(family: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> nn
 
 
 def patched(model: Any, inputs: dict[str, Any] | None = None) -> Any:
-    """With room in the slab for all that a batch may keep."""
+    """Patches the model and runs a batch, so that the slab has room for all that layers may keep,
+    whatever ladder a test sets afterwards."""
     found = longctx.patch(model, strict=True, **SETTINGS)
     found(**(inputs or batch(PACKED)))
     return found
@@ -142,7 +143,8 @@ def watching(seen: list[Tensor]) -> Any:
 
 
 def test_a_gradient_that_comes_from_between() -> None:
-    """Of a layer that keeps no input, while those above it have no backward."""
+    """Backward begins at the output of an inner layer, which may keep no input; the layers above it
+    have no backward."""
     model = patched(made("llama", torch.float32))
     expected: Any = None
     for ladder in (KEEP_X, *LADDERS.values()):

@@ -236,7 +236,8 @@ def test_where_not_each_input_has_room_every_kth_is_kept(gpu_gib, host_gib) -> N
 
 
 def test_where_there_is_room_every_input_is_kept() -> None:
-    """And nothing of the choice depends on whether layers could run again."""
+    """Where each layer's input has room, the choice is the same whether layers can run forward
+    again or not."""
     for gpu_gib, host_gib in ((16, 80), (24, 64), (75, 60), (500, 0)):
         found = [chosen(gpu_gib, host_gib, again=again) for again in (False, True)]
         assert found[0].ladder == found[1].ladder and found[0].sizes == found[1].sizes
