@@ -7,11 +7,14 @@ is vanilla in the dtype under test. Loss and every parameter's gradient are comp
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -212,3 +215,33 @@ def assert_no_bit_depends_on_the_ladder(
     for ladder, loss, grads in found:
         assert torch.equal(loss, first_loss), ladder
         assert [n for n in first if not torch.equal(grads[n], first[n])] == [], ladder
+
+
+def assert_running_out_of_memory_leaves_nothing(
+    model: Any, inputs: dict[str, Any], part: tuple[type, str], calls: int
+) -> None:
+    """Runs a step in which a part's method raises OutOfMemoryError after so many calls, which must
+    end in backward: none of the tensors that the store keeps on the GPU outlives the graph."""
+    kind, method = part
+    run, left = getattr(kind, method), [calls]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(kind, method, failing)
+        loss = model(**inputs).loss
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+    del loss
+    gc.collect()
+    store, tries = model.longctx.store, 1000 if DEVICE == "cuda" else 0
+    while (
+        store.tensors_on_gpu() and tries
+    ):  # autograd's thread holds the failed node a moment longer
+        time.sleep(0.01)
+        tries -= 1
+    assert store.tensors_on_gpu() == []

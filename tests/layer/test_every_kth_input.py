@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from typing import Any
 
 import pytest
 import torch
 from small_families import family_config
-from small_layer import PACKED, REPEATABLE, batch, cast, every_kth, gradients
+from small_layer import (
+    PACKED,
+    REPEATABLE,
+    assert_running_out_of_memory_leaves_nothing,
+    batch,
+    cast,
+    every_kth,
+    gradients,
+)
 from small_states import anywhere, llama, nothing_on_gpu, place
 from small_states import batch as row
 from torch import Tensor, nn
@@ -215,27 +222,11 @@ def test_weights_come_up_once_more_and_no_more_of_them_at_a_time(k, monkeypatch)
     [((MLP, "forward"), 6), ((SelfAttention, "forward"), 7), ((MLP, "backward"), 2)],
     ids=["mlp again", "attention again", "backward"],
 )
-def test_nothing_of_a_step_that_ran_out_of_memory_stays(part, calls, hosted, monkeypatch) -> None:
+def test_nothing_of_a_step_that_ran_out_of_memory_stays(part, calls, hosted) -> None:
     model, inputs = patched(made("llama", torch.float32)), batch([[20]])
     ladder = every_kth(3, LAYERS, hosted=hosted)
     expected = found(model, ladder, inputs)
-    kind, method = part
-    run, left = getattr(kind, method), [calls]
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return run(*args, **kwargs)
-
-    with monkeypatch.context() as changed:
-        changed.setattr(kind, method, failing)
-        loss = model(**inputs).loss
-        with pytest.raises(torch.OutOfMemoryError):
-            loss.backward()
-    del loss
-    gc.collect()
-    assert model.longctx.store.tensors_on_gpu() == []
+    assert_running_out_of_memory_leaves_nothing(model, inputs, part, calls)
     assert_equal(found(model, ladder, inputs), expected)
 
 
