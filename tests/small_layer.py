@@ -239,9 +239,8 @@ def assert_running_out_of_memory_leaves_nothing(
     del loss
     gc.collect()
     store, tries = model.longctx.store, 1000 if DEVICE == "cuda" else 0
-    while (
-        store.tensors_on_gpu() and tries
-    ):  # autograd's thread holds the failed node a moment longer
+    # A GPU's autograd thread lets go of the node that failed a moment later.
+    while store.tensors_on_gpu() and tries:
         time.sleep(0.01)
         tries -= 1
     assert store.tensors_on_gpu() == []
