@@ -220,17 +220,10 @@ def update_block(
     place = tl.arange(0, BLOCK)
     offs = block * BLOCK + place
     mask = offs < numel
+    # All loads before the first store: a warp that waits for one has then asked for the others.
     g = tl.load(grad_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        g = g * tl.load(scale_ptr)
     m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
-    m = m + (g - m) * one_minus_beta1
-    tl.store(exp_avg_ptr + offs, m, mask=mask)
     v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
-    v = v + (g * g - v) * one_minus_beta2
-    tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
-    # Both round to nearest, as the CPU does: `/` and tl.sqrt are approximations on a GPU.
-    update = tl.div_rn(m, tl.sqrt_rn(v) + floor) * step_size
     if SPLIT:
         high = tl.load(weight_ptr + offs, mask=mask, other=0).to(tl.int32)
         low = tl.load(remainder_ptr + offs, mask=mask, other=0).to(tl.int32)
@@ -240,6 +233,14 @@ def update_block(
         p = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
         p = tl.load(weight_ptr + offs, mask=mask, other=0.0)
+    if HAS_SCALE:
+        g = g * tl.load(scale_ptr)
+    m = m + (g - m) * one_minus_beta1
+    tl.store(exp_avg_ptr + offs, m, mask=mask)
+    v = v + (g * g - v) * one_minus_beta2
+    tl.store(exp_avg_sq_ptr + offs, v, mask=mask)
+    # Both round to nearest, as the CPU does: `/` and tl.sqrt are approximations on a GPU.
+    update = tl.div_rn(m, tl.sqrt_rn(v) + floor) * step_size
     p = p - (p * decay + update)
     if SPLIT:
         # Another NaN could round to an infinity below, or carry into the sign.

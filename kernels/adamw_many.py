@@ -30,8 +30,6 @@ from longctx.kernels.launch import (
 from longctx.kernels.many import NUMEL, ROW, are_aligned, find_row, launches, pointer_at, size_at
 
 Launch = Callable[[Tensor | None], None]
-BLOCKS = 4
-"""Blocks of CHECKED weights that a program updates, so that its search is a small part of it."""
 _WIDE, _SPLIT, _SCALED, _ALIGNED = 1, 2, 4, 8
 """Tensors of the same kind, a sum of these, share a launch: the gradient has 32 bits, the weight
 has a remainder, there is a scale, and loads of 16 bytes are allowed."""
@@ -96,7 +94,6 @@ def _many_kernel(
     HAS_GUARD: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
     if HAS_GUARD:
         if tl.load(guard_ptr) != 0.0:
@@ -116,28 +113,26 @@ def _many_kernel(
     one_minus_beta2 = tl.load(numbers_ptr + 2)
     step_size = tl.load(numbers_ptr + 3)
     floor = tl.load(numbers_ptr + 4)
-    first = (tl.program_id(0) - tl.load(row)) * BLOCKS
-    for block in range(first, tl.minimum(first + BLOCKS, tl.cdiv(numel, BLOCK))):
-        update_block(
-            weight_ptr,
-            remainder_ptr,
-            exp_avg_ptr,
-            exp_avg_sq_ptr,
-            grad_ptr,
-            scale_ptr,
-            checksums_ptr,
-            block,
-            numel,
-            decay,
-            one_minus_beta1,
-            one_minus_beta2,
-            step_size,
-            floor,
-            SPLIT,
-            HAS_SCALE,
-            SPLIT,
-            BLOCK,
-        )
+    update_block(
+        weight_ptr,
+        remainder_ptr,
+        exp_avg_ptr,
+        exp_avg_sq_ptr,
+        grad_ptr,
+        scale_ptr,
+        checksums_ptr,
+        tl.program_id(0) - tl.load(row),
+        numel,
+        decay,
+        one_minus_beta1,
+        one_minus_beta2,
+        step_size,
+        floor,
+        SPLIT,
+        HAS_SCALE,
+        SPLIT,
+        BLOCK,
+    )
 
 
 def adamw_many_(
@@ -181,7 +176,7 @@ def prepared_adamw(
     kinds = np.array([grad.dtype is torch.float32 for grad in grads]) * _WIDE
     kinds += (table[:, 4] != 0) * _SPLIT + (table[:, 8] != 0) * _SCALED
     kinds += are_aligned(table[:, [NUMEL, 2, 3, 4, 6, 7]]) * _ALIGNED
-    found = [*launches(table, kinds, BLOCKS * CONFIG.block, weights[0].device)]
+    found = [*launches(table, kinds, CONFIG.block, weights[0].device)]
     return partial(_launch, found, weights[0])
 
 
@@ -202,7 +197,6 @@ def _launch(found: list[tuple[int, Tensor, int]], like: Tensor, guard: Tensor | 
                 HAS_SCALE=bool(kind & _SCALED),
                 ALIGNED=bool(kind & _ALIGNED),
                 BLOCK=CONFIG.block,
-                BLOCKS=BLOCKS,
                 num_warps=CONFIG.num_warps,
                 enable_fp_fusion=CONFIG.fp_fusion,
             )

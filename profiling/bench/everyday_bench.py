@@ -17,6 +17,7 @@ limit, and its row says what it took. Random weights, random tokens.
     documents       the same model, documents packed into the row
     qwen3-0.6b      all weights, 8 rows of 2048 tokens; smollm2-135m, too
     dpo             LoRA on Llama-3.1-8B, pairs: a prompt of 1024 tokens, two answers of as many
+    long            LoRA on Llama-3.1-8B, one document of 131072 tokens
 
 Sides: `custom` is train.py's trainer with its defaults, and what comes after `--` goes to it.
 `unsloth` (unsloth_peer.py), `liger`, `compile`, `compile_loss` and `trl` (everyday_peers.py) are at
@@ -27,9 +28,9 @@ Peers run in a plain loop that neither clips nor logs, pairs in TRL's trainer. O
 `step_s` is the median of `steps` steps after a few others, from one step's begin to the next by the
 GPU's clock, without a synchronisation in between (step_clock.py); `slowest_s` is the longest.
 `fwd_s`, `bwd_s`, `opt_s` (clipping included) and `rest_s` are medians of its phases. `idle` is the
-share of two further steps in which the GPU did nothing. `peak_gib` and `reserved_gib` are of
-the timed steps, the former with the pool of CUDA graphs (`graphs_gib`), `host_gib` is what the
-process holds of the host's memory after them.
+share of a step in which the GPU did nothing, by what two further steps kept it busy. `peak_gib` and
+`reserved_gib` are of the timed steps, the former with the pool of CUDA graphs (`graphs_gib`),
+`host_gib` is what the process holds of the host's memory after them.
 
 A process measures one case of ours, or all chosen lengths of a peer's. A case that fails is a row
 with its reason, and the others go on. Unsloth needs other versions of packages: `--unsloth_env`
@@ -77,6 +78,7 @@ CASES = [
     Case(name="documents", preset="llama-3.2-1b", tokens=8192, documents=True),
     *(Case(name=name, preset=name, tokens=2048, rows=8) for name in ("qwen3-0.6b", "smollm2-135m")),
     Case(name="dpo", preset="llama-3.1-8b", lora=16, tokens=2048, task="dpo"),
+    Case(name="long", preset="llama-3.1-8b", lora=16, tokens=131072),
 ]
 SIDES: dict[str, tuple[str | None, ...]] = {
     "custom": (None,),
@@ -92,7 +94,7 @@ ATTENTION = {"custom": "auto", "liger": "fa4"} | dict.fromkeys(
 )
 """Side -> the attention that its row names; Unsloth chooses its own."""
 KEY = ("case", "side", "checkpointing", "flags")
-LONG_TOKENS = 16384
+LONG_TOKENS, VERY_LONG_TOKENS = 16384, 65536
 """Steps of more tokens are timed less often."""
 
 
@@ -224,6 +226,8 @@ def attempt(settings: Row, function: Callable[[], Row | None]) -> Row:
 
 def steps_of(case: Case, timed: int | None) -> tuple[int, int]:
     """The steps that warm up and those that are timed."""
+    if case.step_tokens > VERY_LONG_TOKENS:
+        return (1, timed or 1)
     return (2, timed or 3) if case.step_tokens > LONG_TOKENS else (3, timed or 8)
 
 

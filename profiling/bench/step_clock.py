@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from longctx.constants import GIB
 
 IDLE_STEPS = 2
-"""Steps after the timed ones, in which torch's profiler sees when the GPU idles."""
+"""Steps after the timed ones, in which torch's profiler sees how long the GPU is busy."""
 PHASES = {"forward": "fwd_s", "backward": "bwd_s", "optimizer": "opt_s", "rest": "rest_s"}
 
 
@@ -68,12 +68,12 @@ class Clock:
         if self.on_gpu:
             torch.cuda.synchronize()
             self.profiler.stop()
-            if busy := busy_intervals(self.profiler):
-                self.found["idle"] = idle_share(busy)
         timed = range(self.warm_up, self.warm_up + self.timed)
         pairs = [(self.steps[i], self.steps[i + 1]) for i in timed]
         whole = [self._seconds(one["forward"], after["forward"]) for one, after in pairs]
         seconds = {"step_s": statistics.median(whole), "slowest_s": max(whole)}
+        if self.on_gpu:
+            self.found["idle"] = idle_share(self.profiler, IDLE_STEPS, seconds["step_s"])
         names = list(PHASES)
         for phase, end in zip(names, [*names[1:], None], strict=True):
             if all({phase, end or phase} <= one.keys() for one, _ in pairs):
@@ -138,22 +138,22 @@ def time_loop(model: Any, batches: Sequence[dict[str, Any]], clock: Clock, autoc
         clock.mark("rest")
 
 
-def busy_intervals(profiler: Any) -> list[tuple[int, int]]:
-    """Nanoseconds in which the GPU computed or copied, as torch's profiler saw it."""
-    return [
+def idle_share(profiler: Any, steps: int, step_s: float) -> float:
+    """The share of a step of `step_s` seconds in which the GPU neither computes nor copies. How
+    long it is busy is what torch's profiler saw of `steps` others: they take longer than a step
+    does without the profiler, their kernels do not."""
+    busy = covered_ns(
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
-    ]
+    )
+    return max(0.0, 1 - busy / 1e9 / (steps * step_s))
 
 
-def idle_share(busy: Iterable[tuple[int, int]]) -> float:
-    """Of the time from the first to the last of these intervals, the share that none of them
-    covers."""
-    intervals = sorted(busy)
-    first = end = intervals[0][0]
-    idle = 0
-    for start, stop in intervals:
-        idle += max(0, start - end)
+def covered_ns(intervals: Iterable[tuple[int, int]]) -> int:
+    """The nanoseconds that one of these intervals or more covers."""
+    covered = end = 0
+    for start, stop in sorted(intervals):
+        covered += max(0, stop - max(start, end))
         end = max(end, stop)
-    return idle / (end - first)
+    return covered

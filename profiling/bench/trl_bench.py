@@ -8,8 +8,7 @@ clipping, optimizer and the logged line. Each row is `tokens` long and packed fr
 to 9000 random tokens; all trainers get the same rows in the same order, and the first token of a
 document is no label. `step_s` is the mean of `--repeats` steps after two more, `peak_gib` and
 `reserved_gib` are their peaks; `loss` and `grad_norm`, the last one's, must agree between trainers.
-`idle` is the share of IDLE_STEPS further ones in which the GPU neither computes nor copies, as
-torch's profiler saw it, which recorded nothing of the host.
+`idle` is the share of a step in which the GPU neither computes nor copies (step_clock.py).
 
 class_type `trl` is SFTTrainer with packing (attention by documents over bounds that its collator
 makes, with an int as the longest), flash-attn-4, and `layers_by` liger (its `use_liger_kernel`),
@@ -46,7 +45,7 @@ from longctx.constants import GIB, IGNORE_INDEX
 from profiling.bench import runner
 from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
-from profiling.bench.step_clock import busy_intervals, idle_share
+from profiling.bench.step_clock import idle_share
 from profiling.ladders import ladder_columns
 
 SHORTEST, LONGEST = 500, 9000
@@ -238,7 +237,7 @@ class StepClock(TrainerCallback):
                 self.profiler.start()
         elif on_gpu and step == self.last + IDLE_STEPS:
             self.profiler.stop()
-            self.row["idle"] = idle_share(busy_intervals(self.profiler))
+            self.row["idle"] = idle_share(self.profiler, IDLE_STEPS, self.row["step_s"])
 
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:

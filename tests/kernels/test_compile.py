@@ -172,7 +172,7 @@ def _cases():
         arguments = {"sums_ptr": "*fp32", "DTYPE": dtype} | table | lanes
         yield "many_square_sums", square_sums._many_kernel, t, arguments, square_sums.CONFIG
         arguments = {"GRAD": dtype, "SPLIT": t == "bf16", "HAS_SCALE": True, "BLOCK": 1024} | table
-        arguments |= {"BLOCKS": adamw_many.BLOCKS, "guard_ptr": "*fp32", "HAS_GUARD": True}
+        arguments |= {"guard_ptr": "*fp32", "HAS_GUARD": True}
         yield "many_adamw", adamw_many._many_kernel, t, arguments, adamw_many.CONFIG
 
         arguments = {

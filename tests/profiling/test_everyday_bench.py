@@ -78,11 +78,11 @@ def test_on_a_gpu_events_are_read_when_all_is_over(monkeypatch) -> None:
     kernels = [
         SimpleNamespace(
             start_ns=lambda start=start: start,
-            duration_ns=lambda: 5,
+            duration_ns=lambda: 37_500_000,
             device_type=lambda: step_clock.DeviceType.CUDA,
             is_user_annotation=lambda: False,
         )
-        for start in (0, 15)
+        for start in (0, 100_000_000)
     ]
     results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: kernels))
     profiler = SimpleNamespace(start=note("start"), stop=note("stop"), profiler=results)
@@ -102,7 +102,23 @@ def test_on_a_gpu_events_are_read_when_all_is_over(monkeypatch) -> None:
     found = clock.columns()
     assert " ".join(happened) == "mark mark reset mark mark peak reserved wait start wait stop"
     assert found["step_s"] == pytest.approx(0.15) and found["slowest_s"] == pytest.approx(0.2)
-    assert (found["peak_gib"], found["reserved_gib"], found["idle"]) == (1, 2, 0.5)
+    assert (found["peak_gib"], found["reserved_gib"]) == (1, 2)
+    assert found["idle"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("busy", "covered"),
+    [
+        ([], 0),
+        ([(0, 10)], 10),
+        ([(0, 4), (6, 10)], 8),
+        ([(6, 10), (0, 4)], 8),
+        ([(5, 14), (6, 7), (14, 15)], 10),  # copies beside a kernel
+        ([(5, 6), (5, 6), (8, 9)], 2),
+    ],
+)
+def test_what_several_intervals_cover_counts_once(busy, covered) -> None:
+    assert step_clock.covered_ns(busy) == covered
 
 
 # --- sides -----------------------------------------------------------------------------------

@@ -44,20 +44,6 @@ def test_cases_say_their_settings() -> None:
         assert (case["checkpointing"] is None) == ours
 
 
-@pytest.mark.parametrize(
-    ("busy", "idle"),
-    [
-        ([(0, 10)], 0.0),
-        ([(0, 4), (6, 10)], 0.2),
-        ([(6, 10), (0, 4)], 0.2),
-        ([(0, 9), (1, 2), (9, 10)], 0.0),  # copies beside a kernel
-        ([(0, 1), (0, 1), (3, 4)], 0.5),
-    ],
-)
-def test_idle_is_what_nothing_covers(busy, idle) -> None:
-    assert trl_bench.idle_share(busy) == pytest.approx(idle)
-
-
 def measured(**settings: Any) -> dict[str, Any]:
     """Measures a case of the benchmark whose rows hold several documents."""
     with pytest.MonkeyPatch.context() as patch:
