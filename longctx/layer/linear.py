@@ -185,5 +185,8 @@ def weight_sums(s: Sizes, kind: LayerKind, tokens: int, elements: int) -> int:
 def dense_cost(kind: LayerKind) -> Table:
     """The cost of making a layer's quantised weights dense, in each direction."""
     made = Work(name="quantised weights made dense", nbytes=int(DEQUANTISE * kind.dense_bytes))
-    there = Buffer(name="a layer's dense weights", nbytes=kind.dense_bytes, during="backward")
-    return Table(forward=(made,), backward=(made,), buffers=(there,))
+    there = [
+        Buffer(name="a layer's dense weights", nbytes=kind.dense_bytes, during=during)
+        for during in ("forward", "backward")
+    ]
+    return Table(forward=(made,), backward=(made,), buffers=(*there,))
