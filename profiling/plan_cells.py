@@ -303,7 +303,7 @@ def everyday_cells() -> Iterator[Cell]:
     ours = [row for row in rows_of("h100_everyday") if row["side"] == "custom"]
     newest = {row["case"]: row for row in ours if row.get("flags") == ""}  # older ones have none
     for row in newest.values():
-        if row["task"] != "sft":
+        if row["task"] != "sft" or row["status"] != "ok":
             continue
         of_row = row | {"class_type": "custom", "backend": "auto", "offload": "auto"}
         run = run_of(of_row, exact=True)
