@@ -10,6 +10,9 @@ For the pair (j, j + d/2) of a head of size d at position p (HF's rotate-half la
 
 attention_scaling is HF's factor of that name: 1 for plain RoPE, above 1 for YaRN, for instance.
 
+A token of an image may have several positions, of time, height and width: p of pair j is then row
+rows_j of positions (R, T), as in Qwen2-VL's multimodal RoPE.
+
 The gradient is the same rotation with -s (`inverse=True`), so only the positions are saved. Bytes
 per token: each element of q and k is read once and written once, 4 (H + K) d at 2 bytes an element.
 
@@ -46,15 +49,17 @@ from longctx.kernels.launch import (
 
 def rope_reference(
     x: Tensor,  # (T, H, d)
-    position_ids: Tensor,  # (T,)
+    position_ids: Tensor,  # (T,); with rows (R, T)
     inv_freq: Tensor,  # (d / 2,) fp32
     attention_scaling: float = 1.0,
     *,
     inverse: bool = False,
     interleaved: bool = False,
+    rows: Tensor | None = None,  # (d / 2,)
 ) -> Tensor:  # (T, H, d)
     """The rotation of one tensor in plain torch; differentiable."""
-    angle = position_ids.to(inv_freq.dtype)[:, None, None] * inv_freq  # (T, 1, d/2)
+    read = position_ids[:, None] if rows is None else position_ids[rows.long()].t()
+    angle = read.to(inv_freq.dtype)[:, None] * inv_freq  # (T, 1, d/2)
     c, s = attention_scaling * angle.cos(), attention_scaling * (-angle if inverse else angle).sin()
     return rotated_reference(x, c, s, interleaved)
 
@@ -145,6 +150,7 @@ def _rope_kernel(
     k_out_ptr,  # (T, K, d), may be k
     positions_ptr,  # (T,); if TABLES, cosines (T, d)
     inv_freq_ptr,  # (d / 2,) fp32; if TABLES, sines (T, d)
+    rows_ptr,  # (d / 2,) int32; used if ROWS: positions are (R, T) then
     T,
     H,
     K,
@@ -160,6 +166,7 @@ def _rope_kernel(
     stride_table,
     attention_scaling,
     TABLES: tl.constexpr,
+    ROWS: tl.constexpr,
     INVERSE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -175,7 +182,12 @@ def _rope_kernel(
         cos = tl.load(positions_ptr + row, mask=mask, other=0.0).to(tl.float32)
         sin = tl.load(inv_freq_ptr + row, mask=mask, other=0.0).to(tl.float32)
     else:
-        positions = tl.load(positions_ptr + tokens, mask=in_bounds, other=0).to(tl.float32)
+        if ROWS:
+            row = tl.load(rows_ptr + offs, mask=offs < half, other=0).to(tl.int64)
+            places, mask = row * T + tokens, in_bounds & (offs < half)
+        else:
+            places, mask = tokens, in_bounds
+        positions = tl.load(positions_ptr + places, mask=mask, other=0).to(tl.float32)
         inv_freq = tl.load(inv_freq_ptr + offs, mask=offs < half, other=0.0)
         sin, cos = _sin_cos(positions * inv_freq)
     cos *= attention_scaling
@@ -219,14 +231,22 @@ def _rope_kernel(
     )
 
 
-def _check(q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor) -> None:
+def _check(
+    q: Tensor, k: Tensor, position_ids: Tensor, inv_freq: Tensor, rows: Tensor | None = None
+) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 3 or x.shape[2] % 2 or x.shape[2] == 0:
             raise ValueError(f"{name} must have shape (T, heads, even d), got {tuple(x.shape)}")
         check_float(name, x, q.dtype)
         check_rows(name, x)
     check_shape("k", k, (q.shape[0], k.shape[1], q.shape[2]))
-    check_shape("position_ids", position_ids, q.shape[:1])
+    if rows is None:
+        check_shape("position_ids", position_ids, q.shape[:1])
+    else:
+        check_shape("position_ids", position_ids, (len(position_ids), len(q)))
+        check_shape("rows", rows, (q.shape[2] // 2,))
+        if rows.dtype != torch.int32:
+            raise ValueError(f"rows must be int32, got {rows.dtype}")
     if position_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"position_ids must be int64 or int32, got {position_ids.dtype}")
     check_shape("inv_freq", inv_freq, (q.shape[2] // 2,))
@@ -243,15 +263,17 @@ def _rotate_into(
     attention_scaling: float,
     inverse: bool,
     interleaved: bool,
+    rows: Tensor | None = None,  # (d / 2,) int32
 ) -> None:
-    _check(q, k, position_ids, inv_freq)
-    if not runs_kernel(q, k, q_out, k_out, position_ids, inv_freq):
+    _check(q, k, position_ids, inv_freq, rows)
+    how: dict[str, Any] = dict(inverse=inverse, interleaved=interleaved, rows=rows)
+    given = (position_ids, inv_freq) if rows is None else (position_ids, inv_freq, rows)
+    if not runs_kernel(q, k, q_out, k_out, *given):
         for x, out in ((q, q_out), (k, k_out)):
-            how = dict(inverse=inverse, interleaved=interleaved)
             out.copy_(rope_reference(x, position_ids, inv_freq, attention_scaling, **how))
         return
     angles = position_ids.contiguous(), inv_freq.contiguous()
-    launch(q, k, q_out, k_out, angles, attention_scaling, inverse=inverse, interleaved=interleaved)
+    launch(q, k, q_out, k_out, angles, attention_scaling, **how)
 
 
 def launch(
@@ -267,6 +289,7 @@ def launch(
     tables: bool = False,
     inverse: bool = False,
     interleaved: bool = False,
+    rows: Tensor | None = None,  # (d / 2,) int32
 ) -> None:
     """Starts the kernel, which rotates q and k into q_out and k_out; `angles` are contiguous."""
     (T, H, d), K = q.shape, k.shape[1]
@@ -279,6 +302,7 @@ def launch(
                 q_out,
                 k_out,
                 *angles,
+                rows,
                 T,
                 H,
                 K,
@@ -290,6 +314,7 @@ def launch(
                 angles[0].shape[-1] if tables else 0,
                 attention_scaling,
                 TABLES=tables,
+                ROWS=rows is not None,
                 INVERSE=inverse,
                 INTERLEAVED=interleaved,
                 TOKENS=config.rows,
@@ -304,19 +329,21 @@ def launch(
 def rope_(
     q: Tensor,  # (T, H, d)
     k: Tensor,  # (T, K, d)
-    position_ids: Tensor,  # (T,) int64 or int32
+    position_ids: Tensor,  # (T,) int64 or int32; with rows (R, T)
     inv_freq: Tensor,  # (d / 2,) fp32
     attention_scaling: float = 1.0,
     *,
     inverse: bool = False,
     interleaved: bool = False,
+    rows: Tensor | None = None,  # (d / 2,) int32: the row of positions that each pair reads
 ) -> None:
     """Rotates q and k in place. With `inverse` it rotates the other way, as their gradients need.
 
     Tokens and heads may lie at any stride, as in the parts of a fused q|k|v buffer. Not
     differentiable by autograd. Raises ValueError for a wrong shape, dtype, device or layout.
     """
-    _rotate_into(q, k, q, k, position_ids, inv_freq, attention_scaling, inverse, interleaved)
+    how = attention_scaling, inverse, interleaved, rows
+    _rotate_into(q, k, q, k, position_ids, inv_freq, *how)
 
 
 class _Rope(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,20 +83,55 @@ def vision_model(kind: str, **text: Any) -> Any:
     return model
 
 
-def image_batch(kind: str) -> dict[str, Tensor]:
-    """A row of text around one image of 16 x 16 pixels."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(190, (1, 48), generator=generator)
-    ids[0, 5 : 5 + (16 if kind == "llava" else 4)] = IMAGE
+def image_batch(
+    kind: str, images: Sequence[Sequence[int]] = ((5,),), tokens: int = 48, seed: int = 3
+) -> dict[str, Tensor]:
+    """Rows of text around images of 16 x 16 pixels, which begin at the given tokens of each row."""
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(map(len, images))
+    ids = torch.randint(190, (len(images), tokens), generator=generator)
+    for row, starts in zip(ids, images, strict=True):
+        for start in starts:
+            row[start : start + (16 if kind == "llava" else 4)] = IMAGE
     seen = (ids == IMAGE).int()
     found = {"input_ids": ids, "labels": ids.masked_fill(seen == 1, -100)}
+    if not count:
+        return found
     if kind.startswith("qwen"):
-        pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
-        grid = {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": seen}
+        pixels = torch.randn(16 * count, 3 * 2 * 4 * 4, generator=generator)
+        grid = {"image_grid_thw": torch.tensor([[1, 4, 4]] * count), "mm_token_type_ids": seen}
         return found | grid | {"pixel_values": pixels}
-    found["pixel_values"] = torch.randn(1, 3, 16, 16, generator=generator)
+    found["pixel_values"] = torch.randn(count, 3, 16, 16, generator=generator)
     extra: dict[str, dict[str, Tensor]] = {
         "gemma3": {"token_type_ids": seen},
-        "mistral3": {"image_sizes": torch.tensor([[16, 16]])},
+        "mistral3": {"image_sizes": torch.tensor([[16, 16]] * count)},
     }
     return found | extra.get(kind, {})
+
+
+def packed(model: Any, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One row of several documents, from batches of one row each. Each has positions of its own, in
+    four rows where the model has those of images."""
+    by_place = {"input_ids", "labels", "token_type_ids", "mm_token_type_ids"}
+    found = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name in by_place:  # a row of text alone has no token types
+            parts = [row.get(name, torch.zeros_like(row["input_ids"])) for row in rows]
+            found[name] = torch.cat(parts, dim=1)
+        else:
+            found[name] = torch.cat([row[name] for row in rows if name in row])
+    positions = [torch.arange(row["input_ids"].shape[1])[None] for row in rows]
+    if hasattr(model.model, "get_rope_index"):
+        positions = [
+            torch.cat([p[None], _of_images(model, row)])
+            for p, row in zip(positions, rows, strict=True)
+        ]
+    found["labels"][:, [sum(p.shape[-1] for p in positions[:n]) for n in range(len(rows))]] = -100
+    return found | {"position_ids": torch.cat(positions, dim=-1), "use_cache": False}
+
+
+def _of_images(model: Any, row: dict[str, Tensor]) -> Tensor:  # (3, 1, S)
+    if "image_grid_thw" not in row:
+        return torch.arange(row["input_ids"].shape[1]).expand(3, 1, -1)
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw")
+    return model.model.get_rope_index(**{name: row[name] for name in names})[0]

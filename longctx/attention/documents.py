@@ -58,6 +58,8 @@ class Documents:
     """The number of each document's parent, or None; empty if no document has a parent."""
     padding: tuple[Padding, ...] = ()
     """The padding that is computed, which follows the tokens of all documents."""
+    images: tuple[slice, ...] = ()
+    """The tokens of each image that is seen both ways (images.py)."""
 
     @classmethod
     def of_batch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,13 @@ class Traits:
         return any(len(block) > 1 for block in self.blocks)
 
 
+class Added(NamedTuple):
+    """Features of images that are added to what a layer returns, as in Qwen3-VL's deepstack."""
+
+    where: Tensor  # (n,) int64: their tokens, each once
+    features: Tensor  # (n, D)
+
+
 class Rope(NamedTuple):
     """A rotary position embedding."""
 
@@ -57,6 +64,8 @@ class Rope(NamedTuple):
     """Multiplies cosine and sine (YaRN's factor; 1 for plain RoPE)."""
     interleaved: bool = False
     """It rotates pairs of neighbours, instead of halves."""
+    rows: Tensor | None = None  # (d/2,) int32
+    """The row of (3, T) positions that each frequency reads, if the batch has such."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,7 @@ class Schedule:
     """One `Traits` per layer."""
 
     documents: Documents
-    position_ids: Tensor  # (T,)
+    position_ids: Tensor  # (T,), or (3, T) with images: of time, height and width
     ropes: Mapping[str, Rope]
     query_scale: Tensor | None  # (T,) fp32: multiplies q after RoPE
     head_dim: int
@@ -98,8 +107,9 @@ class Schedule:
         if t.rope is not None:
             rope = self.ropes[t.rope]
             q, k = (x[..., : 2 * len(rope.inv_freq)] for x in (q, k))
-            how = dict(inverse=inverse, interleaved=rope.interleaved)
-            rope_(q, k, self.position_ids[tile], rope.inv_freq, rope.scaling, **how)
+            how: dict[str, Any] = dict(inverse=inverse, interleaved=rope.interleaved)
+            at = self.position_ids[..., tile]
+            rope_(q, k, at, rope.inv_freq, rope.scaling, rows=rope.rows, **how)
 
     def tiles(self, tokens: int) -> list[slice]:
         return [

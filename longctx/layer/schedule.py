@@ -41,7 +41,7 @@ so that its temporaries are freed before the next begins.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -54,7 +54,7 @@ from longctx.layer.adapters.protocol import Settings
 from longctx.layer.gradients import Gradients
 from longctx.layer.parts.protocol import Kept, OverRow, OverTiles
 from longctx.layer.parts.table import parts_of
-from longctx.layer.passes import Pass, Schedule, Traits
+from longctx.layer.passes import Added, Pass, Schedule, Traits
 from longctx.layer.weights import Parameters, Weights
 from longctx.memory.store import Saved
 
@@ -127,6 +127,13 @@ def _tiles_backward_(
     return dn1
 
 
+def with_features_(y: Tensor, where: Tensor | None, features: Tensor | None) -> Tensor:
+    """Adds features (n, D) to the rows `where` (n,) of y (T, D), in place, and returns y."""
+    if where is not None and features is not None:
+        y.index_add_(0, where, features.to(y.dtype))
+    return y
+
+
 Bring = Callable[[int], None]
 """Has a layer's weights on the GPU in backward, as `Again.bring` asks (memory/store.py)."""
 
@@ -141,6 +148,8 @@ class _ScheduledLayer(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,  # (T, D)
+        features: Tensor | None,  # (n, D)
+        where: Tensor | None,  # (n,)
         t: Traits,
         s: Schedule,
         layers_above: int | None,
@@ -158,13 +167,13 @@ class _ScheduledLayer(torch.autograd.Function):
         p = Pass(schedule=s, traits=t, weights=w, saved=saved)
         if p.keeps("x"):
             p.keep("x", {"x": x})  # copied while attention runs, the rest while the MLP runs
-        y = layer_forward(p, x)
+        y = with_features_(layer_forward(p, x), where, features)
         if saved is not None:
             s.store.release(saved, y)
         ctx.traits, ctx.schedule, ctx.saved = t, s, saved
         ctx.adapters, ctx.bring, ctx.names = adapters, bring, names
         ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
-        ctx.save_for_backward(*parameters)
+        ctx.save_for_backward(where, features, *parameters)
         return y
 
     @staticmethod
@@ -177,8 +186,10 @@ class _ScheduledLayer(torch.autograd.Function):
         tiles = s.tiles(dy.shape[0])
         kept = s.store.load(ctx.saved, tiles)  # first: weights may move meanwhile
         x = _unchanged(ctx, kept["x"])
-        w = _weights(ctx)
-        wants_dx, *_ = needs = ctx.needs_input_grad
+        where, features, *parameters = ctx.saved_tensors
+        w = _weights(ctx, parameters)
+        wants_dx, wants_features, *_ = needs = ctx.needs_input_grad
+        d_features = dy[where].to(features.dtype) if wants_features else None  # dy changes below
         wanted = [name for name, needed in zip(names, needs[-len(names) :], strict=True) if needed]
         grads = Gradients(w, wanted, len(tiles) + (t.residual != 1.0))
         dx = dy.contiguous()  # overwritten: the layer above made dy for this layer only
@@ -186,12 +197,12 @@ class _ScheduledLayer(torch.autograd.Function):
         layer_backward_(p, dx, x, kept, wants_dx)
         s.store.finish(ctx.saved)
         found = (grads.done.get(name) for name in names)
-        return dx if wants_dx else None, None, None, None, None, None, None, *found
+        return dx if wants_dx else None, d_features, *[None] * 7, *found
 
 
-def _weights(ctx: Any) -> Weights:
-    parameters = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-    return Weights.of(parameters, parts_of(ctx.traits.blocks), ctx.adapters, ctx.schedule.dtype)
+def _weights(ctx: Any, parameters: Sequence[Tensor]) -> Weights:
+    named = dict(zip(ctx.names, parameters, strict=True))
+    return Weights.of(named, parts_of(ctx.traits.blocks), ctx.adapters, ctx.schedule.dtype)
 
 
 def _unchanged(ctx: Any, x: Tensor) -> Tensor:
@@ -212,8 +223,10 @@ class _Again:
     @annotated("layer forward")
     def forward(self, x: Tensor, saved: Saved) -> Tensor:  # (T, D) -> (T, D)
         ctx = self._node
-        p = Pass(schedule=ctx.schedule, traits=ctx.traits, weights=_weights(ctx), saved=saved)
-        return layer_forward(p, _unchanged(ctx, x))
+        where, features, *parameters = ctx.saved_tensors
+        w = _weights(ctx, parameters)
+        p = Pass(schedule=ctx.schedule, traits=ctx.traits, weights=w, saved=saved)
+        return with_features_(layer_forward(p, _unchanged(ctx, x)), where, features)
 
     @property
     def _node(self) -> Any:
@@ -229,14 +242,18 @@ def scheduled_layer(
     parameters: Parameters,
     adapters: Mapping[str, Settings] = MappingProxyType({}),
     bring: Bring = _are_here,
+    added: Added | None = None,
 ) -> Tensor:  # (T, D)
     """Runs the decoder layer of the module's equations, differentiable in x and every parameter.
 
     `layers_above` is how many layers follow this one: the store keeps the last ones on the GPU.
     `adapters` has the settings of each adapter in `parameters`, by the name of what it adapts.
     `bring` is called in backward before the layer runs forward again, if the weights may be away.
+    `added` is added to what the layer returns, and its features get a gradient.
     Backward raises RuntimeError if x was modified in place after forward.
     """
     above = layers_above if torch.is_grad_enabled() else None  # without backward nothing is kept
     t, names = s.traits[-1 - layers_above], tuple(parameters)
-    return _ScheduledLayer.apply(x, t, s, above, adapters, bring, names, *parameters.values())
+    where, features = added or (None, None)
+    how = t, s, above, adapters, bring, names
+    return _ScheduledLayer.apply(x, features, where, *how, *parameters.values())

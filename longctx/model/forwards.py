@@ -20,7 +20,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
 
@@ -30,6 +31,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import ModelOutput, can_return_tuple
 
 from longctx.attention.documents import Documents, Parents
+from longctx.attention.images import with_images
 from longctx.attention.padding import sorted_rows
 from longctx.constants import IGNORE_INDEX
 from longctx.errors import UserError, print_rank0
@@ -37,7 +39,7 @@ from longctx.head.logits import lazy_logits
 from longctx.head.loss import RowCount, linear_cross_entropy
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
-from longctx.layer.passes import Schedule
+from longctx.layer.passes import Added, Schedule
 from longctx.layer.schedule import scheduled_layer
 from longctx.memory.stream import bring_again
 from longctx.model.adapters import with_adapters
@@ -86,7 +88,16 @@ from longctx.model.strangers import (
     why_not_chunked,
     why_not_scheduled,
 )
-from longctx.model.vision import TOKEN_TYPES, TextOutput, joint_of, named, of_images
+from longctx.model.vision import (
+    TOKEN_TYPES,
+    NotScheduled,
+    SeenBothWays,
+    TextOutput,
+    joint_of,
+    named,
+    of_images,
+    sees_both_ways,
+)
 
 _NO_TRACE = (
     "the schedule cannot be traced or transformed: longctx.unpatch(model) first, for torch.export, "
@@ -105,6 +116,9 @@ REPLACED = "_longctx_replaced"
 untraced = torch.compiler.disable(reason=_NO_TRACE)
 _BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """The arguments in which packing collators say where documents begin."""
+_DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
+"""Qwen3-VL's arguments: which tokens are of images, and the features that its first layers add."""
+Deepstack = tuple[Tensor, Sequence[Tensor]]  # (B, S) bool, (n, D) each
 _OF_THE_LOSS = {"num_items_in_batch", "shift_labels", "ignore_index"}
 
 
@@ -373,8 +387,8 @@ def whole_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 @untraced
 @can_return_tuple
 def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs: Any) -> Any:
-    """Runs the language model directly if the call has text alone, so that no mask of (S, S) is
-    made; else Hugging Face's forward, and inside it Hugging Face's layers."""
+    """Runs the language model directly if the call has text alone; else Hugging Face's forward,
+    which puts features of images among embedded tokens and calls the language model with them."""
     inputs = {k: v for k, v in (named(self, args) | kwargs).items() if v is not None}
     runtime = runtime_of(base_of(self))
     if runtime is None:
@@ -386,11 +400,38 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         text = {k: v for k, v in inputs.items() if k not in (*TOKEN_TYPES, "labels")}
         text |= {} if caller is None else caller.as_keyword(self.language_model)
         return TextOutput(**self.language_model(**text, return_dict=True))
-    runtime.images = images
-    try:
+    why = images if runtime.shards is not None else None
+    if sees_both_ways(self):
+        why = images
+        if _makes_no_cache(self, inputs):
+            types = inputs.get(TOKEN_TYPES[0])
+            masks = SeenBothWays(inputs.get("attention_mask"), types)
+            try:
+                with _with_images(runtime, caller):
+                    return type(self).forward(self, **inputs | {"attention_mask": masks})
+            except NotScheduled as found:  # it needs masks, so that the tower runs once more
+                (why,) = found.args
+    with _with_images(runtime, caller, why):
         return type(self).forward(self, **inputs)
+
+
+@contextmanager
+def _with_images(
+    runtime: Runtime, caller: Caller | None, reason: str | None = None
+) -> Iterator[None]:
+    """Tells the language model what Hugging Face's joint does not hand on: who calls, and why
+    Hugging Face's layers are to run, if they are."""
+    runtime.caller, runtime.images = caller, reason
+    try:
+        yield
     finally:
-        runtime.images = None
+        runtime.caller = runtime.images = None
+
+
+def _makes_no_cache(joint: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a call trains, or says itself that nobody generates from it."""
+    trains = joint.training and torch.is_grad_enabled()
+    return not inputs.get("use_cache", not trains) and "past_key_values" not in inputs
 
 
 @untraced
@@ -425,7 +466,11 @@ def base_forward(
     caller: Caller | None = None,
     **kwargs: Any,
 ) -> ModelOutput:
-    """Runs Hugging Face's forward, with the scheduled layers if they cover the call."""
+    """Runs Hugging Face's forward, with the scheduled layers if they cover the call. Raises
+    NotScheduled if they do not and it has `SeenBothWays` for a mask."""
+    both_ways = attention_mask if isinstance(attention_mask, SeenBothWays) else None
+    if both_ways is not None:
+        attention_mask = both_ways.attention_mask
     inputs = dict(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -444,7 +489,7 @@ def base_forward(
     trains = self.training and torch.is_grad_enabled()
     if use_cache is None and (trains or parents is not None):
         inputs["use_cache"] = False
-    caller = caller or Caller()
+    caller = caller or runtime.caller or Caller()
     # Of a model with graphs that is asked later, beside the work of the GPU (graphs.py).
     asked_later = trains and runtime.graphs is not None and len(runtime.graphs) > 0
     wanted = asked_states(self.config, kwargs)
@@ -456,16 +501,20 @@ def base_forward(
         padding, reason = padding_of(self, attention_mask, read=read)
     if reason is None:
         positions = positions_of(position_ids, known_family(self).position_rows)
-        reason = "rows of positions that differ (an image's)" if positions is None else None
+        reason = _why_not_positions(positions, position_ids, parents, runtime)
+    if both_ways is not None and reason is None:
+        reason = _why_not_both_ways(padding, parents, runtime)
     if parents is not None and reason:
         raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
         _check_shared(inputs, reason)
-    if positions is not None:
+    if positions is not None and reason is None:
         hidden = _scheduled_forward(
             *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
             caller=caller,
             padding=padding,
+            deepstack=_deepstack(self, inputs),
+            types=None if both_ways is None else both_ways.token_type_ids,
             asked=not asked_later,
         )
         kind: Any = type(self)
@@ -476,9 +525,44 @@ def base_forward(
     assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
         _decline(runtime, _LAYERS, reason)
+    if both_ways is not None:
+        raise NotScheduled(reason)
     if attention_mask is None and reason != _CACHE:
         inputs["position_ids"] = four_rows(self, _restarting(inputs, bounds))
     return type(self).forward(self, **inputs)
+
+
+def _why_not_positions(
+    found: Positions | None, given: Tensor | None, parents: Parents, runtime: Runtime
+) -> str | None:
+    """Returns why the positions of a call keep it from the schedule, in a few words; else None."""
+    if found is None:
+        assert given is not None
+        return f"positions of shape {tuple(given.shape)}"
+    of_image = found.rope is not None and found.rope.dim() > 2
+    if of_image and (parents is not None or runtime.shards is not None):
+        return "rows of positions that differ (an image's)"
+    return None
+
+
+def _why_not_both_ways(
+    padding: ComputedPadding | None, parents: Parents, runtime: Runtime
+) -> str | None:
+    """Returns why images that are seen both ways cannot be in a call, in a few words; else None."""
+    if padding is not None:
+        return "images beside padding that may be read"
+    if parents is not None or runtime.shards is not None:
+        return "images that are seen both ways"
+    return None
+
+
+def _deepstack(base: Any, inputs: dict[str, Any]) -> Deepstack | None:
+    """Returns which tokens are of images, and what is added to them after each of the first
+    layers."""
+    seen, features = (inputs.get(name) for name in _DEEPSTACK)
+    if seen is None or features is None or not is_heard(base, _DEEPSTACK[1]):
+        return None
+    return seen, features
 
 
 def _restarting(inputs: dict[str, Any], bounds: Tensor | None) -> Any:
@@ -522,7 +606,7 @@ def _call_not_covered(base: Any, inputs: dict[str, Any], trains: bool) -> str | 
     as the model is what it was."""
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
-    known |= _BOUNDS | _OF_THE_LOSS | {PARENTS}
+    known |= {*_BOUNDS, *_OF_THE_LOSS, PARENTS, *_DEEPSTACK}
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if not given.pop("is_causal", True):
         return "attention to later tokens (is_causal=False)"
@@ -567,13 +651,15 @@ def _scheduled_forward(
     *,
     caller: Caller,
     padding: ComputedPadding | None = None,
+    deepstack: Deepstack | None = None,
+    types: Tensor | None = None,  # (B, S): 1 where a token is of an image that is seen both ways
     asked: bool = True,
 ) -> Tensor | str:  # (B, S, D)
     """Runs embedding, scheduled layers, final norm. Padding is left out, and its output is zero, if
     it is not to be computed. Where nobody has asked yet whether the schedule covers the model,
     returns why it does not, in a few words."""
     runtime = _runtime(base)
-    x = _embedded(base, runtime, input_ids) if inputs_embeds is None else inputs_embeds
+    x = _embedded(base, runtime, input_ids, inputs_embeds)
     B, S, D = x.shape
     runtime.follow(x, _compute_dtype(x), base.config)
     runtime.begin_pass()
@@ -581,13 +667,17 @@ def _scheduled_forward(
         x = x * multiplier
     rope, documents, real = _positions(base, x, positions, attention_mask, bounds, parents, padding)
     caller.padded = real is not None and padding is None
-    x, rope = x.reshape(B * S, D), rope.flatten()
+    x, rope = x.reshape(B * S, D), rope.flatten(-2)  # (T,), or (3, T) with images
     where = torch.arange(B * S, device=x.device) if real is None else real
-    sharing = _sharing(base, runtime, input_ids, where, rope, documents)
+    sharing = None
+    if types is not None:
+        documents = with_images(documents, (types.flatten() == 1)[where])
+    elif deepstack is None and rope.dim() == 1:
+        sharing = _sharing(base, runtime, input_ids, where, rope, documents)
     if sharing is not None:
         documents, real = sharing.documents, where[sharing.kept]
     if real is not None:
-        x, rope = x[real], rope[real]
+        x, rope = x[real], rope[..., real]
     if sharing is not None and sharing.shift is not None:
         rope = rope + sharing.shift
     if torch.is_grad_enabled():
@@ -595,7 +685,7 @@ def _scheduled_forward(
         runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
         hidden = None
-        if sharing is None and runtime.shards is None:
+        if sharing is None and runtime.shards is None and deepstack is None:
             hidden = graphed(base, runtime, x, rope, documents)
         is_settled = hidden is not None and runtime.settled
         if not asked and not is_settled and (reason := why_not_scheduled(base)):
@@ -604,11 +694,12 @@ def _scheduled_forward(
             # The loop stands here and not in a function, whose caller would hold the embedding's
             # output.
             schedule = make_schedule(base, runtime, rope, documents, B)
-            layers = layers_of(base)
+            layers, added = layers_of(base), _added(deepstack, real)
             for above, (layer, family) in zip(reversed(range(len(layers))), layers, strict=True):
                 # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the
                 # checkpointing that Hugging Face's layer class would put around the schedule.
                 given = dict(schedule=schedule, layers_above=above, family=family)
+                given |= {"added": next(added, None)}
                 x = nn.Module.__call__(layer, x, **given)
             owned = caller.owns_gradient or sharing is not None
             hidden = base.norm(x, spec=final_norm_spec(base), owned=owned)
@@ -617,6 +708,22 @@ def _scheduled_forward(
     if attention_mask is not None and caller.padded and caller.averages:
         x = with_means(x, attention_mask)
     return x
+
+
+def _added(deepstack: Deepstack | None, real: Tensor | None) -> Iterator[Added]:
+    """Yields what each of the first layers adds, by the tokens that are computed, `real` (T,)."""
+    if deepstack is None:
+        return
+    seen, every = deepstack
+    where = seen.flatten().nonzero()[:, 0]
+    there: Any = slice(None)
+    if real is not None:
+        places = where.new_full((seen.numel(),), -1)
+        places[real] = torch.arange(len(real), device=real.device)
+        where = places[where]
+        there = where >= 0  # an image's token may be padding
+    for features in every:
+        yield Added(where[there], features[there])
 
 
 def _positions(
@@ -635,7 +742,9 @@ def _positions(
     shards = runtime.shards
     own = torch.arange(S * (shards.ranks if shards else 1), device=x.device)[None]
     own = shards.own(own) if shards else own
-    rope, of_documents = ((own if p is None else p).expand(B, S) for p in positions)
+    rope, of_documents = (
+        own.expand(B, S) if p is None else p.expand(*p.shape[:-2], B, S) for p in positions
+    )
     whole = shards.whole(of_documents) if shards else of_documents  # NCCL takes its memory first
     if padding is None:
         documents, real = Documents.of_batch(whole, attention_mask, bounds, parents)
@@ -720,13 +829,20 @@ def _spread(
     return x if real is None else x.new_zeros(tokens, x.shape[-1]).index_copy(0, real, x)
 
 
-def _embedded(base: Any, runtime: Runtime, input_ids: Tensor | None) -> Tensor:  # (B, S, D)
-    """Returns the embedding's output. transformers asks for the gradient of a frozen embedding's
-    output, for the sake of checkpoints. Nobody reads it, and its graph would hold the output until
-    backward ends, so it is cut off, unless an engine needs it."""
-    x: Tensor = base.embed_tokens(input_ids)
+def _embedded(
+    base: Any,
+    runtime: Runtime,
+    input_ids: Tensor | None,  # (B, S)
+    inputs_embeds: Tensor | None,  # (B, S, D)
+) -> Tensor:  # (B, S, D)
+    """Returns the embedding's output, or what the call has in its place. transformers asks for the
+    gradient of a frozen embedding's output, for the sake of checkpoints. Nobody reads it, and its
+    graph would hold the output until backward ends, so it is cut off, unless an engine needs it."""
+    x: Tensor = base.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
     if runtime.needs_input_gradient and torch.is_grad_enabled() and not x.requires_grad:
-        return x.requires_grad_()
+        return x.detach().requires_grad_()
+    if inputs_embeds is not None:
+        return x
     models = (base, runtime.whole and runtime.whole())
     asked = any(getattr(model, "_require_grads_hook", None) is not None for model in models)
     return x.detach() if asked and x.is_leaf else x
@@ -750,6 +866,7 @@ def layer_forward(
     schedule: Schedule | None = None,
     layers_above: int = 0,
     family: Family | None = None,
+    added: Added | None = None,
     **kwargs: Any,
 ) -> Tensor:
     if schedule is None or family is None:
@@ -757,7 +874,7 @@ def layer_forward(
     weights, adapters = layer_weights(self, family), layer_adapters(self, family)
     given = with_adapters(weights, adapters, layers_above, lambda: schedule.seed)
     bring = partial(_bring, self)
-    return scheduled_layer(hidden_states, schedule, layers_above, *given, bring)
+    return scheduled_layer(hidden_states, schedule, layers_above, *given, bring, added)
 
 
 def _bring(layer: Any, above: int) -> None:

@@ -75,6 +75,7 @@ class Call(NamedTuple):
     """A batch as a graph has it: batches with equal calls can be replayed by one graph."""
 
     tokens: int
+    position_rows: int
     dtype: torch.dtype
     needs_dx: bool
     longest: int
@@ -85,12 +86,13 @@ class Call(NamedTuple):
     """Torch's settings by which it chooses kernels."""
 
     @classmethod
-    def of(cls, base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> Call:
+    def of(cls, base: Any, runtime: Runtime, x: Tensor, rope: Tensor, documents: Documents) -> Call:
         windows = (traits.window for traits in model_traits(base) if traits.window is not None)
         limits = (n for n in (*windows, *runtime.attention.limits) if n >= documents.longest)
         longest = min([len(x), *limits])
         return cls(
             tokens=len(x),
+            position_rows=rope.numel() // len(x),
             dtype=x.dtype,
             needs_dx=x.requires_grad,
             longest=longest,
@@ -194,7 +196,7 @@ class Graph:
         runtime: Runtime,
         call: Call,
         x: Tensor,  # (T, D)
-        rope: Tensor,  # (T,)
+        rope: Tensor,  # (T,) or (3, T)
         documents: Documents,
         pool: Any,
     ) -> None:
@@ -419,7 +421,7 @@ def graphed(
     if graphs.given_up or not _is_asked(base, runtime, x, documents):
         graphs.make_room(x.device)
         return None
-    call = Call.of(base, runtime, x, documents)
+    call = Call.of(base, runtime, x, rope, documents)
     again, graph = graphs.is_repeated(call), None
     if not graphs.is_busy:
         graph = graphs.find(call, documents)
@@ -448,7 +450,7 @@ def _is_asked(base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> b
         and torch.is_grad_enabled()
         and can_record(x)
         and len(x) <= runtime.reserved_tokens
-        and not (documents.parents or documents.padding)
+        and not (documents.parents or documents.padding or documents.images)
         and not follows_positions(base)
         and not torch.is_anomaly_enabled()
         and not torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]

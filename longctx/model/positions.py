@@ -7,10 +7,11 @@ models of vision-language models rotate each head by three rows, of time, height
     (3, B, S)    the three
     (4, B, S)    the three after one that tells documents apart
 
-The three are equal for text, their RoPE is the ordinary one, and they tell documents apart as one
-row does. Hugging Face's Qwen2-VL and Qwen2.5-VL read documents from the fourth row alone, so that
-their own layers get one (`four_rows`). Where the three differ, as for an image, Hugging Face's
-layers run.
+The three are equal for text: their RoPE is the ordinary one, and they tell documents apart as one
+row does. Tokens of an image have three of their own, of which each frequency of RoPE reads one
+(`rows_of`). These tell no documents apart; without a fourth row such a row of tokens is one
+document. Hugging Face's Qwen2-VL and Qwen2.5-VL read documents from the fourth row alone, so that
+their own layers get one (`four_rows`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from longctx.model.vision import joint_of
 class Positions(NamedTuple):
     """The positions of a call's tokens. None stands for 0 to S - 1 in each row."""
 
-    rope: Tensor | None  # (B, S)
+    rope: Tensor | None  # (B, S), or (3, B, S) where the three differ
     documents: Tensor | None  # (B, S)
 
 
 def positions_of(position_ids: Tensor | None, rows: int) -> Positions | None:
-    """Returns the positions of a call; None if its three rows differ, or if they have another
-    shape than the model takes. `rows` are those to which the model expands (B, S): 1, 3 or 4.
+    """Returns the positions of a call; None if they have another shape than the model takes.
+    `rows` are those to which the model expands (B, S): 1, 3 or 4.
 
     Rows that `expand` has made are not read. To compare others waits for the GPU once."""
     if position_ids is None or position_ids.dim() < 3:
@@ -43,8 +44,17 @@ def positions_of(position_ids: Tensor | None, rows: int) -> Positions | None:
         return None
     first, *others = position_ids[-3:]
     if position_ids.stride(0) != 0 and not all(torch.equal(first, other) for other in others):
-        return None
+        return Positions(position_ids[-3:], position_ids[0] if len(position_ids) == 4 else None)
     return Positions(first, position_ids[0])
+
+
+def rows_of(rotary: nn.Module, inv_freq: Tensor) -> Tensor:  # (d/2,) -> (d/2,) int32
+    """Returns the row of positions that each frequency of a rotary embedding reads, of time, height
+    and width, as its own code has it: of three tokens each has a position other than 0 in one row
+    alone, and the sine of a frequency tells in which."""
+    tokens = torch.eye(3, dtype=torch.int64, device=inv_freq.device)[:, None]  # (3, 1, 3)
+    _, sin = rotary(inv_freq.new_zeros(1, 3, 1, dtype=torch.float32), tokens)  # (1, 3, d)
+    return sin[0, :, : len(inv_freq)].abs().argmax(0).int()
 
 
 def four_rows(base: Any, position_ids: Any) -> Any:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from longctx.attention.backends import choose_attention
 from longctx.attention.cross import cross_of
 from longctx.attention.documents import Documents
+from longctx.attention.images import BothWays, turned
 from longctx.attention.padding import Padded
 from longctx.attention.prefixes import Prefixed
 from longctx.attention.protocol import Attention
@@ -36,6 +37,7 @@ from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
+from longctx.model.caller import Caller
 from longctx.model.costs import StepTable
 from longctx.model.families import (
     Family,
@@ -57,6 +59,7 @@ from longctx.model.families import (
     score_cap,
 )
 from longctx.model.look import look
+from longctx.model.positions import rows_of
 from longctx.model.strangers import gathers_weights, why_not_chunked
 from longctx.options.model import PatchOptions
 from longctx.options.task import TaskName, scored_tokens
@@ -105,7 +108,9 @@ class Runtime:
     warned: set[str] = field(default_factory=set)
     """Warnings already given about calls that Hugging Face's code runs."""
     images: str | None = None
-    """The arguments of the call under way that came with images, which Hugging Face's code runs."""
+    """Why Hugging Face's layers run the images of the call under way, in a few words."""
+    caller: Caller | None = None
+    """Who calls, of a call with images, which Hugging Face's code hands on."""
     shards: Shards | None = None
     """The ranks that share each row with this one."""
     settled: bool = False
@@ -362,14 +367,14 @@ def patched_part(model: nn.Module) -> Any | None:
 def make_schedule(
     base: Any,
     runtime: Runtime,
-    position_ids: Tensor,  # (T,)
+    position_ids: Tensor,  # (T,) or (3, T)
     documents: Documents,
     rows: int,
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
     the key/value heads, and heads that the ranks of a row cannot share."""
     config, heads = base.config, kv_heads(base.config)
-    tile_tokens, head_groups = runtime.pieces(position_ids.numel(), config)
+    tile_tokens, head_groups = runtime.pieces(position_ids.shape[-1], config)
     if heads % head_groups:
         raise UserError(
             f"--head_groups {head_groups} must divide the model's {heads} key/value heads"
@@ -379,6 +384,9 @@ def make_schedule(
     attention = runtime.attention
     if documents.parents:
         attention = Prefixed(attention, cross_of(attention))
+    if documents.images:
+        found = turned(documents.images, documents.cu_seqlens.device)
+        attention = BothWays(attention, tuple(found))
     if documents.padding:
         attention = Padded(attention, cross_of(attention))
     if runtime.shards is not None:
@@ -388,7 +396,7 @@ def make_schedule(
         traits=model_traits(base),
         documents=documents,
         position_ids=position_ids,
-        ropes=_ropes(base),
+        ropes=_ropes(base, by_rows=position_ids.dim() > 1),
         query_scale=query_scale(base, position_ids),
         head_dim=head_dim(config),
         norm=layer_norm_spec(base),
@@ -400,12 +408,13 @@ def make_schedule(
     )
 
 
-def _ropes(base: Any) -> dict[str, Rope]:
+def _ropes(base: Any, by_rows: bool) -> dict[str, Rope]:
     """The rotary embeddings of a model, by the names in `Traits.rope`."""
     found = {}
     for name, (inv_freq, scaling) in rotary_embeddings(base).items():
         inv_freq = inv_freq.to(torch.float32, copy=follows_positions(base))
-        found[name] = Rope(inv_freq, scaling, known_family(base).interleaved)
+        rows = rows_of(base.rotary_emb, inv_freq) if by_rows else None
+        found[name] = Rope(inv_freq, scaling, known_family(base).interleaved, rows)
     return found
 
 

@@ -78,6 +78,25 @@ def copy_processor(model: Any, folder: Path) -> None:
             shutil.copyfile(found, folder / name)
 
 
+def sees_both_ways(joint: Any) -> bool:
+    """Whether tokens of an image attend to later ones of the same image, too."""
+    return joint.config.model_type == "gemma3"
+
+
+class SeenBothWays(dict[str, Any]):
+    """Stands for the masks of (S, S) that Gemma 3's joint makes where it gets no mapping of masks,
+    and hands on: it has what they would be made of."""
+
+    def __init__(self, attention_mask: Any, token_type_ids: Any) -> None:
+        super().__init__()
+        self.attention_mask, self.token_type_ids = attention_mask, token_type_ids
+
+
+class NotScheduled(Exception):
+    """A call with `SeenBothWays` cannot run the schedule, for the reason that it holds: Hugging
+    Face's layers need masks."""
+
+
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """The arguments that are 0 where a token is of text."""
 _NAMES_OF_IMAGES = ("pixel_", "image_", "video_", "second_per_grid", "mm_encoder_outputs")

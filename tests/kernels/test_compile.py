@@ -112,11 +112,13 @@ def _cases():
             **{"positions_ptr": "*i64", "inv_freq_ptr": "*fp32", "stride_table": 0},
             **{"T": 131072, "H": 32, "K": 8, "half": 64, **strides, "attention_scaling": "fp32"},
             **{"TABLES": False, "INVERSE": True, "TOKENS": c.rows, "Q_BLOCK": 32, "K_BLOCK": 8},
-            "HALF_BLOCK": c.block,
+            **{"HALF_BLOCK": c.block, "rows_ptr": "*i32", "ROWS": False},
         }
         for name, interleaved in (("rope", False), ("interleaved_rope", True)):
             how = {"INTERLEAVED": interleaved}
             yield name, rope._rope_kernel, t, arguments | how, c
+        rows = {"rows_ptr": "*i32", "ROWS": True, "INTERLEAVED": False}
+        yield "rope_rows", rope._rope_kernel, t, arguments | rows, c
         tables = {"positions_ptr": p, "inv_freq_ptr": p, "stride_table": 128, "TABLES": True}
         how = {"INTERLEAVED": False}
         yield "rope_tables", rope._rope_kernel, t, arguments | how | tables, c
@@ -285,6 +287,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
     names = {"rms_norm_forward", "rms_norm_backward", "rope"}
     names |= {
         "interleaved_rope",
+        "rope_rows",
         "rope_tables",
         "layer_norm_forward",
         "layer_norm_backward",

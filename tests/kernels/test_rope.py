@@ -234,3 +234,27 @@ def test_more_than_2_to_the_31_elements():
     rope_(q, k, position_ids, inv_freq)
     for our, n, t in zip((q, k), naive, truth, strict=True):
         assert_exact("rotated", our[rows], n, t)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_pair_reads_its_row_of_positions(dtype, interleaved):
+    """The bits of a rotation by one row of positions at a time."""
+    q, k, _, _, _, inv_freq = _inputs(21, 4, 2, 32, dtype)
+    positions = torch.randint(0, 5000, (3, 40), device=DEVICE)[:, 7:28]  # a tile of a longer batch
+    rows = (torch.arange(16, device=DEVICE) * 7 % 3).int()
+    for inverse in (False, True):
+        how = dict(inverse=inverse, interleaved=interleaved)
+        found = q.clone(), k.clone()
+        rope_(*found, positions, inv_freq, 1.2, rows=rows, **how)
+        for row, position_ids in enumerate(positions):
+            expected = q.clone(), k.clone()
+            rope_(*expected, position_ids, inv_freq, 1.2, **how)
+            pairs = (rows == row).nonzero()[:, 0]
+            places = [2 * pairs, 2 * pairs + 1] if interleaved else [pairs, pairs + 16]
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours[..., torch.cat(places)], theirs[..., torch.cat(places)])
+    with pytest.raises(ValueError, match="rows must be int32"):
+        rope_(q, k, positions, inv_freq, rows=rows.long())
+    with pytest.raises(ValueError, match=r"position_ids must have shape \(3, 21\)"):
+        rope_(q, k, positions[:, 1:], inv_freq, rows=rows)

@@ -31,7 +31,7 @@ class WideNorms:
     def measure(self, q: Tensor, k: Tensor, tile: slice) -> None:
         """Computes rstd of a tile, from its q (t, H d) and k (t, K d)."""
         if self.rstd is None:
-            T = len(self._pass.schedule.position_ids)
+            T = self._pass.schedule.position_ids.shape[-1]
             self.rstd = q.new_empty(T, 2, dtype=torch.float32)
         for i, x in enumerate((q, k)):
             norm = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)

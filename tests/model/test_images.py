@@ -1,0 +1,160 @@
+"""Batches with images: the language model runs the schedule, with the tower's features in its row.
+
+Losses and all gradients, of the tower, of the projector and of the text, are held to the rule of
+tests/exactness.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_layer import (
+    DEVICE,
+    REPEATABLE,
+    assert_trains_exactly,
+    cast,
+    every_kth,
+    gradients,
+    truth_of,
+)
+from small_vision import KINDS, image_batch, packed, vision_model
+from torch import Tensor
+
+import longctx
+from longctx.cost.kept import Keep
+from longctx.model.positions import rows_of
+from longctx.model.runtime import patched_part
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+QWENS = [kind for kind in KINDS if kind.startswith("qwen")]
+ROWS: dict[str, Any] = {
+    "one image": [[5]],
+    "two images, and a row of one": [[3, 25], [20]],
+    "two in a row, and a row of none": [[4, 20], []],
+}
+
+
+def on_device(inputs: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: x.to(DEVICE) if torch.is_tensor(x) else x for name, x in inputs.items()}
+
+
+def trained(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose tower trains, but for what has no gradient: CLIP's last layer, whose output
+    nobody reads, and biases of keys, whose gradient is 0 but for rounding."""
+    model = cast(vision_model(kind).to(DEVICE), dtype)
+    _, grads = gradients(model, on_device(image_batch(kind)))
+    for name, parameter in model.named_parameters():
+        idle = grads[name] is None or (name.endswith("k_proj.bias") and "tower" in name)
+        parameter.requires_grad_(not idle)
+    return model
+
+
+def trio(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
+    """(truth, naive, ours) with the same weights."""
+    naive = trained(kind, dtype)
+    ours = longctx.patch(copy.deepcopy(naive), strict=True)
+    return truth_of(naive, dtype), naive, ours
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_with_images_is_exact(kind, rows) -> None:
+    found = [on_device(image_batch(kind, ROWS[rows], seed=seed)) for seed in range(3)]
+    assert_trains_exactly(trio(kind), *found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_16_bits(kind) -> None:
+    found = [on_device(image_batch(kind, [[5, 30], [9]], seed=seed)) for seed in range(8)]
+    for inputs in found:
+        inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+    assert_trains_exactly(trio(kind, torch.bfloat16), *found)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_beside_images(kind, side) -> None:
+    inputs = image_batch(kind, [[20], [24]])
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, slice(41, None) if side == "right" else slice(7)] = 0
+    labels = inputs["labels"].masked_fill(mask == 0, -100)
+    labels[0, 7] = -100  # where padding is on the left, its last token would predict this one
+    inputs |= {"attention_mask": mask, "labels": labels}
+    assert_trains_exactly(trio(kind), on_device(inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_are_those_of_rows_of_their_own(kind) -> None:
+    """In the middle one is no image. Each image's positions go on from its own document's."""
+    model = longctx.patch(trained(kind), strict=True)
+    rows = [image_batch(kind, [s], n, seed=n) for s, n in (([5], 48), ([], 31), ([2, 22], 40))]
+    together = packed(model, rows)
+    loss, found = gradients(model, on_device(together))
+    summed: dict[str, Tensor] = {}
+    total = together["labels"].ne(-100).sum()
+    whole = loss.detach() * 0
+    for row in rows:
+        labels = row["labels"].clone()
+        labels[:, 0] = -100  # as in the packed row
+        share = labels.ne(-100).sum() / total
+        loss_alone, grads = gradients(model, on_device(row | {"labels": labels}))
+        whole += share * loss_alone.detach()
+        for name, grad in grads.items():
+            if grad is not None:
+                summed[name] = summed.get(name, 0) + share * grad
+    torch.testing.assert_close(loss.detach(), whole, rtol=1e-6, atol=0)
+    for name, grad in summed.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("kind", QWENS)
+def test_each_frequency_reads_its_row(kind) -> None:
+    """Qwen2-VL and 2.5 by sections, Qwen3-VL in turns."""
+    base = vision_model(kind).model.language_model
+    rope = base.config.rope_parameters["mrope_section"]
+    rows = rows_of(base.rotary_emb, base.rotary_emb.inv_freq).tolist()
+    sections = [row for row, count in enumerate(rope) for _ in range(count)]
+    turns = [j % 3 if j < 3 * rope[j % 3] else 0 for j in range(sum(rope))]
+    assert rows == (turns if kind == "qwen3_vl" else sections)
+
+
+LADDERS = {
+    "x": (Keep(frozenset({"x"})),),
+    "all on the host": (Keep(frozenset({"x", "o", "h", "q k v", "gate up"}), frozenset({"x"})),),
+    "the input of every 2nd": every_kth(2, 3),
+    "one input": every_kth(3, 3),
+}
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "gemma3"])
+def test_no_bit_depends_on_what_is_kept(kind, ladder, monkeypatch) -> None:
+    """Qwen3-VL's first layers add features of images, also where they run forward again."""
+    model = trained(kind)
+    settings: dict[str, Any] = dict(tile_tokens=19, head_groups=2, attn_backend=REPEATABLE)
+    inputs = on_device(image_batch(kind, [[5, 30]]))
+    usual = longctx.patch(copy.deepcopy(model), keep="o", **settings, strict=True)
+    loss, grads = gradients(usual, inputs)
+    other = longctx.patch(copy.deepcopy(model), **settings, strict=True)
+    gradients(other, inputs)
+    patched_part(other).longctx.store.ladder = LADDERS[ladder]
+    again, found = gradients(other, inputs)
+    assert torch.equal(loss, again)
+    for name, grad in grads.items():
+        assert torch.equal(grad, found[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_the_language_model_beside_a_frozen_tower(kind) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|down_proj)")
+    naive = peft.get_peft_model(vision_model(kind).to(DEVICE), config)
+    for name, parameter in naive.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    truth, ours = truth_of(naive, torch.float32), copy.deepcopy(naive)
+    longctx.patch(ours, strict=True)
+    assert_trains_exactly((truth, naive, ours), on_device(image_batch(kind, [[5], [9]])))
