@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConf
 
 IMAGE = 200
 """The token that stands for a part of an image."""
-_TOKENS = dict(image_token_id=IMAGE, video_token_id=201) | dict(
+VIDEO = 201
+_TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO) | dict(
     vision_start_token_id=202, vision_end_token_id=203
 )
 _QWEN = dict(depth=2, hidden_size=32, num_heads=2, intermediate_size=48) | dict(
@@ -107,6 +108,25 @@ def image_batch(
         "mistral3": {"image_sizes": torch.tensor([[16, 16]] * count)},
     }
     return found | extra.get(kind, {})
+
+
+def video_batch(kind: str, seed: int = 3) -> dict[str, Tensor]:
+    """A row of text around a video of three pairs of frames of 16 x 16 pixels. Qwen3-VL has each
+    pair by itself, with text between."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(190, (1, 48), generator=generator)
+    starts = (5, 12, 19) if kind == "qwen3_vl" else (5, 9, 13)
+    for start in starts:
+        ids[0, start : start + 4] = VIDEO
+    seen = ids == VIDEO
+    pixels = torch.randn(3 * 16, 3 * 2 * 4 * 4, generator=generator)
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(seen, -100),
+        "mm_token_type_ids": 2 * seen.int(),
+        "pixel_values_videos": pixels,
+        "video_grid_thw": torch.tensor([[3, 4, 4]]),
+    }
 
 
 def packed(model: Any, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -88,6 +88,7 @@ from longctx.model.strangers import (
     why_not_chunked,
     why_not_scheduled,
 )
+from longctx.model.tower import tower_forward, tower_of
 from longctx.model.vision import (
     TOKEN_TYPES,
     NotScheduled,
@@ -160,7 +161,9 @@ def attach(model: Any) -> None:
         _runtime(base_of(model)).whole = weakref.ref(model)  # what plans for lm_head, too
     vars(base_of(model))["_replicate_for_data_parallel"] = _no_replicas
     for module, function in _places(model):
-        if isinstance(module, nn.Module) and "forward" not in vars(module) and replaceable(module):
+        if not isinstance(module, nn.Module) or "forward" in vars(module):
+            continue
+        if function is tower_forward or replaceable(module):
             module.forward = Forward(module, function)
 
 
@@ -199,6 +202,7 @@ def _places(model: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
         yield model, classifier_forward
     if joint is not None:
         yield joint, joint_forward
+        yield tower_of(model), tower_forward
     yield base, base_forward
     yield getattr(base, "norm", None), norm_forward
     yield from ((layer, layer_forward) for layer in base.layers)

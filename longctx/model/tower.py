@@ -1,0 +1,131 @@
+"""The vision tower by groups of images, so that its memory does not grow with their number.
+
+    pixels of all images, or frames of a video -> groups of PATCHES patches -> the tower, in turn
+                                               -> features of all, one after the other
+
+An image attends to itself alone, and so does each frame of Qwen's videos, so that groups give what
+all at once give. Of a tower that trains a group's activations are recomputed in backward (torch's
+checkpoint), and only one group has them at a time; one that is frozen keeps none. What is merged or
+projected after it, which trains beside a frozen tower, is no part of that. A call that has one
+group, or tensors that are not of images alone, runs as it is.
+
+Graphs of trained towers take about 1 MiB a patch (Qwen3-VL-8B, counted), so that a group has 4 GiB.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from longctx.model.vision import joint_of, named
+
+PATCHES = 4096
+"""Patches of a group, unless an image or a frame has more."""
+_AFTER = ("merger", "projector")
+"""Words in the names of modules that stand after a tower's layers."""
+
+
+def tower_of(model: Any) -> nn.Module | None:
+    """Returns the vision tower of a vision-language model, in Hugging Face's code; None for another
+    model."""
+    joint = joint_of(model)
+    inner = () if joint is None else joint.named_children()
+    towers = [m for name, m in inner if isinstance(m, PreTrainedModel) and name != "language_model"]
+    own = [m for m in towers if type(m).forward.__module__.startswith("transformers.models.")]
+    return own[0] if len(towers) == len(own) == 1 else None
+
+
+def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs Hugging Face's forward of a tower over each group, and joins what it returns."""
+    inputs = named(self, args) | kwargs
+    groups = [*_groups(self, inputs)]
+    run = partial(type(self).forward, self)
+    if len(groups) < 2:
+        return run(**inputs)
+    if torch.is_grad_enabled() and _trains(self):
+        run = partial(checkpoint, run, use_reentrant=False)
+    along = 1 if self.config.model_type == "pixtral" else 0  # it returns all images as one row
+    return _joined([run(**group) for group in groups], along)
+
+
+def _trains(tower: nn.Module) -> bool:
+    names = (name for name, p in tower.named_parameters() if p.requires_grad)
+    return any(not any(after in name for after in _AFTER) for name in names)
+
+
+def _groups(tower: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the arguments of a call, group by group."""
+    _, pixels, *_ = inspect.signature(type(tower).forward).parameters
+    sizes = next((name for name in ("grid_thw", "image_sizes") if name in inputs), None)
+    others = [x for name, x in inputs.items() if name not in (pixels, sizes)]
+    if not isinstance(inputs.get(pixels), Tensor) or any(isinstance(x, Tensor) for x in others):
+        yield inputs
+    elif sizes == "grid_thw":
+        yield from _by_grid(inputs, pixels)
+    else:
+        yield from _by_image(inputs, pixels, sizes, tower.config.patch_size)
+
+
+def _by_grid(inputs: dict[str, Any], pixels: str) -> Iterator[dict[str, Any]]:
+    """Groups of Qwen's towers, which get all patches in one row, and a grid of frames, height and
+    width for each image or video."""
+    given, grid = inputs[pixels], inputs["grid_thw"]
+    frames = [(n, h, w) for t, h, w in grid.tolist() for n in _cut(t, max(1, PATCHES // (h * w)))]
+    start = 0
+    for group in _packed(frames, [n * h * w for n, h, w in frames]):
+        stop = start + sum(n * h * w for n, h, w in group)
+        yield inputs | {pixels: given[start:stop], "grid_thw": grid.new_tensor(group)}
+        start = stop
+
+
+def _by_image(
+    inputs: dict[str, Any], pixels: str, sizes: str | None, patch: int
+) -> Iterator[dict[str, Any]]:
+    """Groups of towers that get images of one size, (images, channels, height, width)."""
+    given = inputs[pixels]
+    height, width = given.shape[-2:]
+    count, start = max(1, PATCHES * patch**2 // (height * width)), 0
+    for n in _cut(len(given), count):
+        group = slice(start, start + n)
+        more = {} if sizes is None or inputs[sizes] is None else {sizes: inputs[sizes][group]}
+        yield inputs | {pixels: given[group]} | more
+        start += n
+
+
+def _cut(whole: int, most: int) -> list[int]:
+    """Cuts a number into parts of at most `most`."""
+    return [min(most, whole - start) for start in range(0, whole, most)]
+
+
+def _packed(items: Sequence[Any], patches: Sequence[int]) -> Iterator[list[Any]]:
+    """Yields consecutive items whose patches fit into a group."""
+    group: list[Any] = []
+    held = 0
+    for item, count in zip(items, patches, strict=True):
+        if group and held + count > PATCHES:
+            yield group
+            group, held = [], 0
+        group, held = [*group, item], held + count
+    if group:
+        yield group
+
+
+def _joined(found: Sequence[Any], along: int) -> Any:
+    """Joins the outputs of groups: tensors along a dimension, and whatever holds some."""
+    first = found[0]
+    if isinstance(first, Tensor):
+        return torch.cat([*found], dim=along if first.dim() > along else 0)
+    if isinstance(first, ModelOutput):
+        each = {name: _joined([one[name] for one in found], along) for name in first}
+        return type(first)(**each)
+    if isinstance(first, (list, tuple)):
+        return type(first)(_joined(one, along) for one in zip(*found, strict=True))
+    return first

@@ -1,0 +1,88 @@
+"""The vision tower by groups of images: what all at once give, in the memory of one group."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_layer import assert_trains_exactly, gradients
+from small_vision import KINDS, image_batch, video_batch, vision_model
+from test_images import QWENS, on_device, trained, trio
+
+import longctx
+from longctx.model import tower
+from longctx.model.tower import tower_of
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+IMAGES = [[4, 22], [9]]
+"""Three images of 16 patches each."""
+
+
+@pytest.fixture(params=[1, 32], ids=["one by one", "two at a time"])
+def groups(request, monkeypatch) -> int:
+    monkeypatch.setattr(tower, "PATCHES", request.param)
+    return 3 if request.param == 1 else 2
+
+
+def calls_of(model: Any) -> list[int]:
+    """Counts how often the tower's first linear layer runs."""
+    found: list[int] = []
+    linear = next(m for m in tower_of(model).modules() if isinstance(m, torch.nn.Linear))
+    linear.register_forward_pre_hook(lambda *args: found.append(1))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_that_trains(kind, groups) -> None:
+    """Backward computes each group again."""
+    models = trio(kind)
+    calls = calls_of(models[-1])
+    assert_trains_exactly(models, *(on_device(image_batch(kind, IMAGES, seed=s)) for s in range(3)))
+    assert len(calls) == 3 * 2 * groups
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_that_is_frozen(kind, groups) -> None:
+    """It runs once, and what projects its features trains."""
+    model = trained(kind)
+    for name, parameter in tower_of(model).named_parameters():
+        parameter.requires_grad_("merger" in name)
+    usual, ours = copy.deepcopy(model), longctx.patch(model, strict=True)
+    calls = calls_of(ours)
+    inputs = on_device(image_batch(kind, IMAGES))
+    (loss, grads), (found, theirs) = gradients(usual, inputs), gradients(ours, inputs)
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    for name, grad in grads.items():
+        torch.testing.assert_close(theirs[name], grad, rtol=1e-4, atol=2e-6, msg=name)
+    assert len(calls) == groups
+
+
+@pytest.mark.parametrize("patches", [1, 40, 4096])
+@pytest.mark.parametrize("kind", QWENS)
+def test_frames_of_a_video(kind, patches, monkeypatch) -> None:
+    """Groups cut a video between its frames."""
+    monkeypatch.setattr(tower, "PATCHES", patches)
+    assert_trains_exactly(trio(kind), *(on_device(video_batch(kind, s)) for s in range(3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tower_called_alone(kind, groups) -> None:
+    """As whoever reads features calls it, with outputs as a tuple, too."""
+    model = vision_model(kind).eval()
+    ours = longctx.patch(copy.deepcopy(model))
+    inputs = image_batch(kind, IMAGES)
+    given: dict[str, Any] = {"pixel_values": inputs["pixel_values"]}
+    for name in ("image_grid_thw", "image_sizes"):
+        if name in inputs:
+            given[name] = inputs[name]
+    with torch.no_grad():
+        theirs, found = (m.get_image_features(**given).pooler_output for m in (model, ours))
+    for a, b in zip(theirs, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_no_group_is_larger_than_it_must_be() -> None:
+    assert tower._cut(7, 3) == [3, 3, 1] and tower._cut(3, 3) == [3]
+    assert [*tower._packed("abcd", [4000, 96, 1, 9000])] == [["a", "b"], ["c"], ["d"]]
