@@ -93,6 +93,7 @@ def assert_same_run(
     *,
     passes: int,  # batches that go through the model, of evaluation too
     steps: int = 3,
+    layers: int = LAYERS,
     model: Any = None,
     says: str | None = None,  # why Hugging Face's layers run in all passes
     bar: float = 1e-4,  # of the change of a parameter
@@ -115,7 +116,7 @@ def assert_same_run(
         line for line in capsys.readouterr().out.splitlines() if "Hugging Face's layers" in line
     ]
     assert len(said) == (says is not None) and (says or "") in "".join(said), said
-    assert len(scheduled) == (0 if says else LAYERS * passes)
+    assert len(scheduled) == (0 if says else layers * passes)
     assert len(truth["loss"]) == steps and truth.keys() == found.keys()
     for name, values in truth.items():
         assert found[name] == pytest.approx(values, rel=rel, abs=1e-5), name

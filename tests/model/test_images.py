@@ -20,7 +20,7 @@ from small_layer import (
     gradients,
     truth_of,
 )
-from small_vision import KINDS, image_batch, packed, vision_model
+from small_vision import KINDS, image_batch, packed, vision_model, with_gradients_
 from torch import Tensor
 
 import longctx
@@ -42,14 +42,8 @@ def on_device(inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def trained(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model whose tower trains, but for what has no gradient: CLIP's last layer, whose output
-    nobody reads, and biases of keys, whose gradient is 0 but for rounding."""
-    model = cast(vision_model(kind).to(DEVICE), dtype)
-    _, grads = gradients(model, on_device(image_batch(kind)))
-    for name, parameter in model.named_parameters():
-        idle = grads[name] is None or (name.endswith("k_proj.bias") and "tower" in name)
-        parameter.requires_grad_(not idle)
-    return model
+    """A model whose tower trains."""
+    return with_gradients_(cast(vision_model(kind).to(DEVICE), dtype), kind)
 
 
 def trio(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
