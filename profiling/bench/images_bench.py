@@ -1,0 +1,170 @@
+"""Times steps of a vision-language model on rows with the frames of a video, one process a case.
+
+    python profiling/bench/images_bench.py --output profiling/results/h100_images.json
+    python profiling/bench/images_bench.py --case side=liger,checkpointing=layers,frames=256
+
+The model has the sizes of Qwen3-VL-8B and random weights, adapters of rank 16 on all maps of its
+language model, and a tower that is frozen unless `tower=true`. A row has `frames` frames of
+`pixels` x `pixels`, two to a group of tokens, with 8 tokens of text before each group; text alone
+has labels. Sides:
+
+    custom    longctx.patch, which keeps what memory allows
+    liger     Liger-Kernel's layers and loss, flash-attn-4 in the language model
+    vanilla   Hugging Face's, the same attention
+
+Peers keep what `checkpointing` says of each layer (none, layers). All have torch's fused AdamW in a
+loop that does nothing but train (step_clock.py). `step_s` is the median of `--repeats` steps after
+one more; `peak_gib` and `reserved_gib` are theirs, `tokens` the row's.
+
+Predicted, on an H200: 256 frames of 448 pixels, 27K tokens, 2.4 s; of 768 pixels, 75K tokens, 13 s.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from profiling.bench import runner
+from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
+
+PATCH, MERGE, TEXT = 16, 2, 8
+"""Pixels of a patch, patches of a token's side, and tokens of text before each pair of frames."""
+TOKENS = dict(
+    image_token_id=151655,
+    video_token_id=151656,
+    vision_start_token_id=151652,
+    vision_end_token_id=151653,
+)
+QWEN3_VL_8B = dict(
+    text_config=dict(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=262144,
+        rope_parameters=dict(
+            rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20], mrope_interleaved=True
+        ),
+    ),
+    vision_config=dict(
+        depth=27,
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_heads=16,
+        out_hidden_size=4096,
+        num_position_embeddings=2304,
+        deepstack_visual_indexes=[8, 16, 24],
+        patch_size=PATCH,
+        spatial_merge_size=MERGE,
+    ),
+    **TOKENS,
+)
+DEFAULTS: Case = {
+    "side": "custom",
+    "checkpointing": None,
+    "frames": 256,
+    "pixels": 448,
+    "lora": 16,
+    "tower": False,
+}
+PEERS = [dict(side=side, checkpointing="layers") for side in ("liger", "vanilla")]
+PUBLISHED = [
+    {**sides, "frames": frames, "pixels": pixels}
+    for frames, pixels in ((256, 448), (256, 768))
+    for sides in (dict(side="custom"), *PEERS)
+] + [{**sides, "frames": 64, "tower": True} for sides in (dict(side="custom"), PEERS[0])]
+
+
+def batch(case: Case, video: int, device: str, dtype: Any) -> dict[str, Any]:
+    """A row of text and pairs of frames, whose tokens are `video`, with random pixels."""
+    import torch
+
+    torch.manual_seed(0)
+    side, pairs = case["pixels"] // PATCH, case["frames"] // 2
+    group = [1000] * TEXT + [video] * (side // MERGE) ** 2
+    ids = torch.tensor(group * pairs + [1000] * TEXT, device=device)[None]
+    seen = ids == video
+    ids = torch.where(seen, ids, torch.randint_like(ids, 1000))
+    pixels = torch.randn(pairs * side**2, 3 * 2 * PATCH**2, device=device, dtype=dtype)
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(seen, -100),
+        "mm_token_type_ids": 2 * seen.int(),
+        "pixel_values_videos": pixels,
+        "video_grid_thw": torch.tensor([[pairs, side, side]], device=device),
+    }
+
+
+def made(case: Case, sizes: dict[str, Any], device: str, dtype: Any) -> Any:
+    """The model of a case, which trains adapters and, if asked for, its tower."""
+    import peft
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    import longctx
+    from longctx.model.families import base_of
+    from longctx.model.vision import towers
+    from profiling.bench.peers import keep
+
+    config = AutoConfig.for_model("qwen3_vl", **sizes)
+    attention = "flash_attention_4" if device == "cuda" else "sdpa"
+    kinds = {"": "sdpa", "text_config": attention, "vision_config": "sdpa"}
+    with torch.device(device):
+        model = AutoModelForImageTextToText.from_config(
+            config, dtype=dtype, attn_implementation=kinds
+        )
+    if case["side"] == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3_vl
+
+        apply_liger_kernel_to_qwen3_vl(model=model)
+    maps = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    model = peft.get_peft_model(model, peft.LoraConfig(r=case["lora"], target_modules=maps))
+    inner = model.get_base_model()
+    for _, tower in towers(inner):
+        tower.requires_grad_(case["tower"])
+    if case["side"] == "custom":
+        longctx.patch(model)
+    else:
+        base: Any = base_of(inner)
+        keep(SimpleNamespace(base_model=base), case["checkpointing"] or "none", offload=False)  # type: ignore[arg-type]
+    return model.train()
+
+
+def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:
+    """One row of the results, from this process."""
+    import torch
+
+    return [measured(case, QWEN3_VL_8B, "cuda", torch.bfloat16, repeats)]
+
+
+def measured(case: Case, sizes: dict[str, Any], device: str, dtype: Any, repeats: int) -> Row:
+    from profiling.bench.step_clock import Clock, time_loop
+
+    row: Row = dict(case)
+    with until_out_of_memory() as outcome:
+        given, clock = batch(case, sizes["video_token_id"], device, dtype), Clock(1, repeats)
+        row["tokens"] = given["input_ids"].numel()
+        time_loop(made(case, sizes, device, dtype), [given], clock, autocast=False)
+        row |= clock.columns()
+        row["tokens_per_s"] = row["tokens"] / row["step_s"]
+    return rounded(row | outcome)
+
+
+BENCH = runner.Benchmark(
+    script=__file__,
+    description=__doc__,
+    defaults=DEFAULTS,
+    published={"published": PUBLISHED},
+    measure=run_case,
+    settle=dict,
+)
+
+if __name__ == "__main__":
+    runner.main(BENCH)

@@ -1,0 +1,44 @@
+"""The benchmark of rows with frames, on tiny sizes and a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_families import SIZES
+
+from profiling.bench import images_bench
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+pytest.importorskip("peft")
+
+
+def small() -> dict[str, Any]:
+    sizes = images_bench.QWEN3_VL_8B
+    text = {**sizes["text_config"], **SIZES, "vocab_size": 1100, "head_dim": 128}
+    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2)
+    vision |= dict(out_hidden_size=SIZES["hidden_size"], deepstack_visual_indexes=[0])
+    return {
+        **sizes,
+        "video_token_id": 1001,
+        "text_config": text,
+        "vision_config": {**sizes["vision_config"], **vision},
+    }
+
+
+@pytest.mark.parametrize("side", ["custom", "vanilla"])
+@pytest.mark.parametrize("tower", [False, True])
+def test_a_row_of_frames(side, tower) -> None:
+    checkpointing = None if side == "custom" else "layers"
+    case = images_bench.BENCH.case(
+        dict(side=side, checkpointing=checkpointing, frames=4, pixels=64, tower=tower)
+    )
+    row = images_bench.measured(case, small(), "cpu", torch.float32, 1)
+    assert row["status"] == "ok" and row["tokens"] == 2 * (8 + 4) + 8
+    assert row["step_s"] > 0 and row["tower"] is tower
+
+
+def test_published_cases_name_all_that_differs() -> None:
+    cases = images_bench.BENCH.cases(None)
+    assert len({tuple(case.items()) for case in cases}) == len(cases) == 8
