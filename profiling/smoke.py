@@ -413,6 +413,15 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
     script = (sys.executable, "recipes/trl_dpo.py", inputs.base, inputs.pairs)
     command = (*script, str(inputs.folder / "trl_dpo"), "--max_length", "2048", "--max_steps", "2")
     yield Case(name="trl_dpo", commands=(command,), prints=("longctx patched: ",))
+    sees = inputs.folder / "pictures"
+    make = (sys.executable, "profiling/pictures_to_read.py", str(sees))
+    script = (sys.executable, "recipes/trl_images.py", str(sees / "model"))
+    command = (*script, str(sees / "pictures.jsonl"), str(sees / "out"), "--max_steps", "3")
+    yield Case(
+        name="trl_images",
+        commands=(make, (*command, "--train_vision"), command),
+        prints=("longctx patched: ",),
+    )
     read = ("--eval_file", "README.md", "--seq_len", "2048", "--windows", "2", "--repeats", "1")
     yield Case(name="eval", commands=((*longctx, "eval", inputs.base, *read),))
     profiled = ("--preset", "llama-3.2-1b", "--seq_len", "8192", *BUDGET)

@@ -10,20 +10,26 @@ from typing import Any
 import pytest
 from both import LAYERS, make_model, sentence
 from small_tokenizer import small_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from longctx.model import shared_prefixes
+from profiling import pictures_to_read
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def run(name: str, folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[Any, Path]:
-    """Returns the model that the recipe started from, and where it saved."""
+def load_recipe(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
+    return recipe
+
+
+def run(name: str, folder: Path, rows: list[dict[str, Any]], *flags: str) -> tuple[Any, Path]:
+    """Returns the model that the recipe started from, and where it saved."""
+    recipe = load_recipe(name)
     model = make_model()
     model.save_pretrained(folder / "model")
     small_tokenizer().save_pretrained(folder / "model")
@@ -48,6 +54,24 @@ def test_sft(scheduled, capsys, tmp_path) -> None:
     flags = ["--max_length", "64", "--max_steps", "2"]
     assert_trained(*run("trl_sft", tmp_path, rows, *flags))
     assert len(scheduled) == 2 * LAYERS and "Hugging Face's layers" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [(), ("--train_vision",)])
+def test_images(scheduled, capsys, tmp_path, flags) -> None:
+    pictures_to_read.make(tmp_path, hidden=128, layers=2, side=28)
+    data, out = str(tmp_path / "pictures.jsonl"), tmp_path / "out"
+    given = [str(tmp_path / "model"), data, str(out), "--max_steps", "2", *flags]
+    load_recipe("trl_images").main(given)
+    start, trained = (
+        AutoModelForImageTextToText.from_pretrained(tmp_path / name).state_dict()
+        for name in ("model", "out")
+    )
+    moved = {name for name, x in trained.items() if (x != start[name].to(x.dtype)).any()}
+    assert any("language_model" in name for name in moved)
+    assert any("vision_tower" in name for name in moved) == bool(flags)
+    assert any("projector" in name for name in moved) == bool(flags)
+    assert len(scheduled) == 2 * 2 and "Hugging Face's layers" not in capsys.readouterr().out
+    AutoProcessor.from_pretrained(out)
 
 
 SHARED = "a prompt that documents of a batch share is computed once"
