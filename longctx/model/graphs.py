@@ -92,7 +92,7 @@ class Call(NamedTuple):
         longest = min([len(x), *limits])
         return cls(
             tokens=len(x),
-            position_rows=rope.numel() // len(x),
+            position_rows=rope.shape[:-1].numel(),
             dtype=x.dtype,
             needs_dx=x.requires_grad,
             longest=longest,
