@@ -8,6 +8,7 @@ recipes/trl_images.py reads them, are beside it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -66,7 +67,13 @@ def make(folder: Path, hidden: int = 1024, layers: int = 4, side: int = 56) -> N
     (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where to write; made if it is not there")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    make(folder)
+
+
 if __name__ == "__main__":
-    made = Path(sys.argv[1])
-    made.mkdir(parents=True, exist_ok=True)
-    make(made)
+    main()
