@@ -3,6 +3,7 @@
     causal_forward   ForCausalLM     with labels the loss, in chunks, and logits if they are read
     whole_forward    the same of a vision-language model
     joint_forward    what is around its language model (vision.py)
+    tower_forward    its vision tower, by groups of images (tower.py)
     base_forward     its base model  embedding, scheduled layers, final norm
     layer_forward    a decoder layer | with a schedule ours, else Hugging Face's; the hooks of
     norm_forward     the final norm  | engines that gather weights run around them
@@ -703,7 +704,7 @@ def _scheduled_forward(
                 # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the
                 # checkpointing that Hugging Face's layer class would put around the schedule.
                 given = dict(schedule=schedule, layers_above=above, family=family)
-                given |= {"added": next(added, None)}
+                given["added"] = next(added, None)
                 x = nn.Module.__call__(layer, x, **given)
             owned = caller.owns_gradient or sharing is not None
             hidden = base.norm(x, spec=final_norm_spec(base), owned=owned)

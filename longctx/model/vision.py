@@ -6,9 +6,11 @@
         language_model                 a base model of a family (families.py)
       lm_head
 
-A batch of text alone goes from the joint directly to the language model. Training on text needs
-nothing else of a model: `rest_` freezes its towers and keeps them where they are, so that they take
-no memory on a GPU, get no gradient and are saved as they came.
+A batch of text alone goes from the joint directly to the language model. One with images goes
+through Hugging Face's joint, which calls the tower (tower.py) and then the language model: both run
+our forwards. `longctx train` reads text, and needs nothing else of a model: `rest_` freezes its
+towers and keeps them where they are, so that they take no memory on a GPU, get no gradient and are
+saved as they came.
 
 Not here: Llama 3.2 Vision (mllama), whose language model has layers that attend to the image alone.
 """

@@ -73,7 +73,7 @@ class Clock:
         whole = [self._seconds(one["forward"], after["forward"]) for one, after in pairs]
         seconds = {"step_s": statistics.median(whole), "slowest_s": max(whole)}
         if self.on_gpu:
-            self.found["idle"] = idle_share(self.profiler, IDLE_STEPS, seconds["step_s"])
+            self.found |= idle_column(self.profiler, IDLE_STEPS, seconds["step_s"])
         names = list(PHASES)
         for phase, end in zip(names, [*names[1:], None], strict=True):
             if all({phase, end or phase} <= one.keys() for one, _ in pairs):
@@ -138,16 +138,16 @@ def time_loop(model: Any, batches: Sequence[dict[str, Any]], clock: Clock, autoc
         clock.mark("rest")
 
 
-def idle_share(profiler: Any, steps: int, step_s: float) -> float:
-    """The share of a step of `step_s` seconds in which the GPU neither computes nor copies. How
-    long it is busy is what torch's profiler saw of `steps` others: they take longer than a step
-    does without the profiler, their kernels do not."""
+def idle_column(profiler: Any, steps: int, step_s: float) -> dict[str, float]:
+    """`idle`, the share of a step of `step_s` seconds in which the GPU neither computes nor copies;
+    nothing where torch's profiler saw no kernel. How long the GPU is busy is what it saw of `steps`
+    other steps: under the profiler a step takes longer, its kernels do not."""
     busy = covered_ns(
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
     )
-    return max(0.0, 1 - busy / 1e9 / (steps * step_s))
+    return {"idle": max(0.0, 1 - busy / 1e9 / (steps * step_s))} if busy else {}
 
 
 def covered_ns(intervals: Iterable[tuple[int, int]]) -> int:

@@ -45,7 +45,7 @@ from longctx.constants import GIB, IGNORE_INDEX
 from profiling.bench import runner
 from profiling.bench.peers import FA4_BY_DOCUMENTS, attend_by_documents, prepare_peer, settled
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
-from profiling.bench.step_clock import idle_share
+from profiling.bench.step_clock import idle_column
 from profiling.ladders import ladder_columns
 
 SHORTEST, LONGEST = 500, 9000
@@ -237,7 +237,7 @@ class StepClock(TrainerCallback):
                 self.profiler.start()
         elif on_gpu and step == self.last + IDLE_STEPS:
             self.profiler.stop()
-            self.row["idle"] = idle_share(self.profiler, IDLE_STEPS, self.row["step_s"])
+            self.row |= idle_column(self.profiler, IDLE_STEPS, self.row["step_s"])
 
 
 def run_case(case: Case, repeats: int, flags: list[str]) -> list[Row]:

@@ -69,7 +69,7 @@ def test_frames_of_a_video(kind, patches, monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tower_called_alone(kind, groups) -> None:
-    """As whoever reads features calls it, with outputs as a tuple, too."""
+    """The features that a patched model's `get_image_features` returns are Hugging Face's."""
     model = vision_model(kind).eval()
     ours = longctx.patch(copy.deepcopy(model))
     inputs = image_batch(kind, IMAGES)
