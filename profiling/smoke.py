@@ -8,8 +8,8 @@
 Tests run without a GPU, and benchmarks build their trainer themselves: this alone goes through the
 command line, its plan, its engines and its files on CUDA. A case is one command or several in turn.
 It fails by a command's exit status, by its time, by a traceback, where a line that it must print is
-missing, and where Hugging Face's layers ran in place of the schedule. Four cases run at a time on
-each GPU, which takes 80 GB; those that take several GPUs run after the others.
+missing, and where Hugging Face's layers ran in place of the schedule. Three cases with a model of
+published size and four with a tiny one run at a time on each GPU, which takes 80 GB.
 
 A line tells what became of each case; the exit status is 1 if one failed. Rows of the results:
 case, gpus, outcome, s, and where a case failed, the line that says why. What commands print stays
@@ -28,8 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ Words = tuple[str, ...]
 
 LIMIT_S = 300
 """Seconds that a case may take. The slowest compiles kernels and takes about 60."""
-AT_A_TIME = 4
-"""Cases that share a GPU, of which each may take BUDGET."""
+LARGE, TINY_ONES = 3, 4
+"""Cases that share a GPU: those that may take BUDGET or somewhat more, and those of tiny models."""
 BUDGET: Words = ("--gpu_memory_gib", "18")
 
 TRAIN: Words = (sys.executable, "-m", "longctx", "train")
@@ -76,6 +76,10 @@ class Case:
     """Patterns, each of which a line of the output has."""
     vanilla: bool = False
     """Whether Hugging Face's layers are meant to run."""
+
+    @property
+    def is_tiny(self) -> bool:
+        return any("tiny" in command for command in self.commands)
 
 
 def torchrun(processes: int, *words: str) -> Words:
@@ -528,25 +532,36 @@ def _output(command: Words, gpus: Sequence[int], limit_s: float) -> tuple[int, s
         return status, file.read()
 
 
-def run_all(chosen: Sequence[Case], gpus: int, jobs: int, logs: Path) -> Iterator[dict[str, Any]]:
-    """Yields a row a case: those of one GPU first. `jobs` cases share a GPU."""
-    free: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for place in range(jobs * gpus):
-        free.put(place % gpus)
+class Lanes:
+    """Threads that each run a case at a time, on a GPU of theirs or on the first ones."""
 
-    def on_one(case: Case) -> dict[str, Any]:
-        gpu = free.get()
+    def __init__(self, gpus: int, of_each: int, logs: Path) -> None:
+        self.logs = logs
+        self._pool = ThreadPoolExecutor(gpus * of_each)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for place in range(gpus * of_each):
+            self._free.put(place % gpus)
+
+    def start(self, cases: Iterable[Case]) -> list[Future[dict[str, Any]]]:
+        return [self._pool.submit(self._run, case) for case in cases]
+
+    def _run(self, case: Case) -> dict[str, Any]:
+        gpu = self._free.get()
         try:
-            return run(case, [gpu], logs)
+            return run(case, [gpu] if case.gpus == 1 else range(case.gpus), self.logs)
         finally:
-            free.put(gpu)
+            self._free.put(gpu)
 
-    def on_several(case: Case) -> dict[str, Any]:
-        return run(case, range(case.gpus), logs)
 
-    for workers, start, several in ((jobs * gpus, on_one, False), (jobs, on_several, True)):
-        with ThreadPoolExecutor(workers) as pool:
-            yield from pool.map(start, (case for case in chosen if (case.gpus > 1) == several))
+def run_all(first: Case, others: Sequence[Case], gpus: int, logs: Path) -> Iterator[dict[str, Any]]:
+    """Yields a row a case, as they end. Those of published size wait for the model of `first`."""
+    running = Lanes(gpus, TINY_ONES, logs).start(case for case in others if case.is_tiny)
+    row = run(first, [0], logs)
+    yield row
+    if row["outcome"] == "passed":  # or others have no model to read
+        running += Lanes(gpus, LARGE, logs).start(case for case in others if not case.is_tiny)
+    for done in as_completed(running):
+        yield done.result()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -554,7 +569,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("words", nargs="*", help="run cases whose name has one of these words")
     parser.add_argument("--output", type=results_file, help="JSON file to write")
     parser.add_argument("--logs", type=Path, help="folder for what commands print")
-    parser.add_argument("--jobs", type=int, default=AT_A_TIME, help="cases at a time on a GPU")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     args = parser.parse_args(argv)
     gpus = torch.cuda.device_count()
@@ -573,10 +587,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         logs = args.logs or Path(tempfile.mkdtemp(prefix="smoke-"))
         logs.mkdir(parents=True, exist_ok=True)
-        rows = []
+        rows: list[dict[str, Any]] = []
         runnable = [case for case in named if case.gpus <= gpus]
-        for row in _rows(first, runnable, gpus, args.jobs, logs):
-            rows.append(row)
+        order = {case.name: place for place, case in enumerate((first, *runnable))}
+        for row in run_all(first, runnable, gpus, logs):
+            rows = sorted([*rows, row], key=lambda row: order[row["case"]])
             print(
                 f"{row['outcome']:6} {row['case']:28} {row['s']:5.0f} s {row.get('problem', '')}",
                 flush=True,
@@ -590,15 +605,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _named(case: Case, words: Sequence[str]) -> bool:
     return any(word in case.name for word in words)
-
-
-def _rows(
-    first: Case, others: Sequence[Case], gpus: int, jobs: int, logs: Path
-) -> Iterator[dict[str, Any]]:
-    row = run(first, [0], logs)
-    yield row
-    if row["outcome"] == "passed":  # or others have no model to read
-        yield from run_all(others, gpus, jobs, logs)
 
 
 if __name__ == "__main__":
