@@ -1,15 +1,14 @@
 """The vision tower by groups of images, so that its memory does not grow with their number.
 
-    pixels of all images, or frames of a video -> groups of PATCHES patches -> the tower, in turn
+    pixels of all images, or frames of a video -> groups of patches -> the tower, in turn
                                                -> features of all, one after the other
 
 An image attends to itself alone, and so does each frame of Qwen's videos, so that groups give what
 all at once give. Of a tower that trains a group's activations are recomputed in backward (torch's
 checkpoint), and only one group has them at a time; one that is frozen keeps none. What is merged or
 projected after it, which trains beside a frozen tower, is no part of that. A call that has one
-group, or tensors that are not of images alone, runs as it is.
-
-Graphs of trained towers take about 1 MiB a patch (Qwen3-VL-8B, counted), so that a group has 4 GiB.
+group, or tensors that are not of images alone, runs as it is, and every call with the two products
+that Hugging Face's code leaves slow (patches.py).
 """
 
 from __future__ import annotations
@@ -25,10 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from longctx.model.patches import fast_patches
 from longctx.model.vision import joint_of, named
 
 PATCHES = 4096
-"""Patches of a group, unless an image or a frame has more."""
+"""Patches of a group, unless an image or a frame has more. Where the tower trains, each has about
+1 MiB of activations (Qwen3-VL-8B, counted), and a group 4 GiB."""
+FROZEN_PATCHES = 8192
+"""Those of a group where nothing is kept: a layer's activations, 56 KiB a patch, are 0.4 GiB."""
 _AFTER = ("merger", "projector")
 """Words in the names of modules that stand after a tower's layers."""
 
@@ -46,14 +49,20 @@ def tower_of(model: Any) -> nn.Module | None:
 def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs Hugging Face's forward of a tower over each group, and joins what it returns."""
     inputs = named(self, args) | kwargs
-    groups = [*_groups(self, inputs)]
-    run = partial(type(self).forward, self)
+    keeps = torch.is_grad_enabled() and _trains(self)
+    groups = [*_groups(self, inputs, PATCHES if keeps else FROZEN_PATCHES)]
+    run = partial(_run, self)
     if len(groups) < 2:
         return run(**inputs)
-    if torch.is_grad_enabled() and _trains(self):
+    if keeps:
         run = partial(checkpoint, run, use_reentrant=False)
     along = 1 if self.config.model_type == "pixtral" else 0  # it returns all images as one row
     return _joined([run(**group) for group in groups], along)
+
+
+def _run(tower: Any, **inputs: Any) -> Any:
+    with fast_patches(tower):
+        return type(tower).forward(tower, **inputs)
 
 
 def _trains(tower: nn.Module) -> bool:
@@ -61,7 +70,7 @@ def _trains(tower: nn.Module) -> bool:
     return any(not any(after in name for after in _AFTER) for name in names)
 
 
-def _groups(tower: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _groups(tower: Any, inputs: dict[str, Any], most: int) -> Iterator[dict[str, Any]]:
     """Yields the arguments of a call, group by group."""
     _, pixels, *_ = inspect.signature(type(tower).forward).parameters
     sizes = next((name for name in ("grid_thw", "image_sizes") if name in inputs), None)
@@ -69,30 +78,30 @@ def _groups(tower: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if not isinstance(inputs.get(pixels), Tensor) or any(isinstance(x, Tensor) for x in others):
         yield inputs
     elif sizes == "grid_thw":
-        yield from _by_grid(inputs, pixels)
+        yield from _by_grid(inputs, pixels, most)
     else:
-        yield from _by_image(inputs, pixels, sizes, tower.config.patch_size)
+        yield from _by_image(inputs, pixels, sizes, most * tower.config.patch_size**2)
 
 
-def _by_grid(inputs: dict[str, Any], pixels: str) -> Iterator[dict[str, Any]]:
+def _by_grid(inputs: dict[str, Any], pixels: str, most: int) -> Iterator[dict[str, Any]]:
     """Groups of Qwen's towers, which get all patches in one row, and a grid of frames, height and
     width for each image or video."""
     given, grid = inputs[pixels], inputs["grid_thw"]
-    frames = [(n, h, w) for t, h, w in grid.tolist() for n in _cut(t, max(1, PATCHES // (h * w)))]
+    frames = [(n, h, w) for t, h, w in grid.tolist() for n in _cut(t, max(1, most // (h * w)))]
     start = 0
-    for group in _packed(frames, [n * h * w for n, h, w in frames]):
+    for group in _packed(frames, [n * h * w for n, h, w in frames], most):
         stop = start + sum(n * h * w for n, h, w in group)
         yield inputs | {pixels: given[start:stop], "grid_thw": grid.new_tensor(group)}
         start = stop
 
 
 def _by_image(
-    inputs: dict[str, Any], pixels: str, sizes: str | None, patch: int
+    inputs: dict[str, Any], pixels: str, sizes: str | None, most_pixels: int
 ) -> Iterator[dict[str, Any]]:
     """Groups of towers that get images of one size, (images, channels, height, width)."""
     given = inputs[pixels]
     height, width = given.shape[-2:]
-    count, start = max(1, PATCHES * patch**2 // (height * width)), 0
+    count, start = max(1, most_pixels // (height * width)), 0
     for n in _cut(len(given), count):
         group = slice(start, start + n)
         more = {} if sizes is None or inputs[sizes] is None else {sizes: inputs[sizes][group]}
@@ -105,12 +114,12 @@ def _cut(whole: int, most: int) -> list[int]:
     return [min(most, whole - start) for start in range(0, whole, most)]
 
 
-def _packed(items: Sequence[Any], patches: Sequence[int]) -> Iterator[list[Any]]:
-    """Yields consecutive items whose patches fit into a group."""
+def _packed(items: Sequence[Any], patches: Sequence[int], most: int) -> Iterator[list[Any]]:
+    """Yields consecutive items that have no more than `most` patches, unless one has."""
     group: list[Any] = []
     held = 0
     for item, count in zip(items, patches, strict=True):
-        if group and held + count > PATCHES:
+        if group and held + count > most:
             yield group
             group, held = [], 0
         group, held = [*group, item], held + count

@@ -20,9 +20,14 @@ IMAGES = [[4, 22], [9]]
 """Three images of 16 patches each."""
 
 
+def most_patches(monkeypatch, count: int) -> None:
+    for name in ("PATCHES", "FROZEN_PATCHES"):
+        monkeypatch.setattr(tower, name, count)
+
+
 @pytest.fixture(params=[1, 32], ids=["one by one", "two at a time"])
 def groups(request, monkeypatch) -> int:
-    monkeypatch.setattr(tower, "PATCHES", request.param)
+    most_patches(monkeypatch, request.param)
     return 3 if request.param == 1 else 2
 
 
@@ -63,7 +68,7 @@ def test_a_tower_that_is_frozen(kind, groups) -> None:
 @pytest.mark.parametrize("kind", QWENS)
 def test_frames_of_a_video(kind, patches, monkeypatch) -> None:
     """Groups cut a video between its frames."""
-    monkeypatch.setattr(tower, "PATCHES", patches)
+    most_patches(monkeypatch, patches)
     assert_trains_exactly(trio(kind), *(on_device(video_batch(kind, s)) for s in range(3)))
 
 
@@ -85,4 +90,4 @@ def test_a_tower_called_alone(kind, groups) -> None:
 
 def test_no_group_is_larger_than_it_must_be() -> None:
     assert tower._cut(7, 3) == [3, 3, 1] and tower._cut(3, 3) == [3]
-    assert [*tower._packed("abcd", [4000, 96, 1, 9000])] == [["a", "b"], ["c"], ["d"]]
+    assert [*tower._packed("abcd", [4000, 96, 1, 9000], 4096)] == [["a", "b"], ["c"], ["d"]]
