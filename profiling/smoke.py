@@ -219,6 +219,7 @@ def _graphs(inputs: Inputs) -> Iterator[Case]:
         "graphs_accumulate": f"{small} --gradient_accumulation_steps 2",
         "graphs_qlora": "--lora_r 4 --quantize nf4",
         "graphs_in_8_gib": "--lora_r 4 --quantize nf4 --gpu_memory_gib 8",
+        "graphs_dpo": f"--task dpo --train_file {inputs.pairs} --lora_r 4",
     }
     for name, text in options.items():
         words = (*"--seq_len 2048 --max_steps 6".split(), *text.split())

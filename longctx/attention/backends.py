@@ -180,17 +180,17 @@ class FlashAttention4(Attention):
         return out or QKV(*grads)
 
     def _options(self, documents: Documents, window: int | None) -> dict[str, Any]:
-        bounds, longest = documents.cu_seqlens, max(documents.lengths)
+        of_queries, of_keys, most_queries, most_keys = documents.bounds
         return dict(
             causal=True,
             # flash-attn counts the tokens to the left of a query, Hugging Face's window the query
             # too.
             window_size_left=None if window is None else window - 1,
             softcap=self.softcap or 0.0,
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
+            cu_seqlens_q=of_queries,
+            cu_seqlens_k=of_keys,
+            max_seqlen_q=most_queries,
+            max_seqlen_k=most_keys,
         )
 
 
@@ -209,9 +209,8 @@ class Flash(Attention):
         lse: Tensor,
         window: int | None = None,
     ) -> None:
-        bounds, longest = documents.cu_seqlens, max(documents.lengths)
         o_new, lse_new, *_ = aten._flash_attention_forward(
-            *(*qkv, bounds, bounds, longest, longest, 0.0, True, False),
+            *(*qkv, *documents.bounds, 0.0, True, False),
             scale=scale,
             **self._sides(window),
         )
@@ -230,10 +229,9 @@ class Flash(Attention):
         window: int | None = None,
         out: QKV | None = None,
     ) -> QKV:
-        bounds, longest = documents.cu_seqlens, max(documents.lengths)
         no_dropout = torch.empty(2, dtype=torch.uint64, device=do.device)
         grads = aten._flash_attention_backward(
-            *(do, *qkv, o, lse, bounds, bounds, longest, longest, 0.0, True),
+            *(do, *qkv, o, lse, *documents.bounds, 0.0, True),
             *(no_dropout, no_dropout[:0]),
             scale=scale,
             **self._sides(window),

@@ -27,6 +27,17 @@ class Padding(NamedTuple):
     attend; empty where they see none, as on the left of a row."""
 
 
+class Keys(NamedTuple):
+    """The keys of documents as one call takes them, where a prompt's stand once more before those
+    of each answer (copied.py)."""
+
+    tokens: Tensor  # (M,) int64: the token whose key is at each place
+    bounds: Tensor  # (documents + 1,) int32: of each document's keys
+    places: Tensor  # (T, n) int32: the places of each token's key, and -1 behind them
+    longest: int
+    """No document has more keys."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Documents:
     """The boundaries of a batch's documents in its T flattened tokens, made once per batch.
@@ -60,6 +71,8 @@ class Documents:
     """The padding that is computed, which follows the tokens of all documents."""
     images: tuple[slice, ...] = ()
     """The tokens of each image that is seen both ways (images.py)."""
+    keys: Keys | None = None
+    """Where keys are copied, because documents continue others (copied.py)."""
 
     @classmethod
     def of_batch(
@@ -186,6 +199,15 @@ class Documents:
     def tokens(self) -> int:
         """The tokens of all documents, without padding."""
         return sum(self.lengths)
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """What a call takes that reads bounds: those of queries and of keys, (documents + 1,), and
+        the longest of both."""
+        longest = max(self.lengths)
+        if self.keys is None:
+            return self.cu_seqlens, self.cu_seqlens, longest, longest
+        return self.cu_seqlens, self.keys.bounds, longest, self.keys.longest
 
     @cached_property
     def prompts(self) -> list[tuple[slice, list[slice]]]:

@@ -74,7 +74,13 @@ from longctx.model.read_padding import (
     refuse_gradient,
     with_means,
 )
-from longctx.model.runtime import Runtime, follows_positions, make_schedule, runtime_of
+from longctx.model.runtime import (
+    Runtime,
+    copied_keys,
+    follows_positions,
+    make_schedule,
+    runtime_of,
+)
 from longctx.model.shared_prefixes import Sharing, spread
 from longctx.model.shared_prefixes import found as found_prefixes
 from longctx.model.strangers import (
@@ -689,7 +695,7 @@ def _scheduled_forward(
         tokens = B * S if sharing is None else len(x)
         runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
-        hidden = None
+        hidden, documents = None, copied_keys(base, runtime, documents)
         if sharing is None and runtime.shards is None and deepstack is None:
             hidden = graphed(base, runtime, x, rope, documents)
         is_settled = hidden is not None and runtime.settled

@@ -15,7 +15,8 @@ gradients with all hooks, the optimizer. Nobody sees a tensor that the next repl
 Where documents begin is data: bounds fill a place for so many documents, the rest of which are
 empty. Windows that are longer than every document are left out, as the schedule does, so that a
 batch in which other windows count is another call. Attention that loops over documents on the host
-has a graph for given lengths.
+has a graph for given lengths. Where documents continue others, there is room for so many copies of
+keys (attention/copied.py); what does not copy them runs eagerly.
 
 A replay starts before anybody has looked whether the model is still what was recorded (its
 modules, adapters, weights, settings): that takes Python, and the GPU computes meanwhile.
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx.attention.documents import Documents
+from longctx.attention.documents import Documents, Keys
 from longctx.constants import GIB
 from longctx.errors import print_rank0
 from longctx.kernels.launch import once_differentiable
@@ -82,6 +83,8 @@ class Call(NamedTuple):
     """No document is longer; those windows count that are shorter."""
     lengths: tuple[int, ...] | None
     """Those of the documents, where attention needs them on the host."""
+    keys: tuple[int, int] | None
+    """Where keys are copied, how many there is room for, and the places of one."""
     precision: tuple[Any, ...]
     """Torch's settings by which it chooses kernels."""
 
@@ -97,6 +100,7 @@ class Call(NamedTuple):
             needs_dx=x.requires_grad,
             longest=longest,
             lengths=None if runtime.attention.reads_bounds(longest) else documents.lengths,
+            keys=documents.keys and _room_for_keys(documents.keys),
             precision=(
                 torch.are_deterministic_algorithms_enabled(),
                 torch.get_float32_matmul_precision(),
@@ -203,6 +207,7 @@ class Graph:
         self.call, self.read = call, Read.of(base)
         self._x, self._rope = torch.empty_like(x), torch.empty_like(rope)
         self._bounds = documents.cu_seqlens.new_empty(_room(documents) + 1)
+        self._keys = documents.keys and self._empty_keys(documents.keys)
         self._dy = torch.empty_like(x, dtype=self._hidden_dtype(base, x))
         self._fill(x.detach(), rope, documents)
         tensors, self._facts = [*self.read.tensors()], self.read.facts()
@@ -213,7 +218,8 @@ class Graph:
         self._inputs = [self._x.requires_grad_(call.needs_dx), *self._aliases.values()]
 
         def forward() -> Tensor:
-            whole = Documents(lengths=call.lengths or (call.longest,), cu_seqlens=self._bounds)
+            lengths = call.lengths or (call.longest,)
+            whole = Documents(lengths=lengths, cu_seqlens=self._bounds, keys=self._keys)
             return self._layers(base, runtime, whole)
 
         def backward(hidden: Tensor) -> list[Tensor | None]:
@@ -223,6 +229,16 @@ class Graph:
 
         with torch.enable_grad():
             self._recorded = self.recording(forward, backward, pool)
+
+    def _empty_keys(self, keys: Keys) -> Keys:
+        """The places for those of a batch. Behind its copies are others, which nobody reads."""
+        assert self.call.keys is not None
+        return Keys(
+            keys.tokens.new_zeros(self.call.keys[0]),
+            torch.empty_like(self._bounds),
+            torch.empty_like(keys.places),
+            self.call.longest,
+        )
 
     def _hidden_dtype(self, base: Any, x: Tensor) -> torch.dtype:
         return final_norm_spec(base).dtype(x.dtype, base.norm.weight.dtype)
@@ -260,8 +276,13 @@ class Graph:
     def _fill(self, x: Tensor, rope: Tensor, documents: Documents) -> None:
         self._x.copy_(x)
         self._rope.copy_(rope)
-        self._bounds.fill_(len(x))
-        self._bounds[: len(documents.cu_seqlens)].copy_(documents.cu_seqlens)
+        _fill_bounds(self._bounds, documents.cu_seqlens, len(x))
+        if self._keys is not None:
+            assert documents.keys is not None
+            tokens, bounds, places, _ = documents.keys
+            self._keys.tokens[: len(tokens)].copy_(tokens)
+            _fill_bounds(self._keys.bounds, bounds, len(tokens))
+            self._keys.places.copy_(places)
 
     def output(self) -> Tensor:  # (T, D)
         return self._recorded.hidden.clone()
@@ -285,6 +306,20 @@ def _room(documents: Documents) -> int:
     """The documents for which a graph has room."""
     count = len(documents.lengths)
     return 1 if count == 1 else max(LEAST_DOCUMENTS, 1 << (count - 1).bit_length())
+
+
+def _room_for_keys(keys: Keys) -> tuple[int, int]:
+    """The copies for which a graph has room, so that batches of other prompts have the same, and
+    the places of a key."""
+    tokens, places = keys.places.shape
+    unit = max(1, tokens // 2)
+    return -(-len(keys.tokens) // unit) * unit, places
+
+
+def _fill_bounds(place: Tensor, bounds: Tensor, end: int) -> None:
+    """Behind a batch's documents there are empty ones."""
+    place.fill_(end)
+    place[: len(bounds)].copy_(bounds)
 
 
 class _Replayed(torch.autograd.Function):
@@ -450,7 +485,8 @@ def _is_asked(base: Any, runtime: Runtime, x: Tensor, documents: Documents) -> b
         and torch.is_grad_enabled()
         and can_record(x)
         and len(x) <= runtime.reserved_tokens
-        and not (documents.parents or documents.padding or documents.images)
+        and not (documents.padding or documents.images)
+        and (documents.keys is not None or not documents.parents)
         and not follows_positions(base)
         and not torch.is_anomaly_enabled()
         and not torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx.attention.backends import choose_attention
+from longctx.attention.copied import Copied, with_copies
 from longctx.attention.cross import cross_of
 from longctx.attention.documents import Documents
 from longctx.attention.images import BothWays, turned
@@ -382,7 +383,9 @@ def make_schedule(
     if runtime.shards is not None and any(run_again(runtime.store.ladder)):
         raise UserError("ranks that share rows must keep every layer's input: set --keep x")
     attention = runtime.attention
-    if documents.parents:
+    if documents.keys is not None:
+        attention = Copied(attention)
+    elif documents.parents:
         attention = Prefixed(attention, cross_of(attention))
     if documents.images:
         found = turned(documents.images, documents.cu_seqlens.device)
@@ -405,6 +408,20 @@ def make_schedule(
         tile_tokens=tile_tokens,
         head_groups=head_groups,
         dtype=runtime.dtype,
+    )
+
+
+def copied_keys(base: Any, runtime: Runtime, documents: Documents) -> Documents:
+    """Returns the documents with the places of their keys, if keys are to be copied."""
+    if runtime.shards is not None:
+        return documents
+    groups = runtime.pieces(documents.tokens, base.config)[1]
+    of_a_group = 2 * kv_heads(base.config) * head_dim(base.config) // groups
+    return with_copies(
+        documents,
+        runtime.attention,
+        windows=(traits.window for traits in model_traits(base)),
+        key_bytes=of_a_group * runtime.dtype.itemsize,
     )
 
 

@@ -8,7 +8,7 @@ all at once give. Of a tower that trains a group's activations are recomputed in
 checkpoint), and only one group has them at a time; one that is frozen keeps none. What is merged or
 projected after it, which trains beside a frozen tower, is no part of that. A call that has one
 group, or tensors that are not of images alone, runs as it is, and every call with the two products
-that Hugging Face's code leaves slow (patches.py).
+that Hugging Face's code leaves slow (pixels.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from longctx.model.patches import fast_patches
+from longctx.model.pixels import fast_tower
 from longctx.model.vision import joint_of, named
 
 PATCHES = 4096
@@ -61,7 +61,7 @@ def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run(tower: Any, **inputs: Any) -> Any:
-    with fast_patches(tower):
+    with fast_tower(tower):
         return type(tower).forward(tower, **inputs)
 
 

@@ -41,6 +41,7 @@ def _cases():
         log_softmax,
         nf4,
         norm,
+        places,
         rope,
         scale,
         spread,
@@ -149,6 +150,11 @@ def _cases():
         arguments = {"a_ptr": "*fp32", "a_out_ptr": p, "b_ptr": "*fp32", "b_out_ptr": p}
         arguments |= {"a_numel": 2**18, "b_numel": 2**18, "rank": 16, "BLOCK": 1024}
         yield "spread_factors", spread._factors_kernel, t, arguments, spread.FACTORS
+
+        pointers = {f"{n}_ptr": p for n in ("a", "b", "a_out", "b_out")}
+        arguments = {**pointers, "places_ptr": "*i32", "width": 1024, "PLACES": 3, "BLOCK": 1024}
+        arguments |= {"stride_a_out": 6144, "stride_b_out": 6144}
+        yield "places", places._places_kernel, t, arguments, Config(block=1024, num_warps=4)
 
         pointers = {f"{n}_ptr": "*fp32" for n in ("code", "code2", "scale2", "offset")}
         arguments = {"packed_ptr": "*i32", **pointers, "scale_ptr": "*u8", "out_ptr": p}
@@ -304,6 +310,7 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "nf4",
         "spread",
         "spread_factors",
+        "places",
         "adamw",
         "many_adamw",
         "square_sums",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_bounds import ByBounds
 from small_families import family_config
 from small_model import tiny_config
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import longctx
 from exactness import DEVICE
+from longctx.attention import copied
 from longctx.attention.backends import FlashOnCpu
 from longctx.attention.documents import Documents
 from longctx.cost.fitted import GRAPHED_TOKENS
@@ -52,23 +54,6 @@ class MadeAgain(graphs.Recording):
         for place, grad in zip(self.grads, self._functions[1](self._live), strict=True):
             if place is not None:
                 place.copy_(grad)
-
-
-class ByBounds(FlashOnCpu):
-    """Reads where documents begin when it runs, as kernels of a GPU do."""
-
-    def reads_bounds(self, longest: int) -> bool:
-        return True
-
-    def forward(self, qkv: Any, documents: Documents, *args: Any, **kw: Any) -> Any:
-        return super().forward(qkv, _found(documents), *args, **kw)
-
-    def backward(self, do: Any, qkv: Any, documents: Documents, *args: Any, **kw: Any) -> Any:
-        return super().backward(do, qkv, _found(documents), *args, **kw)
-
-
-def _found(documents: Documents) -> Documents:
-    return Documents.of(documents.cu_seqlens.diff().tolist())
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +185,49 @@ def test_more_documents_than_there_is_room_for() -> None:
     steps = [batch(i, documents=lengths) for i, lengths in enumerate(rows)]
     assert_same(trained(ours, steps), trained(eager, steps))
     assert count(ours) == 1
+
+
+PAIRS = ([7, 9, 12, 20], [11, 9, 9, 19], [3, 20, 5, 20], [20, 1, 12, 15])
+"""Tokens of a prompt, its two answers, and padding."""
+
+
+def pair(i: int) -> dict[str, Any]:
+    lengths = PAIRS[i % len(PAIRS)]
+    documents = Documents.of(lengths, [None, 0, 0, None], device=DEVICE)
+    given = batch(i, documents=[sum(lengths)])
+    begins = documents.cu_seqlens[:-1].long()
+    given["labels"] = given["labels"].index_fill(1, begins, -100)
+    return {**given, **documents.arguments()}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_documents_that_continue_others(lora: bool) -> None:
+    """Of another prompt and other answers each time, in one graph."""
+    ours, eager = make(lora=lora), make(lora=lora, cuda_graphs="off")
+    steps = [pair(i) for i in range(7)]
+    assert_same(trained(ours, steps), trained(eager, steps))
+    assert count(ours) == 1
+
+
+def test_prompts_of_another_size_have_other_graphs() -> None:
+    """Copies of a long prompt need more room. Three answers have one place more."""
+    ours, eager = make(), make(cuda_graphs="off")
+    of_three = Documents.of([12, 12, 12, 12], [None, 0, 0, 0], device=DEVICE)
+    steps = [pair(3), pair(3), pair(0), pair(0), batch(0), batch(0)]
+    steps += 2 * [{**batch(5, documents=[48]), **of_three.arguments(), "labels": None}]
+    found = [[ours(**x).logits.detach()] for x in steps]
+    assert_same(found, [[eager(**x).logits.detach()] for x in steps])
+    assert count(ours) == 4
+
+
+def test_prompts_whose_keys_are_not_copied_are_eager(monkeypatch: Any) -> None:
+    monkeypatch.setattr(copied, "MOST_BYTES", 0)
+    ours, eager = make(), make(cuda_graphs="off")
+    if not GPU:
+        for model in (ours, eager):
+            runtime_of(model).attention = FlashOnCpu()
+    assert_same(trained(ours, [pair(0)] * 3), trained(eager, [pair(0)] * 3))
+    assert count(ours) == 0
 
 
 def test_two_batches_before_a_backward() -> None:

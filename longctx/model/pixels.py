@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def fast_patches(tower: nn.Module) -> Iterator[None]:
+def fast_tower(tower: nn.Module) -> Iterator[None]:
     """Has a tower of Qwen's compute both so, within."""
     with ExitStack() as stack:
         if getattr(tower.config, "_attn_implementation", None) == "sdpa" and _has_bounds(tower):
@@ -105,19 +105,15 @@ def by_image(
     Returns:
         (1, T, H, d), and None for weights, which nobody computes.
     """
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if _takes(q) and not dropout:
+    if _takes(query) and not dropout:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        return aten._flash_attention_forward(q, k, v, *bounds, 0.0, False, False, scale=scaling)[0][
-            None
-        ], None
-    images = [slice(*ends) for ends in pairwise(cu_seq_lens_q.tolist())]
-    each = [
-        F.scaled_dot_product_attention(
-            *(x[:, :, image] for x in (query, key, value)), dropout_p=dropout, scale=scaling
-        )
-        for image in images
-    ]
+        o, *_ = aten._flash_attention_forward(q, k, v, *bounds, 0.0, False, False, scale=scaling)
+        return o[None], None
+    each = []
+    for image in (slice(*ends) for ends in pairwise(cu_seq_lens_q.tolist())):
+        q, k, v = (x[:, :, image] for x in (query, key, value))
+        each.append(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling))
     return torch.cat(each, dim=2).transpose(1, 2), None
 
 

@@ -1,0 +1,119 @@
+"""Attention of short documents that continue others: a prompt's keys are copied before each of its
+answers' own, and all documents run in one call.
+
+    tokens     [prompt | answer 1 | answer 2]
+    queries    [prompt | answer 1 | answer 2]                                     in their place
+    keys       [prompt | prompt, answer 1 | prompt, answer 2]                     copied
+
+Query i of an answer's n stands m - n + i tokens after the first of its m keys, as it does in a row
+of its own, and that is what causal means to flash-attention where there are more keys than queries.
+The FLOPs are those of prefixes.py, without its second call for each prompt and without a merge, and
+the GPU alone reads where documents begin, so that CUDA graphs can have it (model/graphs.py). In
+backward a key's gradients of all its places are added up in fp32, always in the same order
+(kernels/places.py).
+
+Copies cost memory, twice their own in backward: where they have more than MOST_BYTES, where a
+prompt has many answers, or where a window counts, prefixes.py computes the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longctx.attention.documents import Documents, Keys
+from longctx.attention.protocol import QKV, Attention
+from longctx.kernels.places import sum_places
+
+MOST_BYTES = 2**26
+"""Copies of keys and values at one time, those of a head group."""
+MOST_PLACES = 8
+"""Places of one key: its own, and one for each answer of its prompt."""
+
+
+def with_copies(
+    documents: Documents,
+    attention: Attention,
+    *,
+    windows: Iterable[int | None],
+    key_bytes: int,
+) -> Documents:
+    """Returns the documents of a batch with the places of their keys, if `Copied` is to compute
+    it. `key_bytes`: those of a token's keys and values."""
+    longest = documents.longest
+    if not documents.parents or documents.padding or not attention.reads_bounds(longest):
+        return documents
+    if any(window is not None and window < longest for window in windows):
+        return documents
+    copies = sum(documents.lengths) + sum(documents.before)
+    most = 1 + max(len(answers) for _, answers in documents.prompts)
+    if copies * key_bytes > MOST_BYTES or most > MOST_PLACES:
+        return documents
+    return replace(documents, keys=_keys(documents, most))
+
+
+def _keys(documents: Documents, most: int) -> Keys:
+    """Numbers the places: before each document's own tokens stand those that it continues."""
+    slices, device = [*documents.slices()], documents.cu_seqlens.device
+    places = np.full((documents.tokens, most), -1, np.int32)
+    used = np.zeros(documents.tokens, np.int64)
+    tokens: list[np.ndarray] = []
+    bounds, held = [0], 0
+    for own, parent in zip(slices, documents.parents, strict=True):
+        for part in (own,) if parent is None else (slices[parent], own):
+            numbers = np.arange(part.start, part.stop)
+            places[numbers, used[numbers]] = np.arange(held, held + len(numbers))
+            used[numbers] += 1
+            tokens.append(numbers)
+            held += len(numbers)
+        bounds.append(held)
+    found = np.concatenate(tokens), np.array(bounds, np.int32), places
+    moved = [torch.from_numpy(x).to(device, non_blocking=True) for x in found]
+    return Keys(moved[0], moved[1], moved[2], max(np.diff(bounds).tolist()))
+
+
+class Copied(Attention):
+    """Runs `attention`, which reads bounds, on queries in their place and copies of keys."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__(attention.softcap)
+        self.attention = attention
+
+    def forward(
+        self,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+    ) -> None:
+        self.attention.forward(_copied(qkv, documents), documents, scale, o, lse)
+
+    def backward(
+        self,
+        do: Tensor,
+        qkv: QKV,
+        documents: Documents,
+        scale: float,
+        o: Tensor,
+        lse: Tensor,
+        window: int | None = None,
+        out: QKV | None = None,
+    ) -> QKV:
+        given, whole = _copied(qkv, documents), out or QKV(*map(torch.empty_like, qkv))
+        copies = QKV(whole.q, *map(torch.empty_like, given[1:]))
+        self.attention.backward(do, given, documents, scale, o, lse, out=copies)
+        assert documents.keys is not None
+        sum_places(copies[1:], documents.keys.places, whole[1:])
+        return whole
+
+
+def _copied(qkv: QKV, documents: Documents) -> QKV:
+    assert documents.keys is not None
+    k, v = (x.index_select(0, documents.keys.tokens) for x in qkv[1:])
+    return QKV(qkv.q, k, v)
