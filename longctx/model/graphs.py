@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longctx.attention.copied import MOST_BYTES
 from longctx.attention.documents import Documents, Keys
 from longctx.constants import GIB
 from longctx.errors import print_rank0
@@ -69,6 +70,12 @@ LEAST_DOCUMENTS = 16
 TWICE = (
     "backward ran twice through longctx's layers: what they keep is overwritten as it is used "
     "(retain_graph is not supported)"
+)
+
+
+_APART = (
+    f"no CUDA graphs for batches in which copies of prompts' keys would have more than "
+    f"{MOST_BYTES >> 20} MiB, or a window counts"
 )
 
 
@@ -453,6 +460,8 @@ def graphed(
     graphs = graphs_of(runtime)
     if runtime.no_graphs and torch.is_grad_enabled():
         _say(runtime, f"no CUDA graphs: {runtime.no_graphs}")
+    if runtime.graphed and documents.parents and documents.keys is None:
+        _say(runtime, _APART)
     if graphs.given_up or not _is_asked(base, runtime, x, documents):
         graphs.make_room(x.device)
         return None

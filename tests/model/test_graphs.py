@@ -220,7 +220,7 @@ def test_prompts_of_another_size_have_other_graphs() -> None:
     assert count(ours) == 4
 
 
-def test_prompts_whose_keys_are_not_copied_are_eager(monkeypatch: Any) -> None:
+def test_prompts_whose_keys_are_not_copied_are_eager(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(copied, "MOST_BYTES", 0)
     ours, eager = make(), make(cuda_graphs="off")
     if not GPU:
@@ -228,6 +228,7 @@ def test_prompts_whose_keys_are_not_copied_are_eager(monkeypatch: Any) -> None:
             runtime_of(model).attention = FlashOnCpu()
     assert_same(trained(ours, [pair(0)] * 3), trained(eager, [pair(0)] * 3))
     assert count(ours) == 0
+    assert capsys.readouterr().out.count("no CUDA graphs for batches in which copies") == 1
 
 
 def test_two_batches_before_a_backward() -> None:
