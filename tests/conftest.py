@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what determinism asks of cuBLAS
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; a lookup would hang offline
+torch.backends.cudnn.allow_tf32 = False  # convolutions in fp32 would have 10 bits on a GPU
 if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with two threads each are slower than one
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

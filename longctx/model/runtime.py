@@ -413,8 +413,6 @@ def make_schedule(
 
 def copied_keys(base: Any, runtime: Runtime, documents: Documents) -> Documents:
     """Returns the documents with the places of their keys, if keys are to be copied."""
-    if runtime.shards is not None:
-        return documents
     groups = runtime.pieces(documents.tokens, base.config)[1]
     of_a_group = 2 * kv_heads(base.config) * head_dim(base.config) // groups
     return with_copies(

@@ -91,7 +91,7 @@ def test_on_a_gpu(name, trees) -> None:
     assert with_keys.keys is not None
     tensors = draw(documents, 8, 2, 128, torch.bfloat16)
     found = run(Copied(attention), tensors, with_keys, None)
-    naive = as_one_mask(tensors, documents, None)
+    naive = as_rows(tensors, documents, None, attention)
     truth = as_one_mask([x.double() for x in tensors], documents, None)
     for label, x, y, z in zip("o dq dk dv".split(), found, naive, truth, strict=True):
         assert_exact(label, x, y, z)
