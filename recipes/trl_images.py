@@ -4,27 +4,30 @@
     longctx recipes trl_images.py > trl_images.py
     python trl_images.py Qwen/Qwen3-VL-2B-Instruct pictures.jsonl runs/pictures
 
-A line of the JSONL file is a conversation as TRL takes it, with paths of pictures, which are
-looked for beside the file. TRL puts them before the first question:
+A line of the JSONL file is a conversation with pictures as TRL, LLaVA, LLaMA-Factory or OpenAI
+write it. Paths are looked for beside the file. Without a place in a turn, pictures stand before the
+first question:
 
     {"messages": [{"role": "user", "content": "What is this?"},
                   {"role": "assistant", "content": "A heron."}], "images": ["heron.jpg"]}
 
-What sees the pictures, and what projects their features, is frozen without --train_vision.
+Every picture is opened before anything is loaded; one that is none is named with its line. What
+sees the pictures, and what projects their features, is frozen without --train_vision.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
-from datasets import Image, List, load_dataset
+from datasets import Dataset, Image, List
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from trl import SFTConfig, SFTTrainer
 
 import longctx
+from longctx.data.pictures.rows import conversations
+from longctx.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,11 +38,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max_steps", type=int, default=-1, help="default: one epoch")
     parser.add_argument("--train_vision", action="store_true", help="train what sees, too")
     args = parser.parse_args(argv)
-
-    def beside(row: dict[str, Any]) -> dict[str, Any]:
-        return {"images": [str(args.data.parent / name) for name in row["images"]]}
-
-    rows = load_dataset("json", data_files=str(args.data), split="train").map(beside)
+    try:
+        rows = Dataset.from_list(conversations(args.data))
+    except UserError as error:
+        parser.exit(1, f"error: {error}\n")
     model = AutoModelForImageTextToText.from_pretrained(args.model, dtype=torch.float32)
     for name, part in model.model.named_children():
         part.requires_grad_(args.train_vision or name == "language_model")

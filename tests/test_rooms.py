@@ -60,7 +60,7 @@ def test_every_room_is_known(imports) -> None:
     assert sizes(imports).keys() == {*ALLOWED, *GROUND}
 
 
-DATA = ("reading", "chat", "pack", "text")
+DATA = ("reading", "pictures", "chat", "pack", "text")
 """The folders of longctx/data: each may import itself and those before it."""
 
 

@@ -74,6 +74,18 @@ def test_images(scheduled, capsys, tmp_path, flags) -> None:
     AutoProcessor.from_pretrained(out)
 
 
+def test_a_file_that_is_no_picture(capsys, tmp_path) -> None:
+    """It is named before a model is loaded."""
+    pictures_to_read.make(tmp_path, hidden=128, layers=2, side=28)
+    data = tmp_path / "pictures.jsonl"
+    first = json.loads(data.read_text().splitlines()[0])
+    (tmp_path / first["images"][0]).write_bytes(b"text")
+    with pytest.raises(SystemExit) as ended:
+        load_recipe("trl_images").main(["no/model", str(data), str(tmp_path / "out")])
+    assert ended.value.code == 1
+    assert f"error: {data}:1: picture 1 is no picture: PNG" in capsys.readouterr().err
+
+
 SHARED = "a prompt that documents of a batch share is computed once"
 
 

@@ -1,0 +1,192 @@
+"""One picture of a record, from whatever describes it to an RGB image, or one line why not.
+
+    "heron.jpg"                                    a file beside the data, or below its folder
+    "data:image/png;base64,iVBORw0..."             the file itself, as OpenAI's API takes it
+    {"bytes": b"...", "path": "heron.jpg"}         as datasets keeps a column of images
+    an Image of Pillow                             what datasets decodes
+
+Nothing is fetched, and no path leads out of the folder, by `..` or by a link. What Pillow would
+open and a model would misread is refused or made plain: animations and several pages are refused,
+transparent parts become white (as Qwen's own tools have them), 16 bits a channel become 8, and a
+picture stands as its camera was held. Sizes are read from the header, before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from longctx.data.reading.values import kind
+from longctx.errors import UserError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+MOST_BYTES = 2**28
+"""Of a file."""
+MOST_PIXELS = 2**26
+"""8192 x 8192. Decoded they are 192 MiB, which a file of some kilobytes can ask for."""
+MOST_TIMES_WIDER = 200
+"""Towers refuse narrower ones, as a file that holds one line of pixels."""
+_WIDE = ("I;16", "I;16B", "I;16L", "I;16N")
+_SIMPLE = ("RGB", "L")
+Source = Path | bytes | Image.Image
+
+
+def source_of(given: Any, folder: Path, at: str) -> Source:
+    """Returns the file, its bytes or the image that a record's value describes. Paths are below
+    `folder`. Raises UserError starting with `at` for anything else."""
+    if isinstance(given, (Image.Image, bytes)):
+        return given
+    if isinstance(given, Mapping):
+        return _of_mapping(given, folder, at)
+    if not isinstance(given, str) or not given:
+        raise UserError(f"{at} must be a path, found {kind(given)}")
+    if given.startswith("data:"):
+        return _decoded(given, at)
+    if "://" in given:
+        raise UserError(f"{at} is a URL, and nothing is fetched: download it and give its path")
+    return _inside(given, folder, at)
+
+
+def _of_mapping(given: Mapping[str, Any], folder: Path, at: str) -> Source:
+    for key in ("bytes", "image", "path", "url"):
+        if given.get(key) is not None:
+            return source_of(given[key], folder, at)
+    raise UserError(f"{at} has none of `bytes`, `path` and `url`")
+
+
+def _decoded(url: str, at: str) -> bytes:
+    head, comma, text = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise UserError(f"{at} is no data URL in base64: data:image/png;base64,... is expected")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise UserError(f"{at} is no base64 ({error})") from None
+
+
+def _inside(name: str, folder: Path, at: str) -> Path:
+    try:
+        path = (folder / name).resolve()
+        inside = path.is_relative_to(folder.resolve())
+        there = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
+        raise UserError(f"{at} is no path: {error}") from None
+    if not inside:
+        raise UserError(f"{at}, {name}, leads out of {folder}: put pictures below that folder")
+    if not there:
+        raise UserError(f"{at}, {name}, is no file in {folder}")
+    return path
+
+
+def size_of(source: Source, at: str) -> tuple[int, int]:
+    """Returns width and height in pixels, as `picture_of` gives them, from a file's header. Raises
+    UserError starting with `at` for what is no picture, or not one."""
+    with _opened(source, at) as image:
+        width, height = image.size
+        return (height, width) if _orientation(image) >= 5 else (width, height)
+
+
+def picture_of(source: Source, at: str) -> Image.Image:
+    """Returns the picture in RGB, 8 bits a channel. Raises UserError starting with `at`, also for a
+    file that ends too early."""
+    with _opened(source, at) as image, _decoding(at):
+        image.load()
+        upright = image if _orientation(image) == 1 else ImageOps.exif_transpose(image)
+        return upright if upright.mode == "RGB" and source is image else _rgb(upright, at)
+
+
+def is_plain(source: Source, at: str) -> bool:
+    """Whether any reader gives what `picture_of` does: nothing is turned or made opaque."""
+    with _opened(source, at) as image:
+        return image.mode in _SIMPLE and _orientation(image) == 1 and not _is_clear(image)
+
+
+def _orientation(image: Image.Image) -> int:
+    """How the camera was held, by EXIF: 1 upright, from 5 on sideways."""
+    try:
+        return int(image.getexif().get(0x0112, 1))
+    except Exception:  # what is not understood turns nothing
+        return 1
+
+
+def _is_clear(image: Image.Image) -> bool:
+    """Whether a picture may have transparent parts."""
+    return image.mode in ("RGBA", "LA", "La", "RGBa", "PA") or "transparency" in image.info
+
+
+@contextmanager
+def _decoding(at: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except UnidentifiedImageError:
+        raise UserError(f"{at} is no picture: {', '.join(FORMATS)} are read") from None
+    except Image.DecompressionBombError:
+        raise UserError(f"{at} has too many pixels: {_LIMIT}") from None
+    except Exception as error:  # decoders raise whatever a broken file leads them to
+        raise UserError(f"{at} is a broken picture: {_said(error)}") from None
+
+
+@contextmanager
+def _opened(source: Source, at: str) -> Iterator[Image.Image]:
+    if isinstance(source, Image.Image):
+        _check(source, at)
+        yield source
+        return
+    try:
+        nbytes = len(source) if isinstance(source, bytes) else source.stat().st_size
+        file = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+    except OSError as error:
+        raise UserError(f"{at} cannot be read: {_said(error)}") from None
+    with file:
+        if nbytes > MOST_BYTES:
+            raise UserError(f"{at} has {nbytes >> 20} MiB: at most {MOST_BYTES >> 20} are read")
+        with _decoding(at), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is refused below
+            image = Image.open(file, formats=FORMATS)
+        with image:
+            _check(image, at)
+            yield image
+
+
+_LIMIT = f"at most {MOST_PIXELS:,} are read, as of 8192 x 8192"
+
+
+def _check(image: Image.Image, at: str) -> None:
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise UserError(f"{at} has {width} x {height} pixels: {_LIMIT}")
+    if not width or not height or max(width, height) > MOST_TIMES_WIDER * min(width, height):
+        raise UserError(
+            f"{at} has {width} x {height} pixels: one side is more than {MOST_TIMES_WIDER} times "
+            "the other"
+        )
+    with _decoding(at):
+        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    if frames > 1:  # a phone's JPEG (MPO) has others behind the picture
+        raise UserError(f"{at} has {frames} frames or pages: give one picture")
+
+
+def _rgb(image: Image.Image, at: str) -> Image.Image:
+    if image.mode in _WIDE:
+        image = image.point(lambda x: x / 256).convert("L")
+    if image.mode in ("I", "F"):
+        raise UserError(f"{at} has numbers of 32 bits for pixels: write it with 8 bits a channel")
+    if _is_clear(image):
+        opaque = Image.new("RGBA", image.size, "white")
+        opaque.alpha_composite(image.convert("RGBA"))
+        image = opaque
+    return image.convert("RGB")
+
+
+def _said(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,164 @@
+"""Where the pictures of a conversation stand, in the ways that other tools write it.
+
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "heron.jpg"},
+                                               {"type": "text", "text": "What is this?"}]}, ...]}
+    ... {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}} ...       OpenAI
+    {"messages": [... {"type": "image"} ...], "images": ["heron.jpg"]}                     TRL
+    {"messages": [{"role": "user", "content": "What is this?"}, ...], "images": [...]}     TRL
+    {"conversations": [{"from": "human", "value": "<image>\\nWhat is this?"}, ...],
+     "image": "heron.jpg"}                                                 LLaVA, LLaMA-Factory
+
+All become messages whose contents are lists of parts, text and places, and one list of pictures in
+the order of the places. Without a place they stand before the first question, as TRL has them.
+Roles, names and what is trained are read as those of any conversation (reading/turns.py): a place
+goes through that as a mark in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.data.reading.turns import NAMES, check_some_trained, read_turns
+from longctx.errors import UserError
+
+MARK = "\x00image\x00"
+WRITTEN = "<image>"
+"""What stands for a picture in the text of a record that has a column of pictures."""
+COLUMNS = ("images", "image")
+_TYPES = ("image", "image_url", "input_image")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A record's messages, whose contents are lists of `{"type": "text", "text": ...}` and
+    `{"type": "image"}`, and what describes the picture of each place (picture.py)."""
+
+    messages: list[dict[str, Any]]
+    untrained: list[int]
+    """The numbers of the assistant turns that are not trained."""
+    pictures: list[Any]
+
+
+def has_pictures(record: Mapping[str, Any]) -> bool:
+    """Whether a record has a picture, in a column or in a turn."""
+    if any(record.get(name) for name in COLUMNS):
+        return True
+    lists = [record[name] for name in NAMES if isinstance(record.get(name), list)]
+    parts = (part for turns in lists for turn in turns for part in _contents(turn))
+    parts = (part for part in parts if isinstance(part, Mapping))
+    return any(part.get("type") in _TYPES for part in parts)
+
+
+def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
+    """Raises UserError starting with `where` for turns that are not understood, pictures without a
+    place, places without a picture, and parts that are neither text nor images."""
+    key = next((name for name in NAMES if record.get(name) is not None), None)
+    if key is None:
+        raise UserError(f"{where}: expected `messages` or `conversations` beside pictures")
+    column = _column(record, where)
+    marked, own = _marked(record[key], key, column is not None, where)
+    messages, untrained = read_turns(marked, key, where)
+    check_some_trained(messages, untrained, where)
+    places = sum(message["content"].count(MARK) for message in messages)
+    pictures = _of_places(places, own, column, where)
+    if len(pictures) > places:  # a column, and nobody says where
+        _before_first_question(messages, len(pictures), where)
+    parted = [message | {"content": _parts(message["content"])} for message in messages]
+    return Conversation(parted, untrained, pictures)
+
+
+def _contents(turn: Any) -> list[Any]:
+    found = (turn.get(name) for name in ("content", "value")) if isinstance(turn, Mapping) else ()
+    return next((content for content in found if isinstance(content, list)), [])
+
+
+def _column(record: Mapping[str, Any], where: str) -> list[Any] | None:
+    given = [name for name in COLUMNS if record.get(name) is not None]
+    if len(given) > 1:
+        raise UserError(f"{where} has `images` and `image`: leave one out")
+    for name in ("videos", "video", "audios", "audio"):
+        if record.get(name):
+            raise UserError(f"{where} has `{name}`: text and images are read")
+    if not given:
+        return None
+    found = record[given[0]]
+    return found if isinstance(found, list) else [found]
+
+
+def _marked(turns: Any, key: str, has_column: bool, where: str) -> tuple[Any, list[Any]]:
+    """Returns the turns with a mark for each picture, and the pictures that parts name."""
+    if not isinstance(turns, list):
+        return turns, []  # which read_turns refuses
+    own: list[Any] = []
+    marked = []
+    for number, turn in enumerate(turns):
+        at = f"{where}: turn {number + 1} of `{key}`"
+        if not isinstance(turn, Mapping):
+            marked.append(turn)
+            continue
+        turn = dict(turn)
+        for name in ("content", "value"):
+            if isinstance(turn.get(name), str):
+                turn[name] = _text(turn[name], has_column, at)
+            elif isinstance(turn.get(name), list):
+                turn[name] = [_part(part, own, has_column, at) for part in turn[name]]
+        marked.append(turn)
+    return marked, own
+
+
+def _text(text: str, has_column: bool, at: str) -> str:
+    if MARK in text:
+        raise UserError(f"{at} has {MARK!r} in its text, which stands for a picture here")
+    return text.replace(WRITTEN, MARK) if has_column else text
+
+
+def _part(part: Any, own: list[Any], has_column: bool, at: str) -> Any:
+    if isinstance(part, str):
+        return _text(part, has_column, at)
+    if not isinstance(part, Mapping):
+        return part
+    if part.get("type") in _TYPES:
+        named = (part.get(name) for name in ("image", "image_url", "path", "url", "base64"))
+        found = next((source for source in named if source is not None), None)
+        if found is not None:
+            own.append(_whole(found, part))
+        return MARK
+    if part.get("type") in ("video", "audio", "input_audio", "video_url"):
+        raise UserError(f"{at} has a part of type {part['type']}: text and images are read")
+    if isinstance(part.get("text"), str):
+        return {**part, "text": _text(part["text"], has_column, at)}
+    return part
+
+
+def _whole(found: Any, part: Mapping[str, Any]) -> Any:
+    return f"data:image;base64,{found}" if found is part.get("base64") else found
+
+
+def _of_places(places: int, own: list[Any], column: list[Any] | None, where: str) -> list[Any]:
+    """Returns the pictures in their order."""
+    if own and column:
+        raise UserError(f"{where} has pictures in turns and in a column: leave one out")
+    pictures = own or column or []
+    if len(pictures) != places and (places or not column):
+        written = "image parts" if own else f"image parts or {WRITTEN}"
+        raise UserError(f"{where} has {places} {written} and {len(pictures)} pictures")
+    return pictures
+
+
+def _before_first_question(messages: list[dict[str, Any]], count: int, where: str) -> None:
+    question = next((message for message in messages if message["role"] == "user"), None)
+    if question is None:
+        raise UserError(f"{where} has pictures and no turn of a user, before which they stand")
+    question["content"] = MARK * count + question["content"]
+
+
+def _parts(content: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(MARK)):
+        if number:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts or [{"type": "text", "text": ""}]
