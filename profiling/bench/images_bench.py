@@ -2,9 +2,12 @@
 
     python profiling/bench/images_bench.py --output profiling/results/h100_images.json
     python profiling/bench/images_bench.py --case side=liger,checkpointing=layers,frames=256
+    python profiling/bench/images_bench.py --cases hour --output profiling/results/h200_images.json
 
 The model has the sizes of Qwen3-VL-8B and random weights, adapters of rank 16 on all maps of its
-language model, and a tower that is frozen unless `tower=true`. A row has `frames` frames of
+language model, and a tower that is frozen unless `tower=true`. With `quantize=nf4` the layers of
+the language model are in 4 bits; `gpu_gib` is enforced in torch's allocator once the model is made.
+`hour` is an hour of video, a frame a second. A row has `frames` frames of
 `pixels` x `pixels`, two to a group of tokens, with 8 tokens of text before each group; text alone
 has labels. Sides:
 
@@ -16,7 +19,8 @@ Peers keep what `checkpointing` says of each layer (none, layers). All have torc
 loop that does nothing but train (step_clock.py). `step_s` is the median of `--repeats` steps after
 one more; `peak_gib` and `reserved_gib` are theirs, `tokens` the row's.
 
-Predicted, on an H200: 256 frames of 448 pixels, 27K tokens, 2.4 s; of 768 pixels, 75K tokens, 13 s.
+Predicted, on an H200: 256 frames of 448 pixels, 27K tokens, 2.4 s; of 768 pixels, 75K tokens, 13 s;
+the hour, 160K tokens, 48 s in 24 GiB.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from longctx.constants import GIB
 from profiling.bench import runner
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
 
@@ -73,6 +78,8 @@ DEFAULTS: Case = {
     "pixels": 448,
     "lora": 16,
     "tower": False,
+    "quantize": "none",
+    "gpu_gib": 0,
 }
 PEERS = [dict(side=side, checkpointing="layers") for side in ("liger", "vanilla")]
 PUBLISHED = [
@@ -80,6 +87,8 @@ PUBLISHED = [
     for frames, pixels in ((256, 448), (256, 768))
     for sides in (dict(side="custom"), *PEERS)
 ] + [{**sides, "frames": 64, "tower": True} for sides in (dict(side="custom"), PEERS[0])]
+
+HOUR = {"frames": 3600, "pixels": 288, "quantize": "nf4", "gpu_gib": 24}
 
 
 def batch(case: Case, video: int, device: str, dtype: Any) -> dict[str, Any]:
@@ -109,6 +118,7 @@ def made(case: Case, sizes: dict[str, Any], device: str, dtype: Any) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     import longctx
+    from longctx.lora.quantise import quantise_
     from longctx.model.families import base_of
     from longctx.model.vision import towers
     from profiling.bench.peers import keep
@@ -124,6 +134,8 @@ def made(case: Case, sizes: dict[str, Any], device: str, dtype: Any) -> Any:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3_vl
 
         apply_liger_kernel_to_qwen3_vl(model=model)
+    if case["quantize"] == "nf4":
+        quantise_(model, torch.device(device))
     maps = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
     model = peft.get_peft_model(model, peft.LoraConfig(r=case["lora"], target_modules=maps))
     inner = model.get_base_model()
@@ -151,17 +163,29 @@ def measured(case: Case, sizes: dict[str, Any], device: str, dtype: Any, repeats
     with until_out_of_memory() as outcome:
         given, clock = batch(case, sizes["video_token_id"], device, dtype), Clock(1, repeats)
         row["tokens"] = given["input_ids"].numel()
-        time_loop(made(case, sizes, device, dtype), [given], clock, autocast=False)
+        model = made(case, sizes, device, dtype)
+        limit(case["gpu_gib"])
+        time_loop(model, [given], clock, autocast=False)
         row |= clock.columns()
         row["tokens_per_s"] = row["tokens"] / row["step_s"]
     return rounded(row | outcome)
+
+
+def limit(gib: float) -> None:
+    """Enforces a budget, if there is one, from here on. It took more to make the weights."""
+    import torch
+
+    if gib:
+        torch.cuda.empty_cache()
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(gib * GIB / total_bytes)
 
 
 BENCH = runner.Benchmark(
     script=__file__,
     description=__doc__,
     defaults=DEFAULTS,
-    published={"published": PUBLISHED},
+    published={"published": PUBLISHED, "hour": [HOUR]},
     measure=run_case,
     settle=dict,
 )

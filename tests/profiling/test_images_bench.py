@@ -39,6 +39,14 @@ def test_a_row_of_frames(side, tower) -> None:
     assert row["step_s"] > 0 and row["tower"] is tower
 
 
+def test_in_4_bits() -> None:
+    """As the hour of video has them."""
+    pytest.importorskip("bitsandbytes")
+    case = images_bench.BENCH.case(images_bench.HOUR | dict(frames=4, pixels=64, gpu_gib=0))
+    row = images_bench.measured(case, small(), "cpu", torch.float32, 1)
+    assert row["status"] == "ok" and row["quantize"] == "nf4" and row["step_s"] > 0
+
+
 def test_published_cases_name_all_that_differs() -> None:
     cases = images_bench.BENCH.cases(None)
     assert len({tuple(case.items()) for case in cases}) == len(cases) == 8
