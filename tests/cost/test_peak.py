@@ -8,9 +8,9 @@ import peft
 import pytest
 import torch
 from cost_sizes import keep_of
+from small_cost import PeakTracker
 from small_model import tiny_config
 from small_states import HOST, everything_on_gpu, llama
-from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM
 
 from longctx.constants import GIB
@@ -74,12 +74,12 @@ def test_the_peak_of_a_step(keep, adapters, monkeypatch) -> None:
             parameter.grad = torch.zeros_like(parameter)
     ids = torch.randint(32, (1, T))
     batch = dict(input_ids=ids, labels=ids, position_ids=torch.arange(T)[None])
-    track = MemTracker._track_module_params_and_buffers
+    track = PeakTracker._track_module_params_and_buffers
     monkeypatch.setattr(  # its hooks want gradients everywhere
-        *(MemTracker, "_track_module_params_and_buffers"),
+        *(PeakTracker, "_track_module_params_and_buffers"),
         lambda self, module, install_grad_hooks=False: track(self, module, False),
     )
-    tracker = MemTracker()
+    tracker = PeakTracker()
     tracker.track_external(model)
     with tracker:
         model(**batch).loss.backward()

@@ -69,8 +69,9 @@ def test_bytes_in_another_dtype() -> None:
 def test_what_is_left_to_bitsandbytes(shape, how, monkeypatch) -> None:
     monkeypatch.setattr(nf4, "_dense_kernel", None)
     packed, state = quantised(*shape, dtype=torch.bfloat16, double=True, **how)
-    expected = bitsandbytes.functional.dequantize_4bit(packed, state)
-    assert torch.equal(dense_nf4(packed, state), expected)
+    with torch.compiler.set_stance("force_eager"):  # it would compile what an odd shape takes, 15 s
+        expected = bitsandbytes.functional.dequantize_4bit(packed, state)
+        assert torch.equal(dense_nf4(packed, state), expected)
 
 
 def test_a_place_that_does_not_fit_is_refused() -> None:

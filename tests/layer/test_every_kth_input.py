@@ -10,8 +10,8 @@ import pytest
 import torch
 from small_families import family_config
 from small_layer import (
-    PACKED,
     REPEATABLE,
+    SHORT,
     assert_running_out_of_memory_leaves_nothing,
     batch,
     cast,
@@ -62,7 +62,7 @@ def patched(model: Any, inputs: dict[str, Any] | None = None) -> Any:
     """Patches the model and runs a batch, so that the slab has room for all that layers may keep,
     whatever ladder a test sets afterwards."""
     found = longctx.patch(model, strict=True, **SETTINGS)
-    found(**(inputs or batch(PACKED)))
+    found(**(inputs or batch(SHORT)))
     return found
 
 
@@ -71,7 +71,7 @@ def found(model: Any, ladder: Ladder, inputs: Any = None) -> list[Tensor]:
     inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     inner.longctx.store.ladder = ladder
     torch.manual_seed(7)
-    loss, grads = gradients(model, inputs or batch(PACKED))
+    loss, grads = gradients(model, inputs or batch(SHORT))
     assert inner.longctx.store.tensors_on_gpu() == []
     return [loss.detach(), *(grad.clone() for grad in grads.values() if grad is not None)]
 
@@ -120,7 +120,7 @@ def test_frozen_layers_below_have_nothing_to_make() -> None:
 def test_other_forwards_come_in_between() -> None:
     """Evaluation, another batch whose backward comes first, and one that is dropped."""
     model = patched(made("llama", torch.float32))
-    inputs, other = batch(PACKED), batch([[60, 30]], seed=2)
+    inputs, other = batch(SHORT), batch([[60, 30]], seed=2)
 
     def both(ladder: Ladder, last_first: bool) -> list[Tensor]:
         model.longctx.store.ladder = ladder
@@ -158,7 +158,7 @@ def test_a_gradient_that_comes_from_between() -> None:
         model.longctx.store.ladder = ladder
         seen: list[Tensor] = []
         handle = model.model.layers[3].register_forward_hook(watching(seen))
-        loss = model(**batch(PACKED)).loss
+        loss = model(**batch(SHORT)).loss
         handle.remove()
         weight = model.model.layers[1].mlp.up_proj.weight
         grad = torch.autograd.grad(seen.pop().square().sum(), weight)[0]
@@ -236,7 +236,7 @@ def test_nothing_of_a_step_that_ran_out_of_memory_stays(part, calls, hosted) -> 
 def test_an_input_that_was_changed_is_an_error() -> None:
     model = patched(made("llama", torch.float32))
     model.longctx.store.ladder = every_kth(5, LAYERS, hosted=False)
-    inputs = batch(PACKED)
+    inputs = batch(SHORT)
     embeds = model.model.embed_tokens(inputs.pop("input_ids")).detach().requires_grad_()
     loss = model(inputs_embeds=embeds, **inputs).loss
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_weights_that_an_engine_gathers_for_a_call() -> None:
     model.longctx.store.ladder = LADDERS["pairs"]
     model.model.layers[2].register_forward_pre_hook(gathering())
     assert not model.longctx.can_run_again(model)  # so that the search does not choose it
-    loss = model(**batch(PACKED)).loss
+    loss = model(**batch(SHORT)).loss
     with pytest.raises(UserError, match="an engine gathers each layer's weights for a call"):
         loss.backward()
 
@@ -278,7 +278,7 @@ def test_weights_that_an_engine_gathers_for_a_call() -> None:
 def test_a_second_backward_is_an_error() -> None:
     model = patched(copy.deepcopy(made("llama", torch.float32)))
     model.longctx.store.ladder = LADDERS["all"]
-    loss = model(**batch(PACKED)).loss
+    loss = model(**batch(SHORT)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="runs once|ran twice"):
         loss.backward()

@@ -16,17 +16,20 @@ import torch
 from small_layer import (
     LADDER,
     PACKED,
+    SHORT,
     Autocast,
     any_keep,
     assert_no_bit_depends_on_the_ladder,
     assert_running_out_of_memory_leaves_nothing,
     assert_settings_train_exactly,
+    assert_settings_train_exactly_in_autocast,
     assert_trains_exactly,
     batch,
     batches,
     cast,
     gradients,
     in_turn,
+    packed,
     trio,
 )
 from torch import Tensor
@@ -62,7 +65,7 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 def test_gqa_and_head_dims(kv_heads, head_dim, dtype) -> None:
     """Every two meet: no code of ours asks for all three."""
     models = trio(dtype, num_key_value_heads=kv_heads, head_dim=head_dim)
-    assert_trains_exactly(models, *batches(PACKED))
+    assert_trains_exactly(models, *packed(dtype))
 
 
 CUTS = {
@@ -134,7 +137,7 @@ def test_frozen_parameters(frozen) -> None:
     for model in models:
         for parameter in FROZEN[frozen](model):
             parameter.requires_grad_(False)
-    assert_trains_exactly(models, *batches(PACKED))
+    assert_trains_exactly(models, *packed(torch.float32))
     assert all(p.grad is None for p in FROZEN[frozen](models[2]))
 
 
@@ -226,16 +229,15 @@ def test_head_groups_must_divide_the_kv_heads() -> None:
 @pytest.mark.parametrize("lengths", [PACKED, [[5, 43], [48]]], ids=["packed", "batched"])
 def test_autocast_over_fp32_weights(keep, lengths, capsys) -> None:
     settings = dict(keep=keep, offload_activations="all", tile_tokens=31, head_groups=2)
-    _, naive, ours = trio(torch.float32, settings, mlp_bias=True)
-    models = Autocast(naive, enabled=False), Autocast(naive), Autocast(ours)
-    assert_trains_exactly(models, *batches(lengths))
+    model, how = (trio, torch.float32), dict(settings=settings, mlp_bias=True)
+    ours = assert_settings_train_exactly_in_autocast(*model, lengths=lengths, **how)
     assert ours.longctx.dtype == torch.bfloat16 and "custom: " not in capsys.readouterr().out
     assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
 
 
 def test_no_bit_depends_on_what_is_kept_in_autocast() -> None:
     _, _, ours = trio(torch.float32, LADDER)
-    inputs, model = batch(PACKED), Autocast(ours)
+    inputs, model = batch(SHORT), Autocast(ours)
     model(**inputs)
     found = []
     for ladder in in_turn(1):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_cost import activity_peak
+from small_cost import PeakTracker, activity_peak
 from small_families import FIRST_OF_EACH, KINDS_OF_LAYERS, family_config
 from small_layer import (
     LADDER,
@@ -25,7 +25,7 @@ from small_layer import (
     run,
     truth_of,
 )
-from test_cost import CPU, MemTracker, activations, llamas_over_plan, make_step
+from test_cost import CPU, activations, llamas_over_plan, make_step
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
@@ -80,7 +80,7 @@ def trio(family: str, dtype: torch.dtype, config: Any = None, settings: Any = No
 def many(dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """In 16 bits twice as many as tests/layer/test_schedule.py takes: an adapter's gradient has few
     numbers, whose errors scatter more."""
-    return [batch(PACKED, seed) for seed in range(1, 3 if dtype == torch.float32 else 9)]
+    return [batch(PACKED, seed) for seed in range(1, 2 if dtype == torch.float32 else 9)]
 
 
 def assert_lora_trains_exactly(models: Any, dtype: torch.dtype, *given: Any) -> None:
@@ -146,7 +146,7 @@ def test_some_layers_ranks_and_scales() -> None:
 @pytest.mark.parametrize("lengths", [[[144]], [[5, 43], [48], [16, 16, 16]]])
 def test_one_document_and_batched_rows(lengths) -> None:
     models = trio("qwen2", torch.float32)
-    assert_lora_trains_exactly(models, torch.float32, *batches(lengths)[:2])
+    assert_lora_trains_exactly(models, torch.float32, batch(lengths))
 
 
 def test_trained_weights_beside_adapters() -> None:
@@ -242,7 +242,7 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
     monkeypatch.setattr(forwards, "scheduled_layer", watched)
     paths = FAMILY_OF[family].linears
     found: list[list[Any]] = [[], [], []]
-    for inputs in batches(PACKED, 2 if dtype == torch.float32 else 4):
+    for inputs in batches(PACKED, 1 if dtype == torch.float32 else 4):
         drawn.clear()
         found[0].append(run(ours, inputs))
         assert len({own.seed for loras in drawn for own in loras.values()}) == 3 * len(paths)
@@ -499,9 +499,9 @@ def test_every_product_is_computed_as_often_as_the_schedule_says(keep, tile_toke
 def test_nothing_is_allocated_for_frozen_weights(monkeypatch) -> None:
     """The peak of backward, over weights and their gradients: the MLP's, whose three weights have
     sums in fp32 only where they are trained."""
-    track = MemTracker._track_module_params_and_buffers
+    track = PeakTracker._track_module_params_and_buffers
     monkeypatch.setattr(  # its hooks want gradients everywhere
-        *(MemTracker, "_track_module_params_and_buffers"),
+        *(PeakTracker, "_track_module_params_and_buffers"),
         lambda self, module, install_grad_hooks=False: track(self, module, False),
     )
 
@@ -509,7 +509,7 @@ def test_nothing_is_allocated_for_frozen_weights(monkeypatch) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        tracker = MemTracker()
+        tracker = PeakTracker()
         tracker.track_external(model)
         with tracker:
             model(**batch([[144]])).loss.backward()
@@ -537,12 +537,12 @@ def test_the_peak_is_what_the_plan_leaves_room_for(settings, dropout, monkeypatc
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     llamas = llamas_over_plan(offload_activations="none", **settings)
-    track = MemTracker._track_module_params_and_buffers
+    track = PeakTracker._track_module_params_and_buffers
     monkeypatch.setattr(  # its hooks want gradients everywhere
-        *(MemTracker, "_track_module_params_and_buffers"),
+        *(PeakTracker, "_track_module_params_and_buffers"),
         lambda self, module, install_grad_hooks=False: track(self, module, False),
     )
-    tracker = MemTracker()
+    tracker = PeakTracker()
     tracker.track_external(model)
     with tracker:
         model(**step.batch).loss.backward()

@@ -14,7 +14,9 @@ import torch
 from small_families import KINDS_OF_LAYERS
 from small_layer import (
     PACKED,
+    SHORT,
     Autocast,
+    assert_settings_train_exactly_in_autocast,
     assert_trains_exactly,
     batch,
     batches,
@@ -50,12 +52,13 @@ def test_exactness_on_packed_rows(family, scheduled, capsys) -> None:
 @pytest.mark.parametrize("family", NORMED)
 def test_groups_and_tiles(family, keep) -> None:
     settings = dict(head_groups=2, tile_tokens=7, keep=keep, offload_activations="all")
-    assert_trains_exactly(wrapped(family, settings), *batches([[5, 43], [48]]))
+    lengths, model = [[5, 43], [48]], (trio, family, torch.float32)
+    assert_settings_train_exactly_in_autocast(*model, lengths=lengths, settings=settings)
 
 
 def test_no_bit_depends_on_what_is_kept() -> None:
     _, _, model = wrapped("qwen3", dict(offload_activations="all", keep="all", tile_tokens=31))
-    inputs, found = batch(PACKED), []
+    inputs, found = batch(SHORT), []
     gradients(model, inputs)
     for ladder in in_turn(0):
         model.model.longctx.store.ladder = ladder

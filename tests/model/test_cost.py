@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from cost_sizes import SETS
-from small_cost import activity_peak, tables_of
+from small_cost import PeakTracker, activity_peak, tables_of
 from small_families import FAMILIES
 from small_layer import every_kth
 from small_model import CPU
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -123,7 +122,8 @@ def test_the_table_has_every_product_of_a_family(kind, head_groups, keep) -> Non
     changes |= {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
     if kind == "gemma2":
         changes |= {"attn_logit_softcapping": None}  # attention with one is matmuls, counted here
-    step = make_step(kind, changes | {"head_dim": d}, keep=keep, head_groups=head_groups)
+    settings = dict(keep=keep, head_groups=head_groups, tile_tokens=T // 2)
+    step = make_step(kind, changes | {"head_dim": d}, **settings)
     tables = tables_of(step.model, T)
     with FlopCounterMode(display=False) as forward:
         loss = step.forward()
@@ -158,7 +158,7 @@ def test_a_layer_keeps_what_the_plan_counts(step: Step, kept_bytes: int) -> None
 
 def test_nothing_else_lives_between_forward_and_backward(step: Step) -> None:
     """The last layer's output (for the final norm) and the loss's gradients: two units."""
-    tracker = MemTracker()
+    tracker = PeakTracker()
     tracker.track_external(step.model)
     with tracker:
         loss = step.forward()
@@ -171,7 +171,7 @@ def test_nothing_else_lives_between_forward_and_backward(step: Step) -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_peak_is_what_the_plan_leaves_room_for(groups) -> None:
     step = make_step(head_groups=groups)
-    tracker = MemTracker()
+    tracker = PeakTracker()
     tracker.track_external(step.model)
     with tracker:
         step.forward().backward()
@@ -252,7 +252,7 @@ def test_a_shared_prompt_needs_a_copy_of_its_answers_o(lengths, groups) -> None:
         firsts = documents.cu_seqlens[:-1].long()
         labels = step.batch["labels"].index_fill(1, firsts, -100)
         step.batch |= documents.arguments() | dict(labels=labels)
-        tracker = MemTracker()
+        tracker = PeakTracker()
         tracker.track_external(step.model)
         with tracker:
             step.forward().backward()
@@ -293,7 +293,7 @@ def test_rows_with_one_prompt_cost_its_tokens_once() -> None:
             del held
             loss.backward()
         flops.append(counter.get_total_flops())
-        tracker = MemTracker()
+        tracker = PeakTracker()
         tracker.track_external(step.model)
         with tracker:
             step.forward().backward()
@@ -333,7 +333,7 @@ def llamas_over_plan(**settings: Any) -> int:
 
 
 def over_plan(step: Step) -> int:
-    tracker = MemTracker()
+    tracker = PeakTracker()
     tracker.track_external(step.model)
     with tracker:
         step.forward().backward()
