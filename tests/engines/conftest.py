@@ -36,7 +36,7 @@ def job(tmp_path_factory) -> list[str]:
         "true",
     ]
     flags += ["--seq_len", "128", "--learning_rate", "0.003", "--disable_tqdm", "true"]
-    flags += ["--attn_backend", "auto", "--eval_file", f"{folder}/text/29.txt"]
+    flags += ["--attn_backend", "auto", "--eval_file", f"{folder}/text/5.txt"]
     start = ["--preset", "tiny", "--class_type", "vanilla", "--max_steps", "1"]
     start += [
         "--learning_rate",

@@ -87,10 +87,20 @@ def run(job: dict[str, Any]) -> list[int]:
     return [statuses[pid] for pid in children]
 
 
+def remember_the_cpu() -> None:
+    """DeepSpeed's AdamW asks for it in each process: an interpreter, and a second of measuring."""
+    with suppress(ImportError):
+        import cpuinfo
+
+        known = cpuinfo.get_cpu_info()
+        cpuinfo.get_cpu_info = lambda: dict(known)
+
+
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # where libraries print
     import_late()
+    remember_the_cpu()
     torch.set_num_threads(1)
     logits.LIMIT_BYTES = 0  # no engine may read them in training or evaluation
     gc.freeze()  # or every child's first collection copies the memory of all that was imported
