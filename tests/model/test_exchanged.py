@@ -4,8 +4,8 @@ Hugging Face's layers run and say why, or the schedule's numbers are Hugging Fac
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -129,10 +129,18 @@ def result(model: Any) -> tuple[Tensor, dict[str, Tensor]] | type[BaseException]
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def exchange(model: Any, where: str, by: Callable[[nn.Module], Any]) -> None:
+@contextmanager
+def exchanged(model: Any, where: str, by: Callable[[nn.Module], Any]) -> Iterator[None]:
+    """A copy of the submodule is what changes: the model is whole again afterwards."""
     parent, _, name = where.rpartition(".")
     owner = model.get_submodule(parent)
-    owner._modules[name] = by(owner._modules[name])
+    kept = owner._modules[name]
+    owner._modules[name] = by(copy.deepcopy(kept))
+    model.zero_grad()
+    try:
+        yield
+    finally:
+        owner._modules[name] = kept
 
 
 ALL = ("llama", "qwen3", "phi3")
@@ -147,10 +155,8 @@ def test_every_submodule_exchanged(scheduled, capsys, kind: str, name: str) -> N
     whole = small(kind)
     inside = [path for path, _ in whole.model.layers[1].named_modules()]
     for path in ("norm", "rotary_emb", *(f"layers.1.{path}".rstrip(".") for path in inside)):
-        vanilla = copy.deepcopy(whole)
-        with suppress(Unchanged):
-            exchange(vanilla, f"model.{path}", EXCHANGES[name])
-            assert_like_hugging_faces(vanilla, scheduled, capsys, path)
+        with suppress(Unchanged), exchanged(whole, f"model.{path}", EXCHANGES[name]):
+            assert_like_hugging_faces(whole, scheduled, capsys, path)
 
 
 def assert_like_hugging_faces(vanilla: Any, scheduled: Any, capsys: Any, where: str) -> bool:
