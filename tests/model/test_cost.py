@@ -32,7 +32,7 @@ from longctx.run.loading import load_config
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 
-LAYERS, D, F, H, K, d, V, T = 3, 64, 96, 8, 4, 8, 32, 512
+LAYERS, D, F, H, K, d, V, T = 2, 64, 96, 8, 4, 8, 32, 512
 KINDS = dict.fromkeys(kind for kind, _ in FAMILIES.values())
 NO_WINDOWS = {"layer_types": LAYERS * ["full_attention"]}
 QKV, OUT, MLP = D * (H + 2 * K) * d, H * d * D, 3 * D * F  # weights of each product of a layer
