@@ -28,12 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+FIRST = "test_package.py"
+"""Takes 20 s: as one of the last files it would leave the other worker without work."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """xdist would begin with the files of many tests, and end with one worker in tests/engines."""
     config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != FIRST)
     if torch.cuda.is_available():
         return
     for item in items:
