@@ -136,8 +136,8 @@ def vanilla_runs(trio: Callable[..., Any], *model: Any, **changes: Any) -> tuple
 
 
 def packed(dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """It is bf16's errors that scatter from batch to batch: of others one will do."""
-    return batches(PACKED, 4 if dtype == torch.bfloat16 else 1)
+    """It is bf16's errors that scatter from batch to batch: of others two will do."""
+    return batches(PACKED, 4 if dtype == torch.bfloat16 else 2)
 
 
 def assert_settings_train_exactly(trio: Callable[..., Any], *model: Any, settings, **changes):

@@ -80,7 +80,7 @@ def trio(family: str, dtype: torch.dtype, config: Any = None, settings: Any = No
 def many(dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """In 16 bits twice as many as tests/layer/test_schedule.py takes: an adapter's gradient has few
     numbers, whose errors scatter more."""
-    return [batch(PACKED, seed) for seed in range(1, 2 if dtype == torch.float32 else 9)]
+    return [batch(PACKED, seed) for seed in range(1, 3 if dtype == torch.float32 else 9)]
 
 
 def assert_lora_trains_exactly(models: Any, dtype: torch.dtype, *given: Any) -> None:
@@ -146,7 +146,7 @@ def test_some_layers_ranks_and_scales() -> None:
 @pytest.mark.parametrize("lengths", [[[144]], [[5, 43], [48], [16, 16, 16]]])
 def test_one_document_and_batched_rows(lengths) -> None:
     models = trio("qwen2", torch.float32)
-    assert_lora_trains_exactly(models, torch.float32, batch(lengths))
+    assert_lora_trains_exactly(models, torch.float32, *batches(lengths)[:2])
 
 
 def test_trained_weights_beside_adapters() -> None:
@@ -242,7 +242,7 @@ def test_dropout_is_exact_against_an_explicit_mask(family, dtype, monkeypatch) -
     monkeypatch.setattr(forwards, "scheduled_layer", watched)
     paths = FAMILY_OF[family].linears
     found: list[list[Any]] = [[], [], []]
-    for inputs in batches(PACKED, 1 if dtype == torch.float32 else 4):
+    for inputs in batches(PACKED, 2 if dtype == torch.float32 else 4):
         drawn.clear()
         found[0].append(run(ours, inputs))
         assert len({own.seed for loras in drawn for own in loras.values()}) == 3 * len(paths)
