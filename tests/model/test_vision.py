@@ -154,6 +154,7 @@ def test_images_that_are_seen_both_ways_in_hugging_faces_layers(capsys) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generation_from_images_is_that_of_hugging_face(kind) -> None:
+    """The language model's has its bits. Qwen's patches are embedded by another kernel."""
     naive = vision_model(kind).eval()
     ours = longctx.patch(copy.deepcopy(naive))
     inputs = image_batch(kind)
@@ -161,7 +162,9 @@ def test_generation_from_images_is_that_of_hugging_face(kind) -> None:
     text = {"input_ids": inputs["input_ids"][:, :5]}
     with torch.no_grad():
         for given in (inputs, text):
-            assert torch.equal(naive(**given).logits, ours(**given).logits)
+            exact = given is text or kind not in QWENS
+            tolerance = dict(rtol=0, atol=0) if exact else dict(rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours(**given).logits, naive(**given).logits, **tolerance)
             longer = [m.generate(**given, max_new_tokens=4, do_sample=False) for m in (naive, ours)]
             assert torch.equal(*longer)
 
