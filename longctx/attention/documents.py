@@ -72,7 +72,8 @@ class Documents:
     images: tuple[slice, ...] = ()
     """The tokens of each image that is seen both ways (images.py)."""
     keys: Keys | None = None
-    """Where keys are copied, because documents continue others (copied.py)."""
+    """The keys of a batch in which a prompt's are copied before those of each answer (copied.py);
+    None where attention reads all keys in their place."""
 
     @classmethod
     def of_batch(
@@ -202,8 +203,9 @@ class Documents:
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """What a call takes that reads bounds: those of queries and of keys, (documents + 1,), and
-        the longest of both."""
+        """Where documents begin, for a call of attention that reads it on the GPU: the bounds of
+        queries and those of keys, (documents + 1,) each, then the most queries and the most keys
+        that a document has."""
         longest = max(self.lengths)
         if self.keys is None:
             return self.cu_seqlens, self.cu_seqlens, longest, longest

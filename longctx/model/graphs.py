@@ -91,7 +91,8 @@ class Call(NamedTuple):
     lengths: tuple[int, ...] | None
     """Those of the documents, where attention needs them on the host."""
     keys: tuple[int, int] | None
-    """Where keys are copied, how many there is room for, and the places of one."""
+    """The number of copied keys for which a graph has room, and the most places that one key has;
+    None where attention reads keys in their place."""
     precision: tuple[Any, ...]
     """Torch's settings by which it chooses kernels."""
 

@@ -27,9 +27,7 @@ def copies_of(documents: Documents, attention: object = None) -> Documents:
 @pytest.mark.parametrize("seed", range(25))
 def test_any_tree_in_fp64(seed) -> None:
     draws = random.Random(seed)
-    documents = documents_of(random_trees(draws))
-    if not documents.parents:
-        return
+    documents = documents_of([*random_trees(draws), (5, [3, 2])])
     H, K = draws.choice([(4, 4), (4, 2), (6, 1)])
     tensors = draw(documents, H, K, 8, torch.float64, seed)
     found = run(Copied(ByBounds()), tensors, copies_of(documents), None)
@@ -40,7 +38,7 @@ def test_any_tree_in_fp64(seed) -> None:
 
 @cpu
 def test_room_for_more_changes_nothing() -> None:
-    """As a graph has it: empty documents and copies of other tokens behind a batch's."""
+    """A graph's places hold empty documents and copies of other tokens behind those of a batch."""
     documents = copies_of(documents_of([(9, [4, 6]), (5, [3])]))
     tokens, bounds, places, longest = documents.keys
     roomy = Keys(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from longctx.data.pictures.places import MARK, has_pictures, read_conversation
+from longctx.data.pictures.places import MARK, read_conversation
 from longctx.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
@@ -64,7 +64,6 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_the_same_conversation(form) -> None:
-    assert has_pictures(FORMS[form])
     found = read_conversation(FORMS[form], "f:1")
     assert found.messages == [
         {"role": "user", "content": ASKED},
@@ -99,7 +98,6 @@ def test_openai_and_several_pictures_in_their_order() -> None:
 
 def test_text_alone_has_none() -> None:
     record = dict(messages=[{"role": "user", "content": "Write <image>."}, ANSWER])
-    assert not has_pictures(record) and not has_pictures(record | {"images": []})
     found = read_conversation(record, "f:1")
     assert found.messages[0]["content"] == [{"type": "text", "text": "Write <image>."}]
 
@@ -151,7 +149,6 @@ def test_what_is_refused(change, said) -> None:
 def test_each_format(kind, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(file_of(halves("P" if kind == "GIF" else "RGB", (64, 32)), kind))
     source = picture.source_of("a", tmp_path, "it")
-    assert picture.size_of(source, "it") == (64, 32)
     found = picture.picture_of(source, "it")
     assert found.mode == "RGB" and found.size == (64, 32)
     assert found.getpixel((5, 5))[0] < 40 and found.getpixel((60, 5))[1] > 200
@@ -195,7 +192,7 @@ def test_as_the_camera_was_held() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = file_of(halves("RGB", (64, 32)), "JPEG", exif=exif, quality=95)
-    assert picture.size_of(data, "it") == (32, 64) == picture.picture_of(data, "it").size
+    assert picture.picture_of(data, "it").size == (32, 64)
     assert picture.picture_of(data, "it").getpixel((5, 5))[0] < 40
     assert not picture.is_plain(data, "it")
 
@@ -310,6 +307,14 @@ def test_rows_as_datasets_keeps_them(tmp_path: Path) -> None:
     decoded = Dataset.from_list(found).cast_column("images", List(Column()))
     assert [image.getpixel((3, 3)) for image in decoded[0]["images"]] == [(20,) * 3, (255,) * 3]
     assert decoded[1]["images"] == [] and len(decoded[0]["messages"][0]["content"]) == 3
+
+
+def test_pictures_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    path = written(tmp_path, ask("a.png"))
+    (tmp_path / "lists").mkdir()
+    path = path.rename(tmp_path / "lists" / "pictures.jsonl")
+    found = rows.conversations(path, folder=tmp_path)
+    assert found[0]["images"] == [{"path": str(tmp_path / "a.png"), "bytes": None}]
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def pair(i: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_documents_that_continue_others(lora: bool) -> None:
-    """Of another prompt and other answers each time, in one graph."""
+    """One graph serves pairs whose prompts and answers have other lengths each time."""
     ours, eager = make(lora=lora), make(lora=lora, cuda_graphs="off")
     steps = [pair(i) for i in range(7)]
     assert_same(trained(ours, steps), trained(eager, steps))

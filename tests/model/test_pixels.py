@@ -98,7 +98,7 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """As Hugging Face's code does it."""
+    """Attention of each image in a call of its own, as Hugging Face's code has it."""
     parts = zip(*(x.split(torch.tensor(BOUNDS).diff().tolist(), 2) for x in (q, k, v)), strict=True)
     each = [nn.functional.scaled_dot_product_attention(*part, scale=0.2) for part in parts]
     return torch.cat(each, 2).transpose(1, 2)

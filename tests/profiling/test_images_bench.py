@@ -40,7 +40,7 @@ def test_a_row_of_frames(side, tower) -> None:
 
 
 def test_in_4_bits() -> None:
-    """As the hour of video has them."""
+    """The case of an hour of video has a language model whose layers are in 4 bits."""
     pytest.importorskip("bitsandbytes")
     case = images_bench.BENCH.case(images_bench.HOUR | dict(frames=4, pixels=64, gpu_gib=0))
     row = images_bench.measured(case, small(), "cpu", torch.float32, 1)

@@ -8,7 +8,8 @@
 Nothing is fetched, and no path leads out of the folder, by `..` or by a link. What Pillow would
 open and a model would misread is refused or made plain: animations and several pages are refused,
 transparent parts become white (as Qwen's own tools have them), 16 bits a channel become 8, and a
-picture stands as its camera was held. Sizes are read from the header, before anything is decoded.
+picture stands as its camera was held. Its number of pixels is read from the header, before it is
+decoded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from longctx.errors import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MOST_BYTES = 2**28
-"""Of a file."""
+"""The largest file that is opened as a picture, in bytes."""
 MOST_PIXELS = 2**26
 """8192 x 8192. Decoded they are 192 MiB, which a file of some kilobytes can ask for."""
 MOST_TIMES_WIDER = 200
@@ -84,14 +85,6 @@ def _inside(name: str, folder: Path, at: str) -> Path:
     if not there:
         raise UserError(f"{at}, {name}, is no file in {folder}")
     return path
-
-
-def size_of(source: Source, at: str) -> tuple[int, int]:
-    """Returns width and height in pixels, as `picture_of` gives them, from a file's header. Raises
-    UserError starting with `at` for what is no picture, or not one."""
-    with _opened(source, at) as image:
-        width, height = image.size
-        return (height, width) if _orientation(image) >= 5 else (width, height)
 
 
 def picture_of(source: Source, at: str) -> Image.Image:

@@ -1,4 +1,5 @@
-"""Where the pictures of a conversation stand, in the ways that other tools write it.
+"""Reads conversations with pictures, in the forms in which TRL, LLaVA, LLaMA-Factory and OpenAI
+write where a picture stands.
 
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "heron.jpg"},
                                                {"type": "text", "text": "What is this?"}]}, ...]}
@@ -25,7 +26,8 @@ from longctx.errors import UserError
 
 MARK = "\x00image\x00"
 WRITTEN = "<image>"
-"""What stands for a picture in the text of a record that has a column of pictures."""
+"""The text by which LLaVA and LLaMA-Factory mark where a picture stands. It is read so only in a
+record that has a column of pictures."""
 COLUMNS = ("images", "image")
 _TYPES = ("image", "image_url", "input_image")
 
@@ -39,16 +41,6 @@ class Conversation:
     untrained: list[int]
     """The numbers of the assistant turns that are not trained."""
     pictures: list[Any]
-
-
-def has_pictures(record: Mapping[str, Any]) -> bool:
-    """Whether a record has a picture, in a column or in a turn."""
-    if any(record.get(name) for name in COLUMNS):
-        return True
-    lists = [record[name] for name in NAMES if isinstance(record.get(name), list)]
-    parts = (part for turns in lists for turn in turns for part in _contents(turn))
-    parts = (part for part in parts if isinstance(part, Mapping))
-    return any(part.get("type") in _TYPES for part in parts)
 
 
 def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
@@ -67,11 +59,6 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
         _before_first_question(messages, len(pictures), where)
     parted = [message | {"content": _parts(message["content"])} for message in messages]
     return Conversation(parted, untrained, pictures)
-
-
-def _contents(turn: Any) -> list[Any]:
-    found = (turn.get(name) for name in ("content", "value")) if isinstance(turn, Mapping) else ()
-    return next((content for content in found if isinstance(content, list)), [])
 
 
 def _column(record: Mapping[str, Any], where: str) -> list[Any] | None:
