@@ -90,9 +90,8 @@ class Call(NamedTuple):
     """No document is longer; those windows count that are shorter."""
     lengths: tuple[int, ...] | None
     """Those of the documents, where attention needs them on the host."""
-    keys: tuple[int, int] | None
-    """The number of copied keys for which a graph has room, and the most places that one key has;
-    None where attention reads keys in their place."""
+    places: int
+    """The most places that a copied key has; none where attention reads keys in their place."""
     precision: tuple[Any, ...]
     """Torch's settings by which it chooses kernels."""
 
@@ -108,7 +107,7 @@ class Call(NamedTuple):
             needs_dx=x.requires_grad,
             longest=longest,
             lengths=None if runtime.attention.reads_bounds(longest) else documents.lengths,
-            keys=documents.keys and _room_for_keys(documents.keys),
+            places=0 if documents.keys is None else documents.keys.places.shape[1],
             precision=(
                 torch.are_deterministic_algorithms_enabled(),
                 torch.get_float32_matmul_precision(),
@@ -240,9 +239,8 @@ class Graph:
 
     def _empty_keys(self, keys: Keys) -> Keys:
         """The places for those of a batch. Behind its copies are others, which nobody reads."""
-        assert self.call.keys is not None
         return Keys(
-            keys.tokens.new_zeros(self.call.keys[0]),
+            keys.tokens.new_zeros(_room_for_keys(keys)),
             torch.empty_like(self._bounds),
             torch.empty_like(keys.places),
             self.call.longest,
@@ -269,8 +267,12 @@ class Graph:
         return (
             call == self.call
             and len(documents.lengths) < len(self._bounds)
+            and (documents.keys is None or self._has_room(documents.keys))
             and all(x.data_ptr() == pointer for x, pointer in self._pointers)
         )
+
+    def _has_room(self, keys: Keys) -> bool:
+        return self._keys is not None and len(keys.tokens) <= len(self._keys.tokens)
 
     def still_holds(self, read: Read) -> bool:
         """Whether the model computes with what it did when the graph was recorded."""
@@ -316,12 +318,10 @@ def _room(documents: Documents) -> int:
     return 1 if count == 1 else max(LEAST_DOCUMENTS, 1 << (count - 1).bit_length())
 
 
-def _room_for_keys(keys: Keys) -> tuple[int, int]:
-    """The copies for which a graph has room, so that batches of other prompts have the same, and
-    the places of a key."""
-    tokens, places = keys.places.shape
-    unit = max(1, tokens // 2)
-    return -(-len(keys.tokens) // unit) * unit, places
+def _room_for_keys(keys: Keys) -> int:
+    """The copies for which a graph has room, so that it serves batches of other prompts."""
+    unit = max(1, len(keys.places) // 2)
+    return -(-len(keys.tokens) // unit) * unit
 
 
 def _fill_bounds(place: Tensor, bounds: Tensor, end: int) -> None:
