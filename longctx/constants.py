@@ -13,3 +13,5 @@ VOCAB_SIZE = 8192
 PAD_TOKEN_ID = 0
 """Fills up rows where a batch is made. Padding is trained nowhere and nothing attends to it, so any
 id will do that every model knows."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""A vision-language model's arguments that are 0 where a token is of text."""

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +53,8 @@ from longctx.data.pack.packing_groups import (
     pack_groups,
 )
 from longctx.data.reading.groups import READERS, Rows
-from longctx.data.reading.records import FORMATS, Document
+from longctx.data.reading.picture_sources import DATA_URL, Source, source_named, undecoded
+from longctx.data.reading.records import FORMATS, WITH_PICTURES, Document
 from longctx.data.reading.sources import (
     check_dataset_name,
     find_files,
@@ -63,10 +64,29 @@ from longctx.data.reading.sources import (
 )
 from longctx.data.stream import stream_rows
 from longctx.data.text.encoding import check_vocabulary, pad_token_id
-from longctx.data.text.tokens import DOCUMENT_FEATURES, groups_of, kinds_of, pieces_of, tokens_of
+from longctx.data.text.tokens import (
+    DOCUMENT_FEATURES,
+    Reader,
+    groups_of,
+    kinds_of,
+    pieces_of,
+    tokens_of,
+)
 from longctx.errors import UserError, print_rank0, shortened
 from longctx.options.config import DataArguments
 from longctx.safety.system import expanded
+
+if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
+    from longctx.data.pictures.processor import Pictures
+
+
+class Sight(NamedTuple):
+    """What a model sees with, for rows of `build_dataset`."""
+
+    read: Callable[[], Pictures]
+    """Reads the processor. It is called if there are pictures alone."""
+    one_document: bool
+    """Whether rows with pictures are not packed: where positions do not keep them apart."""
 
 
 def build_dataset(
@@ -81,6 +101,7 @@ def build_dataset(
     mismatched: bool = False,
     one_document: bool = False,
     held_out: bool = False,
+    sight: Sight | None = None,
 ) -> Dataset | IterableDataset:
     """Packed rows from `files`, else from --dataset_name, else from the standard library. With
     --eval_share they are those of the share that is `held_out`, or of the other documents.
@@ -89,8 +110,9 @@ def build_dataset(
     number a document (`document_names` turns them into names). Rows of "pairs" and "rated" hold
     prompts with their answers and say which is which (packing_groups.py); `mismatched` gives each
     answer another prompt's beside it. With `one_document` rows of text are not packed: each holds
-    one document and has its length, a stream's `seq_len`. The same arguments give the same rows in
-    the same order.
+    one document and has its length, a stream's `seq_len`. With `sight` records may name pictures,
+    whose tokens are in the rows; `pictures_of` finds them again. The same arguments give the same
+    rows in the same order.
     Prints one summary line. Raises UserError for bad sources, a record that cannot be trained on,
     and a token id of `vocab_size` or more.
     """
@@ -115,8 +137,18 @@ def build_dataset(
             records = loaded.select(range(min(args.max_samples, len(loaded))))
     else:
         paths = stdlib_files() if files is None else find_files(files)
-        identity = _identity(args, paths, rows)
+        identity = _identity(args, paths, rows, sees=sight is not None)
 
+    dataset_name = None if paths else args.dataset_name
+    pictures: Pictures | None = None
+    if sight is not None:
+        if records is None:
+            records = _documents(args, paths, rows=rows, sees=True)
+        records = undecoded(records)
+        if WITH_PICTURES in kinds_of(records, rows):
+            pictures = sight.read()
+            identity += [pictures.identity(), *_picture_files(records, dataset_name)]
+            one_document = one_document or sight.one_document
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     name = f"held out of {name}" if held_out else name
     cache_dir = expanded(args.cache_dir)
@@ -136,12 +168,9 @@ def build_dataset(
     if report is None or packed is None:
         if records is None:
             records = _documents(args, paths, rows=rows)
-            replaced = _replaced_bytes(records)
-        else:
-            replaced = {}
+        replaced = _replaced_bytes(records) if paths else {}
         if not len(records):
             check_trainable(PackingStats(), name)
-        dataset_name = None if paths else args.dataset_name
         tokens = tokens_of(
             cache_path(cache_dir, "tokens", tokens_key),
             records,
@@ -149,6 +178,7 @@ def build_dataset(
             tokenizer,
             vocab_size,
             rows,
+            pictures,
         )
         order = np.random.default_rng(seed).permutation(len(tokens))
         if args.eval_share:
@@ -163,6 +193,7 @@ def build_dataset(
                 pad_token_id=padding,
                 stats=stats,
                 own_lengths=one_document,
+                where=_namer(records, dataset_name),
             )
             packed = write_arrow(rows_path, ROW_FEATURES, packing)
         else:
@@ -259,24 +290,62 @@ def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
     return content_of(rows)
 
 
+def pictures_of(
+    args: DataArguments, files: list[str] | None
+) -> Callable[[Iterable[int]], list[Source]]:
+    """Finds the pictures of a row's documents, in their order, given its `documents`.
+
+    `args` and `files` are those of a `build_dataset` with `sight`.
+    """
+    if files is None and args.dataset_name:
+        loaded = load_records(args)
+        assert isinstance(loaded, Dataset)
+        records, name = undecoded(loaded), args.dataset_name
+    else:
+        paths = stdlib_files() if files is None else find_files(files)
+        records, name = _documents(args, paths, sees=True), None
+    document = Reader(records.features, name, "text", sees=True)
+
+    def found(numbers: Iterable[int]) -> list[Source]:
+        sources: list[Source] = []
+        for number in numbers:
+            read = document(records[int(number)], int(number)) if number >= 0 else None
+            if read is not None and read.kind == WITH_PICTURES:
+                for count, named in enumerate(read.content["pictures"], 1):
+                    sources.append(source_named(named, f"{read.where}: picture {count}"))
+        return sources
+
+    return found
+
+
+def _picture_files(records: Dataset, name: str | None) -> Iterable[Any]:
+    """Differs where a file of a picture does, of which rows hold the number of tokens."""
+    if name is not None:
+        return
+    for content in records.filter(lambda kind: kind == WITH_PICTURES, ["kind"])["content"]:
+        for named in json.loads(content)["pictures"]:
+            if not named.startswith(DATA_URL):
+                yield file_identity(Path(named))
+
+
 def document_names(
-    args: DataArguments, files: list[str] | None, rows: Rows = "text"
+    args: DataArguments, files: list[str] | None, rows: Rows = "text", *, sees: bool = False
 ) -> Callable[[Iterable[int]], list[str]]:
     """Says where the records of a row came from (`file`, `file:line`), given its `documents`.
 
-    `args`, `files` and `rows` are those of `build_dataset`; files that change afterwards change no
-    name.
+    `args`, `files` and `rows` are those of `build_dataset`, and `sees` whether it had a `sight`;
+    files that change afterwards change no name.
     """
     if files is None and args.dataset_name:
         kind = "record of the shuffled stream" if args.streaming else "row"
         return lambda numbers: [f"{args.dataset_name} {kind} {n}" for n in numbers if n >= 0]
     paths = stdlib_files() if files is None else find_files(files)
-    path = _documents_path(args, paths, rows)
+    path = _documents_path(args, paths, rows, sees=sees)
 
     def names(numbers: Iterable[int]) -> list[str]:
-        if not path.exists() and _documents_path(args, paths, rows) != path:
+        if not path.exists() and _documents_path(args, paths, rows, sees=sees) != path:
             raise UserError("the data has changed since it was read")
-        documents = _documents(args, paths, path, rows)
+        documents = _documents(args, paths, path, rows, sees=sees)
         return [documents[number]["where"] for number in numbers if number >= 0]
 
     return names
@@ -308,10 +377,10 @@ def counts(rows: Dataset | IterableDataset) -> dict[str, int]:
     return {}
 
 
-def _identity(args: DataArguments, files: list[Path], rows: Rows) -> list[Any]:
+def _identity(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> list[Any]:
     """All that decides what is read from files."""
-    undecodable = ["undecodable"] * args.allow_undecodable
-    return [*map(file_identity, files), *undecodable, *_limit(args), *_beside_text(rows)]
+    more = ["undecodable"] * args.allow_undecodable + ["pictures"] * sees
+    return [*map(file_identity, files), *more, *_limit(args), *_beside_text(rows)]
 
 
 def _limit(args: DataArguments) -> list[str]:
@@ -324,16 +393,22 @@ def _beside_text(rows: Rows) -> list[Rows]:
     return [] if rows == "text" else [rows]
 
 
-def _documents_path(args: DataArguments, files: list[Path], rows: Rows) -> Path:
-    return cache_path(expanded(args.cache_dir), "documents", digest(_identity(args, files, rows)))
+def _documents_path(args: DataArguments, files: list[Path], rows: Rows, *, sees: bool) -> Path:
+    key = digest(_identity(args, files, rows, sees=sees))
+    return cache_path(expanded(args.cache_dir), "documents", key)
 
 
 def _documents(
-    args: DataArguments, files: list[Path], path: Path | None = None, rows: Rows = "text"
+    args: DataArguments,
+    files: list[Path],
+    path: Path | None = None,
+    rows: Rows = "text",
+    *,
+    sees: bool = False,
 ) -> Dataset:
     """The documents of files, as columns; read once and kept (at `path`), so that they need not fit
-    in RAM."""
-    path = path or _documents_path(args, files, rows)
+    in RAM. Where the model `sees`, they may name pictures."""
+    path = path or _documents_path(args, files, rows, sees=sees)
 
     def columns(document: Document) -> dict[str, Any]:
         content = json.dumps(document.content, ensure_ascii=False)
@@ -348,6 +423,7 @@ def _documents(
             allow_undecodable=args.allow_undecodable,
             rows=rows,
             max_samples=args.max_samples,
+            sees=sees,
         ),
         desc="Reading",
         unit=" documents",

@@ -6,7 +6,7 @@ The steps are those of rows.py, but records are shuffled through a buffer instea
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,14 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat.rendering import lines_of
-from longctx.data.pack.packing import ROW_FEATURES, PackingStats, Piece, check_trainable, pack
+from longctx.data.pack.packing import (
+    ROW_FEATURES,
+    LongDocuments,
+    PackingStats,
+    Piece,
+    check_trainable,
+    pack,
+)
 from longctx.data.reading.records import as_document
 from longctx.data.reading.values import read_row
 from longctx.data.text.encoding import encode, pad_token_id
@@ -48,21 +55,38 @@ def stream_rows(
     for line in lines_of({document.kind} if document else set(), tokenizer):
         print_rank0(line)
 
-    def rows() -> Iterator[dict[str, list[int]]]:
-        stats = PackingStats(one_document=one_document)
-        shuffled = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
+    shuffled = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_DOCUMENTS)
+    rows = _Stream(
+        *(shuffled, name, tokenizer, vocab_size, seq_len, args.long_documents, one_document)
+    )
+    return IterableDataset.from_generator(rows, features=ROW_FEATURES)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Yields rows when called. An object, since datasets pickles functions with all that they call,
+    as deep as that goes."""
+
+    records: IterableDataset
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int | None
+    seq_len: int
+    long_documents: LongDocuments
+    one_document: bool
+
+    def __call__(self) -> Iterator[dict[str, list[int]]]:
+        stats = PackingStats(one_document=self.one_document)
         for row in pack(
-            _pieces(shuffled, name, tokenizer, vocab_size),
-            seq_len,
-            long_documents=args.long_documents,
-            pad_token_id=pad_token_id(tokenizer, vocab_size),
+            _pieces(self.records, self.name, self.tokenizer, self.vocab_size),
+            self.seq_len,
+            long_documents=self.long_documents,
+            pad_token_id=pad_token_id(self.tokenizer, self.vocab_size),
             stats=stats,
         ):
             yield {key: values.tolist() for key, values in row.items()}
-        check_trainable(stats, name)
-        print_rank0(f"{shortened(name, 80)}: {stats.summary(seq_len)}")
-
-    return IterableDataset.from_generator(rows, features=ROW_FEATURES)
+        check_trainable(stats, self.name)
+        print_rank0(f"{shortened(self.name, 80)}: {stats.summary(self.seq_len)}")
 
 
 def _pieces(

@@ -34,7 +34,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 from longctx.attention.documents import Documents, Parents
 from longctx.attention.images import with_images
 from longctx.attention.padding import sorted_rows
-from longctx.constants import IGNORE_INDEX
+from longctx.constants import IGNORE_INDEX, TOKEN_TYPES
 from longctx.errors import UserError, print_rank0
 from longctx.head.logits import lazy_logits
 from longctx.head.loss import RowCount, linear_cross_entropy
@@ -97,7 +97,6 @@ from longctx.model.strangers import (
 )
 from longctx.model.tower import tower_forward, tower_of
 from longctx.model.vision import (
-    TOKEN_TYPES,
     NotScheduled,
     SeenBothWays,
     TextOutput,

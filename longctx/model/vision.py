@@ -29,6 +29,8 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import cached_file
 
+from longctx.constants import TOKEN_TYPES
+
 PREFIXES = {
     "gemma3": "Gemma3",
     "llava": "Llava",
@@ -99,8 +101,6 @@ class NotScheduled(Exception):
     Face's layers need masks."""
 
 
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""The arguments that are 0 where a token is of text."""
 _NAMES_OF_IMAGES = ("pixel_", "image_", "video_", "second_per_grid", "mm_encoder_outputs")
 
 

@@ -188,7 +188,7 @@ def test_several_processes_give_the_same_rows(build, tmp_path, monkeypatch):
     rows = content_of(build([file]))
     for path in (tmp_path / "cache").iterdir():
         path.unlink()
-    monkeypatch.setattr(tokenising, "_processes", lambda *args: 2)
+    monkeypatch.setattr(tokenising, "_processes", lambda *args, **options: 2)
     environ = os.environ
     assert content_of(build([file])) == rows
     assert os.environ is environ  # of which datasets makes a copy

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from longctx.data.pictures.places import MARK, read_conversation
+from longctx.data.reading.picture_sources import source_of
+from longctx.data.reading.places import MARK, in_parts, read_conversation
 from longctx.errors import UserError
 
 Image = pytest.importorskip("PIL.Image")
@@ -65,7 +66,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_the_same_conversation(form) -> None:
     found = read_conversation(FORMS[form], "f:1")
-    assert found.messages == [
+    assert [*map(in_parts, found.messages)] == [
         {"role": "user", "content": ASKED},
         {"role": "assistant", "content": [{"type": "text", "text": "A heron."}]},
     ]
@@ -90,16 +91,16 @@ def test_openai_and_several_pictures_in_their_order() -> None:
     ]
     found = read_conversation({"messages": turns}, "f:1")
     assert found.pictures == [url["image_url"], "data:image;base64,BB==", "c", "d"]
-    assert [part["type"] for part in found.messages[1]["content"]] == [
+    assert [part["type"] for part in in_parts(found.messages[1])["content"]] == [
         *("text", "image", "image", "text", "image")
     ]
-    assert found.messages[3]["content"] == [PLACE] and found.untrained == [2]
+    assert in_parts(found.messages[3])["content"] == [PLACE] and found.untrained == [2]
 
 
 def test_text_alone_has_none() -> None:
     record = dict(messages=[{"role": "user", "content": "Write <image>."}, ANSWER])
     found = read_conversation(record, "f:1")
-    assert found.messages[0]["content"] == [{"type": "text", "text": "Write <image>."}]
+    assert found.messages[0]["content"] == "Write <image>."
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,11 @@ def test_text_alone_has_none() -> None:
         (dict(messages=[{"role": "user", "content": ASKED}]), "no assistant turn"),
         (dict(messages="x"), "`messages` must be a list of turns"),
         (dict(messages=None), "expected `messages` or `conversations` beside pictures"),
+        (
+            dict(messages=[{"role": "user", "content": "?"}, {**ANSWER, "content": ASKED}])
+            | dict(images=["a"]),
+            "f:1: turn 2 of `messages` is an answer with a picture",
+        ),
     ],
 )
 def test_what_is_refused(change, said) -> None:
@@ -148,7 +154,7 @@ def test_what_is_refused(change, said) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
 def test_each_format(kind, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(file_of(halves("P" if kind == "GIF" else "RGB", (64, 32)), kind))
-    source = picture.source_of("a", tmp_path, "it")
+    source = source_of("a", tmp_path, "it")
     found = picture.picture_of(source, "it")
     assert found.mode == "RGB" and found.size == (64, 32)
     assert found.getpixel((5, 5))[0] < 40 and found.getpixel((60, 5))[1] > 200
@@ -159,7 +165,7 @@ def test_bytes_urls_of_data_and_images_of_pillow() -> None:
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     image = halves()
     for given in (data, url, {"url": url}, {"bytes": data, "path": "x.png"}, image):
-        source = picture.source_of(given, Path("nowhere"), "it")
+        source = source_of(given, Path("nowhere"), "it")
         assert picture.picture_of(source, "it").getpixel((7, 0)) == (220, 220, 220)
     assert picture.picture_of(image, "it") is image
 
@@ -204,7 +210,7 @@ def test_a_phones_second_picture_is_left_out() -> None:
 
 def refused(given: Any, folder: Path = Path("nowhere")) -> str:
     with pytest.raises(UserError) as error:
-        picture.picture_of(picture.source_of(given, folder, "it"), "it")
+        picture.picture_of(source_of(given, folder, "it"), "it")
     assert "\n" not in str(error.value) and str(error.value).startswith("it")
     return str(error.value)
 
@@ -244,11 +250,11 @@ def test_paths(tmp_path: Path) -> None:
     for path in (tmp_path / "out.png", folder / "a.png", folder / "in/b.png"):
         path.write_bytes(file_of(halves()))
     for name in ("a.png", "in/b.png", "in/../a.png", str(folder / "a.png")):
-        assert picture.source_of(name, folder, "it").is_file()
+        assert source_of(name, folder, "it").is_file()
     (folder / "link.png").symlink_to("../out.png")
     (folder / "loop").symlink_to("loop")
     (folder / "near.png").symlink_to("a.png")
-    assert picture.source_of("near.png", folder, "it").is_file()
+    assert source_of("near.png", folder, "it").is_file()
     for name in ("../out.png", "link.png", str(tmp_path / "out.png"), "/etc/hostname"):
         assert f"it, {name}, leads out of {folder}" in refused(name, folder)
     for name in ("no.png", "in", "."):

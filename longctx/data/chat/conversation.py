@@ -10,6 +10,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longctx.data.chat.ends import EndTokens, Rendered
+from longctx.data.reading.places import in_parts
 from longctx.errors import UserError
 
 # Real templates add at most a few kB of instructions to what they are given.
@@ -45,6 +46,8 @@ class Asked:
     training: Training | None = None
     special_tokens: dict[str, Any] = field(default_factory=dict)
     tokens: EndTokens = EndTokens()
+    parts: bool = False
+    """Whether the template gets contents as lists of text and places of pictures (places.py)."""
     where: str
 
     @property
@@ -112,6 +115,8 @@ class Renderer:
         # the rest of the conversation from the mask.
         where = conversation.where
         variables = {**conversation.kwargs, **conversation.special_tokens, **options}
+        if conversation.parts:
+            turns = [*map(in_parts, turns)]
         try:
             result: Any = render_jinja_template(
                 conversations=[turns],

@@ -38,15 +38,17 @@ GROUP_CONVERSATIONS, GROUP_CHARS = 32, 1_000_000  # handed over together
 
 
 def rendered(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, parts: bool = False
 ) -> Iterator[Rendered]:
-    """Each conversation as the chat template renders it, and the [start, end) spans to train.
+    """Each conversation as the chat template renders it, and the [start, end) spans to train. With
+    `parts` the template gets contents as lists, as those of vision-language models read them.
 
     Raises UserError for a conversation that the template refuses or that has no exact mask, and for
     a template that does not end.
     """
     ends = functools.cache(functools.partial(end_tokens, tokenizer))
-    for batch in _batches(_conversation(document, tokenizer, ends) for document in documents):
+    asked = (_conversation(document, tokenizer, ends, parts) for document in documents)
+    for batch in _batches(asked):
         yield from _child().answers(batch)
 
 
@@ -143,7 +145,7 @@ _families: dict[tuple[str, tuple[tuple[str, str], ...]], Family | None] = {}
 
 
 def _conversation(
-    document: Document, tokenizer: PreTrainedTokenizerBase, ends: Ends
+    document: Document, tokenizer: PreTrainedTokenizerBase, ends: Ends, parts: bool
 ) -> Conversation:
     content = document.content
     template = _template(document, tokenizer)
@@ -158,6 +160,7 @@ def _conversation(
         training=family.training if family else None,
         special_tokens=dict(tokenizer.special_tokens_map),
         tokens=ends(template),
+        parts=parts,
         where=document.where,
     )
 

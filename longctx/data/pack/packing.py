@@ -1,7 +1,8 @@
 """Documents into rows of `seq_len` tokens, without cutting a document that fits.
 
 A document longer than a row is cut into pieces that are documents of their own, or keeps its first
-or its last seq_len tokens (--long_documents). A piece goes into the open row with the least room
+or its last seq_len tokens (--long_documents). One with pictures is never cut: it is refused, or
+left out where others are truncated. A piece goes into the open row with the least room
 that still holds it (best fit, online). Full rows leave at once; the fullest leaves early when a
 piece fits nowhere and all open rows are taken. What stays free is padding, marked as one last
 document. seq_len 8, documents `abcde` and `xy`, padding `_`:
@@ -24,15 +25,15 @@ makes the rows of a batch equal; positions go on into their padding.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from datasets import Features, List, Value
 
 from longctx.constants import IGNORE_INDEX, PAD_TOKEN_ID
-from longctx.errors import UserError, many
+from longctx.errors import UserError, many, shortened
 
 LongDocuments = Literal["split", "truncate", "truncate_start"]
 TOKEN_COLUMNS = ("input_ids", "labels", "position_ids")
@@ -40,6 +41,8 @@ ROW_FEATURES = Features({name: List(Value("int32")) for name in (*TOKEN_COLUMNS,
 # Padding of the standard library's 4096-token rows: 1 open row 15%, 4 3.0%, 16 or more 1.0%.
 # 64 leave room for sources of more varied lengths and cost 5 bytes x 64 x seq_len.
 OPEN_ROWS = 64
+MOST_NAMES = 3
+"""So many of the documents that are left out are named."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Piece:
     trained: np.ndarray  # (n,) bool; the first is False
     record: int = -1
     """Which record of the data it comes from, so that a bad row can name its documents."""
+    pictures: int = 0
+    """Pictures among its tokens; such a document is never cut."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -70,6 +75,10 @@ class PackingStats:
     largest_token_id: int = -1
     one_document: bool = False
     """Whether rows are not packed: each has one piece."""
+    pictures: int = 0
+    """Pictures in the pieces."""
+    too_long: list[str] = field(default_factory=list)
+    """The names of documents with pictures that were left out, since they are longer than a row."""
 
     def summary(self, seq_len: int) -> str:
         share = self.padding_tokens / max(1, self.rows * seq_len)
@@ -79,9 +88,15 @@ class PackingStats:
             "left out with nothing to train": self.untrained_tokens,
         }
         parts = [f"{count:,} {what}" for what, count in lost.items() if count]
+        if self.too_long:
+            names = shortened(", ".join(self.too_long[:MOST_NAMES]), 200)
+            more = ", ..." if len(self.too_long) > MOST_NAMES else ""
+            count = many(len(self.too_long), "document")
+            parts.append(f"{count} with pictures left out as too long: {names}{more}")
         parts.append(f"{self.padding_tokens:,} padding = {share:.1%}")
+        pictures = f" of text and {many(self.pictures, 'picture')}" if self.pictures else ""
         return (
-            f"{many(self.documents, 'document')}, {many(self.tokens, 'token')} -> "
+            f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}{pictures} -> "
             f"{many(self.rows, 'row')} of {length} ({', '.join(parts)}); "
             f"{self.trained_tokens:,} are trained"
         )
@@ -107,11 +122,14 @@ def pack(
     stats: PackingStats,
     open_rows: int = OPEN_ROWS,
     own_lengths: bool = False,
+    where: Callable[[int], str] = str,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yields rows {input_ids, labels, position_ids}, each (seq_len,) int32, and {documents}, one
     record number a piece; counts in `stats`, which say whether a row has one piece alone. With
-    `own_lengths` rows have no padding, and seq_len is the most that they have."""
-    cut = _cut(documents, seq_len, long_documents, stats)
+    `own_lengths` rows have no padding, and seq_len is the most that they have. `where` names a
+    record. Raises UserError for a document with pictures that would have to be split."""
+    whole = _with_whole_pictures(documents, seq_len, long_documents, stats, where)
+    cut = _cut(whole, seq_len, long_documents, stats)
     alone = ([piece] for piece in cut)
     for pieces in alone if stats.one_document else best_fit(cut, seq_len, open_rows):
         tokens = sum(map(len, pieces))
@@ -153,6 +171,29 @@ def lengthened(row: Mapping[str, Any], tokens: int) -> dict[str, np.ndarray]:
         labels = np.pad(labels, (0, more), constant_values=IGNORE_INDEX)
         positions = np.append(positions, positions[-1] + 1 + np.arange(more))
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def _with_whole_pictures(
+    documents: Iterable[Piece],
+    seq_len: int,
+    long_documents: LongDocuments,
+    stats: PackingStats,
+    where: Callable[[int], str],
+) -> Iterator[Piece]:
+    for document in documents:
+        if document.pictures and len(document) > seq_len:
+            name = where(document.record)
+            if long_documents == "split":
+                raise UserError(
+                    f"{name} has {len(document):,} tokens with "
+                    f"{many(document.pictures, 'picture')}, and is never split: raise --seq_len "
+                    f"({seq_len}), lower --image_pixels, or leave such documents out with "
+                    "--long_documents truncate"
+                )
+            stats.too_long.append(name)
+            continue
+        stats.pictures += document.pictures
+        yield document
 
 
 def _cut(

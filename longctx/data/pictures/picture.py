@@ -1,31 +1,21 @@
-"""One picture of a record, from whatever describes it to an RGB image, or one line why not.
+"""A picture's file becomes an RGB image, or one line says why not.
 
-    "heron.jpg"                                    a file beside the data, or below its folder
-    "data:image/png;base64,iVBORw0..."             the file itself, as OpenAI's API takes it
-    {"bytes": b"...", "path": "heron.jpg"}         as datasets keeps a column of images
-    an Image of Pillow                             what datasets decodes
-
-Nothing is fetched, and no path leads out of the folder, by `..` or by a link. What Pillow would
-open and a model would misread is refused or made plain: animations and several pages are refused,
-transparent parts become white (as Qwen's own tools have them), 16 bits a channel become 8, and a
-picture stands as its camera was held. Its number of pixels is read from the header, before it is
-decoded.
+What Pillow would open and a model would misread is refused or made plain: animations and several
+pages are refused, transparent parts become white (as Qwen's own tools have them), 16 bits a channel
+become 8, and a picture stands as its camera was held. Its number of pixels is read from the header,
+before it is decoded.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from longctx.data.reading.values import kind
+from longctx.data.reading.picture_sources import Source
 from longctx.errors import UserError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -37,54 +27,6 @@ MOST_TIMES_WIDER = 200
 """Towers refuse narrower ones, as a file that holds one line of pixels."""
 _WIDE = ("I;16", "I;16B", "I;16L", "I;16N")
 _SIMPLE = ("RGB", "L")
-Source = Path | bytes | Image.Image
-
-
-def source_of(given: Any, folder: Path, at: str) -> Source:
-    """Returns the file, its bytes or the image that a record's value describes. Paths are below
-    `folder`. Raises UserError starting with `at` for anything else."""
-    if isinstance(given, (Image.Image, bytes)):
-        return given
-    if isinstance(given, Mapping):
-        return _of_mapping(given, folder, at)
-    if not isinstance(given, str) or not given:
-        raise UserError(f"{at} must be a path, found {kind(given)}")
-    if given.startswith("data:"):
-        return _decoded(given, at)
-    if "://" in given:
-        raise UserError(f"{at} is a URL, and nothing is fetched: download it and give its path")
-    return _inside(given, folder, at)
-
-
-def _of_mapping(given: Mapping[str, Any], folder: Path, at: str) -> Source:
-    for key in ("bytes", "image", "path", "url"):
-        if given.get(key) is not None:
-            return source_of(given[key], folder, at)
-    raise UserError(f"{at} has none of `bytes`, `path` and `url`")
-
-
-def _decoded(url: str, at: str) -> bytes:
-    head, comma, text = url.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise UserError(f"{at} is no data URL in base64: data:image/png;base64,... is expected")
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise UserError(f"{at} is no base64 ({error})") from None
-
-
-def _inside(name: str, folder: Path, at: str) -> Path:
-    try:
-        path = (folder / name).resolve()
-        inside = path.is_relative_to(folder.resolve())
-        there = path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
-        raise UserError(f"{at} is no path: {error}") from None
-    if not inside:
-        raise UserError(f"{at}, {name}, leads out of {folder}: put pictures below that folder")
-    if not there:
-        raise UserError(f"{at}, {name}, is no file in {folder}")
-    return path
 
 
 def picture_of(source: Source, at: str) -> Image.Image:

@@ -21,8 +21,9 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from longctx.data.pictures.picture import Source, is_plain, picture_of, source_of
-from longctx.data.pictures.places import read_conversation
+from longctx.data.pictures.picture import is_plain, picture_of
+from longctx.data.reading.picture_sources import Source, source_of
+from longctx.data.reading.places import in_parts, read_conversation
 from longctx.data.reading.values import parse_json
 from longctx.errors import UserError
 
@@ -73,7 +74,7 @@ def _row(line: str, where: str, folder: Path) -> dict[str, Any]:
     for number, given in enumerate(found.pictures, 1):
         at = f"{where}: picture {number}"
         images.append(_kept(source_of(given, folder, at), at))
-    return {"messages": found.messages, "images": images}
+    return {"messages": [*map(in_parts, found.messages)], "images": images}
 
 
 def _kept(source: Source, at: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from longctx.data.reading.fields import (
@@ -31,6 +32,8 @@ from longctx.data.reading.fields import (
     template_keys,
 )
 from longctx.data.reading.groups import READERS, TASKS, Rows
+from longctx.data.reading.picture_sources import named_source
+from longctx.data.reading.places import has_pictures, read_conversation
 from longctx.data.reading.preferences import PAIRS, RATED, is_pair, is_rated, read_group
 from longctx.data.reading.turns import check_some_trained, read_turns
 from longctx.data.reading.values import check_depth, kind
@@ -42,8 +45,11 @@ FORMATS: dict[Rows, str] = {
     "pairs": PAIRS,
     "rated": RATED,
 }
-Kind = Literal["text", "completion", "chat", "instruction", "answers", "chat_answers"]
-CHATS = ("chat", "instruction")
+Kind = Literal[
+    "text", "completion", "chat", "chat_with_pictures", "instruction", "answers", "chat_answers"
+]
+WITH_PICTURES: Kind = "chat_with_pictures"
+CHATS = ("chat", WITH_PICTURES, "instruction")
 """Kinds of documents whose assistant turns are trained, through the chat template."""
 
 
@@ -55,17 +61,23 @@ class Document:
     """instruction is a chat that was Alpaca's record; answers and chat_answers are groups."""
     content: Any
     """text: str; completion: [prompt, completion]; chat: {"messages": [...]} and, where given,
-    tools, documents, kwargs (of the template) and untrained (numbers of assistant turns); of
-    groups: what preferences.py says"""
+    tools, documents, kwargs (of the template) and untrained (numbers of assistant turns), and
+    pictures, a file's path, a data URL or what a dataset holds for each mark in the turns' texts;
+    of groups: what preferences.py says"""
     where: str
     replaced_bytes: int = 0
     """Undecodable bytes that became U+FFFD."""
 
 
 def as_document(
-    record: Any, where: str, replaced_bytes: int = 0, rows: Rows = "text"
+    record: Any,
+    where: str,
+    replaced_bytes: int = 0,
+    rows: Rows = "text",
+    pictures: Path | None = None,
 ) -> Document | None:
     """Checks a record (a JSONL object or a dataset's row); None when it holds only blanks.
+    `pictures` is the folder in which it may name some; None where nobody would see them.
 
     Raises UserError starting with `where` for anything that is not one of the formats that rows of
     this kind are made of.
@@ -75,7 +87,11 @@ def as_document(
     check_depth(record, where)
     given = {key: value for key, value in record.items() if value is not None}
     check_choices(given, ALWAYS, where)
-    read: Read | None = _read(given, where) if rows == "text" else read_group(given, rows, where)
+    read: Read | None
+    if has_pictures(given):
+        read = WITH_PICTURES, _chat_with_pictures(given, where, rows, pictures)
+    else:
+        read = _read(given, where) if rows == "text" else read_group(given, rows, where)
     if read is None:
         found = ", ".join(
             f"`{key}`" + " (null)" * (value is None) for key, value in list(record.items())[:6]
@@ -85,7 +101,7 @@ def as_document(
             f"{_read_by(given, rows)}"
         )
     name, content = read
-    if name == "text" and not content.strip():
+    if name == "text" and not str(content).strip():
         return None
     return Document(kind=name, content=content, where=where, replaced_bytes=replaced_bytes)
 
@@ -126,6 +142,21 @@ def _read(given: Mapping[str, Any], where: str) -> Read | None:
     if "text" in given:
         return "text", string(given, "text", where)
     return None
+
+
+def _chat_with_pictures(
+    given: Mapping[str, Any], where: str, rows: Rows, folder: Path | None
+) -> dict[str, Any]:
+    if rows != "text" or folder is None:
+        raise UserError(
+            f"{where}: it has pictures, which --task sft of a vision-language model reads, without "
+            "--streaming: elsewhere leave them out of the record"
+        )
+    found = read_conversation(given, where)
+    content = _chat(found.messages, found.untrained, given, where)
+    pictures = enumerate(found.pictures, 1)
+    named = [named_source(given, folder, f"{where}: picture {n}") for n, given in pictures]
+    return {**content, "pictures": named}
 
 
 def _completion(given: Mapping[str, Any], where: str) -> Read:

@@ -107,10 +107,12 @@ def read_documents(
     allow_undecodable: bool = False,
     rows: Rows = "text",
     max_samples: int | None = None,
+    sees: bool = False,
 ) -> Iterator[Document]:
     """The documents of text and JSONL files, in order; blank ones are left out. They say where they
     are from in printable words: a name may be bytes that are no text, or hold terminal codes. Of
-    each JSONL file, and of all text files together, `max_samples` are read.
+    each JSONL file, and of all text files together, `max_samples` are read. Where the model `sees`,
+    records may name pictures in the folder of their file.
 
     Raises UserError for a file of which more than UNDECODABLE_SHARE is not text, and for plain text
     where `rows` are made of records.
@@ -126,7 +128,8 @@ def read_documents(
             )
         try:
             if jsonl:
-                replaced_bytes = yield from _read_jsonl(path, rows, most)
+                folder = path.absolute().parent if sees else None
+                replaced_bytes = yield from _read_jsonl(path, rows, most, folder)
             elif texts < most:
                 replaced_bytes = yield from _read_text(path)
                 texts += 1
@@ -160,7 +163,7 @@ def _read_text(path: Path) -> Reading:
     return replaced
 
 
-def _read_jsonl(path: Path, rows: Rows, most: int) -> Reading:
+def _read_jsonl(path: Path, rows: Rows, most: int, pictures: Path | None) -> Reading:
     total = found = 0
     for number, (text, replaced) in enumerate(_lines(path), 1):
         total += replaced
@@ -175,7 +178,7 @@ def _read_jsonl(path: Path, rows: Rows, most: int) -> Reading:
             except UnicodeEncodeError:
                 clean = json.dumps(record, ensure_ascii=False).encode(errors="replace")
                 record, replaced = json.loads(clean), replaced + 1
-        document = as_document(record, where, replaced, rows)
+        document = as_document(record, where, replaced, rows, pictures)
         if document is not None:
             yield document
             found += 1

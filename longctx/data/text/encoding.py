@@ -7,12 +7,14 @@
 
 Prompt and completion are tokenised apart, so the boundary lies where generation would start.
 A conversation is rendered by the chat template, which also says which characters are trained
-(rendering.py), and tokenised once. A token is trained if any of its characters is.
+(rendering.py), and tokenised once, with as much text as stands for each of its pictures
+(pictures/expansion.py). A token is trained if any of its characters is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,9 @@ from longctx.data.reading.records import CHATS, Document
 from longctx.data.text.windows import WINDOW_CHARS, call, tokenise
 from longctx.errors import UserError
 
+if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
+    from longctx.data.pictures.processor import Pictures
+
 NO_TOKEN_CHARS = 100
 """So much text without a token, and the tokenizer knows no word or its normalizer deletes all."""
 ENCODE_CHARS = WINDOW_CHARS  # tokenised together: more is no faster and takes 600 bytes a token
@@ -33,20 +38,24 @@ def encode(
     documents: Sequence[Document | None],
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
+    pictures: Pictures | None = None,
 ) -> list[Piece]:
-    """Tokenises documents, in order; None, a blank record, has no tokens.
+    """Tokenises documents, in order; None, a blank record, has no tokens. `pictures` are those of
+    a model that sees some.
 
-    Raises UserError for a conversation without an exact mask and a token id of `vocab_size` or
-    more.
+    Raises UserError for a conversation without an exact mask, a picture that is none and a token
+    id of `vocab_size` or more.
     """
-    pieces = _encode(documents, tokenizer)
+    pieces = _encode(documents, tokenizer, pictures)
     for piece in pieces:
         check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
     return pieces
 
 
 def _encode(
-    documents: Sequence[Document | None], tokenizer: PreTrainedTokenizerBase
+    documents: Sequence[Document | None],
+    tokenizer: PreTrainedTokenizerBase,
+    pictures: Pictures | None,
 ) -> list[Piece]:
     pieces = [Piece(np.empty(0, np.int32), np.empty(0, bool))] * len(documents)
     texts = {i: d.content for i, d in enumerate(documents) if d and d.kind == "text"}
@@ -64,7 +73,7 @@ def _encode(
         if document and document.kind == "completion":
             pieces[i] = _completion(document, tokenizer)
     chats = {i: d for i, d in enumerate(documents) if d and d.kind in CHATS}
-    for i, piece in zip(chats, _chats(list(chats.values()), tokenizer), strict=True):
+    for i, piece in zip(chats, _chats(list(chats.values()), tokenizer, pictures), strict=True):
         pieces[i] = piece
     return pieces
 
@@ -128,7 +137,9 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
         )
 
 
-def _chats(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
+def _chats(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
+) -> Iterator[Piece]:
     for document in documents[:1]:
         check_chat_template(tokenizer, document.where)
         if not tokenizer.is_fast:
@@ -136,7 +147,13 @@ def _chats(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) ->
                 f"{document.where}: chat data needs a fast tokenizer (tokenizer.json) to find the "
                 "assistant's tokens; give one with --tokenizer_name"
             )
-    for document, (text, spans) in zip(documents, rendered(documents, tokenizer), strict=True):
+    texts = rendered(documents, tokenizer, parts=pictures is not None)
+    for document, (text, spans) in zip(documents, texts, strict=True):
+        seen = document.content.get("pictures", ())
+        if pictures is not None:
+            from longctx.data.pictures.expansion import expanded
+
+            text, spans = expanded(text, spans, seen, pictures, document.where)
         tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
         assert tokens.offsets is not None
         trained = _overlaps(tokens.offsets, spans)
@@ -146,7 +163,7 @@ def _chats(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) ->
                 "{% generation %} markers or remove them"
             )
         trained[0] = False
-        yield Piece(tokens.ids, trained)
+        yield Piece(tokens.ids, trained, pictures=len(seen))
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

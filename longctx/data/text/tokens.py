@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -19,11 +20,17 @@ from transformers import PreTrainedTokenizerBase
 from longctx.data.pack.cache import open_arrow, scratch_folder, write_arrow
 from longctx.data.pack.packing import Piece
 from longctx.data.reading.groups import GROUP_TOKEN_FEATURES, Group, Rows, columns_of, group_of
-from longctx.data.reading.records import CHATS, Document, as_document
+from longctx.data.reading.picture_sources import trusted
+from longctx.data.reading.places import COLUMNS
+from longctx.data.reading.records import CHATS, WITH_PICTURES, Document, as_document
 from longctx.data.reading.values import read_row
 from longctx.data.text.encoding import encode
 from longctx.data.text.encoding_groups import encode_groups
 from longctx.safety.processes import bound_children, explained_workers, same_environ
+from longctx.safety.system import expanded
+
+if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
+    from longctx.data.pictures.processor import Pictures
 
 DOCUMENT_FEATURES = Features(
     {
@@ -34,9 +41,13 @@ DOCUMENT_FEATURES = Features(
     }
 )
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "trained": List(Value("bool"))})
+SEEN_FEATURES = Features({**TOKEN_FEATURES, "pictures": Value("int32")})
+"""Those of documents for a model that sees pictures."""
 BATCH_DOCUMENTS = 256
 # 20,000 conversations of six turns take 13.3 s in one process and 6.9 s in two (two cores).
 DOCUMENTS_PER_PROCESS = 5_000
+SEEN_PER_PROCESS = 100
+"""Those with pictures, each of which is opened."""
 
 
 def tokens_of(
@@ -46,35 +57,17 @@ def tokens_of(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
     rows: Rows,
+    pictures: Pictures | None = None,
 ) -> Dataset:
-    """One row a record: the rows of the dataset `name`, or our documents where that is None."""
+    """One row a record: the rows of the dataset `name`, or our documents where that is None.
+    `pictures` are those of a model that sees some."""
     cached = open_arrow(path, len(records))
     if cached is not None:
         return cached
     features = TOKEN_FEATURES if rows == "text" else GROUP_TOKEN_FEATURES
-    types = records.features
-
-    def tokenise(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
-        records = [
-            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
-        ]
-        if name is None:
-            documents: list[Document | None] = [
-                Document(**{**record, "content": json.loads(record["content"])})
-                for record in records
-            ]
-        else:
-            documents = [
-                as_document(read_row(record, types), f"{name} row {number}", rows=rows)
-                for record, number in zip(records, numbers, strict=True)
-            ]
-        if rows == "text":
-            columns = [vars(piece) for piece in encode(documents, tokenizer, vocab_size)]
-        else:
-            groups = encode_groups([d for d in documents if d], tokenizer, vocab_size)
-            columns = [columns_of(group) for group in groups]
-        return {key: [column[key] for column in columns] for key in features}
-
+    features = features if pictures is None else SEEN_FEATURES
+    reader = Reader(records.features, name, rows, sees=pictures is not None)
+    tokenise = _Tokenise(reader, tokenizer, vocab_size, pictures, [*features])
     # Map leaves a file a process. They become one: for a billion tokens 20 s after minutes of
     # tokenising, on disk space that their rows will take anyway.
     with scratch_folder(path) as folder, explained_workers(), bound_children(), same_environ():
@@ -86,18 +79,71 @@ def tokens_of(
             writer_batch_size=BATCH_DOCUMENTS,
             remove_columns=records.column_names,
             features=features,
-            num_proc=_processes(records, tokenizer, rows),
+            num_proc=_processes(records, tokenizer, rows, sees=pictures is not None),
             cache_file_name=str(folder / "tokens.arrow"),
             new_fingerprint=path.stem,
             desc="Tokenising",
         )
         order = range(len(mapped))
         columns = (
-            ({"input_ids": p.input_ids, "trained": p.trained} for p in pieces_of(mapped, order))
+            ({name: vars(p)[name] for name in features} for p in pieces_of(mapped, order))
             if rows == "text"
             else map(columns_of, groups_of(mapped, order))
         )
         return write_arrow(path, features, columns)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Makes a document of a row of records and its number. An object, as what follows is, since
+    datasets pickles functions with all that they call, as deep as that goes."""
+
+    types: Features
+    """Of the records' columns."""
+    name: str | None
+    """Of the dataset; None: our own documents."""
+    rows: Rows
+    sees: bool
+    """Whether records may name pictures."""
+
+    def __call__(self, record: dict[str, Any], number: int) -> Document | None:
+        if self.name is None:
+            return Document(**{**record, "content": json.loads(record["content"])})
+        read, folder = read_row(record, self.types), None
+        if self.sees:
+            types, folder = self.types, _folder_of(self.name)
+            read |= {key: trusted(read[key], types[key]) for key in COLUMNS if key in read}
+        return as_document(read, f"{self.name} row {number}", rows=self.rows, pictures=folder)
+
+
+@dataclass(frozen=True)
+class _Tokenise:
+    """What `datasets.map` calls with a batch of records."""
+
+    reader: Reader
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int | None
+    pictures: Pictures | None
+    names: list[str]
+    """Of the columns to make."""
+
+    def __call__(self, batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        values = zip(*batch.values(), strict=True)
+        records = [dict(zip(batch, row, strict=True)) for row in values]
+        documents = [*map(self.reader, records, numbers)]
+        if self.reader.rows == "text":
+            pieces = encode(documents, self.tokenizer, self.vocab_size, self.pictures)
+            columns = [vars(piece) for piece in pieces]
+        else:
+            groups = encode_groups([d for d in documents if d], self.tokenizer, self.vocab_size)
+            columns = [columns_of(group) for group in groups]
+        return {key: [column[key] for column in columns] for key in self.names}
+
+
+def _folder_of(name: str) -> Path:
+    """Where paths of a dataset's pictures begin: a local one's folder."""
+    folder = expanded(name)
+    return folder if folder.is_dir() else Path()
 
 
 def kinds_of(records: Dataset, rows: Rows) -> set[str]:
@@ -110,15 +156,18 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
         turns = any(not isinstance(records.features[key], Value) for key in words)
         named = {"prompt", "chosen"} & columns
         return {"chat_answers" if turns or not named else "answers"}
-    if {"messages", "conversations"} & columns:
-        return {"chat"}
+    if found := {"messages", "conversations"} & columns:
+        parts = any("image" in str(records.features[name]) for name in found)
+        return {WITH_PICTURES if parts or {*COLUMNS} & columns else "chat"}
     if {"prompt", "completion"} <= columns:
         turns = not isinstance(records.features["prompt"], Value)
         return {"chat" if turns else "completion"}
     return {"instruction"} if {"instruction", "output"} <= columns else {"text"}
 
 
-def _processes(records: Dataset, tokenizer: PreTrainedTokenizerBase, rows: Rows) -> int | None:
+def _processes(
+    records: Dataset, tokenizer: PreTrainedTokenizerBase, rows: Rows, *, sees: bool
+) -> int | None:
     """Worker processes for tokenising; None where this one is fastest.
 
     Fast tokenizers use every core by themselves, chat templates and slow tokenizers only one.
@@ -126,18 +175,19 @@ def _processes(records: Dataset, tokenizer: PreTrainedTokenizerBase, rows: Rows)
     if tokenizer.is_fast and not kinds_of(records, rows) & {*CHATS, "chat_answers"}:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    count = min(cores or 1, len(records) // DOCUMENTS_PER_PROCESS)
+    count = min(cores or 1, len(records) // (SEEN_PER_PROCESS if sees else DOCUMENTS_PER_PROCESS))
     return count if count > 1 else None
 
 
 def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
     """The documents of `tokens_of` with these numbers, in this order."""
-    column = {name: tokens.data.column(name) for name in TOKEN_FEATURES}
+    column = {name: tokens.data.column(name) for name in tokens.column_names}
     for i in order:
         ids, trained = (
             column[name][int(i)].values.to_numpy(zero_copy_only=False) for name in TOKEN_FEATURES
         )
-        yield Piece(ids, trained, int(i))
+        pictures = column["pictures"][int(i)].as_py() if "pictures" in column else 0
+        yield Piece(ids, trained, int(i), pictures)
 
 
 def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Group]:

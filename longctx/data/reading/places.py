@@ -9,10 +9,10 @@ write where a picture stands.
     {"conversations": [{"from": "human", "value": "<image>\\nWhat is this?"}, ...],
      "image": "heron.jpg"}                                                 LLaVA, LLaMA-Factory
 
-All become messages whose contents are lists of parts, text and places, and one list of pictures in
-the order of the places. Without a place they stand before the first question, as TRL has them.
-Roles, names and what is trained are read as those of any conversation (reading/turns.py): a place
-goes through that as a mark in the text.
+All become messages with a mark in their text at each place, and one list of pictures in the order
+of the places; `in_parts` makes lists of text and places of such messages. Without a place pictures
+stand before the first question, as TRL has them. Roles, names and what is trained are read as those
+of any conversation (reading/turns.py). Pictures are seen, never written: an answer has none.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _TYPES = ("image", "image_url", "input_image")
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record's messages, whose contents are lists of `{"type": "text", "text": ...}` and
-    `{"type": "image"}`, and what describes the picture of each place (picture.py)."""
+    """A record's messages, with MARK at each place of their texts, and what describes the picture
+    of each (picture.py)."""
 
     messages: list[dict[str, Any]]
     untrained: list[int]
@@ -43,9 +43,21 @@ class Conversation:
     pictures: list[Any]
 
 
+def has_pictures(record: Mapping[str, Any]) -> bool:
+    """Whether a record names pictures, in a column or in parts of its turns."""
+    if any(record.get(name) for name in COLUMNS):
+        return True
+    turns = next((record[name] for name in NAMES if record.get(name) is not None), None)
+    turns = [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, list) else []
+    contents = (turn.get(name) for turn in turns for name in ("content", "value"))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") in _TYPES for part in parts)
+
+
 def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
     """Raises UserError starting with `where` for turns that are not understood, pictures without a
-    place, places without a picture, and parts that are neither text nor images."""
+    place, places without a picture, pictures in an answer, and parts that are neither text nor
+    images."""
     key = next((name for name in NAMES if record.get(name) is not None), None)
     if key is None:
         raise UserError(f"{where}: expected `messages` or `conversations` beside pictures")
@@ -57,8 +69,19 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Conversation:
     pictures = _of_places(places, own, column, where)
     if len(pictures) > places:  # a column, and nobody says where
         _before_first_question(messages, len(pictures), where)
-    parted = [message | {"content": _parts(message["content"])} for message in messages]
-    return Conversation(parted, untrained, pictures)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and MARK in message["content"]:
+            raise UserError(
+                f"{where}: turn {number + 1} of `{key}` is an answer with a picture: models that "
+                "are trained here write text alone"
+            )
+    return Conversation(messages, untrained, pictures)
+
+
+def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message whose content is a list of `{"type": "text", "text": ...}` and
+    `{"type": "image"}`, as processors' chat templates read it."""
+    return {**message, "content": _parts(message["content"])}
 
 
 def _column(record: Mapping[str, Any], where: str) -> list[Any] | None:

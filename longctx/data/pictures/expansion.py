@@ -1,0 +1,46 @@
+"""Conversations with pictures: a place in the rendered text becomes as many tokens as the picture
+needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from longctx.data.pictures.processor import Pictures
+from longctx.data.reading.picture_sources import source_named
+from longctx.errors import UserError
+
+Span = tuple[int, int]
+
+
+def expanded(
+    text: str, spans: Sequence[Span], named: Sequence[Any], pictures: Pictures, where: str
+) -> tuple[str, list[Span]]:
+    """Returns a conversation's text with what stands for each picture in its place, and the
+    [start, end) spans of trained characters there.
+
+    Every picture is opened. Raises UserError starting with `where` for one that is none, and where
+    the text has not as many places as there are pictures.
+    """
+    parts = text.split(pictures.token)
+    if len(parts) - 1 != len(named):
+        raise UserError(
+            f"{where}: the chat template shows {len(parts) - 1} of {len(named)} pictures: "
+            f"use one that shows each, and no {pictures.token!r} in the texts"
+        )
+    inserted = []
+    for number, name in enumerate(named, 1):
+        at = f"{where}: picture {number}"
+        size = pictures.opened(source_named(name, at), at).size
+        inserted.append(pictures.text_of(size, at))
+    longer = [len(words) - len(pictures.token) for words in inserted]
+    # A place begins where the texts before it and the places among them end.
+    places = [n + i * len(pictures.token) for i, n in enumerate(accumulate(map(len, parts[:-1])))]
+
+    def moved(character: int) -> int:
+        before = (more for place, more in zip(places, longer, strict=True) if place < character)
+        return character + sum(before)
+
+    whole = "".join(x for pair in zip(parts, [*inserted, ""], strict=True) for x in pair)
+    return whole, [(moved(start), moved(end)) for start, end in spans]
