@@ -17,6 +17,7 @@ limit, and its row says what it took. Random weights, random tokens.
     documents       the same model, documents packed into the row
     qwen3-0.6b      all weights, 8 rows of 2048 tokens; smollm2-135m, too
     dpo             LoRA on Llama-3.1-8B, pairs: a prompt of 1024 tokens, two answers of as many
+    dpo_varied      the same, prompts of 100 to 1500 tokens and answers of 50 to 700
     long            LoRA on Llama-3.1-8B, one document of 131072 tokens
 
 Sides: `custom` is train.py's trainer with its defaults, and what comes after `--` goes to it.
@@ -24,6 +25,12 @@ Sides: `custom` is train.py's trainer with its defaults, and what comes after `-
 their best settings and keep (`checkpointing`) in turn what each can: the best of these rows counts.
 Peers run in a plain loop that neither clips nor logs, pairs in TRL's trainer. Our states are exact
 (fp32), those of peers bf16, so that peers have less to do.
+
+Pairs are the same on every side, and the reference's log-probabilities are there before the steps.
+Pairs that vary are packed into rows of that many tokens on our side; TRL and Unsloth pad a batch of
+about as much work. A step holds other numbers of pairs on each side, so `pairs_per_s` compares
+them: the `pairs` of the timed steps over the seconds of these steps, which are one epoch, after
+another one that warms up. There `idle` is rough: two steps stand for all.
 
 `step_s` is the median of `steps` steps after a few others, from one step's begin to the next by the
 GPU's clock, without a synchronisation in between (step_clock.py); `slowest_s` is the longest.
@@ -62,6 +69,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from longctx.constants import GIB
 from longctx.cost.flops import mfu, step_flops
 from longctx.memory.machine import held_host_bytes
+from profiling.bench import everyday_peers
 from profiling.bench.everyday_peers import PEERS, Case, Peer, Rows, make_weights, measure_peer
 from profiling.bench.runner import Row, child_lines, rounded
 from profiling.bench.step_clock import Clock, time_trainer
@@ -69,6 +77,7 @@ from profiling.results import results_file, write_results
 
 UNSLOTH = Path(__file__).with_name("unsloth_peer.py")
 QLORA = dict(name="qlora", preset="llama-3.1-8b", lora=16, quantize="nf4")
+DPO_VARIED = dict(preset="llama-3.1-8b", lora=16, task="dpo")
 LENGTHS = {1024: 8, 2048: 8, 4096: 9, 8192: 10, 32768: 12}
 """Tokens of a row -> GiB of our budget."""
 CASES = [
@@ -78,6 +87,10 @@ CASES = [
     Case(name="documents", preset="llama-3.2-1b", tokens=8192, documents=True),
     *(Case(name=name, preset=name, tokens=2048, rows=8) for name in ("qwen3-0.6b", "smollm2-135m")),
     Case(name="dpo", preset="llama-3.1-8b", lora=16, tokens=2048, task="dpo"),
+    *(
+        Case(name="dpo_varied", **DPO_VARIED, tokens=tokens, peer_pairs=pairs)
+        for tokens, pairs in ((4096, 2), (8192, 4))
+    ),
     Case(name="long", preset="llama-3.1-8b", lora=16, tokens=131072),
 ]
 SIDES: dict[str, tuple[str | None, ...]] = {
@@ -145,14 +158,15 @@ def fits(case: Case, side: str) -> bool:
 
 def jobs_of(cases: Sequence[Case], sides: Sequence[str], **settings: Any) -> Iterator[Job]:
     """One process for each case of ours, and for the cases of a peer that share a model; TRL's
-    trainer changes the model, so its processes have one checkpointing each."""
+    trainer changes the model, so its processes have one case and one checkpointing each."""
     for name in dict.fromkeys(case.name for case in cases):
         for side in sides:
             found = [case for case in cases if case.name == name and fits(case, side)]
             modes = [*SIDES[side]]
-            groups = [[case] for case in found] if side == "custom" else [found] if found else []
+            alone = any(case.task == "dpo" for case in found)
+            one_each = alone or side == "custom"
+            groups = [[case] for case in found] if one_each else [found] if found else []
             for group in groups:
-                alone = group[0].task == "dpo"
                 for kept in [[mode] for mode in modes] if alone else [modes]:
                     flags = settings["flags"] if side == "custom" else []
                     job = {**settings, "flags": flags, "checkpointings": kept}
@@ -193,13 +207,19 @@ def rows_of(job: Job, peers: Mapping[str, Peer]) -> Iterator[Row]:
 
 def measure(job: Job, peer: Peer | None, model: Any, case: Case, kept: Any) -> Row:
     """The columns of a row that are measured."""
-    clock = Clock(*steps_of(case, job.timed))
+    pairs = pairs_of_batches(case, ours=peer is None)
+    steps = steps_of(case, job.timed)
+    if case.peer_pairs:
+        steps = (len(pairs), job.timed or len(pairs))  # every length is seen before
+    clock = Clock(*steps)
     with tempfile.TemporaryDirectory() as folder:
         if peer is None:
-            return measure_custom(case, clock, job.flags, Path(folder))
-        model.zero_grad()  # an earlier case may have ended within a step
-        measure_peer(peer, model, case, kept, clock, Path(folder))
-        return columns(case, clock, model)
+            row = measure_custom(case, clock, job.flags, Path(folder))
+        else:
+            model.zero_grad()  # an earlier case may have ended within a step
+            measure_peer(peer, model, case, kept, clock, Path(folder))
+            row = columns(case, clock, model)
+    return row | (pair_columns(pairs, clock) if pairs else {})
 
 
 def failed_rows(job: Job, outcome: Row) -> list[Row]:
@@ -231,27 +251,37 @@ def steps_of(case: Case, timed: int | None) -> tuple[int, int]:
     return (2, timed or 3) if case.step_tokens > LONG_TOKENS else (3, timed or 8)
 
 
+def pairs_of_batches(case: Case, ours: bool) -> list[int]:
+    """The pairs in each batch of an epoch; none where no pairs are trained."""
+    if case.task != "dpo":
+        return []
+    if ours:
+        counts = [len(row["documents"]) for row in everyday_peers.packed_pairs(case)]
+        return [sum(counts[i : i + case.rows]) for i in range(0, len(counts), case.rows)]
+    left, size = everyday_peers.EPOCH_PAIRS, case.peer_pairs or case.rows
+    return [min(size, left - first) for first in range(0, left, size)]
+
+
 def measure_custom(case: Case, clock: Clock, flags: list[str], folder: Path) -> Row:
-    """Steps of train.py's trainer with its defaults. A prompt of pairs is computed once."""
+    """Steps of train.py's trainer with its defaults."""
     from longctx.model.runtime import patched_part
     from profiling.bench import step_bench
     from profiling.build import build_trainer
     from profiling.ladders import ladder_columns
 
-    half = case.tokens // 2
-    tokens = 3 * half if case.task == "dpo" else case.tokens
     step_case = {**step_bench.DEFAULTS, **asdict(case), "engine": "plain", "offload": "auto"}
-    flags = [*step_bench.train_flags(step_case, tokens), *flags]
+    flags = [*step_bench.train_flags(step_case, case.row_tokens), *flags]
     if not torch.cuda.is_available():
         flags.append("--use_cpu")
+    rows: Any = Rows(case, clock.total * case.rows)
+    if case.task == "dpo":
+        rows = everyday_peers.packed_pairs(case)
     trainer, _ = build_trainer(
         flags,
         steps=clock.total,
         output_dir=folder,
         layers=case.layers,
-        lengths=[tokens] * clock.total if case.task == "dpo" else None,
-        answer_tokens=half if case.task == "dpo" else None,
-        rows=None if case.task == "dpo" else Rows(case, clock.total * case.rows),
+        rows=rows,
     )
     time_trainer(trainer, clock)
     row = columns(case, clock, trainer.model)
@@ -266,11 +296,18 @@ def measure_custom(case: Case, clock: Clock, flags: list[str], folder: Path) -> 
 def columns(case: Case, clock: Clock, model: Any) -> Row:
     """Returns a row's measured columns, with MFU where all weights train."""
     row: Row = clock.columns()
-    row["tokens_per_s"] = case.step_tokens / row["step_s"]
+    if not case.peer_pairs:
+        row["tokens_per_s"] = case.step_tokens / row["step_s"]
     row["host_gib"] = held_host_bytes() / GIB
     if not case.lora and (share := mfu_of(case, clock.timed, model, row["step_s"])):
         row["mfu"] = share
     return row
+
+
+def pair_columns(batches: Sequence[int], clock: Clock) -> Row:
+    """The pairs of the timed steps, from those in each batch of an epoch."""
+    pairs = sum(batches[step % len(batches)] for step in clock.timed_steps)
+    return {"pairs": pairs, "pairs_per_s": pairs / clock.timed_s}
 
 
 def mfu_of(case: Case, count: int, model: Any, step_s: float) -> float | None:
@@ -346,7 +383,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--case", type=cases_named, default=CASES, help="NAME[:TOKENS[@GIB]],...")
     parser.add_argument("--side", type=sides_named, default=[*SIDES], help=",".join(SIDES))
-    parser.add_argument("--steps", type=int, help="timed steps (default: 8, of long rows 3)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="timed steps (default: 8, of long rows 3, of pairs that vary an epoch)",
+    )
     parser.add_argument("--limit_s", type=float, default=540, help="seconds a process may take")
     parser.add_argument(
         "--unsloth_env", type=shell_file, help="shell file that sets PYTHONPATH for Unsloth"
@@ -382,7 +423,7 @@ def shell_file(text: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each row."""
-    names = ("step_s", "fwd_s", "bwd_s", "opt_s", "tokens_per_s", "mfu", "idle")
+    names = ("step_s", "fwd_s", "bwd_s", "opt_s", "tokens_per_s", "pairs_per_s", "mfu", "idle")
     names += ("peak_gib", "reserved_gib", "status")
     lines = [f"{'case':20} {'side':8} {'keeps':10}" + "".join(f"{name:>13}" for name in names)]
     for row in rows:

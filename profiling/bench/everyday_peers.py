@@ -5,7 +5,7 @@
     compile  Hugging Face's layers under torch.compile, one graph a shape, with torch's attention
     compile_loss    the same layers, and longctx's loss over what they return
     trl      TRL's DPOTrainer over the `liger` model; the reference's log-probabilities are there
-             before the steps, as ours are
+             before the steps, as ours are. It pads pairs: TRL 1.16 ignores its padding_free
 
 Weights that train are in bf16, with torch's fused AdamW in bf16: the least work that each can do.
 What loads models is imported where it is needed: in Unsloth's process it would be patched.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, default_collate
@@ -34,10 +34,16 @@ from profiling.bench.step_clock import Clock, time_loop, time_trainer
 
 WORDS = 1000
 """Tokens are drawn below this number."""
+END = 1
+"""The token at the end of an answer."""
 DOCUMENTS = (100, 1500)
 """The fewest and the most tokens of a packed document."""
 BATCHES = 4
 """Batches of a loop, taken in turn."""
+EPOCH_PAIRS = 60
+"""Pairs, taken in their order and then again."""
+PROMPTS, ANSWERS = (100, 1500), (50, 700)
+"""The fewest and the most tokens of a prompt and of an answer, where pairs vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,8 @@ class Case:
     name: str
     preset: str
     tokens: int
-    """The tokens of a row, or of a pair's prompt with one answer, half of them each."""
+    """The tokens of a row, or of a pair's prompt with one answer, half of them each. Where pairs
+    vary, those of our row, which holds whole pairs."""
     rows: int = 1
     lora: int = 0
     quantize: str = "none"
@@ -55,12 +62,19 @@ class Case:
     """Our budget of GPU memory (0: all); peers have no limit."""
     task: str = "sft"
     documents: bool = False
+    peer_pairs: int = 0
+    """Pairs in a peer's batch, where pairs vary; 0: all are alike, and `rows` are in a batch."""
     layers: int | None = None
 
     @property
     def text(self) -> str:
         """The word that selects this case on the command line."""
         return f"{self.name}:{self.tokens}" + (f"@{self.gpu_gib:g}" if self.gpu_gib else "")
+
+    @property
+    def row_tokens(self) -> int:
+        """The tokens of our row, which has a prompt once."""
+        return self.tokens * 3 // 2 if self.task == "dpo" and not self.peer_pairs else self.tokens
 
     @property
     def step_tokens(self) -> int:
@@ -249,20 +263,66 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def pairs(case: Case, count: int) -> Any:
-    """A dataset of pairs in words: a prompt of half of the tokens and two answers of as many, whose
-    last token is the end that TRL adds."""
+class Pair(NamedTuple):
+    """A prompt and its two answers, without the END of each."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+def pairs(case: Case) -> list[Pair]:
+    """The pairs of an epoch, the same in every run and for every side."""
+    numbers, half = random.Random(0), case.tokens // 2
+
+    def words(limits: tuple[int, int], end: int = 0) -> list[int]:
+        tokens = numbers.randint(*limits) if case.peer_pairs else half
+        return [numbers.randrange(4, WORDS) for _ in range(tokens - end)]
+
+    def pair() -> Pair:
+        return Pair(words(PROMPTS), words(ANSWERS, end=1), words(ANSWERS, end=1))
+
+    return [pair() for _ in range(EPOCH_PAIRS)]
+
+
+def pairs_in_words(case: Case) -> Any:
+    """The pairs as a dataset of texts. TRL adds the end of each answer."""
     import datasets
 
-    half = case.tokens // 2
-    numbers = random.Random(0)
-
-    def words(count: int) -> str:
-        return "".join(f"w{numbers.randrange(4, WORDS)} " for _ in range(count))
-
-    columns = {"prompt": half, "chosen": half - 1, "rejected": half - 1}
-    lines = [{name: words(n) for name, n in columns.items()} for _ in range(count)]
+    lines = [
+        {name: "".join(f"w{n} " for n in ids) for name, ids in pair._asdict().items()}
+        for pair in pairs(case)
+    ]
     return datasets.Dataset.from_list(lines)
+
+
+def packed_pairs(case: Case) -> list[dict[str, Any]]:
+    """Our rows of the pairs, as `longctx train --task dpo` packs them: whole pairs, each prompt
+    once. Of pairs that are alike each fills a row. The reference's log-probabilities are 0."""
+    import numpy as np
+
+    from longctx.data.pack.packing_groups import GroupStats, pack_groups
+    from longctx.data.reading.groups import Group
+    from longctx.tasks.reference import REFERENCE
+
+    groups = [
+        Group(
+            np.array(prompt, np.int32),
+            tuple(np.array([*answer, END], np.int32) for answer in answers),
+            (0, 1),
+            number,
+        )
+        for number, (prompt, *answers) in enumerate(pairs(case))
+    ]
+    packed = pack_groups(
+        groups,
+        case.row_tokens,
+        long_documents="split",
+        pad_token_id=0,
+        stats=GroupStats(),
+        where=lambda number: f"pair {number}",
+    )
+    return [{**row, REFERENCE: np.zeros(int((row["sides"] >= 0).sum()))} for row in packed]
 
 
 def dpo_trainer(model: Any, case: Case, checkpointing: str, steps: int, folder: Path) -> Any:
@@ -273,7 +333,8 @@ def dpo_trainer(model: Any, case: Case, checkpointing: str, steps: int, folder: 
     args = DPOConfig(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=case.rows,
+        per_device_train_batch_size=case.peer_pairs or case.rows,
+        train_sampling_strategy="sequential",
         max_length=case.tokens,
         precompute_ref_log_probs=True,
         gradient_checkpointing=checkpointing != "none",
@@ -288,7 +349,7 @@ def dpo_trainer(model: Any, case: Case, checkpointing: str, steps: int, folder: 
     return DPOTrainer(
         model=model,
         args=args,
-        train_dataset=pairs(case, BATCHES * case.rows),
+        train_dataset=pairs_in_words(case),
         processing_class=tokenizer(),
     )
 

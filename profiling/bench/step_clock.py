@@ -62,14 +62,24 @@ class Clock:
             torch.cuda.synchronize()
             self.profiler.start()
 
+    @property
+    def timed_steps(self) -> range:
+        """The numbers of the timed steps."""
+        return range(self.warm_up, self.warm_up + self.timed)
+
+    @property
+    def timed_s(self) -> float:
+        """The seconds of all timed steps, once they are over (`columns`)."""
+        first, end = self.timed_steps.start, self.timed_steps.stop
+        return self._seconds(self.steps[first]["forward"], self.steps[end]["forward"])
+
     def columns(self) -> dict[str, float]:
         """The medians of the timed steps, once `total` steps are over. A phase that was not marked
         in each of them has no column."""
         if self.on_gpu:
             torch.cuda.synchronize()
             self.profiler.stop()
-        timed = range(self.warm_up, self.warm_up + self.timed)
-        pairs = [(self.steps[i], self.steps[i + 1]) for i in timed]
+        pairs = [(self.steps[i], self.steps[i + 1]) for i in self.timed_steps]
         whole = [self._seconds(one["forward"], after["forward"]) for one, after in pairs]
         seconds = {"step_s": statistics.median(whole), "slowest_s": max(whole)}
         if self.on_gpu:

@@ -24,8 +24,9 @@ TINY = Case(name="tiny", preset="tiny", tokens=48, rows=2, layers=2)
 
 
 def job(side: str, *cases: Case, **settings: Any) -> Job:
-    known = dict(checkpointings=[*everyday_bench.SIDES.get(side, (None,))], models="", flags=[])
-    return Job(side=side, cases=[*cases], timed=1, **{**known, **settings})
+    modes = [*everyday_bench.SIDES.get(side, (None,))]
+    known = dict(checkpointings=modes, models="", flags=[], timed=1)
+    return Job(side=side, cases=[*cases], **{**known, **settings})
 
 
 def measured(job: Job, peers: dict[str, Peer] = PEERS) -> list[dict[str, Any]]:
@@ -36,7 +37,9 @@ def measured(job: Job, peers: dict[str, Peer] = PEERS) -> list[dict[str, Any]]:
 def few_steps(monkeypatch) -> None:
     monkeypatch.setattr(everyday_bench, "steps_of", lambda case, timed: (1, timed))
     monkeypatch.setattr(step_clock, "IDLE_STEPS", 1)
-    monkeypatch.setattr(everyday_peers, "DOCUMENTS", (5, 30))
+    for name, few in dict(DOCUMENTS=(5, 30), PROMPTS=(4, 16), ANSWERS=(2, 12)).items():
+        monkeypatch.setattr(everyday_peers, name, few)
+    monkeypatch.setattr(everyday_peers, "EPOCH_PAIRS", 6)
 
 
 # --- the clock -------------------------------------------------------------------------------
@@ -169,8 +172,31 @@ def test_a_peer_is_timed_with_all_that_it_may_keep(side, monkeypatch) -> None:
         assert set(one) == {"input_ids", "labels"}
 
 
-def test_pairs_are_timed_in_trl(monkeypatch) -> None:
-    """Of as many tokens as ours: TRL adds the end to each answer."""
+PAIRS = replace(TINY, task="dpo", lora=2, rows=1)
+VARIED = replace(PAIRS, peer_pairs=4)
+
+
+def test_our_rows_are_packed_with_whole_pairs_of_any_length() -> None:
+    """Each of an epoch once. Pairs that are alike have a row each, without padding."""
+    rows = everyday_peers.packed_pairs(VARIED)
+    assert sorted(n for row in rows for n in row["documents"]) == [*range(6)]
+    assert {len(row["input_ids"]) for row in rows} == {48} and len(rows) < 6
+    assert len({n for row in rows for n in row["lengths"]}) > 6
+    alike = everyday_peers.packed_pairs(PAIRS)
+    assert [[*row["lengths"]] for row in alike] == [[24, 24, 24]] * 6
+
+
+def test_our_pairs_are_counted_over_one_epoch() -> None:
+    (row,) = measured(job("custom", VARIED, timed=None))
+    assert row["status"] == "ok" and row["pairs"] == 6, row
+    assert row["steps"] == len(everyday_peers.packed_pairs(VARIED))
+    assert row["pairs_per_s"] > 0 and "tokens_per_s" not in row
+
+
+@pytest.mark.parametrize(("case", "steps", "pairs"), [(PAIRS, 1, 1), (VARIED, 2, 6)])
+def test_pairs_are_timed_in_trl(case, steps, pairs, monkeypatch) -> None:
+    """They are ours, token by token and in their order; TRL adds the end to each answer. Those that
+    vary are padded, and an epoch of them is timed."""
     pytest.importorskip("trl")
     trainers: list[Any] = []
 
@@ -179,13 +205,22 @@ def test_pairs_are_timed_in_trl(monkeypatch) -> None:
         step_clock.time_trainer(trainer, clock)
 
     monkeypatch.setattr(everyday_peers, "time_trainer", timed)
-    case = replace(TINY, task="dpo", lora=2, rows=1)
-    (row,) = measured(job("trl", case, checkpointings=["layers"]))
+    timed_steps = None if case.peer_pairs else 1
+    (row,) = measured(job("trl", case, checkpointings=["layers"], timed=timed_steps))
     assert row["status"] == "ok" and row["bwd_s"] > 0, row
-    pair = trainers[0].train_dataset[0]
-    lengths = {name: len(pair[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
-    assert lengths == dict(prompt=24, chosen=24, rejected=24)
-    assert trainers[0].args.gradient_checkpointing
+    assert (row["steps"], row["pairs"]) == (steps, pairs)
+    (trainer,) = trainers
+    for row in everyday_peers.packed_pairs(case):
+        parts = iter(torch.from_numpy(row["input_ids"]).split(row["lengths"].tolist()))
+        for number in row["documents"].tolist():
+            theirs = trainer.train_dataset[number]
+            for name in ("prompt", "chosen", "rejected"):
+                assert theirs[f"{name}_ids"] == next(parts).tolist()
+    ids = next(iter(trainer.get_train_dataloader()))["input_ids"]
+    assert len(ids) == 2 * (case.peer_pairs or case.rows)
+    first = everyday_peers.pairs(case)[0]
+    assert ids[0].tolist()[: len(first.prompt) + 1] == [*first.prompt, first.chosen[0]]
+    assert trainer.args.gradient_checkpointing
 
 
 @pytest.fixture
