@@ -22,6 +22,7 @@ from longctx.data.rows import (
     check_sources,
     counts,
     document_names,
+    pictures_of,
     rows_identity,
 )
 from longctx.data.text.tokenizer import load_tokenizer
@@ -55,6 +56,14 @@ from longctx.run.documents import needs_one_document
 from longctx.run.loading import check_request, compute_dtype, load_config, load_model, saved_bytes
 from longctx.run.oom import explained_oom, explained_oom_of_weights
 from longctx.run.options import check_layers, check_rows, check_towers, parse_args
+from longctx.run.pictures import (
+    Eyes,
+    PictureCollator,
+    Pictured,
+    check_no_vision,
+    eyes_of,
+    use_workers,
+)
 from longctx.run.reference import References, check_reference
 from longctx.run.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.run.trackers import tracked_as, tracked_name
@@ -89,11 +98,13 @@ class Asked(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """Holds the tokenizer and the configurations, which are read before any weights."""
+    """Holds the tokenizer and the configurations, which are read before any weights, and what reads
+    pictures if the model sees some."""
 
     tokenizer: Any
     config: PretrainedConfig
     teacher: PretrainedConfig | None
+    eyes: Eyes | None
 
 
 class Folder(NamedTuple):
@@ -110,6 +121,8 @@ class Rows(NamedTuple):
     train: Any
     eval: Any
     names: Callable[[Iterable[int]], list[str]]
+    pictures: Any = None
+    """The processor, if there are pictures in the rows."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -121,7 +134,8 @@ def main(argv: list[str] | None = None) -> None:
         if asked.train.process_index == 0:
             row = next(iter(rows.train))
             named = rows.names(row["documents"])
-            show_example(row, named, checked.tokenizer, rows=asked.task.rows)
+            seen = rows.pictures and rows.pictures.seen
+            show_example(row, named, checked.tokenizer, rows=asked.task.rows, seen=seen)
         return
     counted = {"train": counts(rows.train)}
     if rows.eval is not None:
@@ -172,7 +186,7 @@ def check_models(asked: Asked) -> Checked:
         teacher = check_teacher(model_args, args, config, tokenizer, asked.engine)
     if asked.task.has_reference and args.reference:
         check_reference(model_args, args, config)
-    return Checked(tokenizer, config, teacher)
+    return Checked(tokenizer, config, teacher, eyes_of(*asked.options, config, tokenizer))
 
 
 def open_folder(asked: Asked, checked: Checked) -> Folder:
@@ -191,6 +205,7 @@ def open_folder(asked: Asked, checked: Checked) -> Folder:
 def make_rows(asked: Asked, checked: Checked) -> Rows:
     """Documents -> tokens -> packed rows of seq_len, or of one document each."""
     (model_args, data_args, args), task, config = asked.options, asked.task, checked.config
+    eyes = checked.eyes
     one_document = needs_one_document(model_args, args, config, text=task.rows == "text")
 
     def build(files: list[str] | None, *, held_out: bool = False) -> Any:
@@ -205,6 +220,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
             mismatched=task.mismatched,
             one_document=one_document,
             held_out=held_out,
+            sight=None if eyes is None else eyes.sight(),
         )
 
     with args.main_process_first(desc="data"):
@@ -214,8 +230,14 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
         elif data_args.eval_file:
             eval_rows = build(data_args.eval_file)
     check_rows(args, train_rows, eval_rows)
-    names = document_names(data_args, data_args.train_file, task.rows)
-    return Rows(train_rows, eval_rows, names)
+    sees = eyes is not None
+    names = document_names(data_args, data_args.train_file, task.rows, sees=sees)
+    pictures = eyes and eyes.pictures
+    if pictures is None:
+        check_no_vision(model_args)
+        return Rows(train_rows, eval_rows, names)
+    use_workers(args)
+    return Rows(train_rows, eval_rows, names, pictures)
 
 
 def define_run(
@@ -270,7 +292,8 @@ def load(
     (model_args, _, args), engine, resumed = asked.options, asked.engine, asked.resume is not None
     set_seed(args.seed)
     with explained_oom_of_weights(engine, model_args):
-        model = load_model(model_args, checked.config, device=args.device, engine=engine)
+        sees = rows.pictures is not None
+        model = load_model(model_args, checked.config, device=args.device, engine=engine, sees=sees)
         with explained_options("these options"):
             trainer = LongTrainer(
                 model=model,
@@ -278,10 +301,8 @@ def load(
                 engine=engine,
                 seq_len=model_args.seq_len,
                 host_memory_gib=model_args.host_memory_gib,
-                train_dataset=as_arrays(rows.train),
-                eval_dataset=rows.eval,
+                **batches(asked, checked, rows),
                 task=asked.task,
-                data_collator=asked.task.collator(model_args.class_type),
                 processing_class=checked.tokenizer,
                 document_names=rows.names,
                 run=run,
@@ -299,6 +320,24 @@ def load(
         record["tracked_as"] = tracked_name(args, resumed=resumed)
         trainer.add_callback(RunFile(record, resumed=resumed))
     return trainer, record
+
+
+def batches(asked: Asked, checked: Checked, rows: Rows) -> dict[str, Any]:
+    """What the trainer makes batches of, and how."""
+    model_args, data_args, args = asked.options
+    if rows.pictures is None:
+        return {
+            "train_dataset": as_arrays(rows.train),
+            "eval_dataset": rows.eval,
+            "data_collator": asked.task.collator(model_args.class_type),
+        }
+    evaluated = data_args.eval_file or data_args.train_file
+    dtype = compute_dtype(model_args, args.device)
+    return {
+        "train_dataset": Pictured(rows.train, pictures_of(data_args, data_args.train_file)),
+        "eval_dataset": rows.eval and Pictured(rows.eval, pictures_of(data_args, evaluated)),
+        "data_collator": PictureCollator(rows.pictures, checked.config, dtype),
+    }
 
 
 def train(

@@ -322,8 +322,8 @@ def _picture_files(records: Dataset, name: str | None) -> Iterable[Any]:
     """Differs where a file of a picture does, of which rows hold the number of tokens."""
     if name is not None:
         return
-    for content in records.filter(lambda kind: kind == WITH_PICTURES, ["kind"])["content"]:
-        for named in json.loads(content)["pictures"]:
+    for kind, content in zip(records["kind"], records["content"], strict=True):
+        for named in json.loads(content)["pictures"] if kind == WITH_PICTURES else ():
             if not named.startswith(DATA_URL):
                 yield file_identity(Path(named))
 

@@ -67,7 +67,7 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
     if skeleton is None:
         return
     check_all_linear(args, skeleton)
-    known = _adaptable(skeleton)
+    known = _adaptable(skeleton, args.train_vision)
     for target in args.lora_targets or ():
         _check_target(target, known, args)
 
@@ -122,8 +122,11 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
     return 4 * (total + is_classifier(config) * text.hidden_size)
 
 
-def _adaptable(model: nn.Module) -> dict[str, nn.Linear]:
-    """Returns the linear maps that may get adapters, by path: none of what sees images."""
+def _adaptable(model: nn.Module, vision: bool) -> dict[str, nn.Linear]:
+    """Returns the linear maps that may get adapters, by path: those of what sees images with
+    `vision` alone."""
+    if vision:
+        return linears(model)
     seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
     return {path: linear for path, linear in linears(model).items() if linear not in seeing}
 
@@ -133,7 +136,7 @@ def adapted_linears(model: nn.Module, args: ModelArguments) -> dict[str, nn.Line
     targets = args.lora_targets or [ALL_LINEAR]
     return {
         path: linear
-        for path, linear in _adaptable(model).items()
+        for path, linear in _adaptable(model, args.train_vision).items()
         if path not in (*_ENDS, _SCORE)
         and any(target == ALL_LINEAR or _names(target, path) for target in targets)
     }
@@ -153,7 +156,7 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         modules_to_save=args.lora_modules_to_save,
         use_dora=args.use_dora,
-        exclude_modules=_seeing(model),
+        exclude_modules=None if args.train_vision else _seeing(model),
     )
     with warnings.catch_warnings():
         # PEFT asks transformers for the name that it has given up.

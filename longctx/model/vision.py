@@ -8,9 +8,8 @@
 
 A batch of text alone goes from the joint directly to the language model. One with images goes
 through Hugging Face's joint, which calls the tower (tower.py) and then the language model: both run
-our forwards. `longctx train` reads text, and needs nothing else of a model: `rest_` freezes its
-towers and keeps them where they are, so that they take no memory on a GPU, get no gradient and are
-saved as they came.
+our forwards. Where `longctx train` reads text alone, `rest_` keeps the towers where they are, so
+that they take no memory on a GPU, get no gradient and are saved as they came.
 
 Not here: Llama 3.2 Vision (mllama), whose language model has layers that attend to the image alone.
 """
@@ -146,6 +145,12 @@ def rest_(model: Any) -> None:
     for _, tower in towers(model):
         tower.requires_grad_(False)
         tower._apply = partial(_stay, tower)  # type: ignore[method-assign]
+
+
+def tower_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Returns the parameters of all towers inside `model`, in whatever wrapper."""
+    joints = (module for module in model.modules() if is_joint(module))
+    return {p for joint in joints for _, tower in towers(joint) for p in tower.parameters()}
 
 
 def at_rest(model: nn.Module) -> set[nn.Module]:

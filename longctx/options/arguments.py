@@ -164,6 +164,9 @@ class ModelArguments:
     trust_remote_code: bool = _model(
         False, "Run Python code that a model repository ships. Only for repositories you trust."
     )
+    train_vision: bool = _model(
+        False, "Train what sees images, too; without it, that is frozen.", NUMBERS
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and self.preset:
@@ -255,6 +258,12 @@ class DataArguments:
     )
     allow_undecodable: bool = _rare_data(
         False, "Train on files of which more than one byte in fifty is not text, and is replaced."
+    )
+    image_pixels: str | None = _data(
+        None,
+        "Most pixels of an image, as 448x448; a larger one is made smaller. Default: as the "
+        "model's processor has it.",
+        ROWS,
     )
     show_example: bool = _data(
         False, "Print one packed row, its trained tokens in colour, and end."

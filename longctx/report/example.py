@@ -10,12 +10,15 @@ A row of prompts with their answers shows each prompt once and says whose answer
     ── 1 of 2: pairs.jsonl:7, rejected, 9 tokens
 
 Trained tokens are green (and between « and » where there is no colour), the others dim. A stretch
-of more than STRETCH characters is shortened in its middle.
+of more than STRETCH characters is shortened in its middle. Where a picture stands, its tokens are
+counted:
+
+    <|vision_start|> [picture, 196 tokens] <|vision_end|> What is this?
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +40,14 @@ def show_example(
     tokenizer: PreTrainedTokenizerBase,
     console: Console | None = None,
     rows: Rows = "text",
+    seen: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
     """Prints a row of `build_dataset` of this kind of rows; `names` are those of its documents
-    (`document_names`)."""
+    (`document_names`), `seen` says which ids are parts of pictures."""
     console = console or Console()
     ids, labels = (np.asarray(row[name]) for name in ("input_ids", "labels"))
     trained = labels != IGNORE_INDEX
+    pictured = np.zeros(len(ids), bool) if seen is None else seen(ids)
     console.print(f"one row of {len(ids):,} tokens, {trained.sum():,} of them trained")
     pieces = _documents(row) if rows == "text" else _answers(row, SIDE_NAMES[rows])
     for number, side, start, end in pieces:
@@ -53,7 +58,8 @@ def show_example(
         tokens = f"{end - start:,} tokens"
         counts = f"{side}, {tokens}" if side else f"{tokens}, {trained[start:end].sum():,} trained"
         console.print(Text(f"── {what}, {counts}", EDGE), soft_wrap=True)
-        text = _coloured(ids[start:end], trained[start:end], tokenizer, console.is_terminal)
+        part = slice(start, end)
+        text = _coloured(ids[part], trained[part], pictured[part], tokenizer, console.is_terminal)
         console.print(text, soft_wrap=True)
 
 
@@ -79,12 +85,20 @@ def _answers(row: dict[str, Any], sides: Sequence[str]) -> Iterator[Part]:
 
 
 def _coloured(
-    ids: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase, colour: bool
+    ids: np.ndarray,
+    trained: np.ndarray,
+    pictured: np.ndarray,
+    tokenizer: PreTrainedTokenizerBase,
+    colour: bool,
 ) -> Text:
-    """Stretches of equal `trained`, decoded; both (n,)."""
+    """Stretches of equal `trained` and `pictured`, decoded; all (n,)."""
     text = Text()
-    cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    changes = np.diff(trained) | np.diff(pictured)
+    cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(ids)]
     for start, end in zip(cuts, cuts[1:], strict=False):
+        if pictured[start:end].any():
+            text.append(f"[picture, {end - start:,} tokens]", EDGE)
+            continue
         stretch = _short(str(tokenizer.decode(ids[start:end].tolist())))
         if trained[start]:
             text.append(stretch if colour else f"«{stretch}»", TRAINED)

@@ -145,9 +145,11 @@ def load_model(
     device: torch.device,
     engine: Engine | None = None,
     role: str = "",
+    sees: bool = False,
 ) -> PreTrainedModel:
     """The model in `args.dtype`, patched as `args.class_type` says, in a PeftModel if it gets
     adapters; prints what was patched, and the model's `role` if it is not the one that trains.
+    With `sees` it will be given images.
 
     Pretrained weights are read (under ZeRO-3 and FSDP2 the first process hands the others their
     parts); a preset's are random (seed them with `transformers.set_seed`).
@@ -175,7 +177,14 @@ def load_model(
             compute_in_(model, dtype)
     if quantises:
         quantise_(model, device)
-    rest_(model)
+    seeing = ""
+    if sees:
+        for _, tower in towers(model):
+            tower.requires_grad_(args.train_vision)
+        seeing = f"; what sees images is {'trained, too' if args.train_vision else 'frozen'}"
+    elif any(towers(model)):
+        rest_(model)
+        seeing = "; what sees images stays in host memory, frozen"
     keep_documents_apart(model)
     patched = patch_as(model, args.patch_options, device)
     if args.schedules and not role:
@@ -185,8 +194,7 @@ def load_model(
         f"{counted(sum(map(whole_numel, model.parameters())))} parameters in "
         f"{str(dtype).removeprefix('torch.')}; {patched}"
     )
-    if any(towers(model)):
-        line += "; what sees images stays in host memory, frozen"
+    line += seeing
     if args.lora_r is not None:
         model, adapters = add_adapters(model, args)
         line += f"; {adapters}{'' if args.quantize == 'none' else ' over NF4'}"

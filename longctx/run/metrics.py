@@ -27,7 +27,7 @@ from longctx.engines.collectives import all_reduce_sum, whole_numel
 from longctx.model.families import head_dim, windows
 from longctx.model.look import look
 from longctx.model.matrices import active_shares
-from longctx.model.vision import at_rest
+from longctx.model.vision import tower_parameters
 
 
 def device_peak_flops(device: torch.device) -> float | None:
@@ -40,8 +40,8 @@ def parameters_in_matmuls(model: PreTrainedModel) -> int:
     and what sees images, whole over all processes."""
     embedding, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = lm_head is not None and look(lm_head, "weight") is look(embedding, "weight")
-    resting = {p for module in at_rest(model) for p in module.parameters()}
-    counted = [p for p in model.parameters() if p not in resting]
+    seeing = tower_parameters(model)
+    counted = [p for p in model.parameters() if p not in seeing]
     counted = [p for p in counted if tied or p is not look(embedding, "weight")]
     shares = active_shares(model, model.config.get_text_config())
     active = {p: round(whole_numel(p) * shares.get(p, 1.0)) for p in counted}

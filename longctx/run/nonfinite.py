@@ -30,6 +30,7 @@ from longctx.engines.collectives import any_rank, local_shard
 from longctx.errors import UserError, print_rank0
 from longctx.model.blocks import decoder_layers
 from longctx.model.runtime import patched_part
+from longctx.model.vision import of_images
 from longctx.tasks.protocol import Task
 
 PATIENCE = 10
@@ -142,11 +143,7 @@ def explain(
         rows = [*batches]
     else:
         loss = _loss
-        rows = [
-            {key: tensor[i : i + 1] for key, tensor in batch.items()}
-            for batch in batches
-            for i in range(len(batch["input_ids"]))
-        ]
+        rows = [row for batch in batches for row in _apart(batch)]
 
     def known_gradient(
         model: nn.Module, rows: Sequence[Batch], names: Names, loss: Loss
@@ -160,6 +157,14 @@ def explain(
         if causes:
             return causes[0]
     return f"it did not happen again {_documents(rows, None, names)}"
+
+
+def _apart(batch: Batch) -> list[Batch]:
+    """The rows of a batch. With images it stays whole, since nothing says which are whose."""
+    count = len(batch["input_ids"])
+    if count == 1 or of_images(batch):
+        return [batch]
+    return [{key: tensor[i : i + 1] for key, tensor in batch.items()} for i in range(count)]
 
 
 def _broken_weight(model: nn.Module, *_: Any) -> str | None:
@@ -211,7 +216,8 @@ def first_nonfinite(
     `the loss` where only that is not finite; None where all is.
     """
     found: list[tuple[int, str, int | None]] = []
-    shards, tokens = _shards(model), row["input_ids"].shape[1]
+    shards, (rows, tokens) = _shards(model), row["input_ids"].shape
+    alone = rows == 1
     own = -(-tokens // shards.ranks) if shards else tokens
     before = shards.rank * own if shards else 0
 
@@ -219,7 +225,7 @@ def first_nonfinite(
         def hook(module: nn.Module, given: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if not found and isinstance(first, Tensor) and not _finite(first):
-                token = _first_token(first, own)
+                token = _first_token(first, own) if alone else None
                 found.append((order, name, None if token is None else token + before))
 
         return hook
@@ -276,7 +282,9 @@ def _documents(rows: Sequence[Batch], token: int | None, names: Names) -> str:
     if not all("documents" in row for row in rows):
         return "in documents without names (--remove_unused_columns dropped them)"
     if token is not None:
-        starts = (rows[0]["position_ids"][0, : token + 1] == 0).nonzero().flatten()
+        positions = rows[0]["position_ids"]
+        positions = positions if positions.dim() == 2 else positions[0]
+        starts = (positions[0, : token + 1] == 0).nonzero().flatten()
         number = int(rows[0]["documents"][0, len(starts) - 1])
         here = token - int(starts[-1])
         return f"at token {here} of {_names_of([number], names)[0] if number >= 0 else 'padding'}"

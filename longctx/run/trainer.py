@@ -624,7 +624,7 @@ def _positions(inputs: dict[str, Any]) -> Tensor:  # (B, S)
     positions: Tensor | None = inputs.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    return positions
+    return positions if positions.dim() == 2 else positions[0]  # those of images behind it
 
 
 def _joined(inputs: dict[str, Any], model: Any, shards: Shards) -> Tensor:  # (B, S)

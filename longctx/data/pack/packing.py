@@ -94,7 +94,9 @@ class PackingStats:
             count = many(len(self.too_long), "document")
             parts.append(f"{count} with pictures left out as too long: {names}{more}")
         parts.append(f"{self.padding_tokens:,} padding = {share:.1%}")
-        pictures = f" of text and {many(self.pictures, 'picture')}" if self.pictures else ""
+        pictures = (
+            f", those of {many(self.pictures, 'picture')} among them" if self.pictures else ""
+        )
         return (
             f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}{pictures} -> "
             f"{many(self.rows, 'row')} of {length} ({', '.join(parts)}); "
