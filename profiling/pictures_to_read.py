@@ -1,15 +1,17 @@
 """Writes a small model that sees, and conversations about coloured squares, for the smoke.
 
     python profiling/pictures_to_read.py FOLDER
+    python profiling/pictures_to_read.py FOLDER --model qwen3_vl
 
-The model is LLaVA's, with random weights, in FOLDER/model; the pictures and pictures.jsonl, as
-recipes/trl_images.py reads them, are beside it.
+The model has random weights and is in FOLDER/model; the pictures and pictures.jsonl, as
+`longctx train` and recipes/trl_images.py read them, are beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,37 +19,47 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 210)}
+PLACES = {
+    "llava": "<image>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+}
+"""Model -> what its chat template writes where a picture stands."""
 TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for part in m['content'] %}{{ '<image>' if part['type'] == 'image' else "
-    "part['text'] }}{% endfor %}{% endif %}\n{% endfor %}"
+    "{%% for m in messages %%}{{ m['role'] }}: {%% if m['content'] is string %%}{{ m['content'] }}"
+    "{%% else %%}{%% for part in m['content'] %%}{{ '%s' if part['type'] == 'image' else "
+    "part['text'] }}{%% endfor %%}{%% endif %%}\n{%% endfor %%}"
 )
 
 
-def make(folder: Path, hidden: int = 1024, layers: int = 4, side: int = 56) -> None:
-    from PIL import Image
-    from transformers import (
-        AutoConfig,
-        AutoModelForImageTextToText,
-        CLIPImageProcessor,
-        LlavaProcessor,
-    )
+def make(
+    folder: Path, kind: str = "llava", hidden: int = 1024, layers: int = 4, side: int = 56
+) -> None:
+    """Writes the model and the conversations. `side`: the pixels of a picture's side for LLaVA."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     from longctx.data.text.tokenizer import as_pretrained, train_backend
 
     lines = [f"user: What colour is this?\nassistant: It is {name}." for name in COLOURS]
     tokenizer = as_pretrained(train_backend(lines * 4, 320))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = TEMPLATE % PLACES[kind]
+    tokens = re.findall(r"<[^>]+>", PLACES[kind])
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    ids = dict(zip(tokens, tokenizer.convert_tokens_to_ids(tokens), strict=True))
     heads: dict[str, Any] = dict(num_attention_heads=hidden // 64, num_hidden_layers=layers)
-    text = dict(model_type="llama", vocab_size=len(tokenizer), hidden_size=hidden)
-    text |= dict(intermediate_size=2 * hidden, max_position_embeddings=4096, **heads)
-    sees = dict(model_type="clip_vision_model", hidden_size=hidden, intermediate_size=2 * hidden)
-    sees |= dict(image_size=side, patch_size=14, projection_dim=hidden, **heads)
-    token = tokenizer.convert_tokens_to_ids("<image>")
-    config = AutoConfig.for_model(
-        "llava", text_config=text, vision_config=sees, image_token_index=token
-    )
+    text = dict(vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden)
+    text |= dict(max_position_embeddings=4096, **heads)
+    settings = (_llava if kind == "llava" else _qwen)(folder, tokenizer, ids, heads, side)
+    text |= settings.pop("text_config")
+    config = AutoConfig.for_model(kind, text_config=text, **settings)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
+    write_conversations(folder)
+
+
+def _llava(folder: Path, tokenizer: Any, ids: Any, heads: Any, side: int) -> dict[str, Any]:
+    """Writes the processor, and returns the model's settings."""
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    hidden = 64 * heads["num_attention_heads"]
     LlavaProcessor(
         CLIPImageProcessor(size={"shortest_edge": side}, crop_size=side),
         tokenizer,
@@ -55,8 +67,37 @@ def make(folder: Path, hidden: int = 1024, layers: int = 4, side: int = 56) -> N
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
         image_token="<image>",
-        chat_template=TEMPLATE,
+        chat_template=tokenizer.chat_template,
     ).save_pretrained(folder / "model")
+    sees = dict(model_type="clip_vision_model", hidden_size=hidden, intermediate_size=2 * hidden)
+    sees |= dict(image_size=side, patch_size=14, projection_dim=hidden, **heads)
+    text = dict(model_type="llama")
+    return dict(text_config=text, vision_config=sees, image_token_index=ids["<image>"])
+
+
+def _qwen(folder: Path, tokenizer: Any, ids: Any, heads: Any, side: int) -> dict[str, Any]:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    hidden = 64 * heads["num_attention_heads"]
+    Qwen2VLImageProcessorPil(patch_size=16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    sees = dict(depth=4, hidden_size=hidden, intermediate_size=2 * hidden, num_heads=hidden // 64)
+    sees |= dict(out_hidden_size=hidden, deepstack_visual_indexes=[0, 2])
+    rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[12, 10, 10])
+    text = dict(head_dim=64, num_key_value_heads=hidden // 128, rope_parameters=rope)
+    return dict(
+        text_config=text,
+        vision_config=sees,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=len(ids) + 10**4,  # which no text has
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+
+
+def write_conversations(folder: Path) -> None:
+    from PIL import Image
+
     rows = []
     for n in range(12):
         name = [*COLOURS][n % len(COLOURS)]
@@ -70,9 +111,10 @@ def make(folder: Path, hidden: int = 1024, layers: int = 4, side: int = 56) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to write; made if it is not there")
-    folder = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-    make(folder)
+    parser.add_argument("--model", choices=[*PLACES], default="llava", help="default: llava")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    make(args.folder, args.model)
 
 
 if __name__ == "__main__":

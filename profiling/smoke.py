@@ -427,6 +427,7 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
         commands=(make, (*command, "--train_vision"), command),
         prints=("longctx patched: ",),
     )
+    yield from _images(inputs)
     read = ("--eval_file", "README.md", "--seq_len", "2048", "--windows", "2", "--repeats", "1")
     yield Case(name="eval", commands=((*longctx, "eval", inputs.base, *read),))
     profiled = ("--preset", "llama-3.2-1b", "--seq_len", "8192", *BUDGET)
@@ -434,6 +435,26 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
     yield Case(
         name="profile", commands=((*command, "--profile_dir", str(inputs.folder / "profile")),)
     )
+
+
+def _images(inputs: Inputs) -> Iterator[Case]:
+    """`longctx train` on conversations with pictures."""
+    sees = inputs.folder / "qwen"
+    make = (sys.executable, "profiling/pictures_to_read.py", str(sees), "--model", "qwen3_vl")
+    data = ("--train_file", str(sees / "pictures.jsonl"), "--eval_share", "0.2")
+    seeing = ("--model_name_or_path", str(sees / "model"), *data, "--seq_len", "512")
+    train = (*TRAIN, *seeing, "--max_steps", "4", *BUDGET)
+    frozen, trained = ((*train, *inputs.at(name)) for name in ("images", "images_trained"))
+    adapters = (*train, "--lora_r", "8", "--train_vision", *inputs.at("images_lora"))
+    merge = (sys.executable, "-m", "longctx", "merge", str(inputs.folder / "images_lora/final"),
+             "--output", str(inputs.folder / "images_merged"))  # fmt: skip
+    vanilla = (*train, "--class_type", "vanilla", *inputs.at("images_vanilla"))
+    yield Case(
+        name="images",
+        commands=(make, frozen, (*trained, "--train_vision"), adapters, merge),
+        prints=(SCHEDULE, "what sees images is frozen", "what sees images is trained, too"),
+    )
+    yield Case(name="images_vanilla", commands=(make, vanilla), vanilla=True)
 
 
 def _two_gpus(inputs: Inputs) -> Iterator[Case]:
