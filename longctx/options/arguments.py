@@ -164,7 +164,7 @@ class ModelArguments:
     trust_remote_code: bool = _model(
         False, "Run Python code that a model repository ships. Only for repositories you trust."
     )
-    train_vision: bool = _model(
+    train_vision: bool = _rare_model(
         False, "Train what sees images, too; without it, that is frozen.", NUMBERS
     )
 
@@ -259,7 +259,7 @@ class DataArguments:
     allow_undecodable: bool = _rare_data(
         False, "Train on files of which more than one byte in fifty is not text, and is replaced."
     )
-    image_pixels: str | None = _data(
+    image_pixels: str | None = _rare_data(
         None,
         "Most pixels of an image, as 448x448; a larger one is made smaller. Default: as the "
         "model's processor has it.",
