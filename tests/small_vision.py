@@ -75,6 +75,17 @@ def vision_config(kind: str, **text: Any) -> PretrainedConfig:
     return AutoConfig.for_model(kind, **parts | {"text_config": text})
 
 
+def mllama_config(**text: Any) -> PretrainedConfig:
+    """Llama 3.2 Vision, of whose layers the second reads the image."""
+    sizes = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=2)
+    text = sizes | dict(vocab_size=64, num_key_value_heads=2, cross_attention_layers=[1]) | text
+    text |= dict(pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    tower = sizes | dict(attention_heads=2, num_global_layers=1, image_size=16, patch_size=4)
+    tower |= dict(intermediate_layers_indices=[0], vision_output_dim=64, max_num_tiles=1)
+    tower["supported_aspect_ratios"] = [[1, 1]]
+    return AutoConfig.for_model("mllama", text_config=text, vision_config=tower)
+
+
 def vision_model(kind: str, **text: Any) -> Any:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(vision_config(kind, **text)).train()

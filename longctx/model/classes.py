@@ -27,20 +27,29 @@ CLASSIFIER = "ForSequenceClassification"
 
 def auto_class(config: Any) -> Any:
     """Returns the class of transformers that loads models of this configuration."""
-    if config.model_type in PREFIXES:
+    if sees_images(config):
         return AutoModelForImageTextToText
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
 
 
 def class_of(config: Any) -> Any | None:
     """Returns the class of a configuration's models; None if it is not transformers' own."""
-    if config.model_type in PREFIXES:
+    if sees_images(config):
         known: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     elif is_classifier(config):
         known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     else:
         known = MODEL_FOR_CAUSAL_LM_MAPPING
     return known.get(type(config), None)
+
+
+def sees_images(config: Any) -> bool:
+    """Whether a configuration is that of a vision-language model: one that the schedule knows, or
+    one that says so itself. Of Llama 3.2 Vision transformers' causal class is the text's alone."""
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = whole.get(type(config), None)
+    named = kind is not None and kind.__name__ in (config.architectures or ())
+    return named or config.model_type in PREFIXES
 
 
 def taken_by(kind: Any, config: Any) -> Any:

@@ -558,14 +558,19 @@ def has_windows(config: PretrainedConfig) -> bool:
     return any(w is not None and (positions is None or w < positions) for w in windows(config))
 
 
+_NOT_YET = {"mllama": "its layers of cross-attention to images are not supported yet"}
+"""Why a family is missing, by a part of its names in lower case."""
+
+
 def not_known(what: str, scored: bool = False) -> str:
     """Returns the line that refuses a model of no family here. `what` names its class or type;
     `scored` says that a task asks it for more than the loss of labels."""
-    remedy = "--class_type vanilla trains any model"
+    why = next((f": {why}" for name, why in _NOT_YET.items() if name in what.lower()), "")
+    remedy = "Any model trains unpatched (--class_type vanilla)"
     if scored:
-        remedy = "of any other model --class_type vanilla trains --task sft"
+        remedy = "Of any other model --class_type vanilla trains --task sft"
     return (
-        f"longctx has no family for {what}. It knows {', '.join(FAMILIES)}, and the "
+        f"longctx has no family for {what}{why}. It knows {', '.join(FAMILIES)}, and the "
         f"vision-language {', '.join(PREFIXES)} around these. {remedy}, with one document a row "
         "if it mixes those of packed rows; docs/add_a_family.md shows how a family is added"
     )

@@ -12,6 +12,7 @@ our forwards. Where `longctx train` reads text alone, `rest_` keeps the towers w
 that they take no memory on a GPU, get no gradient and are saved as they came.
 
 Not here: Llama 3.2 Vision (mllama), whose language model has layers that attend to the image alone.
+`families.not_known` says so, and `--class_type vanilla` trains the model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import cached_file
 
@@ -72,7 +74,8 @@ def copy_processor(model: Any, folder: Path) -> None:
     """Copies the settings that prepare images from where a vision-language model was read, so that
     the model saved in `folder` is whole. Nothing happens to another model, and where there are no
     such settings."""
-    for name in _OF_PROCESSORS if is_whole(model) else ():
+    sees = isinstance(model, PreTrainedModel) and hasattr(model.config, "vision_config")
+    for name in _OF_PROCESSORS if sees else ():
         try:
             found = cached_file(model.config._name_or_path, name, local_files_only=True)
         except (OSError, ValueError):  # no such file; a model that was read from nowhere

@@ -28,6 +28,7 @@ from longctx.model.classes import (
     auto_class,
     class_of,
     is_classifier,
+    sees_images,
     without_storage,
 )
 from longctx.model.declined import is_dropout, set_dropout_
@@ -77,10 +78,10 @@ def load_config(
             )
     (as_reward_model if rewards else as_language_model)(config)
     set_dropout_(config, args.dropout)
-    sees = config.model_type in PREFIXES
-    text = config.get_text_config() if sees else config
-    if args.class_type == "custom" and family_of(text) is None:
-        around = f" around {text.model_type!r}" if sees else ""
+    text = config.get_text_config() if sees_images(config) else config
+    known = text is config or config.model_type in PREFIXES
+    if args.class_type == "custom" and not (known and family_of(text)):
+        around = "" if text is config else f" around {text.model_type!r}"
         raise UserError(f"{args.model_name_or_path}: {not_known(f'{config.model_type!r}{around}')}")
     if args.schedules and (reason := _unfit(args.attn_backend, text)):
         raise UserError(reason)

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 
 from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
+from longctx.model.classes import sees_images
 from longctx.model.declined import is_dropout, why_declined
-from longctx.model.vision import PREFIXES
 from longctx.options.config import (
     DataArguments,
     ModelArguments,
@@ -99,7 +99,7 @@ def _check_engine(model_args: ModelArguments, args: TrainArguments, engine: Engi
 def check_towers(config: PretrainedConfig, engine: Engine, processes: int) -> None:
     """Raises UserError where the towers of a vision-language model could not stay in host memory:
     engines shard them, and processes exchange them."""
-    if config.model_type in PREFIXES and (engine.shards_states or processes > 1):
+    if sees_images(config) and (engine.shards_states or processes > 1):
         raise UserError(
             f"a model of type {config.model_type!r} trains in one process without an engine, where "
             "what sees images stays in host memory: leave out --deepspeed and --fsdp, and start "

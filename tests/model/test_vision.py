@@ -24,8 +24,8 @@ from small_layer import (
     run,
     truth_of,
 )
-from small_vision import KINDS, image_batch, vision_model
-from transformers import AutoConfig, AutoModelForImageTextToText, LlavaModel
+from small_vision import KINDS, image_batch, mllama_config, vision_model
+from transformers import AutoModelForImageTextToText, LlavaModel
 
 import longctx
 from longctx.errors import UserError
@@ -258,17 +258,14 @@ def test_towers_at_rest_move_with_nothing(kind) -> None:
 
 
 def test_llama_3_2_vision_is_refused_by_name() -> None:
-    sizes = dict(hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=2)
-    text = sizes | dict(vocab_size=64, num_key_value_heads=2, cross_attention_layers=[1])
-    text["pad_token_id"] = 0
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    tower = sizes | dict(attention_heads=2, num_global_layers=1, image_size=16, patch_size=4)
-    tower |= dict(intermediate_layers_indices=[0], vision_output_dim=64, max_num_tiles=1)
-    tower["supported_aspect_ratios"] = [[1, 1]]
-    config = AutoConfig.for_model(
-        "mllama", text_config=text | {"rope_parameters": rope}, vision_config=tower
-    )
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
-    with pytest.raises(UserError, match="whose language model is MllamaTextModel"):
-        longctx.patch(model)
+        model = AutoModelForImageTextToText.from_config(mllama_config())
+    for part, named in (
+        (model, "MllamaForConditionalGeneration, whose language model is MllamaTextModel"),
+        (model.model, "MllamaModel, whose language model is MllamaTextModel"),
+        (model.model.language_model, "MllamaTextModel"),
+    ):
+        with pytest.raises(UserError) as refused:
+            longctx.patch(part)
+        assert f"no family for {named}: its layers of cross-attention" in str(refused.value)
+        assert "Any model trains unpatched" in str(refused.value)

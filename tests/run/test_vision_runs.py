@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors import safe_open
 from small_layer import batch
 from small_run import prepare, run
 from small_tokenizer import small_tokenizer
-from small_vision import KINDS, image_batch, vision_config, vision_model
+from small_vision import KINDS, image_batch, mllama_config, vision_config, vision_model
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from longctx.engines.deepspeed import DeepSpeed
@@ -38,7 +39,10 @@ def flags(tmp_path) -> list[str]:
 
 def save(kind: str, folder, **text) -> dict[str, torch.Tensor]:
     """Writes a vision-language checkpoint over the model in `folder`; returns its weights."""
-    model = vision_model(kind, vocab_size=VOCAB, **text)
+    return written(vision_model(kind, vocab_size=VOCAB, **text), folder)
+
+
+def written(model, folder) -> dict[str, torch.Tensor]:
     for old in (folder / "model").glob("*model*"):
         old.unlink()
     model.save_pretrained(folder / "model")
@@ -214,3 +218,25 @@ def test_an_unknown_language_model_is_refused_by_name(tmp_path) -> None:
     )
     with pytest.raises(UserError, match="no family for 'llava' around 'opt'. It knows llama"):
         load_config(args, vocab_size=VOCAB)
+
+
+def test_llama_3_2_vision_trains_unpatched_and_is_refused_by_name(flags, tmp_path) -> None:
+    """Its tower and its layers for images have no gradient, and are saved as they came."""
+    before = written(
+        AutoModelForImageTextToText.from_config(mllama_config(vocab_size=VOCAB)), tmp_path
+    )
+    args = ModelArguments(model_name_or_path=str(tmp_path / "model"), seq_len=64)
+    with pytest.raises(UserError, match="for 'mllama' around 'mllama_text_model': its layers of"):
+        load_config(args, vocab_size=VOCAB)
+    config = load_config(replace(args, class_type="vanilla"), vocab_size=VOCAB)
+    with pytest.raises(UserError, match="'mllama' trains in one process"):
+        check_towers(config, Plain(), 2)
+    run(flags, tmp_path / "run", "--max_steps", "2", "--class_type", "vanilla")
+    final = tmp_path / "run" / "final"
+    after = AutoModelForImageTextToText.from_pretrained(final).state_dict()
+    assert after.keys() == before.keys()
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    text = "model.language_model"
+    assert {f"{text}.layers.0.mlp.up_proj.weight", f"{text}.norm.weight"} < changed
+    assert not any("vision" in name or "layers.1" in name for name in changed)
+    assert (final / "preprocessor_config.json").exists()
