@@ -23,8 +23,9 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,6 @@ from longctx.model.tower import tower_forward, tower_of
 from longctx.model.vision import (
     NotScheduled,
     SeenBothWays,
-    TextOutput,
     joint_of,
     named,
     of_images,
@@ -316,15 +316,13 @@ def causal_forward(
         label_smoothing=runtime.label_smoothing if self.training else 0.0,
         logits_bytes=runtime.cut and runtime.cut.logits_bytes,
     )
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=lazy_logits(
-            hidden, partial(_logits, head, scaling, cap, left_out), _vocab(head), loss
-        ),
-        past_key_values=base.past_key_values,
-        hidden_states=base.hidden_states,
-        attentions=base.attentions,
-    )
+    logits = partial(_logits, head, scaling, cap, left_out)
+    own: Any = type(self)
+    kind: Any = output_class(own, CausalLMOutputWithPast)
+    # Hugging Face's model hands on what its base has found, as features of images.
+    handed = {field.name: getattr(base, field.name, None) for field in fields(kind)}
+    lazy = lazy_logits(hidden, logits, _vocab(head), loss)
+    return cast(CausalLMOutputWithPast, kind(**handed | {"loss": loss, "logits": lazy}))
 
 
 def as_causal(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -409,7 +407,9 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         # Gemma 3's whole model hands on labels, which nobody reads.
         text = {k: v for k, v in inputs.items() if k not in (*TOKEN_TYPES, "labels")}
         text |= {} if caller is None else caller.as_keyword(self.language_model)
-        return TextOutput(**self.language_model(**text, return_dict=True))
+        own: Any = type(self)
+        # Its class has what an image would have given, which is None.
+        return output_class(own)(**self.language_model(**text, return_dict=True))
     why = images if runtime.shards is not None else None
     if sees_both_ways(self):
         why = images
@@ -587,14 +587,16 @@ def _restarting(inputs: dict[str, Any], bounds: Tensor | None) -> Any:
 
 
 @functools.cache
-def output_class(kind: Any) -> type[ModelOutput]:
-    """Returns the class that a base model's own forward says it returns: what the forward of a
-    causal model reads, as `router_logits`, is an attribute of it."""
+def output_class(
+    kind: Any, default: type[ModelOutput] = BaseModelOutputWithPast
+) -> type[ModelOutput]:
+    """Returns the class that a model's own forward says it returns: what its caller reads, as
+    `router_logits` or `image_hidden_states`, is an attribute of it."""
     said = inspect.signature(kind.forward).return_annotation
     for found in (said, *get_args(said)):  # some say that it may also be a tuple
         if isinstance(found, type) and issubclass(found, ModelOutput):
             return found
-    return BaseModelOutputWithPast
+    return default
 
 
 _CACHE = "a key/value cache"

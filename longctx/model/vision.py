@@ -20,14 +20,12 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import cached_file
 
 from longctx.constants import TOKEN_TYPES
@@ -119,15 +117,6 @@ def named(module: nn.Module, args: Sequence[Any]) -> dict[str, Any]:
     """Returns positional arguments of a forward by the names that the module's class gives them."""
     _, *names = inspect.signature(type(module).forward).parameters
     return dict(zip(names, args, strict=False))
-
-
-@dataclass
-class TextOutput(BaseModelOutputWithPast):
-    """The output of a joint for text: its callers ask for what an image would have given, too."""
-
-    image_hidden_states: Any = None
-    video_hidden_states: Any = None
-    rope_deltas: Any = None
 
 
 def towers(model: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import longctx
 from longctx.cost.kept import Keep
+from longctx.errors import UserError
 from longctx.model.positions import rows_of
 from longctx.model.runtime import patched_part
 
@@ -154,3 +155,71 @@ def test_adapters_of_the_language_model_beside_a_frozen_tower(kind) -> None:
     truth, ours = truth_of(naive, torch.float32), copy.deepcopy(naive)
     longctx.patch(ours, strict=True)
     assert_trains_exactly((truth, naive, ours), on_device(image_batch(kind, [[5], [9]])))
+
+
+OUTPUTS = {
+    "whole, with labels": lambda model, inputs: model(**inputs),
+    "whole": lambda model, inputs: model(**without_labels(inputs)),
+    "joint": lambda model, inputs: model.model(**without_labels(inputs)),
+}
+CLOSE = dict(rtol=1e-4, atol=1e-5)
+
+
+def without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in inputs.items() if name != "labels"}
+
+
+def pair(kind: str) -> tuple[Any, Any]:
+    """(naive, ours), of which ours may run Hugging Face's layers."""
+    naive = vision_model(kind).to(DEVICE)
+    return naive, longctx.patch(copy.deepcopy(naive))
+
+
+@pytest.mark.parametrize("called", OUTPUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_have_the_class_and_the_fields_of_hugging_faces(kind, called) -> None:
+    """Features of images among them, through which a loss of one's own may train the projector, and
+    what generation goes on from. In training there is no cache."""
+    naive, ours = pair(kind)
+    for rows in ([[5], [9]], [[], []]):
+        inputs = on_device(image_batch(kind, rows)) | {"use_cache": False}
+        expected, found = (OUTPUTS[called](model, inputs) for model in (naive, ours))
+        assert type(found) is type(expected)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(found[name], value, **CLOSE, msg=name)
+                if name != "logits":  # which have their gradient once they are read
+                    assert found[name].requires_grad == value.requires_grad, name
+        features = getattr(expected, "image_hidden_states", None)
+        if kind.startswith("qwen"):
+            deltas = [model.model.rope_deltas for model in (naive, ours)]
+            assert torch.equal(*deltas)  # of text after images it is theirs that stay
+        else:
+            assert (features is None) == (rows == [[], []])
+
+
+@pytest.mark.parametrize("called", OUTPUTS)
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen3_vl"])
+def test_states_and_attentions_beside_images(kind, called, capsys) -> None:
+    """As of text: in training the last state alone, in evaluation and for attentions Hugging Face's
+    layers."""
+    naive, ours = pair(kind)
+    inputs = on_device(image_batch(kind, [[5], [9]])) | {"use_cache": False}
+    asked = inputs | {"output_hidden_states": True}
+    expected, found = (OUTPUTS[called](model, asked).hidden_states for model in (naive, ours))
+    assert len(found) == len(expected)
+    torch.testing.assert_close(found[-1], expected[-1], **CLOSE)
+    with pytest.raises(UserError, match=r"hidden_states\[0\] was not kept"):
+        found[0].sum()
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+    for model in (naive, ours):
+        model.eval().set_attn_implementation("eager")
+    asked["output_attentions"] = True
+    with torch.no_grad():
+        expected, found = (OUTPUTS[called](model, asked) for model in (naive, ours))
+    assert "Hugging Face's layers run for calls with output_" in capsys.readouterr().out
+    for name in ("hidden_states", "attentions"):
+        assert len(found[name]) == len(expected[name]) >= 3
+        for one, other in zip(found[name], expected[name], strict=True):
+            torch.testing.assert_close(one, other, **CLOSE)
