@@ -33,7 +33,7 @@ from longctx.errors import UserError, print_rank0
 from longctx.model.families import FAMILIES, base_of, family_of_class, not_known
 from longctx.model.patch import check_parts, checked_options, patch_custom, said_of
 from longctx.model.strangers import is_classifier_class
-from longctx.model.vision import PREFIXES, is_whole_class
+from longctx.model.vision import PREFIXES, is_joint_class, is_whole_class
 from longctx.options.model import PatchOptions
 
 _PATCHED: dict[Any, PatchedClass] = {}
@@ -97,8 +97,9 @@ def patch_class(
     patches one that is there, and returns an object that undoes it.
 
     `which` is a model type ("llama", "qwen3", ...) or a class of transformers (LlamaForCausalLM; a
-    base model or a classifier, too). Call it before the trainer or the framework builds its model,
-    in each process: by from_pretrained, quantised or not, from_config or the class itself.
+    base model, with or without a tower for images, or a classifier, too). Call it before the
+    trainer or the framework builds its model, in each process: by from_pretrained, quantised or
+    not, from_config or the class itself.
     `options` are those of `longctx.patch`. Each model prints the line that says what runs in its
     first batch.
 
@@ -143,7 +144,7 @@ def _class_of(which: Any) -> Any:
     if family is not None:
         known = {family.known(end)[0].rpartition(".")[2] for end in ("Model", "ForCausalLM")}
     is_classifier = family is not None and is_classifier_class(kind)
-    if names & known or is_classifier or is_whole_class(kind):
+    if names & known or is_classifier or is_whole_class(kind) or is_joint_class(kind):
         return kind
     raise UserError(not_known(kind.__name__))
 
@@ -166,7 +167,7 @@ def _class_of_type(model_type: str) -> Any:
 def _base_class(kind: Any) -> list[Any]:
     """Returns the class of a causal model's base model, which may be built alone, too."""
     family = family_of_class(kind)
-    if family is None or is_whole_class(kind):
+    if family is None or is_whole_class(kind) or is_joint_class(kind):
         return []
     home, _, name = family.known("Model")[0].rpartition(".")
     base = getattr(importlib.import_module(home), name)

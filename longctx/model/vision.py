@@ -165,6 +165,11 @@ def is_whole_class(kind: type) -> bool:
     return _is_one(kind, "ForConditionalGeneration")
 
 
+def is_joint_class(kind: type) -> bool:
+    """Whether this is a class of vision-language models without lm_head."""
+    return _is_one(kind, "Model")
+
+
 @cache
 def _is_one(of: Any, end: str) -> bool:
     names = [(kind.__module__, kind.__name__) for kind in of.__mro__]

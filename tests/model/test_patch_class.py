@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from small_model import packed_batch, tiny_config
+from small_vision import image_batch, vision_config
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2LMHeadModel,
     LlamaForCausalLM,
     LlamaModel,
+    LlavaModel,
     Qwen3ForCausalLM,
 )
 
@@ -88,6 +90,17 @@ def test_the_base_model_alone_and_a_classifiers(scheduled) -> None:
     assert scheduled == [96, 96]
     classifier.train()(packed_batch()["input_ids"], labels=torch.tensor([0, 1])).loss.backward()
     assert len(scheduled) == 4
+
+
+def test_a_vision_language_model_without_its_head(scheduled) -> None:
+    with longctx.patch_class(LlavaModel):
+        alone = LlavaModel(vision_config("llava"))
+    assert hasattr(alone.language_model, "longctx") and "forward" in vars(alone)
+    assert not hasattr(LlavaModel(vision_config("llava")).language_model, "longctx")
+    inputs = image_batch("llava")
+    del inputs["labels"]
+    alone.train()(**inputs).last_hidden_state.sum().backward()
+    assert scheduled == [48] * len(alone.language_model.layers)
 
 
 def test_generation_and_evaluation_before_training(scheduled, capsys) -> None:
@@ -188,6 +201,7 @@ def test_an_error_while_building_leaves_nothing() -> None:
         ("lama", {}, "no causal language model of type 'lama'; did you mean llama?"),
         ("gpt2", {}, "longctx has no family for GPT2LMHeadModel"),
         (GPT2LMHeadModel, {}, "longctx has no family for GPT2LMHeadModel"),
+        ("mllama", {}, "MllamaForCausalLM: its layers of cross-attention"),
         (torch.nn.Linear, {}, "takes a model type, as 'llama', or a class of transformers"),
         ("llama", {"kep": "x"}, "patch_class has no option 'kep'; did you mean keep?"),
         ("llama", {"keep": "y"}, "patch_class: keep='y': one of auto, x"),
