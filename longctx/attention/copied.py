@@ -29,7 +29,7 @@ from longctx.attention.documents import Documents, Keys
 from longctx.attention.protocol import QKV, Attention
 from longctx.kernels.places import sum_places
 
-MOST_BYTES = 2**26
+MOST_BYTES = 2**27
 """Copies of keys and values at one time, those of a head group."""
 MOST_PLACES = 8
 """Places of one key: its own, and one for each answer of its prompt."""

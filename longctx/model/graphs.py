@@ -319,8 +319,9 @@ def _room(documents: Documents) -> int:
 
 
 def _room_for_keys(keys: Keys) -> int:
-    """The copies for which a graph has room, so that it serves batches of other prompts."""
-    unit = max(1, len(keys.places) // 2)
+    """The copies for which a graph has room, a multiple of its tokens, so that it serves batches of
+    other prompts."""
+    unit = max(1, len(keys.places))
     return -(-len(keys.tokens) // unit) * unit
 
 
@@ -410,6 +411,8 @@ class Graphs:
             return None
         self._recorded += 1
         self._graphs = [graph for graph in self._graphs if graph.call != call][1 - MOST_GRAPHS :]
+        if not self._graphs:
+            self.drop()  # torch takes no pool again that nothing uses
         try:
             with _memory(runtime.store.device) as held:
                 if self._pool is None and runtime.store.device.type == "cuda":

@@ -191,8 +191,8 @@ PAIRS = ([7, 9, 12, 20], [11, 9, 9, 19], [3, 20, 5, 20], [20, 1, 12, 15])
 """Tokens of a prompt, its two answers, and padding."""
 
 
-def pair(i: int) -> dict[str, Any]:
-    lengths = PAIRS[i % len(PAIRS)]
+def pair(i: int, lengths: list[int] | None = None) -> dict[str, Any]:
+    lengths = PAIRS[i % len(PAIRS)] if lengths is None else lengths
     documents = Documents.of(lengths, [None, 0, 0, None], device=DEVICE)
     given = batch(i, documents=[sum(lengths)])
     begins = documents.cu_seqlens[:-1].long()
@@ -218,6 +218,19 @@ def test_prompts_of_another_size() -> None:
     found = [[ours(**x).logits.detach()] for x in steps]
     assert_same(found, [[eager(**x).logits.detach()] for x in steps])
     assert count(ours) == 3
+
+
+@pytest.mark.parametrize("more", ["copies", "documents"])
+def test_the_only_graph_is_replaced_by_one_with_more_room(more: str) -> None:
+    """Which needs a memory pool of its own: torch takes none that nothing uses any more."""
+    few, many = pair(0), pair(3, [30, 4, 5, 9])
+    if more == "documents":
+        few, many = (batch(i, documents=[48 // n] * n) for i, n in enumerate((4, 24)))
+    ours, eager = make(), make(cuda_graphs="off")
+    steps = [few, few, many, many, few]
+    assert_same(trained(ours, steps), trained(eager, steps))
+    found = runtime_of(ours).graphs
+    assert len(found) == 1 and found._recorded == 2 and not found.given_up
 
 
 def test_prompts_whose_keys_are_not_copied_are_eager(monkeypatch: Any, capsys: Any) -> None:
