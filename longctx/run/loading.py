@@ -6,6 +6,7 @@ weights.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -66,9 +67,7 @@ def load_config(
     Raises UserError for a model that cannot be read, does not fit `custom`, or is too short.
     """
     if args.model_name_or_path is None:
-        preset: dict[str, Any] = {"model_type": "llama", "vocab_size": vocab_size}
-        preset |= PRESETS[args.preset or "tiny"]
-        config: PretrainedConfig = AutoConfig.for_model(**preset | dict(special_ids or {}))
+        config = _preset_config(args.preset or "tiny", vocab_size, special_ids or {})
     else:
         config = read_config(replace(args.source, flag=flag))
         if is_classifier(config) and not rewards:
@@ -93,6 +92,20 @@ def load_config(
     check_parts("--parts", args.patch_options, config)
     _check_context(text, args, flag)
     check_lora(args, config)
+    return config
+
+
+def _preset_config(
+    name: str, vocab_size: int, special_ids: Mapping[str, int | None]
+) -> PretrainedConfig:
+    """Returns a preset's configuration. That of a vision-language model has the special tokens in
+    its text's configuration, too, where its language model looks for them."""
+    preset = copy.deepcopy(PRESETS[name])  # transformers writes into the nested ones
+    if "text_config" in preset:
+        preset["text_config"] |= special_ids
+    else:
+        preset = {"model_type": "llama", "vocab_size": vocab_size} | preset
+    config: PretrainedConfig = AutoConfig.for_model(**preset | dict(special_ids))
     return config
 
 

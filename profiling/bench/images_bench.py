@@ -25,6 +25,7 @@ the hour, 160K tokens, 48 s in 24 GiB.
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,44 +34,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from longctx.constants import GIB
+from longctx.options.presets import PRESETS
 from profiling.bench import runner
 from profiling.bench.runner import Case, Row, rounded, until_out_of_memory
 
-PATCH, MERGE, TEXT = 16, 2, 8
-"""Pixels of a patch, patches of a token's side, and tokens of text before each pair of frames."""
-TOKENS = dict(
-    image_token_id=151655,
-    video_token_id=151656,
-    vision_start_token_id=151652,
-    vision_end_token_id=151653,
-)
-QWEN3_VL_8B = dict(
-    text_config=dict(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=262144,
-        rope_parameters=dict(
-            rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20], mrope_interleaved=True
-        ),
-    ),
-    vision_config=dict(
-        depth=27,
-        hidden_size=1152,
-        intermediate_size=4304,
-        num_heads=16,
-        out_hidden_size=4096,
-        num_position_embeddings=2304,
-        deepstack_visual_indexes=[8, 16, 24],
-        patch_size=PATCH,
-        spatial_merge_size=MERGE,
-    ),
-    **TOKENS,
-)
+TEXT = 8
+"""Tokens of text before each pair of frames."""
+QWEN3_VL_8B: dict[str, Any] = {k: v for k, v in PRESETS["qwen3-vl-8b"].items() if k != "model_type"}
+PATCH: int = QWEN3_VL_8B["vision_config"]["patch_size"]
+"""Pixels of a patch's side."""
+MERGE: int = QWEN3_VL_8B["vision_config"]["spatial_merge_size"]
+"""Patches of a token's side."""
 DEFAULTS: Case = {
     "side": "custom",
     "checkpointing": None,
@@ -123,7 +97,7 @@ def made(case: Case, sizes: dict[str, Any], device: str, dtype: Any) -> Any:
     from longctx.model.vision import towers
     from profiling.bench.peers import keep
 
-    config = AutoConfig.for_model("qwen3_vl", **sizes)
+    config = AutoConfig.for_model("qwen3_vl", **copy.deepcopy(sizes))
     attention = "flash_attention_4" if device == "cuda" else "sdpa"
     kinds = {"": "sdpa", "text_config": attention, "vision_config": "sdpa"}
     with torch.device(device):

@@ -24,6 +24,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 import longctx
 from longctx.attention import flash4
 from longctx.errors import UserError
+from longctx.model.classes import without_storage
 from longctx.model.families import FAMILIES
 from longctx.options.config import ModelArguments
 from longctx.run import loading
@@ -122,6 +123,20 @@ def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: s
         model = AutoModelForCausalLM.from_config(config)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert set(model._no_split_modules) == {layer}  # what FSDP wraps
+
+
+def test_a_preset_that_sees_images_has_special_tokens_where_its_language_model_looks() -> None:
+    special = dict(bos_token_id=1, eos_token_id=2, pad_token_id=3)
+    args = ModelArguments(preset="qwen3-vl-8b", seq_len=262144)
+    config = load_config(args, vocab_size=1, special_ids=special)
+    for part in (config, config.text_config):
+        assert {name: getattr(part, name) for name in special} == special
+    assert config.text_config.vocab_size == 151936 and config.image_token_id == 151655
+    model = without_storage(config)
+    assert model is not None and model.get_input_embeddings().padding_idx == 3
+    assert sum(p.numel() for p in model.parameters()) == 8_767_123_696
+    with pytest.raises(UserError, match="above the model's max_position_embeddings 262144"):
+        load_config(replace(args, seq_len=262145), vocab_size=1)
 
 
 def test_an_unknown_family_is_refused_by_name_and_vanilla_trains_it(tmp_path: Path) -> None:
