@@ -63,6 +63,8 @@ class BlockSizes:
     """Whether nothing may leave."""
     layer: int | None = None
     """The number of a decoder layer; None for any other block."""
+    first: bool = False
+    """Whether it computes before all layers, as the embedding does."""
     tied: bool = False
     """Whether this is an embedding that lm_head shares."""
 
@@ -182,7 +184,7 @@ def count_layers(blocks: Sequence[BlockSizes]) -> int:
 
 def moment_of(block: BlockSizes, blocks: Sequence[BlockSizes], layers: int) -> int:
     """Returns when a block's gradient comes: i + 1 for layer i, `layers` + 1 if before all layers,
-    0 (the embedding's) if after all."""
-    if block is blocks[0]:
+    0 (the embedding's, and a tower's) if after all."""
+    if block is blocks[0] or block.first:
         return 0
     return layers + 1 if block.layer is None else block.layer + 1

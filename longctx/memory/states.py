@@ -80,6 +80,8 @@ class BlockSpec:
     """The number of a decoder layer, whose weights backward uses again; None for other blocks."""
     movable: bool = False
     """Whether the weights may wait on the host."""
+    first: bool = False
+    """Whether it computes before all layers, so that its gradient comes after theirs."""
     beside: Sequence[Part] = ()
     """Other tensors that belong to the weights: the scales of quantised ones."""
 
@@ -104,6 +106,7 @@ class BlockSpec:
             movable=self.movable,
             fixed=not self.modules,
             layer=self.layer,
+            first=self.first,
             tied=len(self.modules) > 1,
         )
 

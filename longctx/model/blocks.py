@@ -2,7 +2,8 @@
 
 This works for every transformers model with a decoder, and for modules that hold such models. All
 other parameters (norms, biases, adapters and parameters of another dtype, towers of other
-modalities) form a last block, which stays on the GPU. Towers at rest (vision.py) are in no block.
+modalities) form a last block, which stays on the GPU. What sees images is a block of its own where
+it trains, which stays there too, and in no block where it is at rest (vision.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 from longctx.memory.states import BlockSpec, Part
 from longctx.model.look import look
-from longctx.model.vision import at_rest
+from longctx.model.vision import at_rest, towers
 
 
 def state_blocks(model: Any, *, movable: bool, head_movable: bool = True) -> list[BlockSpec]:
@@ -37,8 +38,12 @@ def state_blocks(model: Any, *, movable: bool, head_movable: bool = True) -> lis
         )
     ]
     resting = {p for module in at_rest(model) for p in module.parameters()}
-    rest = {name: p for p, name in names.items() if p not in taken | resting}
+    seeing = {p for one in models for _, tower in towers(one) for p in tower.parameters()}
+    seeing = {p for p in seeing - resting - taken if p.requires_grad}
+    rest = {name: p for p, name in names.items() if p not in taken | resting | seeing}
+    sees = {name: p for p, name in names.items() if p in seeing}
     blocks.append(BlockSpec(name="norms and the rest", parameters=rest))
+    blocks.append(BlockSpec(name="what sees images", parameters=sees, first=True))
     return [block for block in blocks if block.parameters]
 
 

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from small_model import CPU, tiny_config
+from small_vision import vision_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -18,9 +19,11 @@ from transformers import (
 )
 
 from longctx.lora.quantise import quantise_
+from longctx.memory.place import moment_of
 from longctx.memory.states import BlockSpec
 from longctx.model.blocks import decoder_layers, state_blocks
 from longctx.model.patch import patch_as
+from longctx.model.vision import rest_, towers
 from longctx.options.model import PatchOptions
 
 SIZES = dict(
@@ -189,3 +192,24 @@ def test_a_head_that_losses_read_stays() -> None:
     model = LlamaForCausalLM(tiny_config())
     named = of(state_blocks(model, movable=True, head_movable=False))
     assert not named["lm_head"].movable and named["embedding"].movable
+
+
+def test_what_sees_images_is_a_block_where_it_trains() -> None:
+    """Its gradients come last, as the embedding's do; a frozen tower is with the rest, and one at
+    rest in no block."""
+    model = vision_model("qwen3_vl")
+    blocks = of(state_blocks(model, movable=False))
+    assert_complete(model, [*blocks.values()])
+    sees = blocks["what sees images"]
+    assert sees.first and all("visual" in name for name in sees.parameters)
+    sizes = [block.sizes(accumulates=False) for block in blocks.values()]
+    moments = {name: moment_of(one, sizes, 3) for name, one in zip(blocks, sizes, strict=True)}
+    assert moments["what sees images"] == moments["embedding"] == 0 < moments["layer 0"]
+    for _, tower in towers(model):
+        tower.requires_grad_(False)
+    frozen = of(state_blocks(model, movable=False))
+    assert "what sees images" not in frozen
+    assert any("visual" in name for name in frozen[REST].parameters)
+    rest_(model)
+    at_rest = of(state_blocks(model, movable=False))
+    assert not any("visual" in name for block in at_rest.values() for name in block.parameters)
