@@ -81,7 +81,14 @@ class Batch(NamedTuple):
     document: int
     passes: int = 1
     scored: int | None = None
-    """The tokens whose log-probabilities a task's loss is made of; None: cross-entropy of all."""
+    """The tokens whose log-probabilities a task's loss is made of; None: cross-entropy."""
+    images: int = 0
+    """The tokens of images, which have no labels."""
+
+    @property
+    def labelled(self) -> int:
+        """The tokens of which cross-entropy is computed."""
+        return max(1, self.tokens - self.images)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,12 +149,12 @@ def loss_cost(s: Sizes, batch: Batch) -> Table:
     """The cost of the loss. Logits are written and read twice in fp32, their gradient is written
     and read twice in 16 bits, and lm_head's gradient is summed in fp32 over groups of rows.
     Backward rounds that gradient when what forward read is gone."""
-    tokens, unit = batch.tokens, s.unit(batch.tokens)
-    rows = loss_rows(s, tokens)
+    tokens, unit = batch.labelled, s.unit(batch.tokens)
+    rows = loss_rows(s, batch.tokens)
     head = s.hidden * s.vocab * s.trains_head
     forward = {
         "the same, normed": unit,
-        "logits": min(s.cut(tokens).logits_bytes, 4 * tokens * s.vocab),
+        "logits": min(s.cut(batch.tokens).logits_bytes, 4 * tokens * s.vocab),
         # hidden and its gradient, where labels that do not count are left out
         "rows of the loss": 2 * min(tokens, rows) * s.hidden * s.itemsize,
     }
