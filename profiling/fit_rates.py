@@ -34,6 +34,7 @@ from profiling.plan_cells import (
     PRESET,
     RESULTS,
     front_cell,
+    image_cells,
     kept_as,
     planned,
     rows_of,
@@ -272,6 +273,34 @@ def _of_peer(kind: str) -> Iterator[Fit]:
         )
 
 
+def towers() -> float:
+    """The mean of two steps: of the seconds in which the GPU is not idle, those that the language
+    model does not take."""
+    shares = []
+    for cell, row in zip(image_cells(), _image_rows(), strict=True):
+        seconds, images = cell.plan.seconds, cell.plan.images
+        assert images is not None
+        rest = seconds.products + seconds.attention + seconds.memory
+        busy = row["step_s"] * (1 - row["idle"]) - rest
+        shares.append(images.flops / busy / MACHINES["h100"].flops)
+    return statistics.mean(shares)
+
+
+def tower_launch_s() -> float:
+    """Of the step whose tower trains, which takes as long as Python launches its kernels."""
+    cell = [*image_cells()][-1]
+    seconds, images = cell.plan.seconds, cell.plan.images
+    assert images is not None
+    measured = cell.measured["step_s"] - (seconds.step - seconds.images)
+    computed = images.flops / fitted.TOWERS / MACHINES["h100"].flops
+    return float((measured**3 - computed**3) ** (1 / 3)) / images.kernels
+
+
+def _image_rows() -> list[dict[str, Any]]:
+    rows = [*where("h100_images", side="custom")]
+    return [row for row in rows if row["of_commit"] == rows[-1]["of_commit"]]
+
+
 FITS: tuple[Fit, ...] = (
     Fit(
         name="GAPS",
@@ -393,6 +422,20 @@ FITS: tuple[Fit, ...] = (
         files="h200_shared_step",
         tolerance=0.2,
     ),
+    Fit(
+        name="TOWERS",
+        today=fitted.TOWERS,
+        again=towers,
+        files="h100_images",
+        tolerance=0.1,
+    ),
+    Fit(
+        name="TOWER_LAUNCH_S",
+        today=fitted.TOWER_LAUNCH_S,
+        again=tower_launch_s,
+        files="h100_images",
+        tolerance=0.1,
+    ),
     *_of_peer("vanilla"),
     *_of_peer("liger"),
 )
@@ -406,6 +449,8 @@ UNFITTED = {
     "LAUNCHES": "chosen",
     "ADAPTER_LAUNCHES": "counted in h100_qlora_kernels.json",
     "LAUNCH_S": "chosen",
+    "TOWER_LAUNCHES": "counted",
+    "TOWER_GRADIENT_LAUNCHES": "counted",
     "GAP_S": "chosen",
     "HOST_S": "opt_s and rest_s of adapters in h100_everyday.json, less kernels",
     "GRAPHED_TOKENS": "chosen",

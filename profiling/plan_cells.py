@@ -46,7 +46,7 @@ from longctx.options.config import ModelArguments
 from longctx.plan.decide import decided, keeping
 from longctx.plan.predict import Plan, Run, Subject, plan
 from longctx.report.page import pyplot, with_ending
-from longctx.report.plan_run import with_answers
+from longctx.report.plan_run import with_answers, with_images
 from longctx.report.predicted import equal_tokens
 from longctx.run.loading import load_config
 from profiling.bench.everyday_peers import Case, Rows
@@ -318,6 +318,28 @@ def everyday_cells() -> Iterator[Cell]:
         yield Cell(name=f"h100, {row['case']}", **plans, measured=measured)
 
 
+def image_cells() -> Iterator[Cell]:
+    """Whole steps of rows with the frames of a video, of which two are one image, by the newest
+    commit. torch's AdamW held the states, and nobody wrote down what layers kept."""
+    rows = [row for row in rows_of("h100_images") if row["side"] == "custom"]
+    for row in (row for row in rows if row["of_commit"] == rows[-1]["of_commit"]):
+        args = ModelArguments(
+            preset="qwen3-vl-8b",
+            seq_len=row["tokens"],
+            lora_r=row["lora"],
+            train_vision=row["tower"],
+        )
+        config = load_config(args, vocab_size=1)
+        run = Run(model=args, exact=False)
+        pixels = f"{row['pixels']}x{row['pixels']}"
+        run = with_images(run, config, row["frames"] // 2, pixels)
+        found = plan(Subject(config, args), run, machine_of("h100_images"), HOST_GIB * GIB)
+        trained = ", tower trained" * row["tower"]
+        cell = f"h100: {row['frames']} frames of {pixels}, 1 x {row['tokens']}{trained}"
+        measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}
+        yield Cell(name=cell, plan=found, measured=measured)
+
+
 def case_of(row: dict[str, Any]) -> Case:
     """The case of a row of everyday_bench.py."""
     known = [field.name for field in fields(Case) if field.name in row]  # older rows have fewer
@@ -552,6 +574,7 @@ def main() -> None:
         "adapters": [*adapter_cells()],
         "other families": [*family_cells()],
         "short rows and small models": [*everyday_cells()],
+        "images": [*image_cells()],
         "the front": [*front_cells()],
     }
     for title, cells in groups.items():

@@ -27,8 +27,14 @@ def host_waits(sizes: Sizes, passes: int, computed_s: float, *, graphs: bool) ->
     launched = passes * kernels(sizes)
     if graphs:
         return HOST_S + launched * GAP_S
-    # The longer of the two, and more where they are alike: Python does not always run far ahead.
-    return HOST_S + (computed_s**3 + (launched * LAUNCH_S) ** 3) ** (1 / 3) - computed_s
+    return HOST_S + together(computed_s, launched * LAUNCH_S) - computed_s
+
+
+def together(computed_s: float, launched_s: float) -> float:
+    """Returns the seconds of kernels that take `computed_s`, and that Python takes `launched_s` to
+    launch: the longer of the two, and more where they are alike, since Python does not always run
+    far ahead."""
+    return float((computed_s**3 + launched_s**3) ** (1 / 3))
 
 
 def layer_gradients(sizes: Sizes) -> int:

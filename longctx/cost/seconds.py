@@ -7,10 +7,11 @@
     waits       time in which the GPU waits for the host's link or for other GPUs: for blocks of
                 weights and states that arrive late, for gradients that hold back memory, for copies
                 that take longer than the computation beside them
+    images      all that a tower does that sees images
 
 The first three are counts divided by the machine's rate for them. What a plan adds for launches is
-in launches.py. One function serves both the search for a ladder and the prediction: its fields are
-numbers, or arrays with an entry for each candidate.
+in launches.py, and for images in images.py. One function serves both the search for a ladder and
+the prediction: its fields are numbers, or arrays with an entry for each candidate.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ class Seconds(NamedTuple):
     attention: Numbers = 0.0
     memory: Numbers = 0.0
     waits: Numbers = 0.0
+    images: Numbers = 0.0
+    """Those of the tower that sees images, all of its work (cost/images.py)."""
     link: Numbers = 0.0
     """How long the link is busy. Most of it is beside computation, so it is not part of the sum."""
 
     @property
     def step(self) -> Numbers:
-        return self.products + self.attention + self.memory + self.waits
+        return self.products + self.attention + self.memory + self.waits + self.images
 
 
 class Exchanged(NamedTuple):

@@ -88,6 +88,8 @@ class Step:
     """Whether layers run as CUDA graphs if nothing of them waits on the host."""
     again: bool = False
     """Whether layers can run forward again in backward, so that not each must keep its input."""
+    beside_bytes: int = 0
+    """Bytes of the GPU that are not the language model's while it computes: those of images."""
 
 
 class Score(NamedTuple):
@@ -170,7 +172,7 @@ def _better(
 ) -> Best:
     """Returns the best of these candidates of one cut, if it is better than the best so far. CUDA
     graphs hold `held` bytes."""
-    taken = gaps(step) + held
+    taken = gaps(step) + step.beside_bytes + held
     budget = whole._replace(gpu=whole.gpu - taken)
     for placed in levels:
         counted = counted.some(_worth_placing(step, counted, placed, budget, best[0]))
@@ -300,7 +302,7 @@ def _worth_sparing(
     if is_slower(NO_TRAFFIC):
         return []
     idle = Counted(Candidates.bare(step.sizes.of_layer), tables).activity
-    gpu = whole.gpu - gaps(step)
+    gpu = whole.gpu - gaps(step) - step.beside_bytes
     lowest = ((placed, placed.lowest(idle, gpu)[0]) for placed in levels)
     return [placed for placed, level in lowest if not is_slower(placed.traffic(level))]
 

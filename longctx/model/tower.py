@@ -32,7 +32,7 @@ PATCHES = 4096
 1 MiB of activations (Qwen3-VL-8B, counted), and a group 4 GiB."""
 FROZEN_PATCHES = 8192
 """Those of a group where nothing is kept: a layer's activations, 56 KiB a patch, are 0.4 GiB."""
-_AFTER = ("merger", "projector")
+AFTER = ("merger", "projector")
 """Words in the names of modules that stand after a tower's layers."""
 
 
@@ -67,7 +67,7 @@ def _run(tower: Any, **inputs: Any) -> Any:
 
 def _trains(tower: nn.Module) -> bool:
     names = (name for name, p in tower.named_parameters() if p.requires_grad)
-    return any(not any(after in name for after in _AFTER) for name in names)
+    return any(not any(after in name for after in AFTER) for name in names)
 
 
 def _groups(tower: Any, inputs: dict[str, Any], most: int) -> Iterator[dict[str, Any]]:

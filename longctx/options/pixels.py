@@ -1,4 +1,4 @@
-"""The most pixels of an image, as `--image_pixels` has them."""
+"""The size of an image on a command line: `--image_pixels 448x448`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import re
 
 from longctx.errors import UserError
 
-MOST_SIDE = 16384
+MOST_PIXELS = 16384
+"""The most pixels of a side."""
 
 
 def pixels_of(text: str) -> tuple[int, int]:
-    """Returns width and height of `448x448`, or of `448` for both. Raises UserError for anything
-    else."""
-    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip())
-    sides = [int(side) for side in found.groups() if side] if found else []
-    if not sides or not all(1 <= side <= MOST_SIDE for side in sides):
+    """Returns the width and the height, in pixels, of `448x336`; `448` is a square. Raises
+    UserError for anything else, and for a side of no pixel or of more than `MOST_PIXELS`."""
+    found = re.fullmatch(r"(\d{1,9})(?:[xX](\d{1,9}))?", text.strip(), re.ASCII)
+    if found is None:
         raise UserError(
-            f"--image_pixels must be WIDTHxHEIGHT, as 448x448, each from 1 to {MOST_SIDE}, got "
-            f"{text!r}"
+            f"--image_pixels {text}: width and height in pixels are expected, as 448x448, or 448 "
+            "for a square"
         )
-    return sides[0], sides[-1]
+    width, height = int(found[1]), int(found[2] or found[1])
+    if not 1 <= min(width, height) <= max(width, height) <= MOST_PIXELS:
+        raise UserError(
+            f"--image_pixels {text}: a side has 1 to {MOST_PIXELS} pixels, as in 448x448"
+        )
+    return width, height

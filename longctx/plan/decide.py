@@ -149,7 +149,7 @@ def decide_as_given(
         sizes=sizes,
         places=places,
         traffic=NO_TRAFFIC,
-        needed=Budget(most.nbytes + gaps(step) + held, 0),
+        needed=Budget(most.nbytes + gaps(step) + step.beside_bytes + held, 0),
         seconds=math.nan,
         graph_bytes=held,
     )

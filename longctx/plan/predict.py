@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from longctx.attention.backends import BACKENDS, lacks
 from longctx.constants import GIB
 from longctx.cost.fitted import GRAPHED_TOKENS, PROCESS_BYTES
+from longctx.cost.images import Image, Images, with_images
 from longctx.cost.launches import host_waits
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
@@ -41,10 +42,11 @@ from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.declined import is_dropout, set_dropout_
 from longctx.model.families import MLP_WIDTH, base_of, has_windows, score_cap
+from longctx.model.image_sizes import tower_sizes
 from longctx.model.peers import peer_kind, peer_sizes
 from longctx.model.runtime import check_shares, chunks_loss, model_sizes
 from longctx.model.strangers import why_not_scheduled
-from longctx.model.vision import PREFIXES, rest_
+from longctx.model.vision import PREFIXES, rest_, towers
 from longctx.options.config import ModelArguments
 from longctx.options.model import PatchOptions
 from longctx.options.task import LABELLED, TaskName, scored_tokens
@@ -74,6 +76,10 @@ class Run:
     task: TaskName = "sft"
     answer_tokens: int | None = None
     """Tokens of each of a prompt's two answers, which end a row; None: half of a row each."""
+    images: int = 0
+    """Images in each row."""
+    image: Image | None = None
+    """What the model makes of each of them."""
     gpus: int = 1
     """The number of GPUs, with one process each."""
     sequence_parallel_size: int = 1
@@ -85,6 +91,11 @@ class Run:
         """Tokens of a batch on one GPU."""
         rows = self.per_device_train_batch_size * self.model.seq_len
         return -(-rows // self.sequence_parallel_size)
+
+    @property
+    def image_tokens(self) -> int:
+        """The tokens of a row that are of images."""
+        return 0 if self.image is None else self.images * self.image.tokens
 
     @property
     def scores(self) -> bool:
@@ -138,7 +149,11 @@ class Subject:
             raise UserError(f"no model can be made of this config: {one_line(error)}") from error
         if self.model is None:
             raise UserError(f"transformers has no class for models of type {config.model_type!r}")
-        rest_(self.model)
+        self.tower = tower_sizes(self.model)
+        """The sizes of what sees images; None where nothing does."""
+        trains_vision = args is not None and args.train_vision
+        if not trains_vision:
+            rest_(self.model)
         base = base_of(self.model)
         self.why_not = None if base is None else why_not_scheduled(base, training=True)
         """Why Hugging Face's layers would run under --class_type custom; None where ours do."""
@@ -151,6 +166,9 @@ class Subject:
             adapt = with_lora if whole and installed("peft") else with_lora_shapes
             with torch.device("meta"):
                 self.model = adapt(self.model, args)
+        if trains_vision:
+            for _, tower in towers(inside_peft(self.model)):
+                tower.requires_grad_(True)
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self._blocks: dict[tuple[bool, bool], list[BlockSpec]] = {}
         self.parameters = parameters_of(self.model, self.blocks(movable=False))
@@ -166,6 +184,15 @@ class Subject:
                 self.model, movable=movable, head_movable=head_movable
             )
         return self._blocks[asked]
+
+    def images(self, run: Run) -> Images | None:
+        """Returns the images of a run's batch on one GPU; None where rows have text alone."""
+        if run.image is None or self.tower is None:
+            return None
+        count = run.per_device_train_batch_size * run.images
+        return Images(
+            tower=self.tower, image=run.image, count=count, trained=run.model.train_vision
+        )
 
     @property
     def sees(self) -> bool:
@@ -238,6 +265,8 @@ class Plan:
     """Bytes of the host that one process holds."""
     parameters: Parameters
     """The model's parameters."""
+    images: Images | None = None
+    """The images of a batch on one GPU."""
 
     @property
     def host_bytes(self) -> int:
@@ -288,6 +317,7 @@ def _planned(
     backend = _backend(subject, run, machine)
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     step, engine = having(_step(subject, run, machine, backend)), run.engine
+    images = subject.images(run)
     accumulates = run.gradient_accumulation_steps > 1
     if engine is not None:
         decision = _decide_sharded(subject, step, run, machine, budget, engine)
@@ -323,6 +353,8 @@ def _planned(
     if engine is not None:
         process, held = int(engine.process_gib * GIB), engine.host(subject.parameters)
     found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
+    if images is not None:
+        found = with_images(found, images, standing)
     if more := chosen.graph_bytes:
         found = [Phase(name, {**buffers, "CUDA graphs": more}) for name, buffers in found]
     return Plan(
@@ -332,13 +364,21 @@ def _planned(
         backend=backend,
         decision=decision,
         phases=found,
-        seconds=_launched(predicted(timed, chosen), chosen, step),
+        seconds=_seen(_launched(predicted(timed, chosen), chosen, step), images, step),
         gpu_limit=limit,
         problem=_problem(decision, found, limit, held)
         or (decision.placement_problem(run.place) if run.exact else None),
         rank_host_bytes=decision.host.nbytes + process + held,
         parameters=subject.parameters,
+        images=images,
     )
+
+
+def _seen(found: Seconds, images: Images | None, step: Step) -> Seconds:
+    """Returns the seconds of a step with those in which images are seen."""
+    if images is None:
+        return found
+    return found._replace(images=step.batch.passes * images.seconds(step.rates))
 
 
 def _launched(kernels: Seconds, chosen: Chosen, step: Step) -> Seconds:
@@ -353,17 +393,22 @@ def _launched(kernels: Seconds, chosen: Chosen, step: Step) -> Seconds:
 def longest(
     subject: Subject, run: Run, machine: Machine, host_bytes: int, most: int = LONGEST
 ) -> Plan | None:
-    """Returns the plan of the longest row that fits, up to `most` tokens; None if no row fits."""
-    if not plan(subject, run.having(seq_len=SHORTEST), machine, host_bytes).fits:
+    """Returns the plan of the longest row that fits, up to `most` tokens; None if no row fits that
+    has room for its images."""
+    least = max(1, -(-run.image_tokens // SHORTEST)) * SHORTEST
+
+    def at(length: int) -> Plan:
+        return plan(subject, run.having(seq_len=length), machine, host_bytes)
+
+    if not at(least).fits:
         return None
-    found, step = None, LONGEST
+    found, step = 0, LONGEST
     while step >= SHORTEST:
-        length = step + (found.run.model.seq_len if found else 0)
-        if length <= most:
-            tried = plan(subject, run.having(seq_len=length), machine, host_bytes)
-            found = tried if tried.fits else found
+        length = found + step
+        if length <= most and (length <= least or at(length).fits):
+            found = length
         step //= 2
-    return found
+    return at(found) if found >= least else None
 
 
 def _backend(subject: Subject, run: Run, machine: Machine) -> str:
@@ -411,14 +456,18 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
 def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     """Returns the step that the runtime of a patched model would choose for (model/runtime.py)."""
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
+    images = subject.images(run)
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
     sizes = replace(sizes, writes_gradients=writes)
-    batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens)
+    seen = run.per_device_train_batch_size * run.image_tokens
+    batch = Batch(run.tokens, document, run.gradient_accumulation_steps, run.scored_tokens, seen)
     rates = machine.rates(backend, document, *sizes.scores)
     step = Step(count=StepTable.of, sizes=sizes, batch=batch, rates=rates, offload="none")
     if not subject.schedules(run):
         return step
     graphs = run.model.cuda_graphs == "auto" and run.tokens <= GRAPHED_TOKENS
+    if images is not None and images.tower.deepstack:
+        graphs = False  # layers that add features of images run eagerly
     alone = run.engine is None and run.sequence_parallel_size == 1
     return replace(
         step,
@@ -426,6 +475,7 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
         offload=run.model.offload_activations,
         graphs=graphs and run.gpus == 1 and run.engine is None,
         again=alone,
+        beside_bytes=images.forward_bytes if images is not None else 0,
     )
 
 

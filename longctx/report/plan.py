@@ -25,6 +25,7 @@ from longctx.constants import GIB, VOCAB_SIZE
 from longctx.cost.machines import MACHINES, Machine, machine_named
 from longctx.errors import UserError, printable
 from longctx.memory.machine import host_share_bytes
+from longctx.options.about import COUNT
 from longctx.plan.changes import Change, changes
 from longctx.plan.measure import this_machine
 from longctx.plan.predict import Plan, Run, Subject, longest, plan
@@ -32,7 +33,14 @@ from longctx.plan.shortage import Shortage, shortage
 from longctx.program import Parser
 from longctx.report.plan_numbers import Answer, as_json
 from longctx.report.plan_page import write_html
-from longctx.report.plan_run import check_dtype, check_known, run_of, unplanned, with_answers
+from longctx.report.plan_run import (
+    check_dtype,
+    check_known,
+    run_of,
+    unplanned,
+    with_answers,
+    with_images,
+)
 from longctx.report.plan_text import show
 from longctx.run.loading import load_config
 from longctx.run.options import check_layers, check_towers, parse_planned
@@ -46,7 +54,7 @@ LESS = (0.75, 0.5, 0.35, 0.25)
 def main(argv: Sequence[str] | None = None) -> None:
     args, flags = _parse(argv)
     with redirect_stdout(io.StringIO()):  # what options do without a GPU
-        model_args, train_args, engine = parse_planned(flags)
+        model_args, data_args, train_args, engine = parse_planned(flags)
     if not (model_args.model_name_or_path or model_args.preset):
         raise UserError("name the model to plan for: --model_name_or_path, --preset or --config")
     if train_args.plan:
@@ -65,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in unplanned(train_args, args.answer_tokens):
         print(printable(line), file=sys.stderr)
     run = with_answers(run, args.answer_tokens)
+    run = with_images(run, config, args.images, data_args.image_pixels)
     host = host_share_bytes()
     if args.gpu and model_args.host_memory_gib is not None:
         host = int(model_args.host_memory_gib * GIB)
@@ -122,6 +131,12 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
         help="tokens in each of a pair's two answers, which follow their prompt (--task dpo, ...)",
     )
     parser.add_argument(
+        "--images",
+        type=int,
+        help="images in each row of a vision-language model, of --image_pixels each, as 448x448; "
+        "two frames of a video count as one with Qwen",
+    )
+    parser.add_argument(
         "--data_tokens", type=number, help="tokens in all data, as 2.5e9: prints the days they take"
     )
     parser.add_argument(
@@ -134,6 +149,8 @@ def _parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     args, flags = parser.parse_known_args(argv)
     if args.html:
         check_writable(args.html)
+    if args.images is not None and (problem := COUNT.problem(args.images)):
+        raise UserError(f"--images must be {problem}, got {args.images}")
     return args, flags
 
 
@@ -161,12 +178,14 @@ def less_memory(subject: Subject, planned: Plan, host: int) -> list[Plan]:
 
 
 def sweep(subject: Subject, run: Run, machine: Machine, host: int) -> list[Plan]:
-    """Lengths that fit, each twice the one before, and the longest."""
+    """Lengths that fit, each twice the one before, and the longest. Each has room for the row's
+    images."""
     last = longest(subject, run, machine, host)
     if last is None:
         return []
     end, lengths = last.run.model.seq_len, list[int]()
     while (length := SWEEP_FROM * 2 ** len(lengths)) < end:
         lengths.append(length)
+    lengths = [length for length in lengths if length >= run.image_tokens]
     tried = (plan(subject, run.having(seq_len=length), machine, host) for length in lengths)
     return [*(planned for planned in tried if planned.fits), last]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx.constants import GIB
+from longctx.cost.images import Images
 from longctx.cost.kept import describe
 from longctx.cost.machines import Machine
 from longctx.cost.peak import peak
@@ -81,6 +82,8 @@ def as_json(answer: Answer) -> dict[str, Any]:
     }
     if fits and run.exact and engine is None and run.gpus == 1:
         result["plan"] = written(planned)
+    if planned.images is not None:
+        result["images"] = _images(planned, planned.images)
     if answer.data_tokens:
         days = answer.data_tokens / planned.tokens_per_s / DAY
         low, high = (times * days for times in machine.spread)
@@ -106,6 +109,25 @@ def _shortage(lacks: Shortage | None) -> dict[str, Any] | None:
         "needed_gib": _gib(lacks.needed),
         "available_gib": _gib(lacks.available),
         "holds": _gibs(lacks.holds),
+    }
+
+
+def _images(planned: Plan, images: Images) -> dict[str, Any]:
+    """The images of each row, and what they take."""
+    image = images.image
+    return {
+        "in_a_row": planned.run.images,
+        "width": image.width,
+        "height": image.height,
+        "patches": image.patches,
+        "tokens": image.tokens,
+        "row_tokens": planned.run.image_tokens,
+        "in_a_group": images.group,
+        "trained": images.trained,
+        "tflops": round(images.flops / 1e12, 3),
+        "pixels_gib": _gib(images.standing["pixels"]),
+        "features_gib": _gib(images.forward["features of images"]),
+        "tower_gib": _gib(images.tower.parameters * images.tower.itemsize),
     }
 
 

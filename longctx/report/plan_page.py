@@ -69,6 +69,8 @@ def _seconds(result: dict[str, Any]) -> Any:
     plt = pyplot()
     drawn, axes = plt.subplots(figsize=(9, 2.2))
     parts = {name: result["parts_s"][key] for key, name in PARTS.items()}
+    if "images" not in result:
+        del parts[PARTS["images"]]
     parts["link, beside"] = result["link_s"]
     axes.barh(list(parts), list(parts.values()), color="tab:blue")
     axes.invert_yaxis()

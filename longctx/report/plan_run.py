@@ -9,7 +9,9 @@ from typing import Any
 from longctx.engines import Engine
 from longctx.engines.rows import groups_of, ulysses
 from longctx.errors import UserError
+from longctx.model.image_sizes import KINDS, image_of
 from longctx.options.config import ModelArguments, TrainArguments
+from longctx.options.pixels import pixels_of
 from longctx.plan.predict import DTYPE, Run
 from longctx.run.loading import HF_ATTENTION
 from longctx.run.states import uses_exact_states
@@ -101,6 +103,35 @@ def unplanned(args: Any, answer_tokens: int | None) -> Iterator[str]:
             "each row is planned as one document, all of whose tokens are of answers: say how long "
             "an answer is with --answer_tokens"
         )
+
+
+def with_images(run: Run, config: Any, count: int | None, pixels: str | None) -> Run:
+    """Returns the run of rows that have `count` images each, of the size in --image_pixels.
+    `config` is the model's. Raises UserError for images that the model does not see, or that a row
+    has no room for."""
+    size = None if pixels is None else pixels_of(pixels)
+    if count is None:
+        if run.model.train_vision:
+            raise UserError("--train_vision trains on images: say how many a row has with --images")
+        return run
+    if config.model_type not in KINDS:
+        raise UserError(
+            f"--images {count}: {run.model.preset or run.model.model_name_or_path} reads text "
+            f"alone; models of these types see images: {', '.join(KINDS)}"
+        )
+    if not run.model.schedules:
+        raise UserError(
+            f"--images {count}: longctx plan knows images with --class_type custom without --parts"
+        )
+    run = replace(run, images=count, image=image_of(config, size))
+    if run.image_tokens > run.model.seq_len:
+        assert run.image is not None
+        raise UserError(
+            f"--images {count}: {count} of {run.image.width} x {run.image.height} pixels are "
+            f"{run.image_tokens} tokens, {run.image.tokens} each, and --seq_len is "
+            f"{run.model.seq_len}: raise it, or give fewer or smaller images"
+        )
+    return run
 
 
 def with_answers(run: Run, answer_tokens: int | None) -> Run:

@@ -20,6 +20,7 @@ PARTS = {
     "attention": "attention",
     "memory": "reading and writing",
     "waits": "waiting",
+    "images": "images",
 }
 """The parts of a step's seconds, in words."""
 Lines = list[tuple[str, str]]
@@ -89,6 +90,8 @@ def figures(result: dict[str, Any]) -> Lines:
             f"{result['host_locked_gib']:.1f} locked",
         ),
     ]
+    if images := result.get("images"):
+        lines.append(("images", _images(images)))
     if less := result.get("less_memory"):
         shown = (f"{_range(row, 'step_s')} s in {row['gpu_memory_gib']:g} GiB" for row in less)
         lines.append(("with less", f"{', '.join(shown)} (--gpu_memory_gib)"))
@@ -100,6 +103,16 @@ def figures(result: dict[str, Any]) -> Lines:
     if "days" in result:
         lines.append(("days", f"{_range(result, 'days')} for {result['data_tokens']:.3g} tokens"))
     return lines
+
+
+def _images(images: dict[str, Any]) -> str:
+    many = images["in_a_row"] > 1
+    trained = "trains" if images["trained"] else "is frozen"
+    return (
+        f"{images['in_a_row']} of {images['width']} x {images['height']}{' in a row' * many}, "
+        f"{images['patches']} patches and {images['tokens']} tokens{' each' * many}, "
+        f"{images['row_tokens']} tokens in all; what sees them {trained}"
+    )
 
 
 def _range(row: dict[str, Any], key: str) -> str:
@@ -122,7 +135,10 @@ def _why_a_range(result: dict[str, Any]) -> str:
 
 
 def chosen(result: dict[str, Any]) -> Lines:
-    parts = ", ".join(f"{name} {_figure(result['parts_s'][key])}" for key, name in PARTS.items())
+    seconds = {name: result["parts_s"][key] for key, name in PARTS.items()}
+    if "images" not in result:
+        del seconds[PARTS["images"]]
+    parts = ", ".join(f"{name} {_figure(value)}" for name, value in seconds.items())
     kinds = (_named(result[key]) for key in ("states", "kept"))
     return [
         *kinds,
@@ -145,6 +161,7 @@ COLOURS = {
     "saved activations": ("a", "yellow"),
     "a layer's work": ("l", "cyan"),
     "lm_head and loss": ("h", "cyan"),
+    "images": ("i", "red"),
 }
 """A group of buffers -> its letter, which is read where there are no colours, and its colour."""
 OTHER, FREE = ("p", "white"), (".", "bright_black")

@@ -62,7 +62,9 @@ def parse_args(
 _COMPARES = ("dpo", "kto", "orpo", "cpo", "simpo")
 
 
-def parse_planned(argv: Sequence[str]) -> tuple[ModelArguments, TrainArguments, Engine]:
+def parse_planned(
+    argv: Sequence[str],
+) -> tuple[ModelArguments, DataArguments, TrainArguments, Engine]:
     """The same for a run that is not started here, nor its engine: options are made as without one,
     so that no process group is opened. Raises UserError."""
     flags = parse_flags(argv)
@@ -84,7 +86,7 @@ def parse_planned(argv: Sequence[str]) -> tuple[ModelArguments, TrainArguments, 
     engine.check_options(args)
     if engine.exact_states:
         uses_exact_states(args, compute_dtype(model_args, args.device))
-    return model_args, args, engine
+    return model_args, data_args, args, engine
 
 
 def _check_engine(model_args: ModelArguments, args: TrainArguments, engine: Engine) -> None:

@@ -12,6 +12,7 @@ from profiling.plan_cells import (
     engine_cells,
     family_cells,
     front_cells,
+    image_cells,
     layer_cells,
     step_cells,
 )
@@ -55,6 +56,17 @@ def test_what_ran_was_not_refused(cells) -> None:
 )
 def test_errors_of_other_families(key, mean, worst) -> None:
     assert_within([*family_cells()], key, mean, worst)
+
+
+# --- images ------------------------------------------------------------------------------------
+
+
+def test_errors_of_rows_with_images() -> None:
+    """The tower's two rates were taken from these rows; bytes were counted."""
+    cells = [*image_cells()]
+    assert len(cells) == 2
+    assert_within(cells, "gpu_gib", 0.02, 0.03)
+    assert_within(cells, "step_s", 0.04, 0.07)
 
 
 # --- engines -----------------------------------------------------------------------------------

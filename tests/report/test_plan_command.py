@@ -165,7 +165,7 @@ def test_ways_out_are_whole_in_any_terminal(capsys) -> None:
 
 def test_gpus_that_share_rows_are_what_the_way_out_planned() -> None:
     """`--gpus 2 --fsdp ...` is told to a user, and FullyShard(processes=2) was planned."""
-    engine = parse_planned([*MODEL[:2], *FSDP2_FLAGS.split()])[2]
+    engine = parse_planned([*MODEL[:2], *FSDP2_FLAGS.split()])[3]
     assert engine.layout(2, 1) == FullyShard(processes=2)
 
 

@@ -1,0 +1,218 @@
+"""What images add to a step: the tower that sees them, its pixels, and the features that it makes.
+
+P patches and F features of all images of a batch; H the hidden size of the tower, D that of the
+language model.
+
+    FLOPs   2 (patch parameters * P + feature parameters * F)  matmuls, the patches' embedding too
+            + 4 H * pairs of patches that attend to each other  attention, both ways
+            A tower that trains does this again in backward, where there are several groups
+            (model/tower.py), and 2 times (matmuls) and 2.5 times (attention) as much for gradients.
+    bytes   the tower's weights; 4 a number of pixels, which processors make in fp32;
+            in forward 2 D F of features, twice while Hugging Face's code joins them, as much for
+            each of deepstack's levels, and 2 H P of hidden states that its output holds;
+            in backward deepstack's features alone, which the first layers have saved;
+            while the tower runs, the activations of one group: of one layer where the tower is
+            frozen, of all where it trains.
+
+The gradients and states of a tower that trains are those of a block of the model (model/blocks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from longctx.cost.fitted import TOWER_GRADIENT_LAUNCHES, TOWER_LAUNCH_S, TOWER_LAUNCHES
+from longctx.cost.launches import together
+from longctx.cost.peak import Buffers, Phase, Standing
+from longctx.cost.rates import Rates
+
+PIXEL_BYTES = 4
+"""Bytes of a number of an image's pixels, in fp32."""
+WORKING = 25
+"""Elements of a patch that a layer of a tower needs while it computes, as multiples of H: 56 KiB of
+Qwen3-VL-8B's, most of them q and k in fp32, to which RoPE is applied."""
+ATTENTION_BACKWARD = 2.5
+"""The products of attention's backward, in those of its forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """An image of one size, as a tower and a row have it."""
+
+    width: int
+    """Pixels as they reach the tower."""
+    height: int
+    patches: int
+    features: int
+    """Vectors of D numbers that stand among the row's embedded tokens."""
+    tokens: int
+    """Tokens of the row: one a feature, and those that mark the image's ends and lines."""
+    pairs: int
+    """Pairs of patches of which one attends to the other, summed over layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """The sizes of what sees images: the tower, and what merges and projects its output."""
+
+    parameters: int
+    """All of them."""
+    patch_parameters: int
+    """Those that a patch is multiplied by."""
+    feature_parameters: int
+    """Those that a feature is multiplied by."""
+    hidden: int  # H
+    features: int  # D
+    layers: int
+    saved: int
+    """Elements of a patch that a layer saves for backward."""
+    numbers: int
+    """Numbers of a patch's pixels."""
+    states: int
+    """Hidden states of a patch that the tower's output holds beside features."""
+    deepstack: int
+    """How many layers of the language model add features of their own."""
+    masks: bool
+    """Whether attention computes all pairs of a group and masks those of different images."""
+    itemsize: int
+    """Bytes of an activation's element."""
+    frozen_group: int
+    """Patches of a group, unless an image has more."""
+    trained_group: int
+    """The same where the tower trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """The images of a batch on one GPU, all of one size."""
+
+    tower: Tower
+    image: Image
+    count: int
+    trained: bool = False
+    """Whether the tower trains."""
+
+    @property
+    def patches(self) -> int:
+        return self.count * self.image.patches
+
+    @property
+    def features(self) -> int:
+        return self.count * self.image.features
+
+    @property
+    def group(self) -> int:
+        """Images that the tower computes together."""
+        most = self.tower.trained_group if self.trained else self.tower.frozen_group
+        return min(self.count, max(1, most // self.image.patches))
+
+    @property
+    def groups(self) -> int:
+        return -(-self.count // self.group)
+
+    @property
+    def forwards(self) -> int:
+        """How often the tower runs forward: again in backward, where there are several groups."""
+        return 1 + (self.trained and self.groups > 1)
+
+    # --- FLOPs and seconds -----------------------------------------------------------------------
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOPs of the tower's matmuls in a forward."""
+        tower = self.tower
+        per_patch = tower.patch_parameters * self.patches
+        return 2.0 * (per_patch + tower.feature_parameters * self.features)
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of the tower's attention in a forward."""
+        pairs = self.group * self.image.pairs if self.tower.masks else self.image.pairs
+        return 4.0 * self.tower.hidden * pairs * self.count
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the tower in a forward and a backward."""
+        matmuls, attention = self.matmul_flops, self.attention_flops
+        found = self.forwards * (matmuls + attention)
+        return found + self.trained * (2 * matmuls + ATTENTION_BACKWARD * attention)
+
+    @property
+    def kernels(self) -> int:
+        """Kernels of the tower's layers in a forward and a backward."""
+        each = self.forwards * TOWER_LAUNCHES + self.trained * TOWER_GRADIENT_LAUNCHES
+        return self.groups * self.tower.layers * each
+
+    def seconds(self, rates: Rates) -> float:
+        """Returns the seconds of a batch: the tower's kernels, and waits for Python, which launches
+        as many for a group of few images as for one of many."""
+        return together(self.flops / rates.of("tower"), self.kernels * TOWER_LAUNCH_S)
+
+    # --- bytes -----------------------------------------------------------------------------------
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of all features, without deepstack's."""
+        return self.features * self.tower.features * self.tower.itemsize
+
+    @cached_property
+    def standing(self) -> Buffers:
+        """What is on the GPU throughout a step."""
+        weights = 0 if self.trained else self.tower.parameters * self.tower.itemsize
+        return {
+            "what sees images": weights,  # a block of the model where it trains
+            "pixels": PIXEL_BYTES * self.tower.numbers * self.patches,
+        }
+
+    @cached_property
+    def forward(self) -> Buffers:
+        """What is there while the language model's layers run forward. The tower's output and a
+        joined copy of its features are held by Hugging Face's code."""
+        tower = self.tower
+        states = tower.states * tower.hidden * tower.itemsize * self.patches
+        copies = 2 * (1 + tower.deepstack)
+        return {**self.standing, "features of images": copies * self.feature_bytes + states}
+
+    @cached_property
+    def backward(self) -> Buffers:
+        """What is there from the loss to the end of backward."""
+        saved = self.tower.deepstack * self.feature_bytes
+        return {**self.standing, "features of images": saved}
+
+    @property
+    def forward_bytes(self) -> int:
+        return sum(self.forward.values())
+
+    def seen(self, *, backward: bool = False) -> Buffers:
+        """What is there while the tower runs the last of its groups, forward or backward."""
+        tower, patches = self.tower, self.group * self.image.patches
+        elements = WORKING * tower.hidden
+        if backward:  # one layer's gradients beside what all layers have saved
+            elements += tower.layers * tower.saved
+        mask = patches**2 if tower.masks else 0
+        features = self.backward["features of images"] + self.feature_bytes  # and their gradients
+        held = self.forward["features of images"] if not backward else features
+        return {
+            **self.standing,
+            "features of images": held,
+            "a group of images": (elements * patches + mask) * tower.itemsize,
+        }
+
+
+def with_images(phases: Sequence[Phase], images: Images, standing: Standing) -> list[Phase]:
+    """Returns a step's phases with what images add to each, and with those of the tower: before the
+    layers' forward, and where it trains after their backward."""
+    first, *rest = phases
+    seen = {"gradients": standing.old_gradients(0), **images.seen()}
+    found = [
+        Phase("images", {**standing.forward(), **seen}),
+        Phase(first.name, {**first.buffers, **images.forward}),
+        *(Phase(phase.name, {**phase.buffers, **images.backward}) for phase in rest),
+    ]
+    if images.trained:
+        after = {**standing.backward(-1), "gradients": standing.all_gradients()}
+        after |= images.seen(backward=True)
+        found.insert(-1, Phase("images' gradients", after))
+    return found

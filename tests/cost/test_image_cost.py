@@ -1,0 +1,79 @@
+"""What images add to a step, against counts by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from longctx.cost.fitted import TOWER_LAUNCH_S, TOWERS
+from longctx.cost.images import Image, Images, Tower
+from longctx.cost.machines import machine_named
+from longctx.cost.sizes import Batch
+
+TOWER = Tower(
+    parameters=1000,
+    patch_parameters=400,
+    feature_parameters=100,
+    hidden=10,
+    features=20,
+    layers=3,
+    saved=50,
+    numbers=12,
+    states=1,
+    deepstack=2,
+    masks=False,
+    itemsize=2,
+    frozen_group=64,
+    trained_group=32,
+)
+IMAGE = Image(width=8, height=8, patches=16, features=4, tokens=6, pairs=3 * 16**2)
+SEEN = Images(tower=TOWER, image=IMAGE, count=9)
+TRAINED = replace(SEEN, trained=True)
+
+
+def test_flops() -> None:
+    """A tower that trains in several groups runs forward twice; backward's matmuls are twice as
+    many products, and its attention 5 instead of 2."""
+    matmuls, attention = 2 * (400 * 144 + 100 * 36), 4 * 10 * 9 * 3 * 16**2
+    assert SEEN.flops == matmuls + attention
+    assert TRAINED.flops == 4 * matmuls + 4.5 * attention
+    one = replace(TRAINED, count=2)
+    assert one.groups == 1 and one.flops == (3 * matmuls + 3.5 * attention) * 2 / 9
+
+
+def test_a_group_has_whole_images_and_masks_are_of_all_its_patches() -> None:
+    assert (SEEN.group, SEEN.groups, TRAINED.group, TRAINED.groups) == (4, 3, 2, 5)
+    assert replace(SEEN, image=replace(IMAGE, patches=100)).group == 1
+    masked = replace(SEEN, tower=replace(TOWER, masks=True))
+    assert masked.attention_flops == 4 * SEEN.attention_flops
+    held = masked.seen()["a group of images"] - SEEN.seen()["a group of images"]
+    assert held == 2 * 64**2
+
+
+def test_bytes() -> None:
+    """Features of 36 x 20 elements: the tower's and a joined copy, each with two of deepstack's."""
+    assert SEEN.standing == {"what sees images": 2000, "pixels": 4 * 12 * 144}
+    assert SEEN.forward["features of images"] == 2 * (2 * 3 * 36 * 20 + 144 * 10)
+    assert SEEN.backward["features of images"] == 2 * (2 * 36 * 20)
+    assert TRAINED.standing["what sees images"] == 0  # a block of the model
+    layer = 25 * 10
+    assert SEEN.seen()["a group of images"] == 2 * 64 * layer
+    assert TRAINED.seen(backward=True)["a group of images"] == 2 * 32 * (layer + 3 * 50)
+
+
+def test_frozen_activations_do_not_grow_with_the_images() -> None:
+    many = replace(SEEN, count=900)
+    assert many.seen()["a group of images"] == SEEN.seen()["a group of images"]
+    assert many.standing["pixels"] == 100 * SEEN.standing["pixels"]
+
+
+def test_seconds_are_those_of_kernels_or_of_their_launches() -> None:
+    rates = machine_named("h100").rates("fa4", 8192, 128)
+    assert SEEN.seconds(rates) == pytest.approx(3 * 3 * 25 * TOWER_LAUNCH_S, rel=1e-3)
+    large = replace(SEEN, tower=replace(TOWER, patch_parameters=10**12))
+    assert large.seconds(rates) == pytest.approx(large.flops / rates.flops / TOWERS, rel=1e-3)
+
+
+def test_images_have_no_labels() -> None:
+    assert Batch(100, 100).labelled == 100 and Batch(100, 100, images=60).labelled == 40

@@ -1,0 +1,133 @@
+"""Plans of rows with images."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from longctx.cost.machines import machine_named
+from longctx.cost.peak import peak
+from longctx.errors import UserError
+from longctx.model.image_sizes import image_of
+from longctx.options.config import ModelArguments
+from longctx.options.pixels import MOST_PIXELS, pixels_of
+from longctx.plan.predict import Run, Subject, longest, plan
+from longctx.report.plan import main
+from longctx.run.loading import load_config
+
+HOST = 200 << 30
+H100 = machine_named("h100")
+WORDS = ["--preset", "qwen3-vl-8b", "--gpu", "h100", "--host_memory_gib", "200", "--lora_r", "16"]
+IMAGES = ["--images", "128", "--image_pixels", "448x448", "--seq_len", "32768"]
+
+
+def made(**options: Any) -> tuple[Subject, Run]:
+    args = ModelArguments(preset="qwen3-vl-8b", lora_r=16, **{"seq_len": 32768} | options)
+    return Subject(load_config(args, vocab_size=1), args), Run(model=args)
+
+
+def with_images(run: Run, subject: Subject, count: int) -> Run:
+    return run.having(images=count, image=image_of(subject._whole, (448, 448)))
+
+
+def test_images_take_memory_in_every_phase_and_time_of_their_own() -> None:
+    subject, run = made()
+    text = plan(subject, run, H100, HOST)
+    seen = plan(subject, with_images(run, subject, 128), H100, HOST)
+    assert text.fits and seen.fits and text.images is None and seen.images is not None
+    assert text.seconds.images == 0 < 0.4 < seen.seconds.images < 0.6
+    assert [phase.name for phase in seen.phases] == ["images", *(p.name for p in text.phases)]
+    for phase in seen.phases:
+        assert phase.buffers["what sees images"] == 2 * 576_388_336
+        assert phase.buffers["pixels"] == 4 * 128 * 784 * 1536
+        assert phase.groups["images"] > phase.buffers["pixels"]
+    assert all(not phase.groups["images"] for phase in text.phases)
+    assert peak(seen.phases).nbytes <= seen.gpu_limit
+    # lm_head computes nothing for tokens without labels
+    assert seen.seconds.products < text.seconds.products
+
+
+def test_passes_and_rows_count_images_as_often() -> None:
+    subject, run = made(seq_len=4096)
+    run = with_images(run, subject, 16)
+    once = plan(subject, run, H100, HOST)
+    twice = plan(subject, run.having(gradient_accumulation_steps=2), H100, HOST)
+    assert twice.seconds.images == pytest.approx(2 * once.seconds.images)
+    rows = plan(subject, run.having(per_device_train_batch_size=2), H100, HOST)
+    assert rows.images is not None and rows.images.count == 32
+
+
+def test_a_tower_that_trains_has_gradients_and_states() -> None:
+    """576M parameters in bf16 with 10 bytes of states each, on the GPU, and gradients that come
+    after all layers'."""
+    frozen, run = made(seq_len=8192)
+    trained, run_trained = made(seq_len=8192, train_vision=True)
+    a = plan(frozen, with_images(run, frozen, 32), H100, HOST)
+    b = plan(trained, with_images(run_trained, trained, 32), H100, HOST)
+    (block,) = (s for s in b.decision.specs if s.name == "what sees images")
+    sizes = block.sizes(accumulates=False)
+    assert sizes.first and sizes.states == pytest.approx(10 * 576_388_336, rel=1e-3)
+    names = [phase.name for phase in b.phases]
+    assert names[-2:] == ["images' gradients", "update"]
+    at = {phase.name: phase.buffers["gradients"] for phase in b.phases}
+    assert at["images' gradients"] - at["backward"] >= 2 * 576_388_336
+    assert b.seconds.images > 3 * a.seconds.images
+    assert "what sees images" not in [spec.name for spec in a.decision.specs]
+
+
+def test_the_longest_row_has_room_for_its_images() -> None:
+    subject, run = made()
+    run = with_images(run, subject, 128)
+    assert run.image_tokens == 128 * 198
+    assert longest(subject, run, H100, HOST, most=25000) is None
+    found = longest(subject, run, H100, HOST, most=27000)
+    assert found is not None and found.run.model.seq_len == 26624
+
+
+def result(capsys: Any, *words: str) -> dict[str, Any]:
+    main([*WORDS, "--json", *words])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json_and_text(capsys) -> None:
+    found = result(capsys, *IMAGES)
+    shown = found["images"]
+    assert (shown["in_a_row"], shown["patches"], shown["tokens"]) == (128, 784, 198)
+    assert shown["row_tokens"] == 25344 and not shown["trained"] and shown["in_a_group"] == 10
+    assert shown["tower_gib"] == pytest.approx(1.074, abs=1e-3)
+    assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()), rel=0.005)
+    assert found["parts_s"]["images"] > 0.4
+    assert found["phases"][0]["phase"] == "images"
+    main([*WORDS, *IMAGES])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "128 of 448 x 448 in a row, 784 patches and 198 tokens each, 25344 tokens in all" in text
+    assert "what sees them is frozen" in text and ", images 0." in text
+    assert "images" not in result(capsys, "--seq_len", "8192")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([*IMAGES, "--images", "256"], "50688 tokens, 198 each, and --seq_len is 32768: raise it"),
+        ([*IMAGES, "--images", "0"], "--images must be at least 1, got 0"),
+        ([*IMAGES, "--images", "-3"], "--images must be at least 1, got -3"),
+        ([*IMAGES, "--preset", "qwen3-8b"], "qwen3-8b reads text alone"),
+        ([*IMAGES, "--class_type", "vanilla"], "knows images with --class_type custom"),
+        (["--images", "4"], "say which with --image_pixels, as 448x448"),
+        (["--train_vision"], "say how many a row has with --images"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        main([*WORDS, *words])
+
+
+def test_pixels() -> None:
+    assert pixels_of("448x336") == (448, 336) and pixels_of("448") == (448, 448)
+    assert pixels_of(f"1X{MOST_PIXELS}") == (1, MOST_PIXELS)
+    for wrong in ("0", "448x0", "", "x", "448x", "1x2x3", "4.5", "-3", "16385", "9" * 30, "٣x٣"):
+        with pytest.raises(UserError, match="--image_pixels"):
+            pixels_of(wrong)
