@@ -272,12 +272,12 @@ def test_predicted_figures_of_recipes_are_todays(page, monkeypatch) -> None:
 def test_what_the_page_of_the_plan_prints_is_todays(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     text = (ROOT / "docs/plan.md").read_text()
-    block = r"^```\nlongctx plan ([^\n]*)\n```\n(?:(?!^```).)*?^```\n(llama.*?)^```"
+    block = r"^```\nlongctx plan ([^`]*)\n```\n(?:(?!^```).)*?^```\n(\S+, custom, .*?)^```"
     shown = re.findall(block, text, flags=re.M | re.S)
-    assert len(shown) == 2
+    assert len(shown) == 3
     for flags, output in shown:
         with suppress(SystemExit):
-            plan_command.main(shlex.split(flags))
+            plan_command.main(shlex.split(flags.replace("\\\n", "")))
         printed = capsys.readouterr().out
         assert [line.rstrip() for line in printed.strip().splitlines()] == output.splitlines()
 
