@@ -86,7 +86,7 @@ def tower_sizes(model: Any) -> Tower | None:
         feature_parameters=each_feature,
         hidden=hidden,
         features=config.get_text_config().hidden_size,
-        layers=vision.num_hidden_layers,
+        layers=getattr(vision, "depth", None) or vision.num_hidden_layers,
         saved=kind.saved[0] * hidden + kind.saved[1] * wide,
         numbers=patches.weight[0].numel(),
         states=kind.states,

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from longctx.attention.backends import BACKENDS, lacks
 from longctx.constants import GIB
 from longctx.cost.fitted import GRAPHED_TOKENS, PROCESS_BYTES
-from longctx.cost.images import Image, Images, with_images
+from longctx.cost.images import Image, Images, Tower, with_images
 from longctx.cost.launches import host_waits
 from longctx.cost.machines import Machine
 from longctx.cost.peak import Phase, peak, phases
@@ -149,8 +149,6 @@ class Subject:
             raise UserError(f"no model can be made of this config: {one_line(error)}") from error
         if self.model is None:
             raise UserError(f"transformers has no class for models of type {config.model_type!r}")
-        self.tower = tower_sizes(self.model)
-        """The sizes of what sees images; None where nothing does."""
         trains_vision = args is not None and args.train_vision
         if not trains_vision:
             rest_(self.model)
@@ -184,6 +182,12 @@ class Subject:
                 self.model, movable=movable, head_movable=head_movable
             )
         return self._blocks[asked]
+
+    @cached_property
+    def tower(self) -> Tower | None:
+        """The sizes of what sees images, which a plan of text alone does not ask for; None where
+        nothing does."""
+        return tower_sizes(inside_peft(self.model))
 
     def images(self, run: Run) -> Images | None:
         """Returns the images of a run's batch on one GPU; None where rows have text alone."""

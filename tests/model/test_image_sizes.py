@@ -11,8 +11,6 @@ from small_vision import KINDS as SMALL
 from small_vision import image_batch, vision_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from longctx.cost.images import Images
 from longctx.errors import UserError
@@ -35,8 +33,11 @@ def test_every_vision_language_family_is_known() -> None:
 )
 def test_qwen_rounds_as_its_processor(kind: str, patch: int, size: tuple[int, int]) -> None:
     """With room for all pixels: how many a processor leaves is a setting of its own."""
+    theirs = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     found = image_of(AutoConfig.for_model(kind), size)
-    height, width = smart_resize(*size[::-1], factor=2 * patch, min_pixels=1, max_pixels=10**9)
+    height, width = theirs.smart_resize(
+        *size[::-1], factor=2 * patch, min_pixels=1, max_pixels=10**9
+    )
     assert (found.width, found.height) == (width, height)
     assert found.patches == height * width // patch**2 == 4 * found.features
     assert found.tokens == found.features + 2
@@ -44,10 +45,12 @@ def test_qwen_rounds_as_its_processor(kind: str, patch: int, size: tuple[int, in
 
 @pytest.mark.parametrize("size", SIZES)
 def test_mistral_rounds_as_its_processor(size: tuple[int, int]) -> None:
+    theirs = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral")
     vision = dict(model_type="pixtral", image_size=1540, patch_size=14)
     found = image_of(AutoConfig.for_model("mistral3", vision_config=vision), size)
     pixels = np.zeros((*size[::-1], 3))
-    height, width = get_resize_output_image_size(pixels, size=(1540, 1540), patch_size=(28, 28))
+    sizes = dict(size=(1540, 1540), patch_size=(28, 28))
+    height, width = theirs.get_resize_output_image_size(pixels, **sizes)
     assert (found.width, found.height) == (width, height)
     lines, columns = height // 28, width // 28
     assert found.features == lines * columns and found.tokens == lines * (columns + 1)
