@@ -44,12 +44,17 @@ def class_of(config: Any) -> Any | None:
 
 
 def sees_images(config: Any) -> bool:
-    """Whether a configuration is that of a vision-language model: one that the schedule knows, or
-    one that says so itself. Of Llama 3.2 Vision transformers' causal class is the text's alone."""
-    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    kind = whole.get(type(config), None)
-    named = kind is not None and kind.__name__ in (config.architectures or ())
-    return named or config.model_type in PREFIXES
+    """Whether a model is read as a vision-language one: the schedule knows it as such, or its
+    configuration says so and no causal class can read its files. Qwen3.5's causal class leaves the
+    tower out; that of Llama 3.2 Vision would find weights which it does not know."""
+    if config.model_type in PREFIXES:
+        return True
+    seeing: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    whole, text = (mapping.get(type(config), None) for mapping in (seeing, causal))
+    if whole is None or whole.__name__ not in (config.architectures or ()):
+        return False
+    return text is None or not (text is whole or text._keys_to_ignore_on_load_unexpected)
 
 
 def taken_by(kind: Any, config: Any) -> Any:

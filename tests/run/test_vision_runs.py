@@ -20,6 +20,7 @@ from longctx.errors import UserError
 from longctx.lora.adapters import adapter_bytes
 from longctx.lora.merge import main as merge
 from longctx.model.blocks import state_blocks
+from longctx.model.classes import class_of
 from longctx.model.vision import at_rest, towers
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Subject
@@ -218,6 +219,24 @@ def test_an_unknown_language_model_is_refused_by_name(tmp_path) -> None:
     )
     with pytest.raises(UserError, match="no family for 'llava' around 'opt'. It knows llama"):
         load_config(args, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "read_as"),
+    [
+        ("mllama", "MllamaForConditionalGeneration", "MllamaForConditionalGeneration"),
+        ("mllama", "MllamaForCausalLM", "MllamaForCausalLM"),
+        ("llava_next", "LlavaNextForConditionalGeneration", "LlavaNextForConditionalGeneration"),
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+        ("gemma3n", "Gemma3nForConditionalGeneration", "Gemma3nForConditionalGeneration"),
+    ],
+)
+def test_the_class_that_reads_all_of_a_checkpoint(kind, named, read_as) -> None:
+    """Those that transformers' causal classes can read train under engines as before."""
+    config = AutoConfig.for_model(kind, architectures=[named])
+    assert class_of(config).__name__ == read_as
+    if kind in ("qwen3_5", "gemma3n"):
+        check_towers(config, Plain(), 2)
 
 
 def test_llama_3_2_vision_trains_unpatched_and_is_refused_by_name(flags, tmp_path) -> None:
