@@ -30,7 +30,7 @@ of a model share; beside them there is one more copy of the layers' gradients.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -190,6 +190,35 @@ class Recording:
         self._backward.replay()
 
 
+class Room(NamedTuple):
+    """What a graph has room for, so that it serves batches of other documents and prompts."""
+
+    documents: int
+    keys: int
+    """Copied keys, a multiple of the batch's tokens."""
+
+    @classmethod
+    def of(cls, documents: Documents) -> Room:
+        count, keys = len(documents.lengths), documents.keys
+        room = 1 if count == 1 else max(LEAST_DOCUMENTS, 1 << (count - 1).bit_length())
+        return cls(room, 0 if keys is None else _rounded(len(keys.tokens), len(keys.places)))
+
+    def with_that_of(self, others: Iterable[Graph]) -> Room:
+        """Returns room for what this and others have room for: else graphs for many documents and
+        for many keys would replace each other for ever."""
+        rooms = [self, *(graph.room for graph in others)]
+        return Room(*map(max, *rooms)) if len(rooms) > 1 else self
+
+    def holds(self, documents: Documents) -> bool:
+        keys = documents.keys
+        copies = 0 if keys is None else len(keys.tokens)
+        return len(documents.lengths) <= self.documents and copies <= self.keys
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // max(1, unit)) * max(1, unit)
+
+
 class Run:
     """One replay of a forward, until its backward. The autograd graph alone holds it."""
 
@@ -210,10 +239,11 @@ class Graph:
         rope: Tensor,  # (T,) or (3, T)
         documents: Documents,
         pool: Any,
+        room: Room,
     ) -> None:
-        self.call, self.read = call, Read.of(base)
+        self.call, self.read, self.room = call, Read.of(base), room
         self._x, self._rope = torch.empty_like(x), torch.empty_like(rope)
-        self._bounds = documents.cu_seqlens.new_empty(_room(documents) + 1)
+        self._bounds = documents.cu_seqlens.new_empty(room.documents + 1)
         self._keys = documents.keys and self._empty_keys(documents.keys)
         self._dy = torch.empty_like(x, dtype=self._hidden_dtype(base, x))
         self._fill(x.detach(), rope, documents)
@@ -240,7 +270,7 @@ class Graph:
     def _empty_keys(self, keys: Keys) -> Keys:
         """The places for those of a batch. Behind its copies are others, which nobody reads."""
         return Keys(
-            keys.tokens.new_zeros(_room_for_keys(keys)),
+            keys.tokens.new_zeros(self.room.keys),
             torch.empty_like(self._bounds),
             torch.empty_like(keys.places),
             self.call.longest,
@@ -266,13 +296,9 @@ class Graph:
     def serves(self, call: Call, documents: Documents) -> bool:
         return (
             call == self.call
-            and len(documents.lengths) < len(self._bounds)
-            and (documents.keys is None or self._has_room(documents.keys))
+            and self.room.holds(documents)
             and all(x.data_ptr() == pointer for x, pointer in self._pointers)
         )
-
-    def _has_room(self, keys: Keys) -> bool:
-        return self._keys is not None and len(keys.tokens) <= len(self._keys.tokens)
 
     def still_holds(self, read: Read) -> bool:
         """Whether the model computes with what it did when the graph was recorded."""
@@ -310,19 +336,6 @@ class Graph:
         torch._foreach_copy_(copies, there)
         found = iter(copies)
         return [None if x is None else next(found) for x in recorded]
-
-
-def _room(documents: Documents) -> int:
-    """The documents for which a graph has room."""
-    count = len(documents.lengths)
-    return 1 if count == 1 else max(LEAST_DOCUMENTS, 1 << (count - 1).bit_length())
-
-
-def _room_for_keys(keys: Keys) -> int:
-    """The copies for which a graph has room, a multiple of its tokens, so that it serves batches of
-    other prompts."""
-    unit = max(1, len(keys.places))
-    return -(-len(keys.tokens) // unit) * unit
 
 
 def _fill_bounds(place: Tensor, bounds: Tensor, end: int) -> None:
@@ -410,6 +423,9 @@ class Graphs:
             self.give_up(runtime, "the model, or what memory is left, changes too often")
             return None
         self._recorded += 1
+        replaced = [graph for graph in self._graphs if graph.call == call]
+        room = Room.of(documents).with_that_of(replaced)
+        del replaced
         self._graphs = [graph for graph in self._graphs if graph.call != call][1 - MOST_GRAPHS :]
         if not self._graphs:
             self.drop()  # torch takes no pool again that nothing uses
@@ -417,7 +433,7 @@ class Graphs:
             with _memory(runtime.store.device) as held:
                 if self._pool is None and runtime.store.device.type == "cuda":
                     self._pool = torch.cuda.graph_pool_handle()
-                graph = Graph(base, runtime, call, x, rope, documents, self._pool)
+                graph = Graph(base, runtime, call, x, rope, documents, self._pool, room)
         except RuntimeError as error:
             short = isinstance(error, torch.OutOfMemoryError)
             self.give_up(runtime, "they have no room" if short else str(error).splitlines()[0])

@@ -233,6 +233,18 @@ def test_the_only_graph_is_replaced_by_one_with_more_room(more: str) -> None:
     assert len(found) == 1 and found._recorded == 2 and not found.given_up
 
 
+def test_a_graph_keeps_the_room_of_the_one_that_it_replaces() -> None:
+    """Else one for many documents and one for many copies would replace each other for ever."""
+    parents = [None, 0, 0] + [None] * 18
+    many = Documents.of([4, 2, 2, *[2] * 18, 4], [*parents, None], device=DEVICE)
+    given = {**batch(5, documents=[48]), **many.arguments(), "labels": None}
+    ours, eager = make(), make(cuda_graphs="off")
+    steps = 2 * [pair(3, [30, 4, 5, 9])] + 2 * [given] + [pair(0), given, pair(3, [30, 4, 5, 9])]
+    found = [[ours(**x).logits.detach()] for x in steps]
+    assert_same(found, [[eager(**x).logits.detach()] for x in steps])
+    assert len(runtime_of(ours).graphs) == 1 and runtime_of(ours).graphs._recorded == 2
+
+
 def test_prompts_whose_keys_are_not_copied_are_eager(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(copied, "MOST_BYTES", 0)
     ours, eager = make(), make(cuda_graphs="off")
