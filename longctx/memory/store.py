@@ -489,8 +489,15 @@ def free_gpu_bytes(device: torch.device) -> int:
     using them, within this process's share of the GPU
     (torch.cuda.set_per_process_memory_fraction)."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    # --gpu_memory_gib sets this share; the driver's free bytes do not know of it.
-    limit_bytes = int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))
+    free_bytes, _ = torch.cuda.mem_get_info(index)
     held_bytes = torch.cuda.memory_reserved(index)
-    return min(free_bytes + held_bytes, limit_bytes) - torch.cuda.memory_allocated(index)
+    share_bytes = gpu_share_bytes(device)  # the driver's free bytes do not know of it
+    return min(free_bytes + held_bytes, share_bytes) - torch.cuda.memory_allocated(index)
+
+
+def gpu_share_bytes(device: torch.device) -> int:
+    """Returns the bytes of a GPU that this process may take, which --gpu_memory_gib sets, whatever
+    is free."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total_bytes = torch.cuda.get_device_properties(index).total_memory
+    return int(total_bytes * torch.cuda.get_per_process_memory_fraction(index))

@@ -59,7 +59,8 @@ def image_of(config: Any, size: Size | None) -> Image:
 
 def tower_sizes(model: Any) -> Tower | None:
     """Returns the sizes of what sees images in a vision-language model without adapters; None for
-    another model, and for a tower whose code is not Hugging Face's."""
+    another model, and for a tower whose code is not Hugging Face's. Groups
+    where it trains are those of a CPU."""
     tower: Any = tower_of(model)
     if tower is None:
         return None

@@ -24,12 +24,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from longctx.memory.store import gpu_share_bytes
 from longctx.model.pixels import fast_tower
 from longctx.model.vision import joint_of, named
 
 PATCHES = 4096
-"""Patches of a group, unless an image or a frame has more. Where the tower trains, each has about
-1 MiB of activations (Qwen3-VL-8B, counted), and a group 4 GiB."""
+"""Patches of a group of a tower that trains, unless an image or a frame has more, on a CPU. Each
+has about 1 MiB of activations (Qwen3-VL-8B, counted)."""
+SHARE = 8
+"""On a GPU a group's activations, of 1 MiB a patch, take one part in so many of its memory: the
+language model's are gone when they come, and few groups have few launches."""
 FROZEN_PATCHES = 8192
 """Those of a group where nothing is kept: a layer's activations, 56 KiB a patch, are 0.4 GiB."""
 AFTER = ("merger", "projector")
@@ -50,7 +54,7 @@ def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs Hugging Face's forward of a tower over each group, and joins what it returns."""
     inputs = named(self, args) | kwargs
     keeps = torch.is_grad_enabled() and _trains(self)
-    groups = [*_groups(self, inputs, PATCHES if keeps else FROZEN_PATCHES)]
+    groups = [*_groups(self, inputs, _most_patches(self) if keeps else FROZEN_PATCHES)]
     run = partial(_run, self)
     if len(groups) < 2:
         return run(**inputs)
@@ -58,6 +62,17 @@ def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = partial(checkpoint, run, use_reentrant=False)
     along = 1 if self.config.model_type == "pixtral" else 0  # it returns all images as one row
     return _joined([run(**group) for group in groups], along)
+
+
+def trained_patches(gpu_bytes: int) -> int:
+    """Returns the patches of a group of a tower that trains, where a process may take so many bytes
+    of a GPU. What is free does not count: a run has the same groups each time."""
+    return max(1, gpu_bytes // SHARE >> 20)
+
+
+def _most_patches(tower: Any) -> int:
+    device = tower.device
+    return trained_patches(gpu_share_bytes(device)) if device.type == "cuda" else PATCHES
 
 
 def _run(tower: Any, **inputs: Any) -> Any:

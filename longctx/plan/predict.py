@@ -46,6 +46,7 @@ from longctx.model.image_sizes import tower_sizes
 from longctx.model.peers import peer_kind, peer_sizes
 from longctx.model.runtime import check_shares, chunks_loss, model_sizes
 from longctx.model.strangers import why_not_scheduled
+from longctx.model.tower import trained_patches
 from longctx.model.vision import PREFIXES, rest_, towers
 from longctx.options.config import ModelArguments
 from longctx.options.model import PatchOptions
@@ -189,13 +190,16 @@ class Subject:
         nothing does."""
         return tower_sizes(inside_peft(self.model))
 
-    def images(self, run: Run) -> Images | None:
+    def images(self, run: Run, machine: Machine) -> Images | None:
         """Returns the images of a run's batch on one GPU; None where rows have text alone."""
         if run.image is None or self.tower is None:
             return None
-        count = run.per_device_train_batch_size * run.images
+        gib = min(machine.gpu_gib, run.gpu_memory_gib or machine.gpu_gib)
         return Images(
-            tower=self.tower, image=run.image, count=count, trained=run.model.train_vision
+            tower=replace(self.tower, trained_group=trained_patches(int(gib * GIB))),
+            image=run.image,
+            count=run.per_device_train_batch_size * run.images,
+            trained=run.model.train_vision,
         )
 
     @property
@@ -321,7 +325,7 @@ def _planned(
     backend = _backend(subject, run, machine)
     budget, limit = _budget(run, machine, host_bytes // run.gpus)
     step, engine = having(_step(subject, run, machine, backend)), run.engine
-    images = subject.images(run)
+    images = subject.images(run, machine)
     accumulates = run.gradient_accumulation_steps > 1
     if engine is not None:
         decision = _decide_sharded(subject, step, run, machine, budget, engine)
@@ -460,7 +464,7 @@ def _budget(run: Run, machine: Machine, host_bytes: int) -> tuple[Budget, int]:
 def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     """Returns the step that the runtime of a patched model would choose for (model/runtime.py)."""
     sizes, document = subject.sizes(run), min(run.tokens, run.model.seq_len)
-    images = subject.images(run)
+    images = subject.images(run, machine)
     writes = run.sequence_parallel_size == 1 and BACKENDS[backend].writes_gradients
     sizes = replace(sizes, writes_gradients=writes)
     seen = run.per_device_train_batch_size * run.image_tokens
