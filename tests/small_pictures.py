@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 from small_tokenizer import small_tokenizer
 from small_vision import vision_config
+from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
     CLIPImageProcessor,
     Gemma3ImageProcessor,
     Gemma3Processor,
@@ -19,6 +24,11 @@ from transformers import (
     set_seed,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from longctx.data.pictures.processor import Pictures
+from longctx.data.rows import Sight, build_dataset, pictures_of
+from longctx.options.config import DataArguments
+from longctx.run.pictures import PictureCollator, Pictured
 
 PLACES = {
     "gemma3": "<start_of_image>",
@@ -81,13 +91,17 @@ def seeing_model(folder: Path, kind: str) -> Path:
             image_token="<image>",
         ).save_pretrained(folder)
     set_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():  # Gemma 3's projector begins as zeros, so that no gradient passes it
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
     return folder
 
 
 def asked(*names: str, question: str = "What colour is it?", answer: str = "red") -> dict[str, Any]:
     """A conversation that shows pictures before a question."""
-    content = [{"type": "image", "image": name} for name in names]
+    content = [_part(name) for name in names]
     return {
         "messages": [
             {"role": "user", "content": [*content, {"type": "text", "text": question}]},
@@ -96,10 +110,30 @@ def asked(*names: str, question: str = "What colour is it?", answer: str = "red"
     }
 
 
+def in_turns() -> dict[str, Any]:
+    """A conversation whose first answer stands between pictures of several sizes."""
+    first = [_part("red.png"), {"type": "text", "text": "What?"}, _part("wide.png")]
+    second = [{"type": "text", "text": "And "}, _part("green.png"), {"type": "text", "text": "?"}]
+    return {
+        "messages": [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": first},
+            {"role": "assistant", "content": "Red, then a wide one."},
+            {"role": "user", "content": second},
+            {"role": "assistant", "content": "Green."},
+        ]
+    }
+
+
+def _part(name: str) -> dict[str, str]:
+    return {"type": "image", "image": name}
+
+
 def write(folder: Path, records: Sequence[dict[str, Any]]) -> Path:
-    """Writes the records, and a picture of each colour beside them."""
+    """Writes the records, and a picture of each colour and a wide one beside them."""
     for colour, rgb in COLOURS.items():
         Image.new("RGB", (20 + len(colour), 16), rgb).save(folder / f"{colour}.png")
+    Image.new("RGB", (60, 12), "yellow").save(folder / "wide.png")
     file = folder / "pictures.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
@@ -115,3 +149,101 @@ def about_colours(count: int = 12) -> list[dict[str, Any]]:
         shown = tuple(x if x.endswith(".png") else f"{x}.png" for x in shown)
         found.append(asked(*shown, answer=name))
     return found
+
+
+def prepared(kind: str, model: Path, text: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+    """What transformers' own processor makes of a rendered conversation. Without torchvision,
+    Qwen's is its image processor, and a picture's tokens follow from the grid of its patches."""
+    try:
+        processor = AutoProcessor.from_pretrained(model)
+    except ImportError:
+        return _qwens(model, text, images)
+    many = {"images": [*images]} if images else {}
+    return {**processor(text=[text], **many, add_special_tokens=False, return_tensors="pt")}
+
+
+def _qwens(model: Path, text: str, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+    tokenizer, pad = AutoTokenizer.from_pretrained(model), "<|image_pad|>"
+    parts, made = text.split(pad), {}
+    if images:
+        processor = Qwen2VLImageProcessorPil.from_pretrained(model)
+        made = {**processor([*images], return_tensors="pt")}
+    counts = [int(grid.prod()) // 4 for grid in made.get("image_grid_thw", ())]
+    assert len(parts) == len(counts) + 1
+    whole = parts[0] + "".join(pad * n + part for n, part in zip(counts, parts[1:], strict=True))
+    ids = tokenizer([whole], add_special_tokens=False, return_tensors="pt")["input_ids"]
+    types = (ids == tokenizer.convert_tokens_to_ids(pad)).long()
+    return {"input_ids": ids, "mm_token_type_ids": types, **made}
+
+
+def alone(kind: str, model: Path, record: dict[str, Any], folder: Path) -> dict[str, Tensor]:
+    """A conversation (with each picture in a part of its own) by itself, as transformers prepares
+    it, and the labels of its answers: all that a turn adds to the prompt before it."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    turns = [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+        if isinstance(turn["content"], str)
+        else turn
+        for turn in record["messages"]
+    ]
+
+    def made(count: int, prompt: bool) -> dict[str, Tensor]:
+        parts = [part for turn in turns[:count] for part in turn["content"]]
+        named = [part["image"] for part in parts if part["type"] == "image"]
+        images = [Image.open(folder / name).convert("RGB") for name in named]
+        text = tokenizer.apply_chat_template(
+            turns[:count], tokenize=False, add_generation_prompt=prompt
+        )
+        return prepared(kind, model, text, images)
+
+    whole = made(len(turns), False)
+    labels = torch.full_like(whole["input_ids"], -100)
+    for n, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            start = made(n, True)["input_ids"].shape[1]
+            end = made(n + 1, False)["input_ids"].shape[1] - 1  # not the line's end
+            labels[:, start:end] = whole["input_ids"][:, start:end]
+    return {**whole, "labels": labels}
+
+
+class Read:
+    """Rows and batches of a file or a dataset, for a model of a kind."""
+
+    def __init__(
+        self, model: Path, folder: Path, *, pixels: int | None = None, **data: Any
+    ) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
+        self.pictures = Pictures.read(str(model), config, self.tokenizer, pixels)
+        self.opened = 0
+        looks = self.pictures.opened
+        self.args = DataArguments(cache_dir=str(folder / "cache"), **data)
+        self.collate = PictureCollator(self.pictures, config, torch.float32)
+
+        def opened(*args: Any) -> Any:
+            self.opened += 1
+            return looks(*args)
+
+        self.pictures.opened = opened  # type: ignore[method-assign]
+
+    def rows(self, seq_len: int = 256, *, one_document: bool = False) -> Pictured:
+        files = self.args.train_file
+        packed = build_dataset(
+            self.args,
+            self.tokenizer,
+            files=files,
+            seq_len=seq_len,
+            vocab_size=len(self.tokenizer),
+            seed=1,
+            sight=Sight(lambda: self.pictures, one_document),
+        )
+        return Pictured(packed, pictures_of(self.args, files))
+
+    def batch(self, **options: Any) -> dict[str, Tensor]:
+        """All rows in one."""
+        rows = self.rows(**options)
+        return self.collate([rows[n] for n in range(len(rows))])
+
+
+def of_file(model: Path, folder: Path, records: Sequence[Any], **options: Any) -> Read:
+    return Read(model, folder, train_file=[str(write(folder, records))], **options)
