@@ -106,6 +106,11 @@ class PackingStats:
 
 def check_trainable(stats: PackingStats, name: str) -> None:
     """Raises UserError where the documents of `name` gave no row."""
+    if stats.too_long and not stats.rows:
+        raise UserError(
+            f"nothing to train on in {name}: {many(len(stats.too_long), 'document')} with "
+            "pictures, too long for --seq_len: raise it, or lower --image_pixels"
+        )
     if stats.documents == 0:
         raise UserError(f"no readable text in {name}: everything in it is blank")
     if stats.rows == 0:
