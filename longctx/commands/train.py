@@ -234,7 +234,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     names = document_names(data_args, data_args.train_file, task.rows, sees=sees)
     pictures = eyes and eyes.pictures
     if pictures is None:
-        check_no_vision(model_args)
+        check_no_vision(model_args, data_args)
         return Rows(train_rows, eval_rows, names)
     use_workers(args)
     return Rows(train_rows, eval_rows, names, pictures)

@@ -27,6 +27,7 @@ from longctx.options.about import (
 from longctx.options.limits import check_values
 from longctx.options.model import Backend, ClassType, Keeping, ModelSource, Offload, PatchOptions
 from longctx.options.parts import PARTS, check_names, chosen_parts
+from longctx.options.pixels import pixels_of
 from longctx.options.presets import PRESETS
 from longctx.options.task import TaskOptions
 from longctx.options.theirs import OF_TRANSFORMERS, about
@@ -272,6 +273,8 @@ class DataArguments:
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.image_pixels is not None:
+            pixels_of(self.image_pixels)
         if self.train_file and self.dataset_name:
             raise UserError("give --train_file or --dataset_name, not both")
         if self.streaming and not self.dataset_name:

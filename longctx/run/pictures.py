@@ -98,12 +98,14 @@ def eyes_of(
     return None
 
 
-def check_no_vision(model_args: ModelArguments) -> None:
-    """Raises UserError for a run that would train what sees, of text alone."""
+def check_no_vision(model_args: ModelArguments, data_args: DataArguments) -> None:
+    """Raises UserError for options of pictures in a run of text alone."""
     if model_args.train_vision:
         raise UserError(
             "--train_vision trains what sees images, and no record has any: leave it out"
         )
+    if data_args.image_pixels:
+        raise UserError("--image_pixels limits images, and no record has any: leave it out")
 
 
 def use_workers(args: TrainArguments) -> None:
