@@ -53,7 +53,14 @@ from longctx.data.pack.packing_groups import (
     pack_groups,
 )
 from longctx.data.reading.groups import READERS, Rows
-from longctx.data.reading.picture_sources import DATA_URL, Source, source_named, undecoded
+from longctx.data.reading.picture_sources import (
+    DATA_URL,
+    Source,
+    linked_files,
+    source_named,
+    undecoded,
+)
+from longctx.data.reading.places import COLUMNS
 from longctx.data.reading.records import FORMATS, WITH_PICTURES, Document
 from longctx.data.reading.sources import (
     check_dataset_name,
@@ -67,6 +74,7 @@ from longctx.data.text.encoding import check_vocabulary, pad_token_id
 from longctx.data.text.tokens import (
     DOCUMENT_FEATURES,
     Reader,
+    folder_of,
     groups_of,
     kinds_of,
     pieces_of,
@@ -145,7 +153,7 @@ def build_dataset(
         if records is None:
             records = _documents(args, paths, rows=rows, sees=True)
         records = undecoded(records)
-        if WITH_PICTURES in kinds_of(records, rows):
+        if WITH_PICTURES in kinds_of(records, rows) or {*COLUMNS} & {*records.column_names}:
             pictures = sight.read()
             identity += [pictures.identity(), *_picture_files(records, dataset_name)]
             one_document = one_document or sight.one_document
@@ -321,6 +329,8 @@ def pictures_of(
 def _picture_files(records: Dataset, name: str | None) -> Iterable[Any]:
     """Differs where a file of a picture does, of which rows hold the number of tokens."""
     if name is not None:
+        files = linked_files(records, folder_of(name))
+        yield from (file_identity(file) for file in files if file.is_file())
         return
     for kind, content in zip(records["kind"], records["content"], strict=True):
         for named in json.loads(content)["pictures"] if kind == WITH_PICTURES else ():

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from longctx.errors import UserError
 
 small = pytest.importorskip("small_pictures")
 
@@ -23,3 +30,123 @@ def test_tokens_and_masks_are_those_of_the_processor(kind, model_of, tmp_path) -
     theirs = small.alone(kind, model, record, tmp_path)
     assert row["input_ids"].tolist() == theirs["input_ids"][0].tolist()
     assert row["labels"].tolist() == theirs["labels"][0].tolist()
+
+
+def rows_and_batches(read: Any) -> list[Any]:
+    rows = read.rows(seq_len=150)
+    batches = [read.collate([rows[n], rows[(n + 1) % len(rows)]]) for n in range(len(rows))]
+    return [[row[name].tolist() for name in sorted(row) if name != "pictures"] for row in rows] + [
+        {name: x.tolist() for name, x in batch.items()} for batch in batches
+    ]
+
+
+def saved(folder: Path, records: list[dict[str, Any]], *, embedded: bool) -> Path:
+    """The records as a dataset on disk, with a column of images: of bytes, or of paths."""
+    found = []
+    for record in records:
+        parts = [p for turn in record["messages"] for p in turn["content"] if isinstance(p, dict)]
+        files = [folder / part["image"] for part in parts if part["type"] == "image"]
+        images: list[Any] = [*map(str, files)]
+        if embedded:
+            images = [{"bytes": file.read_bytes(), "path": None} for file in files]
+        turns = [{**turn, "content": without_names(turn["content"])} for turn in record["messages"]]
+        found.append({"messages": turns, "images": images})
+    column = datasets.List(datasets.Image())
+    path = folder / ("embedded" if embedded else "linked")
+    datasets.Dataset.from_list(found).cast_column("images", column).save_to_disk(path)
+    return path
+
+
+def without_names(content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [{"type": part["type"], "text": part.get("text")} for part in content]
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_a_dataset_has_the_rows_of_a_file(kind, embedded, model_of, tmp_path) -> None:
+    records = [*small.about_colours(5), small.in_turns()]
+    file = small.of_file(model_of(kind), tmp_path, records)
+    path = saved(tmp_path, records, embedded=embedded)
+    found = small.Read(model_of(kind), tmp_path, dataset_name=str(path))
+    assert rows_and_batches(found) == rows_and_batches(file)
+
+
+def test_a_broken_image_of_a_dataset_is_named_by_its_row(model_of, tmp_path) -> None:
+    small.write(tmp_path, [])
+    (tmp_path / "red.png").write_bytes(b"no picture")
+    path = saved(tmp_path, [*small.about_colours(2), small.asked("red.png")], embedded=True)
+    read = small.Read(model_of("llava"), tmp_path, dataset_name=str(path))
+    with pytest.raises(UserError) as error:
+        read.rows()
+    assert str(error.value).startswith(f"{path} row 2: picture 1 is no picture: ")
+
+
+def test_the_same_arguments_open_no_picture_again(model_of, tmp_path) -> None:
+    records = small.about_colours()
+    first = small.of_file(model_of("llava"), tmp_path, records)
+    rows = first.rows()
+    assert first.opened == 12
+    again = small.Read(model_of("llava"), tmp_path, train_file=first.args.train_file)
+    assert again.rows().rows.to_dict() == rows.rows.to_dict() and not again.opened
+
+
+@pytest.mark.parametrize("embedded", [None, False])
+def test_a_changed_picture_gives_other_rows(embedded, model_of, tmp_path) -> None:
+    """Beside a file of records, and where a dataset has its path."""
+    model, records = model_of("qwen3_vl"), small.about_colours(3)
+    read = small.of_file(model, tmp_path, records)
+    if embedded is not None:
+        path = saved(tmp_path, records, embedded=embedded)
+        read = small.Read(model, tmp_path, dataset_name=str(path))
+
+    def tokens() -> int:
+        rows = read.rows(one_document=True)
+        return sum(len(rows[n]["input_ids"]) for n in range(len(rows)))
+
+    before = tokens()
+    small.Image.new("RGB", (60, 60)).save(tmp_path / "green.png")
+    assert tokens() > before
+
+
+def test_other_image_pixels_give_other_rows(model_of, tmp_path) -> None:
+    model, records = model_of("qwen3_vl"), [small.in_turns()]
+    whole = small.of_file(model, tmp_path, records).batch()
+    less = small.Read(model, tmp_path, pixels=256, train_file=[str(tmp_path / "pictures.jsonl")])
+    smaller = less.batch()
+    assert len(smaller["pixel_values"]) < len(whole["pixel_values"])
+    counts = [int(b["image_grid_thw"].prod(1).sum()) // 4 for b in (whole, smaller)]
+    seen = [int(b["mm_token_type_ids"].sum()) for b in (whole, smaller)]
+    assert seen == counts
+
+
+def test_pictures_in_the_records_themselves(model_of, tmp_path) -> None:
+    """As OpenAI's API takes them: data URLs in base64."""
+    files = small.of_file(model_of("llava"), tmp_path, small.about_colours(5))
+    expected = rows_and_batches(files)
+    written = (tmp_path / "pictures.jsonl").read_text()
+    for name in small.COLOURS:
+        data = base64.b64encode((tmp_path / f"{name}.png").read_bytes()).decode()
+        written = written.replace(f'"{name}.png"', f'"data:image/png;base64,{data}"')
+        (tmp_path / f"{name}.png").unlink()
+    (tmp_path / "urls.jsonl").write_text(written)
+    assert ".png" not in written
+    urls = small.Read(model_of("llava"), tmp_path, train_file=[str(tmp_path / "urls.jsonl")])
+    assert rows_and_batches(urls) == expected
+
+
+@pytest.mark.parametrize("kind", small.PLACES)
+def test_workers_make_the_same_batches(kind, model_of, tmp_path) -> None:
+    """Two rows each, some without any picture."""
+    records = [small.asked(*["red.png"] * (n == 3)) for n in range(8)]
+    read = small.of_file(model_of(kind), tmp_path, records)
+    rows = read.rows(one_document=True)
+    found = [
+        [*DataLoader(rows, batch_size=2, collate_fn=read.collate, num_workers=workers)]
+        for workers in (0, 2)
+    ]
+    assert sum("pixel_values" in batch for batch in found[0]) == 1
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(x, other[name]) for name, x in one.items())

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import pyarrow
+import pyarrow.compute
 from datasets import Dataset, Image, List
 
 from longctx.data.reading.places import COLUMNS
@@ -66,6 +68,21 @@ def trusted(value: Any, feature: Any) -> Any:
     if isinstance(feature, Image) and isinstance(value, Mapping) and value.get("bytes") is None:
         return Path(value["path"]) if value.get("path") else None
     return value
+
+
+def linked_files(records: Dataset, folder: Path) -> Iterator[Path]:
+    """Yields the files that the columns of pictures of `undecoded` records name, of which some may
+    be missing. Bytes that records hold are not read."""
+    for name in {*COLUMNS} & {*records.column_names}:
+        for values in records.data.column(name).chunks:
+            while pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type):
+                values = values.flatten()
+            if pyarrow.types.is_struct(values.type):
+                path, held = (pyarrow.compute.struct_field(values, x) for x in ("path", "bytes"))
+                values = path.filter(held.is_null())
+            for named in values.drop_null().to_pylist():
+                if isinstance(named, str) and not named.startswith(DATA_URL):
+                    yield folder / named
 
 
 def _holds_bytes(given: Any) -> bool:

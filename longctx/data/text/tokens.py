@@ -111,7 +111,7 @@ class Reader:
             return Document(**{**record, "content": json.loads(record["content"])})
         read, folder = read_row(record, self.types), None
         if self.sees:
-            types, folder = self.types, _folder_of(self.name)
+            types, folder = self.types, folder_of(self.name)
             read |= {key: trusted(read[key], types[key]) for key in COLUMNS if key in read}
         return as_document(read, f"{self.name} row {number}", rows=self.rows, pictures=folder)
 
@@ -140,7 +140,7 @@ class _Tokenise:
         return {key: [column[key] for column in columns] for key in self.names}
 
 
-def _folder_of(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """Where paths of a dataset's pictures begin: a local one's folder."""
     folder = expanded(name)
     return folder if folder.is_dir() else Path()
