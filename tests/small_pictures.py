@@ -110,6 +110,12 @@ def asked(*names: str, question: str = "What colour is it?", answer: str = "red"
     }
 
 
+def exchange(question: str, answer: str) -> list[dict[str, str]]:
+    """The turns of a conversation without pictures of its own."""
+    turns = (("user", question), ("assistant", answer))
+    return [{"role": role, "content": content} for role, content in turns]
+
+
 def in_turns() -> dict[str, Any]:
     """A conversation whose first answer stands between pictures of several sizes."""
     first = [_part("red.png"), {"type": "text", "text": "What?"}, _part("wide.png")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +93,25 @@ def test_the_same_arguments_open_no_picture_again(model_of, tmp_path) -> None:
     assert again.rows().rows.to_dict() == rows.rows.to_dict() and not again.opened
 
 
-@pytest.mark.parametrize("embedded", [None, False])
-def test_a_changed_picture_gives_other_rows(embedded, model_of, tmp_path) -> None:
-    """Beside a file of records, and where a dataset has its path."""
-    model, records = model_of("qwen3_vl"), small.about_colours(3)
-    read = small.of_file(model, tmp_path, records)
-    if embedded is not None:
-        path = saved(tmp_path, records, embedded=embedded)
-        read = small.Read(model, tmp_path, dataset_name=str(path))
+@pytest.mark.parametrize("dataset", [False, True])
+def test_a_changed_picture_gives_other_rows(dataset, model_of, tmp_path) -> None:
+    """Also where a dataset has a column of paths, and holds no pictures."""
+    model, turns = model_of("qwen3_vl"), small.exchange("What?", "It is green.")
+    record = {"messages": turns, "images": ["green.png"]}
+    read = small.of_file(model, tmp_path, [record])
+    folder = tmp_path
+    if dataset:
+        folder = tmp_path / "dataset"
+        datasets.Dataset.from_list([record]).save_to_disk(folder)
+        shutil.copy(tmp_path / "green.png", folder)
+        read = small.Read(model, tmp_path, dataset_name=str(folder))
 
     def tokens() -> int:
         rows = read.rows(one_document=True)
         return sum(len(rows[n]["input_ids"]) for n in range(len(rows)))
 
     before = tokens()
-    small.Image.new("RGB", (60, 60)).save(tmp_path / "green.png")
+    small.Image.new("RGB", (60, 60)).save(folder / "green.png")
     assert tokens() > before
 
 
@@ -150,3 +155,13 @@ def test_workers_make_the_same_batches(kind, model_of, tmp_path) -> None:
     for one, other in zip(*found, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_a_column_of_images_without_a_conversation(model_of, tmp_path) -> None:
+    """As a folder of images is read."""
+    small.write(tmp_path, [])
+    found = datasets.Dataset.from_list([{"image": str(tmp_path / "red.png"), "text": "red"}])
+    found.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "dataset")
+    read = small.Read(model_of("llava"), tmp_path, dataset_name=str(tmp_path / "dataset"))
+    with pytest.raises(UserError, match="row 0: expected `messages` or `conversations` beside"):
+        read.rows()
