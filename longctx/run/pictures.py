@@ -144,17 +144,30 @@ class PictureCollator:
         if torch.utils.data.get_worker_info():  # tokenizers' threads did not survive the fork
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batch = collate(rows)
-        sources = [source for row in rows for one in row["pictures"] for source in one]
-        images = [self.pictures.opened(source, _name(source)) for source in sources]
+        types = torch.from_numpy(self.pictures.seen(batch["input_ids"].numpy())).long()
+        images = []
+        for row, seen in zip(rows, types.sum(1).tolist(), strict=True):
+            images += self._opened([source for one in row["pictures"] for source in one], seen)
         made = self.pictures.tensors(images) if images else {}
         made = {k: x.to(self.dtype) if x.is_floating_point() else x for k, x in made.items()}
-        types = torch.from_numpy(self.pictures.seen(batch["input_ids"].numpy())).long()
         if self.pictures.types is not None:
             batch[self.pictures.types] = types
         if self._rope_index is not None and images:
             grids = made["image_grid_thw"]
             batch["position_ids"] = self._positions(batch, types, grids, rows)
         return {**batch, **made}
+
+    def _opened(self, sources: Sequence[Source], tokens: int) -> list[Any]:
+        """Returns the pictures of a row that has so many tokens for them."""
+        names = [*map(_name, sources)]
+        images = [*map(self.pictures.opened, sources, names)]
+        sizes = (image.size for image in images)
+        if sum(map(self.pictures.tokens_of, sizes, names)) != tokens:
+            raise UserError(
+                f"{', '.join(names)}: pictures have changed since they were counted: begin again, "
+                "so that rows are made of them as they are"
+            )
+        return images
 
     def _positions(
         self, batch: dict[str, Tensor], types: Tensor, grids: Tensor, rows: Sequence[dict[str, Any]]

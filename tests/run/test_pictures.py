@@ -208,6 +208,14 @@ RECORDS = {
         small.asked(question="What does <|image_pad|> mean?"),
         "the chat template shows 1 of 0 pictures",
     ),
+    "the image token in text alone": (
+        {"text": "What does <|image_pad|> mean?"},
+        "a text has '<|image_pad|>', which stands for a part of a picture: leave it out",
+    ),
+    "the image token in a completion": (
+        {"prompt": "What?", "completion": "<|image_pad|>"},
+        "a text has '<|image_pad|>'",
+    ),
     "too long": (
         small.asked(*["red.png"] * 9, question="What colour is it? " * 9),
         "is never split: raise --seq_len (128), lower --image_pixels",
@@ -225,6 +233,13 @@ def test_a_record_is_refused_by_its_line(record, flags_of, tmp_path, monkeypatch
     (tmp_path.parent / "out.png").write_bytes(whole)
     found = refused(flags, tmp_path, monkeypatch)
     assert found.startswith("/pictures.jsonl:2") and said in found
+
+
+def test_a_part_of_a_picture_in_a_text(flags_of, tmp_path, monkeypatch) -> None:
+    """Gemma 3's place is another token."""
+    flags = flags_of("gemma3", [small.asked("red.png", question="What is <image_soft_token>?")])
+    found = refused(flags, tmp_path, monkeypatch)
+    assert found.startswith("/pictures.jsonl:1: a text has '<image_soft_token>', which stands for")
 
 
 def test_where_others_are_truncated_a_long_one_is_left_out(flags_of, tmp_path, capsys) -> None:
@@ -308,3 +323,25 @@ def test_a_model_without_a_processor(kind, flags_of, model_of, tmp_path, monkeyp
     flags = [*flags_of(kind), "--model_name_or_path", str(tmp_path / "bare")]
     found = refused(flags, tmp_path, monkeypatch)
     assert found.startswith("/bare has no processor that reads pictures (")
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("becomes", ["nothing", "another"])
+def test_a_picture_that_changes_under_way(
+    becomes, workers, flags_of, tmp_path, monkeypatch
+) -> None:
+    """It was whole when the rows were made."""
+    flags = [*flags_of("qwen3_vl", [small.asked("red.png")]), "--dataloader_num_workers", workers]
+    load = train.load_model
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        (tmp_path / "red.png").unlink()
+        if becomes == "another":
+            small.Image.new("RGB", (60, 60)).save(tmp_path / "red.png")
+        return load(*args, **options)
+
+    monkeypatch.setattr(train, "load_model", loaded)
+    with pytest.raises(UserError) as error:
+        run(flags, tmp_path / "run")
+    said = str(error.value)
+    assert "\n" not in said and "red.png" in said

@@ -14,6 +14,11 @@ from longctx.errors import UserError
 Span = tuple[int, int]
 
 
+def strange(where: str, word: str) -> str:
+    """Returns what is said of a text with a token that stands for a part of a picture."""
+    return f"{where}: a text has {word!r}, which stands for a part of a picture: leave it out"
+
+
 def expanded(
     text: str, spans: Sequence[Span], named: Sequence[Any], pictures: Pictures, where: str
 ) -> tuple[str, list[Span]]:
@@ -21,7 +26,7 @@ def expanded(
     [start, end) spans of trained characters there.
 
     Every picture is opened. Raises UserError starting with `where` for one that is none, and where
-    the text has not as many places as there are pictures.
+    the text has not as many places as there are pictures, or a token of theirs besides.
     """
     parts = text.split(pictures.token)
     if len(parts) - 1 != len(named):
@@ -29,6 +34,9 @@ def expanded(
             f"{where}: the chat template shows {len(parts) - 1} of {len(named)} pictures: "
             f"use one that shows each, and no {pictures.token!r} in the texts"
         )
+    for word in pictures.words:
+        if any(word in part for part in parts):
+            raise UserError(strange(where, word))
     inserted = []
     for number, name in enumerate(named, 1):
         at = f"{where}: picture {number}"

@@ -108,6 +108,17 @@ class Pictures:
             self._texts[size] = offsets["replacement"]
         return self._texts[size]
 
+    def tokens_of(self, size: tuple[int, int], at: str) -> int:
+        """Returns how many tokens stand for parts of such a picture. Raises as `text_of` does."""
+        text = self.text_of(size, at)
+        return sum(text.count(word) for word in self.words)
+
+    @cached_property
+    def words(self) -> list[str]:
+        """The texts of the tokens that stand for parts of a picture: no other text may have one."""
+        found: list[str] = self._tokenizer.convert_ids_to_tokens(self._ids.tolist())
+        return found
+
     @cached_property
     def types(self) -> str | None:
         """The argument of the model that tells tokens of images from those of text; None if it has

@@ -47,9 +47,19 @@ def encode(
     id of `vocab_size` or more.
     """
     pieces = _encode(documents, tokenizer, pictures)
-    for piece in pieces:
+    for piece, document in zip(pieces, documents, strict=True):
         check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
+        if pictures is not None and document and document.kind not in CHATS:
+            _check_no_picture(piece, document, pictures)
     return pieces
+
+
+def _check_no_picture(piece: Piece, document: Document, pictures: Pictures) -> None:
+    """Raises UserError for a token of a picture in a text, which the model would look for."""
+    if pictures.seen(piece.input_ids).any():
+        from longctx.data.pictures.expansion import strange
+
+        raise UserError(strange(document.where, pictures.words[0]))
 
 
 def _encode(
