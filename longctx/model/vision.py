@@ -141,8 +141,13 @@ def rest_(model: Any) -> None:
 
 def tower_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Returns the parameters of all towers inside `model`, in whatever wrapper."""
+    return {p for module in tower_modules(model) for p in module.parameters(recurse=False)}
+
+
+def tower_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules of all towers inside `model`, in whatever wrapper."""
     joints = (module for module in model.modules() if is_joint(module))
-    return {p for joint in joints for _, tower in towers(joint) for p in tower.parameters()}
+    return {part for joint in joints for _, tower in towers(joint) for part in tower.modules()}
 
 
 def at_rest(model: nn.Module) -> set[nn.Module]:

@@ -30,7 +30,7 @@ from longctx.engines.collectives import any_rank, local_shard
 from longctx.errors import UserError, print_rank0
 from longctx.model.blocks import decoder_layers
 from longctx.model.runtime import patched_part
-from longctx.model.vision import of_images
+from longctx.model.vision import of_images, tower_modules
 from longctx.tasks.protocol import Task
 
 PATIENCE = 10
@@ -220,12 +220,13 @@ def first_nonfinite(
     alone = rows == 1
     own = -(-tokens // shards.ranks) if shards else tokens
     before = shards.rank * own if shards else 0
+    seeing = tower_modules(model)
 
     def look(order: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, given: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
             if not found and isinstance(first, Tensor) and not _finite(first):
-                token = _first_token(first, own) if alone else None
+                token = _first_token(first, own) if alone and module not in seeing else None
                 found.append((order, name, None if token is None else token + before))
 
         return hook
