@@ -152,3 +152,72 @@ def test_the_last_update_is_checked_and_no_broken_weight_saved(
         run(flags, tmp_path / "run", *words)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == saved
     assert not (tmp_path / "run" / "final").exists()
+
+
+class BreaksAtMark(TrainerCallback):
+    """A layer of the language model gives infinity where the marked document's last bytes are."""
+
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
+        ids = processing_class(MARK, add_special_tokens=False)["input_ids"]
+        seen: dict[str, torch.Tensor] = {}
+        base = model.model
+        base.register_forward_pre_hook(
+            lambda m, args, given: seen.update(ids=given["input_ids"]), with_kwargs=True
+        )
+
+        def hook(module: nn.Module, given, output):
+            marked = (seen["ids"] == ids[-1]).reshape(output.shape[:-1])
+            return torch.where(marked[..., None], torch.inf, output)
+
+        base.language_model.layers[1].register_forward_hook(hook)
+
+
+class BreaksSeeing(TrainerCallback):
+    """Patches of images become infinite."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        embed = model.model.visual.patch_embed
+        embed.register_forward_hook(lambda module, given, output: output * torch.inf)
+
+
+@pytest.fixture
+def seeing_flags(tmp_path) -> list[str]:
+    small = pytest.importorskip("small_pictures")
+    model = small.seeing_model(tmp_path / "model", "qwen3_vl")
+    records = [*small.about_colours(4), small.asked("red.png", "blue.png", answer=MARK)]
+    flags = ["--model_name_or_path", str(model), "--seq_len", "160", "--use_cpu"]
+    flags += ["--train_file", str(small.write(tmp_path, records)), "--dtype", "float32"]
+    return [*flags, "--cache_dir", str(tmp_path / "cache"), "--save_strategy", "no"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_batch_with_pictures_names_its_documents(
+    rows, seeing_flags, monkeypatch, tmp_path
+) -> None:
+    """Rows of such a batch cannot be run by themselves: those of two name all their documents."""
+    add_callback(BreaksAtMark(), monkeypatch)
+    with pytest.raises(UserError) as error:
+        run(seeing_flags, tmp_path / "run", "--per_device_train_batch_size", str(rows))
+    message = str(error.value)
+    assert "first in the output of model.language_model.layers.1, " in message
+    at = "at token " if rows == 1 else "in the row of "
+    assert at in message and "pictures.jsonl:5" in message and "\n" not in message
+    assert ("pictures.jsonl:2" in message) == (rows == 2)
+
+
+def test_what_sees_is_named_with_its_row(seeing_flags, monkeypatch, tmp_path) -> None:
+    add_callback(BreaksSeeing(), monkeypatch)
+    with pytest.raises(UserError) as error:
+        run(seeing_flags, tmp_path / "run", "--seq_len", "96")
+    assert "first in the output of model.visual.patch_embed, in the row of " in str(error.value)
+
+
+def test_patches_are_no_tokens() -> None:
+    """Also where an image has as many patches as its row has tokens."""
+    small = pytest.importorskip("small_vision")
+    model = small.vision_model("gemma3")
+    batch = small.image_batch("gemma3", tokens=16)
+    layer = next(m for n, m in model.named_modules() if n.endswith("vision_tower.encoder.layers.1"))
+    layer.register_forward_hook(lambda module, given, out: out * torch.inf)
+    name, token = first_nonfinite(model, batch)
+    assert name.endswith("vision_tower.encoder.layers.1") and token is None
