@@ -113,3 +113,23 @@ def test_the_flag_works_beside_an_earlier_run(tmp_path: Path, capsys) -> None:
     train.main([*flags, "--max_steps", "1"])
     train.main([*flags, "--show_example"])
     assert "one row of 64 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_tokens_of_pictures_are_counted(kind, tmp_path: Path, capsys) -> None:
+    small = pytest.importorskip("small_pictures")
+    model = small.seeing_model(tmp_path / "model", kind)
+    file = small.write(tmp_path, [small.asked("red.png", "blue.png"), small.asked()])
+    flags = ["--model_name_or_path", str(model), "--train_file", str(file), "--use_cpu"]
+    flags += ["--cache_dir", str(tmp_path / "cache"), "--seq_len", "256", "--show_example"]
+    train.main([*flags, "--output_dir", str(tmp_path / "run")])
+    out = capsys.readouterr().out
+    begin, tokens, end = {
+        "gemma3": ("<start_of_image>", 4, "<end_of_image>"),
+        "qwen3_vl": ("<|vision_start|>", 6, "<|vision_end|>"),
+    }[kind]
+    place = f"{begin}[picture, {tokens} tokens]{end}"
+    assert place in out and out.count("[picture, ") == 2
+    assert "What colour is it?" in out and out.count("«It is red.<|im_end|>»") == 2
+    assert "_pad|>" not in out and "soft_token" not in out
+    assert not (tmp_path / "run").exists()
