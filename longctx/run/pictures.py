@@ -109,7 +109,10 @@ def check_no_vision(model_args: ModelArguments, data_args: DataArguments) -> Non
 
 
 def use_workers(args: TrainArguments) -> None:
-    """Has other processes open pictures while the model computes, unless options say how many."""
+    """Has other processes open pictures while the model computes, unless options say how many.
+    Raises UserError where none would reach them."""
+    if args.remove_unused_columns:
+        raise UserError("--remove_unused_columns would remove pictures from rows: leave it out")
     if "dataloader_num_workers" not in given(args):
         args.dataloader_num_workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
         make_room_for_workers(args.dataloader_num_workers, args.dataloader_prefetch_factor)
