@@ -66,6 +66,23 @@ def test_packed_rows_train_as_each_document_alone(kind, model_of, tmp_path) -> N
     assert_exact_run(ours, summed(naive, documents), truth, torch.float32)
 
 
+@pytest.mark.parametrize("patched", [True, False])
+@pytest.mark.parametrize("kind", small.PLACES)
+def test_rows_of_one_document_each_are_padded(kind, patched, model_of, tmp_path) -> None:
+    """As other class types have them, of several lengths in a batch."""
+    model, records = model_of(kind), [*small.about_colours(3), small.in_turns()]
+    batch = small.of_file(model, tmp_path, records).batch(one_document=True)
+    batch.pop("documents")
+    assert not batch["attention_mask"].all()
+    documents = [small.alone(kind, model, record, tmp_path) for record in records]
+    plain = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        total = sum(int(one["labels"].ne(-100).sum()) for one in documents)
+        losses = [plain(**one).loss * int(one["labels"].ne(-100).sum()) for one in documents]
+        ours = longctx.patch(plain, strict=True) if patched else plain
+        torch.testing.assert_close(ours(**batch).loss, sum(losses) / total, rtol=2e-6, atol=0)
+
+
 SHORT = ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--dtype", "float32"]
 
 
@@ -292,6 +309,11 @@ def test_pictures_of_a_stream_are_refused(flags_of, tmp_path, monkeypatch) -> No
     flags[at : at + 2] = ["--dataset_name", str(tmp_path), "--streaming"]
     found = refused(flags, tmp_path, monkeypatch)
     assert READERS in found
+
+
+def test_unused_columns_stay(flags_of, tmp_path, monkeypatch) -> None:
+    found = refused(flags_of("llava"), tmp_path, monkeypatch, "--remove_unused_columns", "true")
+    assert found == "--remove_unused_columns would remove pictures from rows: leave it out"
 
 
 WITHOUT_USE = [["--train_vision"], ["--image_pixels", "64x64"]]
