@@ -42,6 +42,7 @@ from longctx.memory.levels import Levels
 from longctx.memory.place import PlacedStates, usable_bytes
 from longctx.model.blocks import state_blocks
 from longctx.model.costs import StepTable
+from longctx.model.vision import towers
 from longctx.options.config import ModelArguments
 from longctx.plan.decide import decided, keeping
 from longctx.plan.predict import Plan, Run, Subject, plan
@@ -318,22 +319,32 @@ def everyday_cells() -> Iterator[Cell]:
         yield Cell(name=f"h100, {row['case']}", **plans, measured=measured)
 
 
+_LANGUAGE = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+
+
 def image_cells() -> Iterator[Cell]:
     """Whole steps of rows with the frames of a video, of which two are one image, by the newest
-    commit. torch's AdamW held the states, and nobody wrote down what layers kept."""
+    commit. torch's AdamW held the states, and nobody wrote down what layers kept. A tower that
+    trains did so as a whole, beside adapters of the language model alone."""
     rows = [row for row in rows_of("h100_images") if row["side"] == "custom"]
     for row in (row for row in rows if row["of_commit"] == rows[-1]["of_commit"]):
         args = ModelArguments(
             preset="qwen3-vl-8b",
             seq_len=row["tokens"],
             lora_r=row["lora"],
+            lora_targets=[*_LANGUAGE],
             train_vision=row["tower"],
         )
         config = load_config(args, vocab_size=1)
         run = Run(model=args, exact=False)
         pixels = f"{row['pixels']}x{row['pixels']}"
         run = with_images(run, config, row["frames"] // 2, pixels)
-        found = plan(Subject(config, args), run, machine_of("h100_images"), HOST_GIB * GIB)
+        subject = Subject(config, args)
+        if row["tower"]:
+            for _, tower in towers(subject.model):
+                tower.requires_grad_(True)
+            subject.count()
+        found = plan(subject, run, machine_of("h100_images"), HOST_GIB * GIB)
         trained = ", tower trained" * row["tower"]
         cell = f"h100: {row['frames']} frames of {pixels}, 1 x {row['tokens']}{trained}"
         measured = {"gpu_gib": row["peak_gib"], "step_s": row["step_s"]}

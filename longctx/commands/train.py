@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -60,8 +60,10 @@ from longctx.run.pictures import (
     Eyes,
     PictureCollator,
     Pictured,
+    SeenTokens,
     check_no_vision,
     eyes_of,
+    prepare,
     use_workers,
 )
 from longctx.run.reference import References, check_reference
@@ -123,6 +125,8 @@ class Rows(NamedTuple):
     names: Callable[[Iterable[int]], list[str]]
     pictures: Any = None
     """The processor, if there are pictures in the rows."""
+    seen: Sequence[SeenTokens] = ()
+    """The tokens of pictures in the rows that are trained, and in those that are evaluated."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -142,7 +146,7 @@ def main(argv: list[str] | None = None) -> None:
         counted["eval"] = counts(rows.eval)
     references, run = define_run(asked, checked, rows)
     if folder.foreseen:
-        folder.foreseen.show(rows.train)
+        folder.foreseen.show(rows.train, rows.seen[0] if rows.seen else None)
     rows = load_others(asked, checked, rows, references)
     trainer, record = load(asked, checked, rows, references, run, counted)
     if asked.train.process_index == 0:
@@ -237,7 +241,8 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
         check_no_vision(model_args, data_args)
         return Rows(train_rows, eval_rows, names)
     use_workers(args)
-    return Rows(train_rows, eval_rows, names, pictures)
+    counted = [SeenTokens.of(one, pictures) for one in (train_rows, eval_rows) if one is not None]
+    return Rows(train_rows, eval_rows, names, pictures, counted)
 
 
 def define_run(
@@ -307,6 +312,9 @@ def load(
                 document_names=rows.names,
                 run=run,
             )
+        if rows.pictures and trainer.runtime:
+            rows_a_batch = args.per_device_train_batch_size
+            prepare(trainer.runtime, checked.config, rows.seen, rows_a_batch)
         trainer.place(asked.resume)
         if references and not args.reference:
             references.of_the_start(trainer, resumed=resumed)

@@ -185,6 +185,11 @@ class Images:
     def forward_bytes(self) -> int:
         return sum(self.forward.values())
 
+    @property
+    def batch_bytes(self) -> int:
+        """The same without the tower's weights: what a batch brings."""
+        return self.forward_bytes - self.standing["what sees images"]
+
     def seen(self, *, backward: bool = False) -> Buffers:
         """What is there while the tower runs the last of its groups, forward or backward."""
         tower, patches = self.tower, self.group * self.image.patches

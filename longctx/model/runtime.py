@@ -119,6 +119,10 @@ class Runtime:
     graphed: bool = False
     """Whether layers may run as CUDA graphs: there is room for what these take."""
     no_graphs: str = ""
+    beside_bytes: int = 0
+    """What a batch brings to the GPU beside the layers' work: features of images, and pixels."""
+    eager_images: str = ""
+    """Why no layer of a batch with images may be recorded, where batches have images."""
     """Why they may not, if short batches were to; reported with the first one."""
     moves_weights: bool = False
     """Whether an engine's hooks bring each layer's weights, which a graph would leave out."""
@@ -208,7 +212,7 @@ class Runtime:
             return "the engine moves each layer's weights"
         if dist.is_initialized() and dist.get_world_size() > 1:
             return "several processes train the model"
-        return None
+        return self.eager_images or None
 
     def can_run_again(self, model: Any) -> bool:
         """Whether layers may run forward again in backward: no other rank takes part in a layer,
@@ -238,6 +242,7 @@ class Runtime:
             keep=keep,
             offload=offload,
             given=given,
+            beside_bytes=self.beside_bytes,
             graphs=self._are_short(tokens) and self._why_not_recorded() is None,
         )
 

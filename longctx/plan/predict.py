@@ -47,7 +47,7 @@ from longctx.model.peers import peer_kind, peer_sizes
 from longctx.model.runtime import check_shares, chunks_loss, model_sizes
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.tower import trained_patches
-from longctx.model.vision import PREFIXES, rest_, towers
+from longctx.model.vision import PREFIXES, rest_
 from longctx.options.config import ModelArguments
 from longctx.options.model import PatchOptions
 from longctx.options.task import LABELLED, TaskName, scored_tokens
@@ -143,15 +143,14 @@ class Subject:
                 raise UserError(f"the model's config has no {name}, which the plan needs")
         if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
             raise UserError("the model has experts, whose plan is not known")
-        self.config, self._whole = text, config
+        self.config, self.whole = text, config
         try:
             self.model: Any = without_storage(config, DTYPE)
         except Exception as error:  # a file's values raise as many types as there are checks
             raise UserError(f"no model can be made of this config: {one_line(error)}") from error
         if self.model is None:
             raise UserError(f"transformers has no class for models of type {config.model_type!r}")
-        trains_vision = args is not None and args.train_vision
-        if not trains_vision:
+        if args is None or not args.train_vision:
             rest_(self.model)
         base = base_of(self.model)
         self.why_not = None if base is None else why_not_scheduled(base, training=True)
@@ -165,9 +164,10 @@ class Subject:
             adapt = with_lora if whole and installed("peft") else with_lora_shapes
             with torch.device("meta"):
                 self.model = adapt(self.model, args)
-        if trains_vision:
-            for _, tower in towers(inside_peft(self.model)):
-                tower.requires_grad_(True)
+        self.count()
+
+    def count(self) -> None:
+        """Counts parameters, in blocks. To be called again if others of the model's are trained."""
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self._blocks: dict[tuple[bool, bool], list[BlockSpec]] = {}
         self.parameters = parameters_of(self.model, self.blocks(movable=False))
@@ -205,11 +205,11 @@ class Subject:
     @property
     def sees(self) -> bool:
         """Whether it is a vision-language model."""
-        return self._whole.model_type in PREFIXES
+        return self.whole.model_type in PREFIXES
 
     def adapted(self, args: ModelArguments) -> Subject:
         """Returns the same model with other adapters and 4-bit weights."""
-        return Subject(self._whole, args)
+        return Subject(self.whole, args)
 
     def schedules(self, run: Run) -> bool:
         """Whether our schedule runs the layers, by the run's options and the configuration."""
@@ -225,7 +225,7 @@ class Subject:
     @cached_property
     def drops(self) -> bool:
         """Whether our schedule would run without the configuration's dropouts."""
-        return self.why_not is not None and is_dropout(self._whole, self.why_not)
+        return self.why_not is not None and is_dropout(self.whole, self.why_not)
 
     @cached_property
     def _scheduled(self) -> Sizes:

@@ -29,6 +29,7 @@ from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.memory.machine import held_host_bytes, host_share_bytes
 from longctx.memory.place import Place
+from longctx.model.image_sizes import image_of
 from longctx.options.config import ModelArguments, TrainArguments
 from longctx.plan.changes import changes
 from longctx.plan.given import read_given
@@ -40,6 +41,7 @@ from longctx.report.plan_run import check_known, run_of
 from longctx.report.plan_text import show_short
 from longctx.run.loading import compute_dtype
 from longctx.run.metrics import peak_memory
+from longctx.run.pictures import USUAL, SeenTokens
 
 DEVICE = "cuda"
 """The device on which a step is predicted."""
@@ -149,9 +151,12 @@ class Foreseen:
         fix = f"it fits with {', or '.join(fixes)}" if fixes else "no flag makes it fit"
         raise UserError(f"this run does not fit: {problem}; {fix}")
 
-    def show(self, rows: Any) -> None:
-        """The table, with documents as long as those of the data."""
+    def show(self, rows: Any, seen: SeenTokens | None = None) -> None:
+        """The table, with documents as long as those of the data, and as many images."""
         run = replace(self.planned.run, document_tokens=document_tokens(rows))
+        if seen is not None and seen.mean:
+            image = image_of(self.subject.whole, USUAL)
+            run = replace(run, images=max(1, round(seen.mean / image.features)), image=image)
         self.planned = plan(self.subject, run, self.machine, self.host_bytes)
         if self.args.process_index == 0:
             tokens = self._data_tokens(rows)

@@ -15,17 +15,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from longctx.cost.images import Images
 from longctx.data.reading.picture_sources import Source
 from longctx.data.rows import Sight, collate
 from longctx.errors import UserError
 from longctx.model.classes import without_storage
+from longctx.model.image_sizes import image_of, tower_sizes
 from longctx.model.vision import PREFIXES, joint_of
 from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.options.limits import given
@@ -33,6 +36,8 @@ from longctx.options.pixels import pixels_of
 from longctx.safety.processes import make_room_for_workers
 from longctx.safety.system import installed
 
+USUAL = (448, 448)
+"""Pixels of an image by which those of other sizes are counted."""
 MOST_WORKERS = 4
 """Processes that open pictures, unless --dataloader_num_workers says otherwise."""
 
@@ -109,13 +114,55 @@ def check_no_vision(model_args: ModelArguments, data_args: DataArguments) -> Non
 
 
 def use_workers(args: TrainArguments) -> None:
-    """Has other processes open pictures while the model computes, unless options say how many.
+    """Has other processes open pictures while the model computes, as many as options say or a few.
     Raises UserError where none would reach them."""
     if args.remove_unused_columns:
         raise UserError("--remove_unused_columns would remove pictures from rows: leave it out")
     if "dataloader_num_workers" not in given(args):
         args.dataloader_num_workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
         make_room_for_workers(args.dataloader_num_workers, args.dataloader_prefetch_factor)
+
+
+class SeenTokens(NamedTuple):
+    """The tokens of rows that stand for parts of pictures."""
+
+    most: int
+    """Of a row."""
+    mean: float
+
+    @classmethod
+    def of(cls, rows: Dataset, pictures: Any) -> SeenTokens:
+        found: list[int] = []
+        for chunk in rows.data.column("input_ids").chunks:
+            seen = pictures.seen(chunk.flatten().to_numpy())
+            ends = np.cumsum(chunk.value_lengths().to_numpy())
+            counts = np.concatenate([[0], np.cumsum(seen)])[ends]
+            found += np.diff(counts, prepend=0).tolist()
+        return cls(max(found), sum(found) / len(found))
+
+
+def image_bytes(
+    config: PretrainedConfig, dtype: torch.dtype, rows: Sequence[SeenTokens], rows_a_batch: int
+) -> int:
+    """Returns what the images of the largest batch take of a GPU while the layers run."""
+    sizes = tower_sizes(without_storage(config, dtype))
+    if sizes is None:
+        return 0
+    image = image_of(config, USUAL)
+    tokens = rows_a_batch * max(one.most for one in rows)
+    return Images(tower=sizes, image=image, count=-(-tokens // image.features)).batch_bytes
+
+
+def prepare(
+    runtime: Any, config: PretrainedConfig, rows: Sequence[SeenTokens], rows_a_batch: int
+) -> None:
+    """Has the runtime of a patched model leave room for images, and none for CUDA graphs where the
+    layers of batches with images run eagerly."""
+    runtime.beside_bytes = image_bytes(config, runtime.dtype, rows, rows_a_batch)
+    if getattr(config.vision_config, "deepstack_visual_indexes", None):
+        runtime.eager_images = "images are added in several layers"
+    elif config.model_type == "gemma3":
+        runtime.eager_images = "images are seen both ways"
 
 
 class Pictured(torch.utils.data.Dataset[dict[str, Any]]):

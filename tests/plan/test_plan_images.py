@@ -24,12 +24,12 @@ IMAGES = ["--images", "128", "--image_pixels", "448x448", "--seq_len", "32768"]
 
 
 def made(**options: Any) -> tuple[Subject, Run]:
-    args = ModelArguments(preset="qwen3-vl-8b", lora_r=16, **{"seq_len": 32768} | options)
+    args = ModelArguments(preset="qwen3-vl-8b", **dict(seq_len=32768, lora_r=16) | options)
     return Subject(load_config(args, vocab_size=1), args), Run(model=args)
 
 
 def with_images(run: Run, subject: Subject, count: int) -> Run:
-    return run.having(images=count, image=image_of(subject._whole, (448, 448)))
+    return run.having(images=count, image=image_of(subject.whole, (448, 448)))
 
 
 def test_images_take_memory_in_every_phase_and_time_of_their_own() -> None:
@@ -37,7 +37,7 @@ def test_images_take_memory_in_every_phase_and_time_of_their_own() -> None:
     text = plan(subject, run, H100, HOST)
     seen = plan(subject, with_images(run, subject, 128), H100, HOST)
     assert text.fits and seen.fits and text.images is None and seen.images is not None
-    assert text.seconds.images == 0 < 0.4 < seen.seconds.images < 0.6
+    assert text.seconds.images == 0 < 0.4 < seen.seconds.images < 0.8
     assert [phase.name for phase in seen.phases] == ["images", *(p.name for p in text.phases)]
     for phase in seen.phases:
         assert phase.buffers["what sees images"] == 2 * 576_388_336
@@ -62,8 +62,8 @@ def test_passes_and_rows_count_images_as_often() -> None:
 def test_a_tower_that_trains_has_gradients_and_states() -> None:
     """576M parameters in bf16 with 10 bytes of states each, on the GPU, and gradients that come
     after all layers'."""
-    frozen, run = made(seq_len=8192)
-    trained, run_trained = made(seq_len=8192, train_vision=True)
+    frozen, run = made(seq_len=8192, lora_r=None)
+    trained, run_trained = made(seq_len=8192, lora_r=None, train_vision=True)
     a = plan(frozen, with_images(run, frozen, 32), H100, HOST)
     b = plan(trained, with_images(run_trained, trained, 32), H100, HOST)
     (block,) = (s for s in b.decision.specs if s.name == "what sees images")
@@ -75,6 +75,14 @@ def test_a_tower_that_trains_has_gradients_and_states() -> None:
     assert at["images' gradients"] - at["backward"] >= 2 * 576_388_336
     assert b.seconds.images > 3 * a.seconds.images
     assert "what sees images" not in [spec.name for spec in a.decision.specs]
+
+
+def test_adapters_train_on_a_tower_as_in_a_run() -> None:
+    subject, run = made(seq_len=8192, train_vision=True)
+    found = plan(subject, with_images(run, subject, 32), H100, HOST)
+    (block,) = (s for s in found.decision.specs if s.name == "what sees images")
+    assert {p.shape[0] for name, p in block.parameters.items() if "lora_A" in name} == {16}
+    assert all("lora" in name for name, p in block.parameters.items())
 
 
 def test_the_longest_row_has_room_for_its_images() -> None:

@@ -1,0 +1,53 @@
+"""A run whose rows have pictures leaves room on the GPU for what these bring."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+import torch
+from datasets import Dataset
+from small_vision import IMAGE, KINDS, vision_config, vision_model
+
+import longctx
+from longctx.model.image_sizes import image_of, tower_sizes
+from longctx.model.runtime import runtime_of
+from longctx.run.pictures import USUAL, SeenTokens, image_bytes, prepare
+
+PICTURES = SimpleNamespace(seen=lambda ids: ids == IMAGE)
+
+
+def rows_of(*counts: int) -> Dataset:
+    ids = [[IMAGE] * count + [1] * (2 + number) for number, count in enumerate(counts)]
+    half = len(ids) // 2
+    tables = [pa.table({"input_ids": pa.array(part)}) for part in (ids[:half], ids[half:])]
+    return Dataset(pa.concat_tables(tables))
+
+
+def test_tokens_of_pictures_are_counted_row_by_row() -> None:
+    assert SeenTokens.of(rows_of(3, 0, 7, 2), PICTURES) == (7, 3.0)
+    assert SeenTokens.of(rows_of(0, 0), PICTURES) == (0, 0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_batch_counts(kind) -> None:
+    """Features and pixels grow with it, and the tower's weights are a block of the model."""
+    config = vision_config(kind)
+    per_image = image_of(config, USUAL).features
+    one, two = (
+        image_bytes(config, torch.bfloat16, [SeenTokens(most, 1.0), SeenTokens(1, 1.0)], 1)
+        for most in (per_image, 2 * per_image)
+    )
+    assert 0 < one < two == 2 * one
+    assert image_bytes(config, torch.bfloat16, [SeenTokens(per_image, 1.0)], 2) == two
+    assert tower_sizes(vision_model(kind)).parameters > 0
+
+
+def test_the_search_leaves_them_room() -> None:
+    model = longctx.patch(vision_model("qwen3_vl"))
+    runtime = runtime_of(model)
+    prepare(runtime, model.config, [SeenTokens(400, 10.0)], 1)
+    step = runtime.step(runtime.sizes(model), 512)
+    assert step.beside_bytes == runtime.beside_bytes > 0
+    assert not step.graphs and runtime._why_not_recorded() == "images are added in several layers"
