@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -54,6 +54,9 @@ def means_no(value: Any) -> bool:
 @dataclass(kw_only=True)
 class TrainArguments(TrainOptions, TrainingArguments):  # type: ignore[misc]
     """All of `transformers.TrainingArguments`, with the options of ours."""
+
+    named: ClassVar[frozenset[str]] = frozenset()
+    """The options that a command line or a recipe has named, defaults among them."""
 
     def __post_init__(self) -> None:
         for name in (*_FILES, "resume_from_checkpoint"):
@@ -257,6 +260,7 @@ def parse_flags(
     for name in ("deepspeed", "fsdp_config"):
         if _is_file(name, getattr(options, name)):
             setattr(options, name, str(find(name, getattr(options, name))))
+    options._named = frozenset({*named, *(values if recipe else ())})
     return options
 
 
@@ -274,6 +278,7 @@ def make_arguments(flags: Namespace) -> Arguments:
     except Exception as error:  # transformers' and accelerate's checks raise many types
         raise UserError(f"{_culprit(str(error), values)}{one_line(error)}") from error
     check_together(model, data, train)
+    train.named = values.get("_named", frozenset())
     if not model.schedules and model.offload_activations == "all":
         offload_checkpoints(train)
     return model, data, train

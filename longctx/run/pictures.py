@@ -31,7 +31,6 @@ from longctx.model.classes import without_storage
 from longctx.model.image_sizes import image_of, tower_sizes
 from longctx.model.vision import PREFIXES, joint_of
 from longctx.options.config import DataArguments, ModelArguments, TrainArguments
-from longctx.options.limits import given
 from longctx.options.pixels import pixels_of
 from longctx.safety.processes import make_room_for_workers
 from longctx.safety.system import installed
@@ -114,11 +113,11 @@ def check_no_vision(model_args: ModelArguments, data_args: DataArguments) -> Non
 
 
 def use_workers(args: TrainArguments) -> None:
-    """Has other processes open pictures while the model computes, as many as options say or a few.
+    """Has other processes open pictures while the model computes, unless options say how many.
     Raises UserError where none would reach them."""
     if args.remove_unused_columns:
         raise UserError("--remove_unused_columns would remove pictures from rows: leave it out")
-    if "dataloader_num_workers" not in given(args):
+    if "dataloader_num_workers" not in args.named:
         args.dataloader_num_workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
         make_room_for_workers(args.dataloader_num_workers, args.dataloader_prefetch_factor)
 

@@ -219,6 +219,18 @@ LOST = {
 }
 
 
+def test_contents_are_parts_where_a_template_shows_no_others():
+    """As LLaVA's own, which is trained on text alone, too."""
+    words = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+    template = loop(f"Q {words} ", f"A {words}<eos>", "A ")
+    found = marked(turns("a", "words"), tokenizer(template))
+    assert found == marked(turns("a", "words"), tokenizer(loop(f"Q {C} ", f"A {C}<eos>", "A ")))
+    asked, answer = turns("a", "words")["messages"]
+    pair = {"prompt": [asked], "chosen": [answer], "rejected": [{**answer, "content": "no"}]}
+    (group,) = encode_groups([as_document(pair, "f:1", rows="pairs")], tokenizer(template))
+    assert all(map(len, group.answers))
+
+
 @pytest.mark.parametrize("case", LOST)
 def test_words_that_would_vanish_are_refused(case):
     template, record, message = LOST[case]

@@ -82,6 +82,21 @@ class EndingOf(Asked):
         return "next" if self.tokens.next_in(behind) else "added"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartsOf(Asked):
+    """The question whether a template shows contents only as lists of parts, as LLaVA's does."""
+
+    def run(self, alive: Callable[[], None]) -> bool:
+        return not self._shows(alive, parts=False) and self._shows(alive, parts=True)
+
+    def _shows(self, alive: Callable[[], None], *, parts: bool) -> bool:
+        try:
+            text, _ = Renderer(replace(self, parts=parts), alive).own(self.messages)
+        except UserError:
+            return False
+        return all(message["content"] in text for message in self.messages)
+
+
 def by_training_template(conversation: Conversation, render: Renderer) -> Rendered | None:
     """What our template makes of the conversation; None where that is not what the tokenizer's own
     makes of it."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from longctx.data.chat.continuations import Continuations, Continued
 from longctx.data.chat.conversation import Asked, reason
 from longctx.data.chat.ends import EndTokens, Rendered, end_tokens
-from longctx.data.chat.masks import MARKERS, Conversation, Ending, EndingOf
+from longctx.data.chat.masks import MARKERS, Conversation, Ending, EndingOf, PartsOf
 from longctx.data.chat.training_templates import Family, Recognition, candidates
 from longctx.data.reading.records import CHATS, Document
 from longctx.errors import UserError
@@ -88,10 +88,28 @@ def ending_of(tokenizer: PreTrainedTokenizerBase) -> Ending | None:
         template=template,
         special_tokens=dict(tokenizer.special_tokens_map),
         tokens=end_tokens(tokenizer, template),
+        parts=takes_parts(tokenizer, template, "the tokenizer's chat template"),
         where="the tokenizer's chat template",
     )
     (ending,) = _child().answers([asked])
     return ending
+
+
+def takes_parts(tokenizer: PreTrainedTokenizerBase, template: str, where: str) -> bool:
+    """Whether a template shows contents only as lists of parts, whose `type` it asks for."""
+    if "type" not in template:
+        return False
+    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    key = template, tuple(sorted(tokens.items()))
+    if key not in _takes_parts:
+        asked = PartsOf(
+            messages=[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
+            template=template,
+            special_tokens=dict(tokenizer.special_tokens_map),
+            where=where,
+        )
+        (_takes_parts[key],) = _child().answers([asked])
+    return _takes_parts[key]
 
 
 def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -142,6 +160,7 @@ def _end_line(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 _families: dict[tuple[str, tuple[tuple[str, str], ...]], Family | None] = {}
+_takes_parts: dict[tuple[str, tuple[tuple[str, str], ...]], bool] = {}
 
 
 def _conversation(
@@ -160,7 +179,7 @@ def _conversation(
         training=family.training if family else None,
         special_tokens=dict(tokenizer.special_tokens_map),
         tokens=ends(template),
-        parts=parts,
+        parts=parts or takes_parts(tokenizer, template, document.where),
         where=document.where,
     )
 
@@ -182,6 +201,7 @@ def _continuations(
                 template=template,
                 special_tokens=dict(tokenizer.special_tokens_map),
                 tokens=ends(template),
+                parts=takes_parts(tokenizer, template, document.where),
                 where=document.where,
             )
             for answer in content["answers"]

@@ -2,8 +2,7 @@
 
 Calls, reasoning, tools and documents are taken out of the conversation, one at a time; where the
 text stays as it was, the conversation is refused. The words of each trained turn must stand in the
-text, but for blanks: templates cut reasoning out of `content`, show no `content` beside calls, or
-read lists of parts alone.
+text, but for blanks: templates cut reasoning out of `content`, or show no `content` beside calls.
 """
 
 from __future__ import annotations
