@@ -62,7 +62,7 @@ def test_a_killed_map_worker_is_one_line(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(tokens, "encode", encode)
-    monkeypatch.setattr(tokens, "_processes", lambda *args: 2)
+    monkeypatch.setattr(tokens, "_processes", lambda *args, **options: 2)
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n' * 9)
     with pytest.raises(UserError, match="^a process that tokenises was killed, .* more memory$"):
         build_dataset(
@@ -144,7 +144,7 @@ def prepare_data(folder: Path, place: str, processes: int, begun: int) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     setattr(tokens, place, wait)
-    tokens._processes = lambda *args: processes or None
+    tokens._processes = lambda *args, **options: processes or None
     args = DataArguments(cache_dir=str(folder / "cache"))
     files = [str(folder / "c.jsonl")]
     build_dataset(args, small_tokenizer(), files=files, seq_len=8, vocab_size=None, seed=0)
