@@ -331,7 +331,7 @@ def load(
 
 
 def batches(asked: Asked, checked: Checked, rows: Rows) -> dict[str, Any]:
-    """What the trainer makes batches of, and how."""
+    """Returns the trainer's data: the rows that it trains and evaluates, and its collator."""
     model_args, data_args, args = asked.options
     if rows.pictures is None:
         return {

@@ -81,7 +81,7 @@ class Tower:
     frozen_group: int
     """Patches of a group, unless an image has more."""
     trained_group: int
-    """The same where the tower trains."""
+    """Patches of a group where the tower trains, unless an image has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class Images:
 
     @cached_property
     def standing(self) -> Buffers:
-        """What is on the GPU throughout a step."""
+        """Buffers of images throughout a step: a frozen tower's weights, and pixels."""
         weights = 0 if self.trained else self.tower.parameters * self.tower.itemsize
         return {
             "what sees images": weights,  # a block of the model where it trains
@@ -168,7 +168,7 @@ class Images:
 
     @cached_property
     def forward(self) -> Buffers:
-        """What is there while the language model's layers run forward. The tower's output and a
+        """Buffers of images while the language model's layers run forward. The tower's output and a
         joined copy of its features are held by Hugging Face's code."""
         tower = self.tower
         states = tower.states * tower.hidden * tower.itemsize * self.patches
@@ -177,7 +177,7 @@ class Images:
 
     @cached_property
     def backward(self) -> Buffers:
-        """What is there from the loss to the end of backward."""
+        """Buffers of images on the GPU from the loss to the end of the layers' backward."""
         saved = self.tower.deepstack * self.feature_bytes
         return {**self.standing, "features of images": saved}
 
@@ -187,11 +187,11 @@ class Images:
 
     @property
     def batch_bytes(self) -> int:
-        """The same without the tower's weights: what a batch brings."""
+        """Bytes of a batch's pixels and features in forward, without the tower's weights."""
         return self.forward_bytes - self.standing["what sees images"]
 
     def seen(self, *, backward: bool = False) -> Buffers:
-        """What is there while the tower runs the last of its groups, forward or backward."""
+        """Buffers of images while the tower runs the last of its groups, forward or backward."""
         tower, patches = self.tower, self.group * self.image.patches
         elements = WORKING * tower.hidden
         if backward:  # one layer's gradients beside what all layers have saved

@@ -89,7 +89,7 @@ if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
 
 
 class Sight(NamedTuple):
-    """What a model sees with, for rows of `build_dataset`."""
+    """How `build_dataset` reads the pictures of records, for a vision-language model."""
 
     read: Callable[[], Pictures]
     """Reads the processor. It is called if there are pictures alone."""

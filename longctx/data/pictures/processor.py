@@ -28,7 +28,7 @@ from longctx.errors import UserError, one_line
 from longctx.safety.system import expanded
 
 TEXT = ("input_ids", "attention_mask", *TOKEN_TYPES, "num_crops")
-"""What a processor returns that is not of pictures, or that no model takes."""
+"""Names in a processor's output that are of text, or that no model takes as an argument."""
 
 
 class Pictures:
