@@ -314,7 +314,7 @@ def load(
             )
         if rows.pictures and trainer.runtime:
             rows_a_batch = args.per_device_train_batch_size
-            prepare(trainer.runtime, checked.config, rows.seen, rows_a_batch)
+            prepare(trainer.model, trainer.runtime, rows.seen, rows_a_batch)
         trainer.place(asked.resume)
         if references and not args.reference:
             references.of_the_start(trainer, resumed=resumed)

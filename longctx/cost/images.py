@@ -12,7 +12,7 @@ language model.
             each of deepstack's levels, and 2 H P of hidden states that its output holds;
             in backward deepstack's features alone, which the first layers have saved;
             while the tower runs, the activations of one group: of one layer where the tower is
-            frozen, of all where it trains.
+            frozen, of all where it trains; these stay until its backward if it is the only group.
 
 The gradients and states of a tower that trains are those of a block of the model (model/blocks.py).
 """
@@ -173,13 +173,22 @@ class Images:
         tower = self.tower
         states = tower.states * tower.hidden * tower.itemsize * self.patches
         copies = 2 * (1 + tower.deepstack)
-        return {**self.standing, "features of images": copies * self.feature_bytes + states}
+        features = copies * self.feature_bytes + states
+        return {**self.standing, "features of images": features, **self._kept}
 
     @cached_property
     def backward(self) -> Buffers:
         """Buffers of images on the GPU from the loss to the end of the layers' backward."""
         saved = self.tower.deepstack * self.feature_bytes
-        return {**self.standing, "features of images": saved}
+        return {**self.standing, "features of images": saved, **self._kept}
+
+    @property
+    def _kept(self) -> Buffers:
+        """What the only group of a tower that trains saves for backward."""
+        if not self.trained or self.groups > 1:
+            return {}
+        saved = self.tower.layers * self.tower.saved
+        return {"a group of images": saved * self.patches * self.tower.itemsize}
 
     @property
     def forward_bytes(self) -> int:
@@ -194,7 +203,7 @@ class Images:
         """Buffers of images while the tower runs the last of its groups, forward or backward."""
         tower, patches = self.tower, self.group * self.image.patches
         elements = WORKING * tower.hidden
-        if backward:  # one layer's gradients beside what all layers have saved
+        if backward or self._kept:  # one layer's working memory beside what all layers have saved
             elements += tower.layers * tower.saved
         mask = patches**2 if tower.masks else 0
         features = self.backward["features of images"] + self.feature_bytes  # and their gradients

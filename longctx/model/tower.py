@@ -7,14 +7,16 @@ An image attends to itself alone, and so does each frame of Qwen's videos, so th
 all at once give. Of a tower that trains a group's activations are recomputed in backward (torch's
 checkpoint), and only one group has them at a time; one that is frozen keeps none. What is merged or
 projected after it, which trains beside a frozen tower, is no part of that. A call that has one
-group, or tensors that are not of images alone, runs as it is, and every call with the two products
-that Hugging Face's code leaves slow (pixels.py).
+group, or tensors that are not of images alone, keeps what it needs, and every call has the two
+products that Hugging Face's code leaves slow (pixels.py). The layers' own checkpoints, which would
+be a second recomputation inside the first, and without these products, are off meanwhile.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from longctx.memory.store import gpu_share_bytes
@@ -53,8 +56,8 @@ def tower_of(model: Any) -> nn.Module | None:
 def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs Hugging Face's forward of a tower over each group, and joins what it returns."""
     inputs = named(self, args) | kwargs
-    keeps = torch.is_grad_enabled() and _trains(self)
-    groups = [*_groups(self, inputs, _most_patches(self) if keeps else FROZEN_PATCHES)]
+    keeps = torch.is_grad_enabled() and trains(self)
+    groups = [*_groups(self, inputs, patches_of(self) if keeps else FROZEN_PATCHES)]
     run = partial(_run, self)
     if len(groups) < 2:
         return run(**inputs)
@@ -70,17 +73,33 @@ def trained_patches(gpu_bytes: int) -> int:
     return max(1, gpu_bytes // SHARE >> 20)
 
 
-def _most_patches(tower: Any) -> int:
+def patches_of(tower: Any) -> int:
+    """Returns the patches of a group of a tower that trains."""
     device = tower.device
     return trained_patches(gpu_share_bytes(device)) if device.type == "cuda" else PATCHES
 
 
 def _run(tower: Any, **inputs: Any) -> Any:
-    with fast_tower(tower):
+    with fast_tower(tower), _without_checkpoints(tower):
         return type(tower).forward(tower, **inputs)
 
 
-def _trains(tower: nn.Module) -> bool:
+@contextmanager
+def _without_checkpoints(tower: nn.Module) -> Iterator[None]:
+    """Has no layer of a tower recompute by itself, within: groups do."""
+    layers = [m for m in tower.modules() if isinstance(m, GradientCheckpointingLayer)]
+    asked = [layer.gradient_checkpointing for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, asked, strict=True):
+            layer.gradient_checkpointing = was
+
+
+def trains(tower: nn.Module) -> bool:
+    """Whether backward goes into a tower's layers."""
     names = (name for name, p in tower.named_parameters() if p.requires_grad)
     return any(not any(after in name for after in AFTER) for name in names)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,10 @@ from longctx.cost.images import Images
 from longctx.data.reading.picture_sources import Source
 from longctx.data.rows import Sight, collate
 from longctx.errors import UserError
+from longctx.model.adapters import inside_peft
 from longctx.model.classes import without_storage
 from longctx.model.image_sizes import image_of, tower_sizes
+from longctx.model.tower import patches_of, tower_of, trains
 from longctx.model.vision import PREFIXES, joint_of
 from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.options.pixels import pixels_of
@@ -141,23 +144,39 @@ class SeenTokens(NamedTuple):
 
 
 def image_bytes(
-    config: PretrainedConfig, dtype: torch.dtype, rows: Sequence[SeenTokens], rows_a_batch: int
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    rows: Sequence[SeenTokens],
+    rows_a_batch: int,
+    *,
+    trained_group: int = 0,
 ) -> int:
-    """Returns what the images of the largest batch take of a GPU while the layers run."""
+    """Returns the most that a batch's images take of a GPU while the layers run. `trained_group`
+    are the patches of a group of a tower that trains, if it does: a batch with one group keeps its
+    activations, and a larger one none."""
     sizes = tower_sizes(without_storage(config, dtype))
     if sizes is None:
         return 0
     image = image_of(config, USUAL)
     tokens = rows_a_batch * max(one.most for one in rows)
-    return Images(tower=sizes, image=image, count=-(-tokens // image.features)).batch_bytes
+    largest = Images(
+        tower=replace(sizes, trained_group=trained_group),
+        image=image,
+        count=-(-tokens // image.features),
+        trained=trained_group > 0,
+    )
+    return max(largest.batch_bytes, replace(largest, count=largest.group).batch_bytes)
 
 
-def prepare(
-    runtime: Any, config: PretrainedConfig, rows: Sequence[SeenTokens], rows_a_batch: int
-) -> None:
+def prepare(model: Any, runtime: Any, rows: Sequence[SeenTokens], rows_a_batch: int) -> None:
     """Has the runtime of a patched model leave room for images, and none for CUDA graphs where the
     layers of batches with images run eagerly."""
-    runtime.beside_bytes = image_bytes(config, runtime.dtype, rows, rows_a_batch)
+    inner = inside_peft(model)
+    config, tower = inner.config, tower_of(inner)
+    group = patches_of(tower) if tower is not None and trains(tower) else 0
+    runtime.beside_bytes = image_bytes(
+        config, runtime.dtype, rows, rows_a_batch, trained_group=group
+    )
     if getattr(config.vision_config, "deepstack_visual_indexes", None):
         runtime.eager_images = "images are added in several layers"
     elif config.model_type == "gemma3":

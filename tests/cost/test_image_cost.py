@@ -62,6 +62,15 @@ def test_bytes() -> None:
     assert TRAINED.seen(backward=True)["a group of images"] == 2 * 32 * (layer + 3 * 50)
 
 
+def test_the_only_group_of_a_tower_that_trains_is_kept() -> None:
+    """Its layers save 3 x 50 elements a patch, which nobody computes again."""
+    one = replace(TRAINED, count=2)
+    kept = 2 * 32 * 3 * 50
+    assert one.forward["a group of images"] == one.backward["a group of images"] == kept
+    assert one.seen()["a group of images"] == one.seen(backward=True)["a group of images"]
+    assert "a group of images" not in TRAINED.forward | SEEN.forward | TRAINED.backward
+
+
 def test_frozen_activations_do_not_grow_with_the_images() -> None:
     many = replace(SEEN, count=900)
     assert many.seen()["a group of images"] == SEEN.seen()["a group of images"]

@@ -25,7 +25,7 @@ IMAGES = [[4, 22], [9]]
 
 def most_patches(monkeypatch, count: int) -> None:
     monkeypatch.setattr(tower, "FROZEN_PATCHES", count)
-    monkeypatch.setattr(tower, "_most_patches", lambda *args: count)
+    monkeypatch.setattr(tower, "patches_of", lambda *args: count)
 
 
 @pytest.fixture(params=[1, 32], ids=["one by one", "two at a time"])
@@ -70,6 +70,18 @@ def test_a_tower_that_trains(kind, groups) -> None:
     calls = calls_of(ours)
     assert_exact(ours, kind, three_images)
     assert len(calls) == 3 * 2 * groups
+
+
+@pytest.mark.parametrize("count", [1, 1000], ids=["several groups", "one group"])
+def test_its_layers_do_not_recompute_by_themselves(count, monkeypatch) -> None:
+    """Trainer switches that on in all of a model. Backward of a group computes it once again, and
+    of a single one not at all."""
+    most_patches(monkeypatch, count)
+    ours = longctx.patch(trained("qwen3_vl"), strict=True)
+    ours.gradient_checkpointing_enable()
+    calls = calls_of(ours)
+    assert_exact(ours, "qwen3_vl", three_images)
+    assert len(calls) == 3 * (2 * 3 if count == 1 else 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,10 +44,25 @@ def test_the_largest_batch_counts(kind) -> None:
     assert tower_sizes(vision_model(kind)).parameters > 0
 
 
+def test_a_batch_of_one_group_keeps_what_a_larger_one_does_not() -> None:
+    """Room is left for the one that needs more, whichever comes first."""
+    config = vision_config("qwen3_vl")
+    image = image_of(config, USUAL)
+
+    def room(images: int, group: int) -> int:
+        most = [SeenTokens(images * image.features, 1.0)]
+        return image_bytes(config, torch.bfloat16, most, 1, trained_group=group * image.patches)
+
+    kept = room(2, 2) - room(2, 0)
+    assert kept > 0
+    assert room(5, 2) == max(room(5, 0), room(2, 2))
+    assert room(5, 5) > room(5, 2)
+
+
 def test_the_search_leaves_them_room() -> None:
     model = longctx.patch(vision_model("qwen3_vl"))
     runtime = runtime_of(model)
-    prepare(runtime, model.config, [SeenTokens(400, 10.0)], 1)
+    prepare(model, runtime, [SeenTokens(400, 10.0)], 1)
     step = runtime.step(runtime.sizes(model), 512)
     assert step.beside_bytes == runtime.beside_bytes > 0
     assert not step.graphs and runtime._why_not_recorded() == "images are added in several layers"
