@@ -38,16 +38,18 @@ class Shards:
         dist.all_gather_into_tensor(parts, own.contiguous(), group=self.group)
         return parts.unflatten(0, (self.ranks, -1)).transpose(0, 1).flatten(1)
 
-    def own(self, whole: Tensor) -> Tensor:  # (B, S) -> (B, S / R)
+    def own(self, whole: Tensor) -> Tensor:  # (*, B, S) -> (*, B, S / R)
         """Returns this rank's part of each row. Raises ValueError for a row length not divisible by
         the ranks: ranks with different numbers of tokens would wait for each other for ever."""
-        if whole.shape[1] % self.ranks:
-            raise ValueError(f"{self.ranks} ranks cannot share rows of {whole.shape[1]} tokens")
-        return whole.chunk(self.ranks, dim=1)[self.rank]
+        if whole.shape[-1] % self.ranks:
+            raise ValueError(f"{self.ranks} ranks cannot share rows of {whole.shape[-1]} tokens")
+        return whole.chunk(self.ranks, dim=-1)[self.rank]
 
-    def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:  # (B, S) -> (B, S / R) each
-        """Returns this rank's part of a batch. Rows are padded with a document without labels."""
-        length = next(iter(batch.values())).shape[1]
+    def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns this rank's part of a batch: (*, B, S / R) of each (*, B, S), and all of what has
+        no number a token, as pixels. Rows are padded with a document without labels."""
+        shape = batch["input_ids"].shape
+        length = shape[1]
         missing = -length % self.ranks
 
         def filled(name: str, x: Tensor) -> Tensor:
@@ -56,10 +58,11 @@ class Shards:
             value = IGNORE_INDEX if name in ("labels", "shift_labels") else 0
             x = torch.nn.functional.pad(x, (0, missing), value=value)
             if name == "position_ids":
-                x[:, length:] = torch.arange(missing, device=x.device)
+                x[..., length:] = torch.arange(missing, device=x.device)
             return x
 
-        return {name: self.own(filled(name, x)) for name, x in batch.items()}
+        rows = {name for name, x in batch.items() if x.shape[-2:] == shape}
+        return {name: self.own(filled(name, x)) if name in rows else x for name, x in batch.items()}
 
     def shifted(self, labels: Tensor, ignored: int) -> Tensor:  # (B, S / R), both
         """Gives each token the label of the next one, which may be on another rank."""

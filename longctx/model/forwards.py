@@ -82,6 +82,7 @@ from longctx.model.runtime import (
     make_schedule,
     runtime_of,
 )
+from longctx.model.shared_images import own_features
 from longctx.model.shared_prefixes import Sharing, spread
 from longctx.model.shared_prefixes import found as found_prefixes
 from longctx.model.strangers import (
@@ -410,8 +411,10 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         own: Any = type(self)
         # Its class has what an image would have given, which is None.
         return output_class(own)(**self.language_model(**text, return_dict=True))
-    why = images if runtime.shards is not None else None
+    why = None
     if sees_both_ways(self):
+        if runtime.shards is not None:
+            raise UserError("ranks cannot share rows with images that are seen both ways (Gemma 3)")
         why = images
         if _makes_no_cache(self, inputs):
             types = inputs.get(TOKEN_TYPES[0])
@@ -421,7 +424,7 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
                     return type(self).forward(self, **inputs | {"attention_mask": masks})
             except NotScheduled as found:  # it needs masks, so that the tower runs once more
                 (why,) = found.args
-    with _with_images(runtime, caller, why):
+    with _with_images(runtime, caller, why), own_features(self, inputs, runtime.shards):
         return type(self).forward(self, **inputs)
 
 
@@ -511,9 +514,9 @@ def base_forward(
         padding, reason = padding_of(self, attention_mask, read=read)
     if reason is None:
         positions = positions_of(position_ids, known_family(self).position_rows)
-        reason = _why_not_positions(positions, position_ids, parents, runtime)
+        reason = _why_not_positions(positions, position_ids, parents)
     if both_ways is not None and reason is None:
-        reason = _why_not_both_ways(padding, parents, runtime)
+        reason = _why_not_both_ways(padding, parents)
     if parents is not None and reason:
         raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
@@ -543,25 +546,23 @@ def base_forward(
 
 
 def _why_not_positions(
-    found: Positions | None, given: Tensor | None, parents: Parents, runtime: Runtime
+    found: Positions | None, given: Tensor | None, parents: Parents
 ) -> str | None:
     """Returns why the positions of a call keep it from the schedule, in a few words; else None."""
     if found is None:
         assert given is not None
         return f"positions of shape {tuple(given.shape)}"
     of_image = found.rope is not None and found.rope.dim() > 2
-    if of_image and (parents is not None or runtime.shards is not None):
+    if of_image and parents is not None:
         return "rows of positions that differ (an image's)"
     return None
 
 
-def _why_not_both_ways(
-    padding: ComputedPadding | None, parents: Parents, runtime: Runtime
-) -> str | None:
+def _why_not_both_ways(padding: ComputedPadding | None, parents: Parents) -> str | None:
     """Returns why images that are seen both ways cannot be in a call, in a few words; else None."""
     if padding is not None:
         return "images beside padding that may be read"
-    if parents is not None or runtime.shards is not None:
+    if parents is not None:
         return "images that are seen both ways"
     return None
 

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import small_layer
 import test_every_family
+import test_images
 import torch
 import torch.distributed as dist
 from small_families import FAMILIES
 from small_layer import assert_exact_run, batch, run
 from small_run import on_ranks
+from small_vision import image_batch, packed
 
 from longctx.attention.shards import Shards
 from longctx.errors import UserError
+from longctx.model.runtime import patched_part
 from longctx.run.nonfinite import first_nonfinite
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
@@ -29,7 +32,7 @@ SETTINGS = [
 
 
 def share(model):
-    model.longctx.shards = Shards(dist.group.WORLD)
+    patched_part(model).longctx.shards = Shards(dist.group.WORLD)
     return model
 
 
@@ -87,6 +90,28 @@ def test_shared_rows_train_as_whole_ones(check, ranks, tmp_path) -> None:
     on_ranks(ranks, check, tmp_path)
 
 
+def check_images(rank: int, ranks: int) -> None:
+    """Two documents with images, of which one lies in both ranks' parts, and one rank has none."""
+    for kind in ("llava", "qwen2_5_vl", "qwen3_vl"):
+        models = test_images.trio(kind)
+        both = image_batch(kind, [[46]], tokens=64), image_batch(kind, [[5]], tokens=32, seed=4)
+        one = image_batch(kind, [[5, 25]], seed=5), image_batch(kind, [[]], seed=6)
+        rows = [packed(models[1], documents) for documents in (both, one)]
+        check_exact(models, *rows)
+
+
+def check_images_that_are_refused(rank: int, ranks: int) -> None:
+    ours = test_images.trio("qwen3_vl")[2]
+    share(ours)
+    with pytest.raises(UserError, match="with images need input_ids and position_ids"):
+        ours(**own_part(image_batch("qwen3_vl")))
+    ours = test_images.trio("gemma3")[2]
+    inputs = own_part(packed(ours, [image_batch("gemma3")]))
+    share(ours)
+    with pytest.raises(UserError, match="ranks cannot share rows with images that are seen both"):
+        ours(**inputs)
+
+
 def check_others(rank: int, ranks: int) -> None:
     *_, model = small_layer.trio(torch.float32)
     inputs = own_part(batch([[144]]))
@@ -121,6 +146,11 @@ def check_report(rank: int, ranks: int) -> None:
 
 def test_the_report_of_a_step_that_is_not_finite(tmp_path) -> None:
     on_ranks(2, check_report, tmp_path)
+
+
+@pytest.mark.parametrize("check", [check_images, check_images_that_are_refused])
+def test_rows_with_images(check, tmp_path) -> None:
+    on_ranks(2, check, tmp_path)
 
 
 def test_positions_and_what_is_refused(tmp_path) -> None:
