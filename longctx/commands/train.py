@@ -183,7 +183,7 @@ def check_models(asked: Asked) -> Checked:
         special_ids={name: getattr(tokenizer, name) for name in SPECIAL},
         rewards=args.task == "reward",
     )
-    check_towers(config, asked.engine, args.world_size)
+    check_towers(model_args, config, asked.engine, args.world_size)
     check_layers(model_args, args, config)
     teacher = None
     if args.task == "distill":

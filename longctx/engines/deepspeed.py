@@ -139,6 +139,12 @@ class DeepSpeed(Engine):
 
         set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
 
+    def whole_weight(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter]):  # does nothing to a weight that ZeRO-3 has not cut
+            return parameter.data.to(device, copy=True)
+
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
         super().configure(trainer, args)
         state: Any = trainer.accelerator.state

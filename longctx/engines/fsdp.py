@@ -118,6 +118,14 @@ class FSDP2(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def whole_weight(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        if self.fills_weights:
+            found = torch.empty_like(parameter.data, device=device)
+        else:
+            found = parameter.data.to(device)
+        torch.distributed.broadcast(found, 0)
+        return found
+
     def configure(self, trainer: Trainer, args: TrainArguments) -> None:
         """fp32 weights in shards, bf16 in compute, fp32 sums. accelerate's own policy would sum in
         bf16 and round what goes into and comes out of each module, RoPE's frequencies and the loss
@@ -129,6 +137,11 @@ class FSDP2(Engine):
         super().configure(trainer, args)
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.cpu_ram_efficient_loading = True  # shards come from the first process
+        if plugin.transformer_cls_names_to_wrap is None:  # accelerate refuses those of no module
+            model: Any = trainer.model
+            there = {type(module).__name__ for module in model.modules()}
+            units = getattr(model, "_no_split_modules", None) or ()
+            plugin.transformer_cls_names_to_wrap = [name for name in units if name in there]
         if self.adapters:
             plugin.mixed_precision_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         elif args.bf16 or args.fp16:

@@ -3,7 +3,7 @@
 read, layout  the plan                                     what its file says, and means in bytes
 prepare    before transformers opens the process group     the environment, defaults of options
 start      before the model is made                        checks, what must run by then
-random_weights, fills_weights, gather_whole                while the model is made
+random_weights, fills_weights, gather_whole, whole_weight  while the model is made
 adapters, needs_input_gradient, whole_adapters             of adapters over frozen weights
 reshard    after passes without gradients
 configure, clip_grad_norm, pending_bytes                   around a step
@@ -165,6 +165,11 @@ class Engine(ABC):
     def gather_whole(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Makes each decoder layer the unit whose weights are gathered and released as one."""
         return None
+
+    def whole_weight(self, parameter: nn.Parameter, device: torch.device) -> Tensor:
+        """Returns all of a weight that the engine is not to have, on a device. Every process calls
+        it."""
+        return parameter.data.to(device)
 
     # --- the trainer -------------------------------------------------------------------------
 

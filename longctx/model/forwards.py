@@ -408,6 +408,9 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
         # Gemma 3's whole model hands on labels, which nobody reads.
         text = {k: v for k, v in inputs.items() if k not in (*TOKEN_TYPES, "labels")}
         text |= {} if caller is None else caller.as_keyword(self.language_model)
+        if runtime.moves_weights and "input_ids" in text:
+            # As with images: engines that gather weights have to see one order of calls.
+            text["inputs_embeds"] = self.get_input_embeddings()(text.pop("input_ids"))
         own: Any = type(self)
         # Its class has what an image would have given, which is None.
         return output_class(own)(**self.language_model(**text, return_dict=True))

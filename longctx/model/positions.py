@@ -53,7 +53,9 @@ def rows_of(rotary: nn.Module, inv_freq: Tensor) -> Tensor:  # (d/2,) -> (d/2,) 
     and width, as its own code has it: of three tokens each has a position other than 0 in one row
     alone, and the sine of a frequency tells in which."""
     tokens = torch.eye(3, dtype=torch.int64, device=inv_freq.device)[:, None]  # (3, 1, 3)
-    _, sin = rotary(inv_freq.new_zeros(1, 3, 1, dtype=torch.float32), tokens)  # (1, 3, d)
+    # Not by a call, whose hooks an engine counts in every process: one of them may be the first to
+    # have an image.
+    _, sin = rotary.forward(inv_freq.new_zeros(1, 3, 1, dtype=torch.float32), tokens)  # (1, 3, d)
     return sin[0, :, : len(inv_freq)].abs().argmax(0).int()
 
 

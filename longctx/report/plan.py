@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_dtype(model_args)
     with redirect_stdout(sys.stderr):  # what RoPE does beyond the model's positions
         config = load_config(model_args, vocab_size=VOCAB_SIZE)
-        check_towers(config, engine, args.gpus)
+        check_towers(model_args, config, engine, args.gpus)
         check_layers(model_args, train_args, config)
         subject = Subject(config, model_args)
     machine = machine_named(args.gpu) if args.gpu else this_machine()

@@ -187,6 +187,10 @@ def load_model(
         quantises = args.quantize != "none" and config.model_type in PREFIXES
         more = {} if quantises else quantised_loading(args, dtype, device, config)
         model = read_model(args.source, config, dtype=dtype, attention=attention, **more)
+        if config.model_type in PREFIXES and hasattr(next(model.parameters()), "ds_id"):
+            # ZeRO-3's reading notes conversions that no name has gone through; saving would undo
+            # them. Without any noted it takes those of the model's class.
+            vars(model).pop("_weight_conversions", None)
         if holds_nf4(config):
             compute_in_(model, dtype)
     if quantises:

@@ -19,6 +19,7 @@ from longctx.engines import Engine, choose_engine
 from longctx.errors import UserError, print_rank0
 from longctx.model.classes import sees_images
 from longctx.model.declined import is_dropout, why_declined
+from longctx.model.vision import PREFIXES
 from longctx.options.config import (
     DataArguments,
     ModelArguments,
@@ -98,14 +99,23 @@ def _check_engine(model_args: ModelArguments, args: TrainArguments, engine: Engi
     engine.check_shares_rows(shares, patched=model_args.schedules)
 
 
-def check_towers(config: PretrainedConfig, engine: Engine, processes: int) -> None:
-    """Raises UserError where the towers of a vision-language model could not stay in host memory:
-    engines shard them, and processes exchange them."""
-    if sees_images(config) and (engine.shards_states or processes > 1):
+def check_towers(
+    model_args: ModelArguments, config: PretrainedConfig, engine: Engine, processes: int
+) -> None:
+    """Raises UserError where several processes or an engine would train what sees images: a batch
+    without any has no gradient of it, and no process waits for the others. That of a model which
+    the schedule does not know cannot be told from the rest."""
+    if not sees_images(config) or not (engine.shards_states or processes > 1):
+        return
+    alone = "leave out --deepspeed and --fsdp, and start one process"
+    if config.model_type not in PREFIXES:
         raise UserError(
-            f"a model of type {config.model_type!r} trains in one process without an engine, where "
-            "what sees images stays in host memory: leave out --deepspeed and --fsdp, and start "
-            "one process"
+            f"models of type {config.model_type!r} train in one process without an engine: {alone}"
+        )
+    if model_args.train_vision:
+        raise UserError(
+            "--train_vision is for one process without an engine, since not every batch has images "
+            f"for each process: leave it out, or {alone}"
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longctx.run.exact import ExactTrainer, overrides
+from longctx.run.towers import Towers
 from longctx.tasks.protocol import Measured, Task
 
 REWARDS = {"rewards/chosen", "rewards/rejected"}
@@ -53,6 +54,9 @@ class TaskTrainer(ExactTrainer):
     called with. Set where an engine shards the weights, which are whole in no process before it has
     wrapped the model."""
 
+    towers: Towers
+    """What stands outside of that which wraps the model."""
+
     def __init__(self, *, model: Any, task: Task, **kwargs: Any) -> None:
         self.task, self.head_movable = task, not task.scores
         self.counted_task = task.options.task
@@ -63,6 +67,7 @@ class TaskTrainer(ExactTrainer):
     @overrides
     def _prepare_for_training(self, max_steps: int, dataloader: Any, resume: str | None) -> Any:
         """The engine has wrapped the model here, and nothing but `resume` has changed it."""
+        self.towers.take_out()
         model, dataloader = super()._prepare_for_training(max_steps, dataloader, resume)
         if self.add_reference is not None:
             self.add_reference(model)

@@ -69,6 +69,7 @@ from longctx.run.nonfinite import Names, NonFinite
 from longctx.run.settled import Settled
 from longctx.run.stopping import name_trained_ends, trained_ends
 from longctx.run.task_trainer import TaskTrainer
+from longctx.run.towers import Towers
 from longctx.run.under_way import UnderWay
 from longctx.safety.processes import explained_workers
 from longctx.tasks.protocol import Task
@@ -142,7 +143,11 @@ class LongTrainer(TaskTrainer):
         self._dtype = model.dtype  # FSDP2 makes fp32 of it
         self._staging: Path | None = None
         self._run = run
-        self.engine.configure(self, args)
+        wrapped = self.engine.shards_states or args.world_size > 1
+        self.towers = Towers(model if wrapped else None)
+        self.towers.make_whole(self.engine, args.device)
+        with self.towers.outside():
+            self.engine.configure(self, args)
         names = document_names or (lambda numbers: [f"record {number}" for number in numbers])
         # Hugging Face says no, and its loss takes them: a token counts as much in every batch.
         self.model_accepts_loss_kwargs |= is_whole(inside_peft(model))
@@ -489,13 +494,17 @@ class LongTrainer(TaskTrainer):
         """A vision-language checkpoint has the names that its weights have in memory, by which
         Trainer reads it; the final model has those of the files that it came from."""
         model: Any = self.model
-        if self._staging is None or not is_whole(model):
-            return super()._save(output_dir, state_dict)
-        vars(model)["save_pretrained"] = partial(model.save_pretrained, save_original_format=False)
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            vars(model).pop("save_pretrained", None)
+        if state_dict is not None and inside_peft(model) is model:  # an engine has gathered it
+            state_dict = {**state_dict, **self.towers.weights()}
+        with self.towers.inside():
+            if self._staging is None or not is_whole(model):
+                return super()._save(output_dir, state_dict)
+            save = partial(model.save_pretrained, save_original_format=False)
+            vars(model)["save_pretrained"] = save
+            try:
+                super()._save(output_dir, state_dict)
+            finally:
+                vars(model).pop("save_pretrained", None)
 
     @overrides
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

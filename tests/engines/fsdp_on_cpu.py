@@ -19,6 +19,7 @@ from longctx.commands import train
 from longctx.engines import fsdp
 from longctx.engines.scatter import ScatterFromCompute
 from longctx.errors import UserError
+from longctx.model.vision import tower_parameters
 from longctx.run.trainer import LongTrainer
 
 begin = AcceleratorState.__init__
@@ -48,11 +49,12 @@ class CheckedTrainer(LongTrainer):
     gradients memory: any of it could silently be otherwise."""
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        assert all(isinstance(p, DTensor) for p in model.parameters())
+        outside = tower_parameters(model)
+        assert all(isinstance(p, DTensor) != (p in outside) for p in model.parameters())
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         assert trained == {id(p) for p in model.parameters() if p.requires_grad}
         if self.engine.adapters:
-            dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
+            dtypes = {(p.requires_grad, p.dtype) for p in {*model.parameters()} - outside}
             assert dtypes == {(True, torch.float32), (False, self._dtype)}
         loss = super().training_step(model, *args, **kwargs)
         assert scattered

@@ -200,13 +200,15 @@ def test_a_plan_counts_the_text_model_alone(tmp_path) -> None:
     assert weights_bytes(args, config, CPU) > weights_bytes(args, text.config, CPU)
 
 
-def test_engines_and_several_processes_are_refused() -> None:
-    seeing, blind = vision_config("qwen3_vl"), vision_config("qwen3_vl").get_text_config()
-    for engine, processes in ((Plain(), 2), (DeepSpeed(), 1)):
-        check_towers(blind, engine, processes)
-        with pytest.raises(UserError, match="'qwen3_vl' trains in one process without an engine"):
-            check_towers(seeing, engine, processes)
-    check_towers(seeing, Plain(), 1)
+@pytest.mark.parametrize(("engine", "processes"), [(Plain(), 2), (DeepSpeed(), 1)])
+def test_what_sees_images_trains_in_one_process_without_an_engine(engine, processes) -> None:
+    seeing, args = vision_config("qwen3_vl"), ModelArguments(seq_len=64)
+    trains = replace(args, train_vision=True)
+    check_towers(args, seeing, engine, processes)
+    check_towers(trains, seeing.get_text_config(), engine, processes)
+    check_towers(trains, seeing, Plain(), 1)
+    with pytest.raises(UserError, match="--train_vision is for one process without an engine"):
+        check_towers(trains, seeing, engine, processes)
 
 
 def test_an_unknown_language_model_is_refused_by_name(tmp_path) -> None:
@@ -236,7 +238,7 @@ def test_the_class_that_reads_all_of_a_checkpoint(kind, named, read_as) -> None:
     config = AutoConfig.for_model(kind, architectures=[named])
     assert class_of(config).__name__ == read_as
     if kind in ("qwen3_5", "gemma3n"):
-        check_towers(config, Plain(), 2)
+        check_towers(ModelArguments(seq_len=64), config, Plain(), 2)
 
 
 def test_llama_3_2_vision_trains_unpatched_and_is_refused_by_name(flags, tmp_path) -> None:
@@ -248,8 +250,8 @@ def test_llama_3_2_vision_trains_unpatched_and_is_refused_by_name(flags, tmp_pat
     with pytest.raises(UserError, match="for 'mllama' around 'mllama_text_model': its layers of"):
         load_config(args, vocab_size=VOCAB)
     config = load_config(replace(args, class_type="vanilla"), vocab_size=VOCAB)
-    with pytest.raises(UserError, match="'mllama' trains in one process"):
-        check_towers(config, Plain(), 2)
+    with pytest.raises(UserError, match="'mllama' train in one process"):
+        check_towers(args, config, Plain(), 2)
     run(flags, tmp_path / "run", "--max_steps", "2", "--class_type", "vanilla")
     final = tmp_path / "run" / "final"
     after = AutoModelForImageTextToText.from_pretrained(final).state_dict()
