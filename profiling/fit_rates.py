@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from longctx.constants import GIB
 from longctx.cost import fitted
+from longctx.cost.images import Images
 from longctx.cost.machines import MACHINES
+from longctx.cost.seconds import Seconds
 from longctx.cost.sizes import Sizes
 from longctx.options.config import ModelArguments
 from longctx.plan.engines import shared_rows
@@ -277,9 +279,7 @@ def towers() -> float:
     """The mean of two steps: of the seconds in which the GPU is not idle, those that the language
     model does not take."""
     shares = []
-    for cell, row in zip(image_cells(), _image_rows(), strict=True):
-        seconds, images = cell.plan.seconds, cell.plan.images
-        assert images is not None
+    for (_, seconds, images), row in zip(_image_steps(), _image_rows(), strict=True):
         rest = seconds.products + seconds.attention + seconds.memory
         busy = row["step_s"] * (1 - row["idle"]) - rest
         shares.append(images.flops / busy / MACHINES["h100"].flops)
@@ -288,12 +288,17 @@ def towers() -> float:
 
 def tower_launch_s() -> float:
     """Of the step whose tower trains, which takes as long as Python launches its kernels."""
-    cell = [*image_cells()][-1]
-    seconds, images = cell.plan.seconds, cell.plan.images
-    assert images is not None
-    measured = cell.measured["step_s"] - (seconds.step - seconds.images)
+    *_, (step_s, seconds, images) = _image_steps()
+    measured = step_s - (seconds.step - seconds.images)
     computed = images.flops / fitted.TOWERS / MACHINES["h100"].flops
     return float((measured**3 - computed**3) ** (1 / 3)) / images.kernels
+
+
+def _image_steps() -> Iterator[tuple[float, Seconds, Images]]:
+    """Yields the measured seconds of each step with images, and what is planned for it."""
+    for cell in image_cells():
+        assert cell.plan.images is not None
+        yield cell.measured["step_s"], cell.plan.seconds, cell.plan.images
 
 
 def _image_rows() -> list[dict[str, Any]]:

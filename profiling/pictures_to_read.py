@@ -13,11 +13,13 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+QUESTION = "What colour is this?"
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 210)}
 PLACES = {
     "llava": "<image>",
@@ -35,11 +37,21 @@ def make(
     folder: Path, kind: str = "llava", hidden: int = 1024, layers: int = 4, side: int = 56
 ) -> None:
     """Writes the model and the conversations. `side`: the pixels of a picture's side for LLaVA."""
+    make_model(
+        folder, [f"{QUESTION} It is {name}." for name in COLOURS], kind, hidden, layers, side
+    )
+    write_conversations(folder)
+
+
+def make_model(
+    folder: Path, lines: list[str], kind: str, hidden: int, layers: int, side: int = 56
+) -> None:
+    """Writes a model with random weights to FOLDER/model, and its tokenizer, made of `lines`."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from longctx.data.text.tokenizer import as_pretrained, train_backend
 
-    lines = [f"user: What colour is this?\nassistant: It is {name}." for name in COLOURS]
+    lines = ["user: assistant: ", *lines]
     tokenizer = as_pretrained(train_backend(lines * 4, 320))
     tokenizer.chat_template = TEMPLATE % PLACES[kind]
     tokens = re.findall(r"<[^>]+>", PLACES[kind])
@@ -52,7 +64,6 @@ def make(
     text |= settings.pop("text_config")
     config = AutoConfig.for_model(kind, text_config=text, **settings)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
-    write_conversations(folder)
 
 
 def _llava(folder: Path, tokenizer: Any, ids: Any, heads: Any, side: int) -> dict[str, Any]:
@@ -98,14 +109,24 @@ def _qwen(folder: Path, tokenizer: Any, ids: Any, heads: Any, side: int) -> dict
 def write_conversations(folder: Path) -> None:
     from PIL import Image
 
-    rows = []
+    shown = []
     for n in range(12):
         name = [*COLOURS][n % len(COLOURS)]
         Image.new("RGB", (40 + n, 60), COLOURS[name]).save(folder / f"{n}.png")
-        asked = {"role": "user", "content": "What colour is this?"}
-        answer = {"role": "assistant", "content": f"It is {name}."}
-        rows.append({"messages": [asked, answer], "images": [f"{n}.png"]})
-    (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shown.append((f"{n}.png", f"It is {name}."))
+    write_answers(folder / "pictures.jsonl", QUESTION, shown)
+
+
+def write_answers(file: Path, question: str, shown: Iterable[tuple[str, str]]) -> None:
+    """Writes a conversation for each picture, a file beside this one, and its answer."""
+    rows = []
+    for picture, text in shown:
+        asked, answer = (
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": text},
+        )
+        rows.append({"messages": [asked, answer], "images": [picture]})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ from longctx.output.inputs import named_inputs
 from longctx.output.record import Record
 from longctx.output.resume import resolve_resume, resuming
 from longctx.report.done import summarise
-from longctx.report.example import show_example
+from longctx.report.example import numbered_pictures, show_example
 from longctx.report.predicted import Foreseen, foresee
 from longctx.report.sample import sample
 from longctx.run.callbacks import RunFile
@@ -138,8 +138,11 @@ def main(argv: list[str] | None = None) -> None:
         if asked.train.process_index == 0:
             row = next(iter(rows.train))
             named = rows.names(row["documents"])
-            seen = rows.pictures and rows.pictures.seen
-            show_example(row, named, checked.tokenizer, rows=asked.task.rows, seen=seen)
+            pictures = None
+            if rows.pictures:
+                sources = pictures_of(asked.data, asked.data.train_file)(row["documents"])
+                pictures = numbered_pictures(row["input_ids"], rows.pictures, sources)
+            show_example(row, named, checked.tokenizer, rows=asked.task.rows, pictures=pictures)
         return
     counted = {"train": counts(rows.train)}
     if rows.eval is not None:

@@ -4,6 +4,9 @@ The file's part `plan` holds what the run must be (`run`: options by name; `mode
 what was decided: budgets in bytes, what each layer keeps and where, how the work is cut, and the
 places of each block. The run calls decide.py with these budgets, this ladder and this cut, and
 checks that the same places come out.
+
+`images` are those that each row was planned with. A run that checks a plan has not read its rows:
+once it has, it leaves room for their images, and a line says if these are more than planned.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longctx.cost.kept import Keep, Ladder, in_order
 from longctx.cost.sizes import Batch, Cut, Sizes
@@ -31,6 +34,7 @@ OPTIONS = (
     *("class_type", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("place", "gpu_memory_gib", "keep", "offload_activations", "head_groups", "tile_tokens"),
     *("parts", "lora_r", "lora_targets", "lora_modules_to_save", "use_dora", "quantize", "task"),
+    "train_vision",
 )
 """Of a run, which a plan is for."""
 DIMENSIONS = ("layers", "hidden", "vocab")
@@ -38,6 +42,22 @@ OF_KIND = ("intermediate", "heads", "kv_heads", "head_dim")
 """The dimensions of a kind of layers that plans of any version have."""
 NAMED = (*OF_KIND, "window")
 """Those that are written."""
+
+
+class PlannedImages(NamedTuple):
+    """The images of each row, all of one size."""
+
+    in_a_row: int
+    width: int
+    """Pixels as they reach the tower."""
+    height: int
+    features: int
+    """Tokens that stand for parts of an image."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row that stand for parts of images."""
+        return self.in_a_row * self.features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +76,8 @@ class Given:
     places: list[Place]
     graphs: bool
     """Whether layers run as CUDA graphs, where the run may have them."""
+    images: PlannedImages | None = None
+    """None where rows were planned with text alone."""
 
     def step(self, step: Step) -> Step:
         """Returns the step with the plan's choice, whatever is free here."""
@@ -96,6 +118,21 @@ class Given:
         for i, (planned, kind) in enumerate(zip(of_layer, sizes.of_layer, strict=True)):
             compare(self.kinds[planned], sizes.kinds[kind], f" in layer {i}")
 
+    def fewer_images(self, most: int) -> str | None:
+        """Returns a line if a row has more tokens of images, up to `most`, than it was planned
+        with."""
+        planned = self.images
+        if most <= (planned.tokens if planned else 0):
+            return None
+        of = "no images"
+        if planned:
+            size = f"{planned.width} x {planned.height}"
+            of = f"{planned.in_a_row} images of {size}, {planned.tokens} tokens,"
+        return (
+            f"--plan {self.path} is of rows with {of} and one here has {most} tokens of images: "
+            "what these take must be free beside the plan; more --images would plan for them"
+        )
+
     def check_blocks(self, specs: Sequence[BlockSpec]) -> None:
         """Raises UserError if the model has other blocks than the plan places, or if something that
         the plan places on the host cannot wait there."""
@@ -125,11 +162,19 @@ def written(planned: Plan) -> dict[str, Any]:
         "budget_bytes": list(decision.budget),
         "layers": [[in_order(keep.kept), in_order(keep.hosted)] for keep in decision.kept.ladder],
         "cut": list(sizes.cut(planned.run.tokens)),
+        "images": _images_of(planned.run),
         "cuda_graphs": decision.chosen.graph_bytes > 0,
         "blocks_on_gpu": [
             [kind for kind in KINDS if getattr(place, kind)] for place in decision.places
         ],
     }
+
+
+def _images_of(run: Run) -> dict[str, int] | None:
+    if run.image is None:
+        return None
+    image = run.image
+    return PlannedImages(run.images, image.width, image.height, image.features)._asdict()
 
 
 def read_given(path: str | Path) -> Given:
@@ -148,7 +193,8 @@ def read_given(path: str | Path) -> Given:
         if plan["format"] not in (FORMAT, OF_ONE_KIND):
             raise UserError(f"--plan {path} was written by another version: plan again")
         gpu, host = plan["budget_bytes"]
-        earlier = {"parts": None} | ({"use_dora": False} if plan["format"] == OF_ONE_KIND else {})
+        earlier = {"parts": None, "train_vision": False}
+        earlier |= {"use_dora": False} if plan["format"] == OF_ONE_KIND else {}
         run = earlier | plan["run"]
         kinds, of_layer = _kinds(plan)
         return Given(
@@ -162,6 +208,7 @@ def read_given(path: str | Path) -> Given:
             cut=Cut(*(_whole(number, 1) for number in plan["cut"])),
             places=[Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in _lists(plan)],
             graphs=plan.get("cuda_graphs") is True,  # files of earlier versions do not say
+            images=_images(plan.get("images")),  # nor do these
         )
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"--plan {path} is no plan: write one with longctx plan --json") from error
@@ -172,6 +219,12 @@ def _whole(number: Any, least: int = 0) -> int:
     if type(number) is not int or not least <= number < 2**63:
         raise ValueError(number)
     return number
+
+
+def _images(found: dict[str, Any] | None) -> PlannedImages | None:
+    if found is None:
+        return None
+    return PlannedImages(*(_whole(found[name], 1) for name in PlannedImages._fields))
 
 
 def _kinds(plan: dict[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:

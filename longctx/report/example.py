@@ -11,14 +11,14 @@ A row of prompts with their answers shows each prompt once and says whose answer
 
 Trained tokens are green (and between « and » where there is no colour), the others dim. A stretch
 of more than STRETCH characters is shortened in its middle. Where a picture stands, its tokens are
-counted:
+counted, each picture's by themselves:
 
     <|vision_start|> [picture, 196 tokens] <|vision_end|> What is this?
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,14 @@ def show_example(
     tokenizer: PreTrainedTokenizerBase,
     console: Console | None = None,
     rows: Rows = "text",
-    seen: Callable[[np.ndarray], np.ndarray] | None = None,
+    pictures: np.ndarray | None = None,  # (n,)
 ) -> None:
     """Prints a row of `build_dataset` of this kind of rows; `names` are those of its documents
-    (`document_names`), `seen` says which ids are parts of pictures."""
+    (`document_names`), `pictures` are the row's `numbered_pictures`."""
     console = console or Console()
     ids, labels = (np.asarray(row[name]) for name in ("input_ids", "labels"))
     trained = labels != IGNORE_INDEX
-    pictured = np.zeros(len(ids), bool) if seen is None else seen(ids)
+    pictured = np.zeros(len(ids), int) if pictures is None else pictures
     console.print(f"one row of {len(ids):,} tokens, {trained.sum():,} of them trained")
     pieces = _documents(row) if rows == "text" else _answers(row, SIDE_NAMES[rows])
     for number, side, start, end in pieces:
@@ -61,6 +61,21 @@ def show_example(
         part = slice(start, end)
         text = _coloured(ids[part], trained[part], pictured[part], tokenizer, console.is_terminal)
         console.print(text, soft_wrap=True)
+
+
+def numbered_pictures(ids: Sequence[int], pictures: Any, sources: Sequence[Any]) -> np.ndarray:
+    """Returns the number of the picture that each of a row's tokens belongs to, from 1, and 0 for
+    text; (n,). `pictures` is the processor (data/pictures/processor.py), and `sources` are those of
+    the row's pictures. Tokens between a picture's parts, as Mistral 3 has them at the end of a
+    line, are the picture's."""
+    counts = []
+    for number, source in enumerate(sources, 1):
+        at = f"picture {number} of the row"
+        counts.append(pictures.tokens_of(pictures.opened(source, at).size, at))
+    found, parts = np.zeros(len(ids), int), np.flatnonzero(pictures.seen(np.asarray(ids)))
+    for number, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True), 1):
+        found[parts[end - count] : parts[end - 1] + 1] = number
+    return found
 
 
 Part = tuple[int, str, int, int]
@@ -93,10 +108,10 @@ def _coloured(
 ) -> Text:
     """Stretches of equal `trained` and `pictured`, decoded; all (n,)."""
     text = Text()
-    changes = np.diff(trained) | np.diff(pictured)
+    changes = np.diff(trained) | (np.diff(pictured) != 0)
     cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(ids)]
     for start, end in zip(cuts, cuts[1:], strict=False):
-        if pictured[start:end].any():
+        if pictured[start]:
             text.append(f"[picture, {end - start:,} tokens]", EDGE)
             continue
         stretch = _short(str(tokenizer.decode(ids[start:end].tolist())))

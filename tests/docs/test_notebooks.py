@@ -87,6 +87,8 @@ def test_with_and_without(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "Hugging Face's layers run" not in said
     assert "needles found in all" in said and " s; at the peak " in said
+    assert "3 pictures" in said and "what sees images is trained, too" in said
+    assert Path("runs/pictures/run/final/model.safetensors").is_file()
 
 
 RECORDED = "with_and_without"
@@ -107,6 +109,7 @@ def test_links_and_imports_of_notebooks() -> None:
     """A link leads to a file that is there, and no cell imports what an extra does not bring."""
     known = {"torch", "tokenizers", "transformers", "longctx", "datasets", "trl", "peft"}
     known |= {"pathlib", "sysconfig", "subprocess", "sys", "random", "gc", "time", "liger_kernel"}
+    known |= {"json", "PIL"}
     for path in NOTEBOOKS:
         text = "\n".join(cells(path.stem, "markdown"))
         for part in text.split("](")[1:]:

@@ -13,6 +13,7 @@ from longctx.errors import UserError
 from longctx.model.image_sizes import image_of
 from longctx.options.config import ModelArguments
 from longctx.options.pixels import MOST_PIXELS, pixels_of
+from longctx.plan.given import read_given
 from longctx.plan.predict import Run, Subject, longest, plan
 from longctx.report.plan import main
 from longctx.run.loading import load_config
@@ -114,6 +115,36 @@ def test_json_and_text(capsys) -> None:
     assert "128 of 448 x 448 in a row, 784 patches and 198 tokens each, 25344 tokens in all" in text
     assert "what sees them is frozen" in text and ", images 0." in text
     assert "images" not in result(capsys, "--seq_len", "8192")
+
+
+def test_a_written_plan_says_how_many_images_it_has(capsys, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(result(capsys, *IMAGES)))
+    seen = read_given(path)
+    assert seen.images == (128, 448, 448, 196) and seen.fewer_images(128 * 196) is None
+    assert seen.fewer_images(128 * 196 + 1) == (
+        f"--plan {path} is of rows with 128 images of 448 x 448, 25088 tokens, and one here has "
+        "25089 tokens of images: what these take must be free beside the plan; more --images would "
+        "plan for them"
+    )
+    subject, run = made()
+    seen.check(run, subject.sizes(run))  # of a run that has read no rows
+    subject, run = made(train_vision=True)
+    with pytest.raises(UserError, match="--train_vision False, and this one has --train_vision T"):
+        seen.check(run, subject.sizes(run))
+    written = json.loads(path.read_text())
+    for damaged in ([], {"in_a_row": 1}, {**written["plan"]["images"], "features": 0}):
+        written["plan"]["images"] = damaged
+        path.write_text(json.dumps(written))
+        with pytest.raises(UserError, match="is no plan"):
+            read_given(path)
+    for name in ("images", "cuda_graphs"):  # as an earlier version wrote it
+        del written["plan"][name]
+    del written["plan"]["run"]["train_vision"]
+    path.write_text(json.dumps(written))
+    found = read_given(path)
+    assert found.images is None and found.fewer_images(0) is None
+    assert "is of rows with no images and one here has 7 tokens" in str(found.fewer_images(7))
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,27 @@ def test_a_plan_of_another_run_is_refused(tmp_path, written, more, says) -> None
     assert not (tmp_path / "run" / METRICS).exists()
 
 
+def test_a_plan_of_fewer_images_than_a_row_has(tmp_path, monkeypatch, capsys) -> None:
+    """It is run, and a line says so: only the data say how many there are."""
+    small = pytest.importorskip("small_pictures")
+    monkeypatch.setattr(predicted, "DEVICE", "cpu")
+    monkeypatch.setattr(predicted, "known_machine", lambda: MACHINES["h100"])
+    flags = ["--model_name_or_path", str(small.seeing_model(tmp_path / "model", "qwen3_vl"))]
+    flags += ["--train_file", str(small.write(tmp_path, small.about_colours(3)))]
+    flags += ["--cache_dir", str(tmp_path / "cache"), "--seq_len", "256", "--dtype", "bfloat16"]
+    flags += ["--use_cpu", "--max_steps", "1", "--disable_tqdm", "true"]
+    flags += ["--dataloader_num_workers", "0", "--place", "host"]
+    capsys.readouterr()
+    images = ["--images", "2", "--image_pixels", "16x16", "--gpu", "rtx-4090"]
+    plan_command([*flags, *images, "--host_memory_gib", "16", "--json"])
+    path = tmp_path / "plan.json"
+    path.write_text(capsys.readouterr().out)
+    run([*flags, "--plan", str(path)], tmp_path / "run")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rows with 2 images of 16 x 16, 8 tokens, and one here has 18 tokens of images" in said
+    assert (tmp_path / "run" / "final").exists()
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_run_says_what_was_predicted(tmp_path, capsys) -> None:
     predicted_on = [word for word in prepare(tmp_path) if word != "--use_cpu"]

@@ -66,10 +66,9 @@ def test_packed_rows_train_as_each_document_alone(kind, model_of, tmp_path) -> N
     assert_exact_run(ours, summed(naive, documents), truth, torch.float32)
 
 
-@pytest.mark.parametrize("patched", [True, False])
 @pytest.mark.parametrize("kind", small.PLACES)
-def test_rows_of_one_document_each_are_padded(kind, patched, model_of, tmp_path) -> None:
-    """As other class types have them, of several lengths in a batch."""
+def test_rows_of_one_document_each_are_padded(kind, model_of, tmp_path) -> None:
+    """As other class types have them, of several lengths in a batch; patched and not."""
     model, records = model_of(kind), [*small.about_colours(3), small.in_turns()]
     batch = small.of_file(model, tmp_path, records).batch(one_document=True)
     batch.pop("documents")
@@ -79,8 +78,9 @@ def test_rows_of_one_document_each_are_padded(kind, patched, model_of, tmp_path)
     with torch.no_grad():
         total = sum(int(one["labels"].ne(-100).sum()) for one in documents)
         losses = [plain(**one).loss * int(one["labels"].ne(-100).sum()) for one in documents]
-        ours = longctx.patch(plain, strict=True) if patched else plain
-        torch.testing.assert_close(ours(**batch).loss, sum(losses) / total, rtol=2e-6, atol=0)
+        for model in (plain, longctx.patch(copy.deepcopy(plain), strict=True)):
+            found = model(**batch).loss
+            torch.testing.assert_close(found, sum(losses) / total, rtol=2e-6, atol=0)
 
 
 SHORT = ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--dtype", "float32"]
@@ -113,6 +113,10 @@ def changed(before: Path, after: dict[str, Tensor]) -> set[str]:
     return {name for name, weight in after.items() if not torch.equal(weight, old[name])}
 
 
+RUNS = [kind for kind in small.PLACES if kind != "qwen2_5_vl"]
+"""Of the two models of Qwen's, whose rows and batches are made alike, one runs from end to end."""
+
+
 def sees(name: str) -> bool:
     return "vision" in name or "visual" in name
 
@@ -133,7 +137,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, flags_of, model_of, tmp_pa
     assert files <= {path.name for path in (tmp_path / "whole" / "final").iterdir()}
 
 
-@pytest.mark.parametrize("kind", small.PLACES)
+@pytest.mark.parametrize("kind", RUNS)
 def test_train_vision_changes_what_sees(kind, flags_of, model_of, tmp_path, capsys) -> None:
     run(flags_of(kind), tmp_path / "run", "--train_vision", "--max_steps", "1")
     names = changed(model_of(kind), final(tmp_path / "run"))
@@ -170,7 +174,7 @@ def test_adapters_are_on_what_sees_if_it_trains(vision, flags_of, tmp_path) -> N
     assert all(adapters[name].any() for name in seeing)  # B began as zeros
 
 
-@pytest.mark.parametrize("kind", small.PLACES)
+@pytest.mark.parametrize("kind", RUNS)
 def test_vanilla_takes_the_same_steps_of_one_document_a_row(
     kind, flags_of, tmp_path, capsys
 ) -> None:
