@@ -1,10 +1,10 @@
-"""Writes a small model that sees, and conversations about coloured squares, for the smoke.
+"""Writes a small model that sees, with conversations and pairs about coloured squares: the smoke's.
 
     python profiling/pictures_to_read.py FOLDER
     python profiling/pictures_to_read.py FOLDER --model qwen3_vl
 
 The model has random weights and is in FOLDER/model; the pictures and pictures.jsonl, as
-`longctx train` and recipes/trl_images.py read them, are beside it.
+`longctx train` and recipes/trl_images.py read them, are beside it, and so is pairs.jsonl.
 """
 
 from __future__ import annotations
@@ -98,14 +98,19 @@ def _qwen(folder: Path, tokenizer: Any, ids: Any, heads: Any, side: int) -> dict
 def write_conversations(folder: Path) -> None:
     from PIL import Image
 
-    rows = []
+    rows, pairs = [], []
     for n in range(12):
         name = [*COLOURS][n % len(COLOURS)]
         Image.new("RGB", (40 + n, 60), COLOURS[name]).save(folder / f"{n}.png")
         asked = {"role": "user", "content": "What colour is this?"}
         answer = {"role": "assistant", "content": f"It is {name}."}
-        rows.append({"messages": [asked, answer], "images": [f"{n}.png"]})
-    (folder / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shown = {"images": [f"{n}.png"]}
+        rows.append({"messages": [asked, answer], **shown})
+        other = {"role": "assistant", "content": "It is brown or something else."}
+        pairs.append({"prompt": [asked], "chosen": [answer], "rejected": [other], **shown})
+    for name, records in (("pictures", rows), ("pairs", pairs)):
+        lines = (json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
 def main() -> None:
