@@ -52,7 +52,7 @@ def answers_of(kind: str, model: Path, record: Any, folder: Path) -> list[dict[s
 
 
 WEIGHTS = torch.linspace(0.5, 1.5, 18, dtype=torch.float64)
-"""Of the answers' log-probabilities. None is negative: an image's gradients of the two answers would
+"""Of the answers' log-probabilities. None is negative, or an image's gradients of two answers would
 cancel, and leave rounding errors."""
 
 
@@ -171,6 +171,31 @@ def test_kto_takes_the_steps_of_vanilla(flags_of, tmp_path) -> None:
     for a, b in zip(ours, vanilla, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["kl"] == pytest.approx(b["kl"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_text_alone_takes_the_steps_of_vanilla(kind, flags_of, tmp_path, capsys) -> None:
+    """What sees images rests, and answers of other class types are packed."""
+    records = [small.compared(chosen=name) for name in small.COLOURS]
+    flags = [*flags_of(kind, "simpo", records), "--learning_rate", "1e-4"]
+    vanilla = run(flags, tmp_path / "vanilla", "--class_type", "vanilla")
+    ours = run(flags, tmp_path / "ours")
+    said = capsys.readouterr().out
+    assert said.count("what sees images stays in host memory, frozen") == 2
+    for a, b in zip(ours, vanilla, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+def test_positions_of_an_answer_go_on_from_the_image(model_of, tmp_path) -> None:
+    """From the largest of the prompt's three rows."""
+    read = small.of_file(model_of("qwen3_vl"), tmp_path, [small.compared("wide.png")], task="dpo")
+    batch = read.batch(seq_len=160)
+    ours = longctx.patch(loaded(model_of("qwen3_vl")), strict=True)
+    attach_scoring(ours)
+    start = int(batch["cu_seq_lens_q"][1])
+    batch["position_ids"][1:, :, start] += 1
+    with pytest.raises(UserError, match="^position_ids of a document with a parent must go on"):
+        read.task.log_probs(ours, batch)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(flags_of, tmp_path) -> None:
