@@ -1,10 +1,10 @@
-"""Writes a small model that sees, and conversations about coloured squares, for the smoke.
+"""Writes a small model that sees, with conversations and pairs about coloured squares: the smoke's.
 
     python profiling/pictures_to_read.py FOLDER
     python profiling/pictures_to_read.py FOLDER --model qwen3_vl
 
 The model has random weights and is in FOLDER/model; the pictures and pictures.jsonl, as
-`longctx train` and recipes/trl_images.py read them, are beside it.
+`longctx train` and recipes/trl_images.py read them, are beside it, and so is pairs.jsonl.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +109,32 @@ def _qwen(folder: Path, tokenizer: Any, ids: Any, heads: Any, side: int) -> dict
 def write_conversations(folder: Path) -> None:
     from PIL import Image
 
-    shown = []
+    shown, pairs = [], []
     for n in range(12):
         name = [*COLOURS][n % len(COLOURS)]
         Image.new("RGB", (40 + n, 60), COLOURS[name]).save(folder / f"{n}.png")
         shown.append((f"{n}.png", f"It is {name}."))
+        asked, answer = turns(QUESTION, shown[-1][1])
+        other = {"role": "assistant", "content": "It is brown or something else."}
+        answers = {"chosen": [answer], "rejected": [other]}
+        pairs.append({"prompt": [asked], **answers, "images": [f"{n}.png"]})
     write_answers(folder / "pictures.jsonl", QUESTION, shown)
+    write_records(folder / "pairs.jsonl", pairs)
+
+
+def turns(question: str, answer: str) -> list[dict[str, str]]:
+    said = (("user", question), ("assistant", answer))
+    return [{"role": role, "content": content} for role, content in said]
 
 
 def write_answers(file: Path, question: str, shown: Iterable[tuple[str, str]]) -> None:
     """Writes a conversation for each picture, a file beside this one, and its answer."""
-    rows = []
-    for picture, text in shown:
-        asked, answer = (
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": text},
-        )
-        rows.append({"messages": [asked, answer], "images": [picture]})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ((picture, turns(question, text)) for picture, text in shown)
+    write_records(file, [{"messages": said, "images": [picture]} for picture, said in asked])
+
+
+def write_records(file: Path, records: Sequence[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def main() -> None:

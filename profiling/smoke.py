@@ -438,7 +438,7 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
 
 
 def _images(inputs: Inputs) -> Iterator[Case]:
-    """`longctx train` on conversations with pictures."""
+    """`longctx train` on conversations and pairs with pictures."""
     sees = inputs.folder / "qwen"
     make = (sys.executable, "profiling/pictures_to_read.py", str(sees), "--model", "qwen3_vl")
     data = ("--train_file", str(sees / "pictures.jsonl"), "--eval_share", "0.2")
@@ -455,6 +455,12 @@ def _images(inputs: Inputs) -> Iterator[Case]:
         prints=(SCHEDULE, "what sees images is frozen", "what sees images is trained, too"),
     )
     yield Case(name="images_vanilla", commands=(make, vanilla), vanilla=True)
+    pairs = ("--train_file", str(sees / "pairs.jsonl"), "--task", "dpo", "--lora_r", "8")
+    yield Case(
+        name="images_dpo",
+        commands=(make, (*train, *pairs, *inputs.at("images_dpo"))),
+        prints=(SCHEDULE, "what sees images is frozen", "and 10 pictures"),
+    )
 
 
 def _two_gpus(inputs: Inputs) -> Iterator[Case]:

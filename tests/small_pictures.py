@@ -27,8 +27,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from longctx.data.pictures.processor import Pictures
 from longctx.data.rows import Sight, build_dataset, pictures_of
-from longctx.options.config import DataArguments
-from longctx.run.pictures import PictureCollator, Pictured
+from longctx.options.config import DataArguments, TrainArguments
+from longctx.run.picture_batches import PictureCollator, Pictured
+from longctx.tasks import make_task
 
 PLACES = {
     "gemma3": "<start_of_image>",
@@ -131,6 +132,20 @@ def in_turns() -> dict[str, Any]:
     }
 
 
+def compared(*names: str, chosen: str = "red", rejected: str = "a very wide one") -> dict[str, Any]:
+    """A pair of answers to a question that shows pictures."""
+    asking, answer = asked(*names, answer=chosen)["messages"]
+    other = {**answer, "content": f"No, {rejected}."}
+    return {"prompt": [asking], "chosen": [answer], "rejected": [other]}
+
+
+def pairs_about_colours(count: int = 6) -> list[dict[str, Any]]:
+    """Pairs about one picture, several and none."""
+    names = [*COLOURS]
+    shown = [(), ("red.png",), ("blue.png", "wide.png"), ("green.png",)]
+    return [compared(*shown[n % 4], chosen=names[n % 3]) for n in range(count)]
+
+
 def _part(name: str) -> dict[str, str]:
     return {"type": "image", "image": name}
 
@@ -216,15 +231,24 @@ class Read:
     """Rows and batches of a file or a dataset, for a model of a kind."""
 
     def __init__(
-        self, model: Path, folder: Path, *, pixels: int | None = None, **data: Any
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        pixels: int | None = None,
+        task: str = "sft",
+        class_type: str = "custom",
+        **data: Any,
     ) -> None:
+        self.task = make_task(TrainArguments(str(folder), task=task, use_cpu=True))
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         config = AutoConfig.from_pretrained(model)
         self.pictures = Pictures.read(str(model), config, self.tokenizer, pixels)
         self.opened = 0
         looks = self.pictures.opened
         self.args = DataArguments(cache_dir=str(folder / "cache"), **data)
-        self.collate = PictureCollator(self.pictures, config, torch.float32)
+        collate = self.task.collator(class_type, alone=True)
+        self.collate = PictureCollator(self.pictures, config, torch.float32, collate)
 
         def opened(*args: Any) -> Any:
             self.opened += 1
@@ -241,9 +265,11 @@ class Read:
             seq_len=seq_len,
             vocab_size=len(self.tokenizer),
             seed=1,
+            rows=self.task.rows,
+            mismatched=self.task.mismatched,
             sight=Sight(lambda: self.pictures, one_document),
         )
-        return Pictured(packed, pictures_of(self.args, files))
+        return Pictured(packed, pictures_of(self.args, files, self.task.rows))
 
     def batch(self, **options: Any) -> dict[str, Tensor]:
         """All rows in one."""

@@ -70,9 +70,11 @@ def turned(images: Sequence[slice], device: torch.device) -> Iterator[Turned]:
 
 @dataclass(frozen=True)
 class BothWays(Attention):
-    """Runs `attention` by documents, and again over images that are turned around."""
+    """Runs `attention` by documents, and `own` over images that are turned around. These are two
+    where documents continue others, which no image does."""
 
     attention: Attention
+    own: Attention
     turned: tuple[Turned, ...]
 
     def forward(
@@ -88,7 +90,7 @@ class BothWays(Attention):
         for queries, keys, of_images in self.turned:
             parts = _parts(qkv, queries, keys)
             later = torch.empty_like(parts.q), lse.new_empty(len(lse), len(queries))
-            self.attention.forward(parts, of_images, scale, *later)
+            self.own.forward(parts, of_images, scale, *later)
             merged = o[queries], lse[:, queries]
             merge_(*merged, *later)
             o[queries], lse[:, queries] = merged
@@ -107,9 +109,9 @@ class BothWays(Attention):
         # The second calls still need the merged o after the first call wrote dq over it.
         merged = [o[queries] for queries, _, _ in self.turned]
         grads = self.attention.backward(do, qkv, documents, scale, o, lse, window, out)
-        for (queries, keys, of_images), own in zip(self.turned, merged, strict=True):
-            given = do[queries], _parts(qkv, queries, keys), of_images, scale, own
-            found = self.attention.backward(*given, lse[:, queries].contiguous())
+        for (queries, keys, of_images), whole in zip(self.turned, merged, strict=True):
+            given = do[queries], _parts(qkv, queries, keys), of_images, scale, whole
+            found = self.own.backward(*given, lse[:, queries].contiguous())
             for grad, where, more in zip(grads, (queries, keys, keys), found, strict=True):
                 grad.index_add_(0, where, more)
         return grads

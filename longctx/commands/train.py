@@ -53,20 +53,13 @@ from longctx.report.sample import sample
 from longctx.run.callbacks import RunFile
 from longctx.run.described import describe_run
 from longctx.run.documents import needs_one_document
+from longctx.run.eyes import Eyes, check_no_vision, eyes_of, use_workers
 from longctx.run.loading import check_request, compute_dtype, load_config, load_model, saved_bytes
 from longctx.run.oom import explained_oom, explained_oom_of_weights
 from longctx.run.options import check_layers, check_rows, check_towers, parse_args
-from longctx.run.pictures import (
-    Eyes,
-    PictureCollator,
-    Pictured,
-    SeenTokens,
-    check_no_vision,
-    eyes_of,
-    prepare,
-    use_workers,
-)
+from longctx.run.picture_batches import Batches, PictureCollator, Pictured
 from longctx.run.reference import References, check_reference
+from longctx.run.room_for_images import SeenTokens, prepare
 from longctx.run.teacher import check_teacher, load_teacher, teacher_identity
 from longctx.run.trackers import tracked_as, tracked_name
 from longctx.run.trainer import LongTrainer
@@ -128,6 +121,11 @@ class Rows(NamedTuple):
     seen: Sequence[SeenTokens] = ()
     """The tokens of pictures in the rows that are trained, and in those that are evaluated."""
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The rows by what they are for; None for those that the run has not."""
+        return {"train": self.train, "eval": self.eval}
+
 
 def main(argv: list[str] | None = None) -> None:
     asked = read_options(argv)
@@ -147,11 +145,12 @@ def main(argv: list[str] | None = None) -> None:
     counted = {"train": counts(rows.train)}
     if rows.eval is not None:
         counted["eval"] = counts(rows.eval)
-    references, run = define_run(asked, checked, rows)
+    batches = make_batches(asked, checked, rows)
+    references, run = define_run(asked, checked, rows, batches)
     if folder.foreseen:
         folder.foreseen.show(rows.train, rows.seen[0] if rows.seen else None)
     rows = load_others(asked, checked, rows, references)
-    trainer, record = load(asked, checked, rows, references, run, counted)
+    trainer, record = load(asked, checked, rows, batches, references, run, counted)
     if asked.train.process_index == 0:
         clear_output_dir(folder.path, asked.resume)
     evaluated = train(asked, rows, folder, trainer, record)
@@ -193,7 +192,8 @@ def check_models(asked: Asked) -> Checked:
         teacher = check_teacher(model_args, args, config, tokenizer, asked.engine)
     if asked.task.has_reference and args.reference:
         check_reference(model_args, args, config)
-    return Checked(tokenizer, config, teacher, eyes_of(*asked.options, config, tokenizer))
+    eyes = eyes_of(model_args, data_args, asked.task, config, tokenizer)
+    return Checked(tokenizer, config, teacher, eyes)
 
 
 def open_folder(asked: Asked, checked: Checked) -> Folder:
@@ -248,14 +248,30 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     return Rows(train_rows, eval_rows, names, pictures, counted)
 
 
+def make_batches(asked: Asked, checked: Checked, rows: Rows) -> Batches:
+    """How batches are made of the rows: those with pictures get pixels."""
+    (model_args, data_args, args), task = asked.options, asked.task
+    sees = rows.pictures is not None
+    collate = task.collator(model_args.class_type, alone=sees)
+    if not sees:
+        return Batches(collate, lambda what, given: as_arrays(given), sees)
+    files = {"train": data_args.train_file, "eval": data_args.eval_file or data_args.train_file}
+
+    def read(what: str, given: Any) -> Any:
+        return Pictured(given, pictures_of(data_args, files[what], task.rows))
+
+    dtype = compute_dtype(model_args, args.device)
+    return Batches(PictureCollator(rows.pictures, checked.config, dtype, collate), read, sees)
+
+
 def define_run(
-    asked: Asked, checked: Checked, rows: Rows
+    asked: Asked, checked: Checked, rows: Rows, batches: Batches
 ) -> tuple[References | None, RunDefinition]:
     """Returns what defines this run. Raises UserError if the checkpoint is of another one."""
     (model_args, data_args, args), teacher = asked.options, checked.teacher
     references = None
     if asked.task.has_reference:
-        references = References(asked.task, *asked.options, checked.config, rows.names)
+        references = References(asked.task, *asked.options, checked.config, rows.names, batches)
     adapters = model_args.lora_r is not None
     run = define(
         [*asked.options, args.accelerator_config],
@@ -280,8 +296,7 @@ def load_others(asked: Asked, checked: Checked, rows: Rows, references: Referenc
     """Other models that the task needs: a reference is loaded alone, gives the rows its numbers and
     is gone before training; a teacher stays."""
     if references and asked.train.reference:
-        found = references.of_another_model({"train": rows.train, "eval": rows.eval}, asked.engine)
-        rows = rows._replace(**found)
+        rows = rows._replace(**references.of_another_model(rows.given, asked.engine))
     if checked.teacher is not None:
         asked.task.teacher = load_teacher(asked.model, asked.train, checked.teacher)
     return rows
@@ -291,6 +306,7 @@ def load(
     asked: Asked,
     checked: Checked,
     rows: Rows,
+    batches: Batches,
     references: References | None,
     run: RunDefinition,
     counted: dict[str, dict[str, int]],
@@ -309,7 +325,9 @@ def load(
                 engine=engine,
                 seq_len=model_args.seq_len,
                 host_memory_gib=model_args.host_memory_gib,
-                **batches(asked, checked, rows),
+                train_dataset=batches.read("train", rows.train),
+                eval_dataset=rows.eval and batches.read("eval", rows.eval),
+                data_collator=batches.collate,
                 task=asked.task,
                 processing_class=checked.tokenizer,
                 document_names=rows.names,
@@ -320,7 +338,7 @@ def load(
             prepare(trainer.model, trainer.runtime, rows.seen, rows_a_batch)
         trainer.place(asked.resume)
         if references and not args.reference:
-            references.of_the_start(trainer, resumed=resumed)
+            references.of_the_start(trainer, rows.given, resumed=resumed)
         record = describe_run(
             asked.argv,
             *asked.options,
@@ -331,24 +349,6 @@ def load(
         record["tracked_as"] = tracked_name(args, resumed=resumed)
         trainer.add_callback(RunFile(record, resumed=resumed))
     return trainer, record
-
-
-def batches(asked: Asked, checked: Checked, rows: Rows) -> dict[str, Any]:
-    """Returns the trainer's data: the rows that it trains and evaluates, and its collator."""
-    model_args, data_args, args = asked.options
-    if rows.pictures is None:
-        return {
-            "train_dataset": as_arrays(rows.train),
-            "eval_dataset": rows.eval,
-            "data_collator": asked.task.collator(model_args.class_type),
-        }
-    evaluated = data_args.eval_file or data_args.train_file
-    dtype = compute_dtype(model_args, args.device)
-    return {
-        "train_dataset": Pictured(rows.train, pictures_of(data_args, data_args.train_file)),
-        "eval_dataset": rows.eval and Pictured(rows.eval, pictures_of(data_args, evaluated)),
-        "data_collator": PictureCollator(rows.pictures, checked.config, dtype),
-    }
 
 
 def train(

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, List, Value
 from datasets.utils import tqdm
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -94,7 +94,7 @@ class Sight(NamedTuple):
     read: Callable[[], Pictures]
     """Reads the processor. It is called if there are pictures alone."""
     one_document: bool
-    """Whether rows with pictures are not packed: where positions do not keep them apart."""
+    """Whether rows of text with pictures are not packed: where positions do not keep them apart."""
 
 
 def build_dataset(
@@ -153,10 +153,11 @@ def build_dataset(
         if records is None:
             records = _documents(args, paths, rows=rows, sees=True)
         records = undecoded(records)
-        if WITH_PICTURES in kinds_of(records, rows) or {*COLUMNS} & {*records.column_names}:
+        shown = {*WITH_PICTURES} & kinds_of(records, rows)
+        if shown or {*COLUMNS} & {*records.column_names}:
             pictures = sight.read()
             identity += [pictures.identity(), *_picture_files(records, dataset_name)]
-            one_document = one_document or sight.one_document
+            one_document = one_document or (rows == "text" and sight.one_document)
     name = ", ".join(files or [args.dataset_name or "the standard library"])
     name = f"held out of {name}" if held_out else name
     cache_dir = expanded(args.cache_dir)
@@ -286,8 +287,15 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def as_arrays(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Makes rows arrays for `collate`: lists would take 7 ms for 32768 tokens."""
-    return rows.with_format("numpy") if isinstance(rows, Dataset) else rows
+    """Makes rows arrays for `collate`: lists would take 7 ms for 32768 tokens. A reference's fp64
+    stays in lists, since datasets would round it to fp32."""
+    if not isinstance(rows, Dataset):
+        return rows
+    exact = [name for name, kind in rows.features.items() if kind == List(Value("float64"))]
+    if not exact:
+        return rows.with_format("numpy")
+    columns = [name for name in rows.column_names if name not in exact]
+    return rows.with_format("numpy", columns=columns, output_all_columns=True)
 
 
 def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
@@ -299,11 +307,11 @@ def rows_identity(args: DataArguments, rows: Dataset | IterableDataset) -> Any:
 
 
 def pictures_of(
-    args: DataArguments, files: list[str] | None
+    args: DataArguments, files: list[str] | None, rows: Rows = "text"
 ) -> Callable[[Iterable[int]], list[Source]]:
     """Finds the pictures of a row's documents, in their order, given its `documents`.
 
-    `args` and `files` are those of a `build_dataset` with `sight`.
+    `args`, `files` and `rows` are those of a `build_dataset` with `sight`.
     """
     if files is None and args.dataset_name:
         loaded = load_records(args)
@@ -311,14 +319,14 @@ def pictures_of(
         records, name = undecoded(loaded), args.dataset_name
     else:
         paths = stdlib_files() if files is None else find_files(files)
-        records, name = _documents(args, paths, sees=True), None
-    document = Reader(records.features, name, "text", sees=True)
+        records, name = _documents(args, paths, rows=rows, sees=True), None
+    document = Reader(records.features, name, rows, sees=True)
 
     def found(numbers: Iterable[int]) -> list[Source]:
         sources: list[Source] = []
         for number in numbers:
             read = document(records[int(number)], int(number)) if number >= 0 else None
-            if read is not None and read.kind == WITH_PICTURES:
+            if read is not None and read.kind in WITH_PICTURES:
                 for count, named in enumerate(read.content["pictures"], 1):
                     sources.append(source_named(named, f"{read.where}: picture {count}"))
         return sources
@@ -333,7 +341,7 @@ def _picture_files(records: Dataset, name: str | None) -> Iterable[Any]:
         yield from (file_identity(file) for file in files if file.is_file())
         return
     for kind, content in zip(records["kind"], records["content"], strict=True):
-        for named in json.loads(content)["pictures"] if kind == WITH_PICTURES else ():
+        for named in json.loads(content)["pictures"] if kind in WITH_PICTURES else ():
             if not named.startswith(DATA_URL):
                 yield file_identity(Path(named))
 

@@ -517,9 +517,9 @@ def base_forward(
         padding, reason = padding_of(self, attention_mask, read=read)
     if reason is None:
         positions = positions_of(position_ids, known_family(self).position_rows)
-        reason = _why_not_positions(positions, position_ids, parents)
-    if both_ways is not None and reason is None:
-        reason = _why_not_both_ways(padding, parents)
+        reason = _why_not_positions(positions, position_ids, parents, runtime)
+    if both_ways is not None and padding is not None and reason is None:
+        reason = "images beside padding that may be read"
     if parents is not None and reason:
         raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
@@ -549,24 +549,15 @@ def base_forward(
 
 
 def _why_not_positions(
-    found: Positions | None, given: Tensor | None, parents: Parents
+    found: Positions | None, given: Tensor | None, parents: Parents, runtime: Runtime
 ) -> str | None:
     """Returns why the positions of a call keep it from the schedule, in a few words; else None."""
     if found is None:
         assert given is not None
         return f"positions of shape {tuple(given.shape)}"
     of_image = found.rope is not None and found.rope.dim() > 2
-    if of_image and parents is not None:
-        return "rows of positions that differ (an image's)"
-    return None
-
-
-def _why_not_both_ways(padding: ComputedPadding | None, parents: Parents) -> str | None:
-    """Returns why images that are seen both ways cannot be in a call, in a few words; else None."""
-    if padding is not None:
-        return "images beside padding that may be read"
-    if parents is not None:
-        return "images that are seen both ways"
+    if of_image and parents is not None and runtime.shards is not None:
+        return "images in prompts of rows that ranks share"
     return None
 
 

@@ -8,6 +8,9 @@ A prompt of 3 tokens and answers of 2 and 1, each of which goes on from the prom
 
 Labels are shifted by one token, as in any causal model: the prompt's last token predicts a. It
 would have to predict the first token of the second answer as well, but has one label only.
+
+The three rows of positions of a prompt with images (positions.py) go on with the number after the
+largest of all three, equal in all of them.
 """
 
 from __future__ import annotations
@@ -22,10 +25,14 @@ PARENTS = "parents"
 """The argument of a patched model's forward; its entries are those of `Documents.of`."""
 
 
-def check_positions(position_ids: Tensor, documents: Documents) -> None:  # (B, S)
+def check_positions(position_ids: Tensor, documents: Documents) -> None:  # (B, S) or (3, B, S)
     """Raises UserError if a document's positions do not go on from its parent's."""
+    flat = position_ids.flatten(-2)
     pairs = [(prompt.stop - 1, a.start) for prompt, answers in documents.prompts for a in answers]
-    last, first = position_ids.flatten()[torch.tensor(pairs, device=position_ids.device)].unbind(1)
+    last, first = flat[..., torch.tensor(pairs, device=flat.device)].unbind(-1)
+    if flat.dim() > 1:  # an image may end the prompt, whose last token is not the farthest
+        largest = [flat[:, prompt].max() for prompt, answers in documents.prompts for _ in answers]
+        last = torch.stack(largest).expand_as(first)
     if not torch.equal(first, last + 1):
         raise UserError(
             "position_ids of a document with a parent must go on from the parent's last one: leave "

@@ -394,7 +394,7 @@ def make_schedule(
         attention = Prefixed(attention, cross_of(attention))
     if documents.images:
         found = turned(documents.images, documents.cu_seqlens.device)
-        attention = BothWays(attention, tuple(found))
+        attention = BothWays(attention, runtime.attention, tuple(found))
     if documents.padding:
         attention = Padded(attention, cross_of(attention))
     if runtime.shards is not None:

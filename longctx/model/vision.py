@@ -104,6 +104,13 @@ class NotScheduled(Exception):
 _NAMES_OF_IMAGES = ("pixel_", "image_", "video_", "second_per_grid", "mm_encoder_outputs")
 
 
+def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a call or a batch has for a model that sees images beside its text: pixels,
+    their sizes, and which tokens are of images."""
+    names = (*_NAMES_OF_IMAGES, *TOKEN_TYPES)
+    return {k: v for k, v in inputs.items() if v is not None and k.startswith(names)}
+
+
 def of_images(inputs: Mapping[str, Any]) -> str | None:
     """Returns the arguments of a call that come with images, in a few words; None if none do."""
     found = {k for k, v in inputs.items() if v is not None and k.startswith(_NAMES_OF_IMAGES)}

@@ -41,7 +41,7 @@ from longctx.report.plan_run import check_known, run_of
 from longctx.report.plan_text import show_short
 from longctx.run.loading import compute_dtype
 from longctx.run.metrics import peak_memory
-from longctx.run.pictures import USUAL, SeenTokens
+from longctx.run.room_for_images import USUAL, SeenTokens
 
 DEVICE = "cuda"
 """The device on which a step is predicted."""

@@ -20,6 +20,7 @@ from longctx.loading.pretrained import computed_by, weights_identity
 from longctx.options.config import DataArguments, ModelArguments, TrainArguments
 from longctx.options.model import ModelSource
 from longctx.run.loading import compute_dtype, load_config, load_model
+from longctx.run.picture_batches import Batches
 from longctx.run.trainer import LongTrainer
 from longctx.safety.system import expanded
 from longctx.tasks.protocol import Batch, Task
@@ -71,12 +72,16 @@ class References:
         args: TrainArguments,
         config: PretrainedConfig,
         names: Callable[[list[int]], list[str]],
+        batches: Batches,
     ) -> None:
         self.task, self.model_args, self.args, self.config = task, model_args, args, config
+        self.batches = batches
         self.identity = reference_identity(model_args, args, config)
         self._passes = ReferencePass(
             score=lambda batch: Tensor(),
-            collate=task.collator(model_args.class_type),
+            collate=batches.collate,
+            read=batches.read,
+            sees=batches.sees,
             identity=self.identity,
             cache_dir=expanded(data_args.cache_dir),
             device=args.device,
@@ -100,7 +105,10 @@ class References:
             )
         args, device = self.model_args.of_another(self.args.reference), self.args.device
         config = check_reference(self.model_args, self.args, self.config)
-        model: Any = load_model(args, config, device=device, engine=engine, role="reference")
+        sees = self.batches.sees
+        model: Any = load_model(
+            args, config, device=device, engine=engine, role="reference", sees=sees
+        )
         model.to(self.args.device)
         self.task.attach(model)
         found = self._added(rows, model, engine)
@@ -110,17 +118,17 @@ class References:
             torch.cuda.empty_cache()
         return found
 
-    def of_the_start(self, trainer: LongTrainer, resumed: bool) -> None:
+    def of_the_start(self, trainer: LongTrainer, rows: Rows, resumed: bool) -> None:
         """Runs the trainer's model, which no update and no checkpoint has changed yet; with an
         engine that shards weights, when it has wrapped the model. Raises UserError where a
         checkpoint would change it before."""
-        rows = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
         given = [x for x in rows.values() if x is not None]
         late = trainer.engine.shards_states and not all(map(self._passes.is_cached, given))
 
         def add(model: Any) -> None:
             found = self._added(rows, model, trainer.engine)
-            trainer.train_dataset, trainer.eval_dataset = found["train"], found["eval"]
+            read = {what: x and self.batches.read(what, x) for what, x in found.items()}
+            trainer.train_dataset, trainer.eval_dataset = read["train"], read["eval"]
             if late:
                 trainer.engine.reshard(model)
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from longctx.attention.shards import Shards
+from longctx.model.vision import image_inputs
 from longctx.tasks.scoring import LogProbs, Scoring
 
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "parents")
+"""What a model takes of a batch, beside the arguments that come with images."""
 
 
 def scored(
@@ -24,7 +26,7 @@ def scored(
 ) -> dict[str, Tensor]:
     """Runs a model (in whatever wrapper) on a batch, and returns what `scoring` computes. Ranks
     that share rows each run their own tokens; `scoring` has the predictors among them."""
-    inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+    inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch} | image_inputs(batch)
     if shards is not None:  # bounds and parents stay those of whole rows
         inputs |= {name: shards.own(inputs[name]) for name in ("input_ids", "position_ids")}
     found: dict[str, Tensor] = model(**inputs, scoring=scoring)

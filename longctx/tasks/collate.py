@@ -16,12 +16,14 @@ from longctx.data.pack.batches import collate_separate, collate_shared
 
 
 def answers_collator(
-    class_type: str, *, prompts: bool = False
+    class_type: str, *, alone: bool = False, prompts: bool = False
 ) -> Callable[[Sequence[dict[str, Any]]], dict[str, Tensor]]:
-    """Returns the collator of a class type: `custom` computes a prompt once for all of its answers.
-    With `prompts` it also lists the prompts' own tokens."""
-    collate = collate_prompts_once if class_type == "custom" else collate_apart
-    return partial(collate, prompts=prompts)
+    """Returns the collator of a class type: `custom` computes a prompt once for all of its answers,
+    and others with `alone` each answer in a row of its own. With `prompts` it also lists the
+    prompts' own tokens."""
+    if class_type == "custom":
+        return partial(collate_prompts_once, prompts=prompts)
+    return partial(collate_apart, alone=alone, prompts=prompts)
 
 
 def collate_prompts_once(
@@ -33,8 +35,10 @@ def collate_prompts_once(
     return _completed(rows, batch, lasts, prompts)
 
 
-def collate_apart(rows: Sequence[dict[str, Any]], *, prompts: bool = False) -> dict[str, Tensor]:
-    batch = collate_separate(rows)
+def collate_apart(
+    rows: Sequence[dict[str, Any]], *, alone: bool = False, prompts: bool = False
+) -> dict[str, Tensor]:
+    batch = collate_separate(rows, alone=alone)
     ends = torch.bincount(batch["answers"], minlength=len(batch["sides"])).cumsum(0) - 1
     return _completed(rows, batch, batch["predictors"][ends] + 1, prompts)
 

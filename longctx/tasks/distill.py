@@ -77,6 +77,8 @@ class _Hidden(Scoring):
 class Distill(Task):
     """The rows are those of `sft`; `teacher` is set before training (longctx/run/teacher.py)."""
 
+    sees = False
+
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         if options.teacher is None:

@@ -39,8 +39,10 @@ class KTO(Task):
     def mismatched(self) -> bool:  # type: ignore[override]
         return self.loss_type == "kto"
 
-    def collator(self, class_type: str) -> Callable[[Sequence[dict[str, Any]]], Batch]:
-        return answers_collator(class_type)
+    def collator(
+        self, class_type: str, *, alone: bool = False
+    ) -> Callable[[Sequence[dict[str, Any]]], Batch]:
+        return answers_collator(class_type, alone=alone)
 
     def attach(self, model: Any) -> None:
         attach_scoring(model)

@@ -28,8 +28,10 @@ class Pairs(Task):
 
     rows = "pairs"
 
-    def collator(self, class_type: str) -> Callable[[Sequence[dict[str, Any]]], Batch]:
-        return answers_collator(class_type)
+    def collator(
+        self, class_type: str, *, alone: bool = False
+    ) -> Callable[[Sequence[dict[str, Any]]], Batch]:
+        return answers_collator(class_type, alone=alone)
 
     def attach(self, model: Any) -> None:
         attach_scoring(model)
@@ -93,8 +95,10 @@ class ORPO(Pairs):
     """Odds ratio preference optimisation (arXiv 2403.07691). As in TRL its cross-entropy is of all
     tokens of a prompt with its chosen answer."""
 
-    def collator(self, class_type: str) -> Callable[[Sequence[dict[str, Any]]], Batch]:
-        return answers_collator(class_type, prompts=True)
+    def collator(
+        self, class_type: str, *, alone: bool = False
+    ) -> Callable[[Sequence[dict[str, Any]]], Batch]:
+        return answers_collator(class_type, alone=alone, prompts=True)
 
     def values(self, model: Any, batch: Batch) -> Values:
         tokens, prompts = batch["tokens"], len(batch["prompt_targets"])

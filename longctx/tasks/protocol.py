@@ -2,6 +2,7 @@
 model itself.
 
     rows, mismatched   before data is read     which records, and what a packed row holds of them
+    sees                                       whether they may have pictures
     has_reference      before training         whether a reference model's log-probabilities count
     collate            a batch                 rows -> tensors
     attach             once the model is there
@@ -53,6 +54,8 @@ class Task:
     rows: ClassVar[Literal["text", "pairs", "rated"]] = "text"
     mismatched: ClassVar[bool] = False
     """Whether each prompt also gets an answer to another prompt, of which a KL is estimated."""
+    sees: ClassVar[bool] = True
+    """Whether records may have pictures, with a model that sees them."""
     has_reference: ClassVar[bool] = False
     loss_types: ClassVar[Sequence[str]] = ()
     """Values that --loss_type may have; the first is the default."""
@@ -77,9 +80,11 @@ class Task:
         computes it from labels."""
         return type(self) is not Task
 
-    def collator(self, class_type: str) -> Callable[[Sequence[dict[str, Any]]], Batch]:
+    def collator(
+        self, class_type: str, *, alone: bool = False
+    ) -> Callable[[Sequence[dict[str, Any]]], Batch]:
         """Makes a batch of packed rows. `custom` computes a prompt once for all of its answers, the
-        other class types once for each."""
+        other class types once for each, with `alone` in a row of its own."""
         return collate
 
     def attach(self, model: Any) -> None:

@@ -7,9 +7,9 @@ while a run trains, so they are kept in cache_dir (data/pack/cache.py):
     reference-v3-<key>.arrow             a row of numbers for each packed row, one per answer
     reference-v3-<key of a part>.arrow   the same of PART_ROWS rows, deleted when all are there
 
-The key says all that they depend on: the rows' content, the reference's weights and how they are
-computed (dtype, 4 bits), and how tokens are weighted. A run that is killed in the pass loses a part
-at most, and a resumed run computes nothing again.
+The key says all that they depend on: the rows' content and pictures, the reference's weights and
+how they are computed (dtype, 4 bits), and how tokens are weighted. A run that is killed in the pass
+loses a part at most, and a resumed run computes nothing again.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class ReferencePass:
     collate: Callable[[Sequence[dict[str, Any]]], Batch]
     identity: Any
     """Whatever the numbers depend on beside the rows, as JSON."""
+    read: Callable[[str, Dataset], Any] = lambda what, rows: rows.with_format("numpy")
+    """Makes what `collate` gets rows from of a dataset, given what it is for."""
+    sees: bool = False
+    """Whether rows have pictures, which their content does not tell apart: their file's name does,
+    since it depends on the files of pictures."""
     cache_dir: Path
     device: torch.device
     rank: int = 0
@@ -58,7 +63,8 @@ class ReferencePass:
     """The reference, in words."""
 
     def path(self, rows: Dataset, part: int | None = None) -> Path:
-        whole = digest(content_of(rows), self.identity)
+        files = [Path(file["filename"]).stem for file in rows.cache_files if self.sees]
+        whole = digest(content_of(rows), self.identity, *files)
         return cache_path(self.cache_dir, REFERENCE, whole if part is None else digest(whole, part))
 
     def is_cached(self, rows: Dataset) -> bool:
@@ -83,7 +89,7 @@ class ReferencePass:
         return concatenate_datasets([rows, found], axis=1)
 
     def _compute(self, rows: Dataset, what: str) -> Dataset:
-        arrays, parts = rows.with_format("numpy"), list[Any]()
+        arrays, parts = self.read(what, rows), list[Any]()
         bar = tqdm(
             total=len(rows), desc=f"Reference, {what}", unit=" rows", leave=False, disable=None
         )
@@ -102,7 +108,7 @@ class ReferencePass:
                 forget(self.path(rows, number))
         return whole
 
-    def _scored(self, rows: Dataset, chosen: range) -> list[list[float]]:
+    def _scored(self, rows: Any, chosen: range) -> list[list[float]]:
         """The log-probabilities of some rows, which the processes share among them. All run as
         often: engines gather weights together."""
         mine = [*chosen][self.rank :: self.ranks]

@@ -17,6 +17,8 @@ class Reward(Pairs):
     """The reward of an answer is one number, made by a head of the hidden state of its last
     token."""
 
+    sees = False
+
     def values(self, model: Any, batch: Batch) -> Values:
         rewards = self._rewards(model, batch)
         chosen, rejected, rows = rewards[0::2], rewards[1::2], batch["rows"][0::2]

@@ -4,7 +4,8 @@ so that DDP, engines that gather weights, adapters and autocast see an ordinary 
     attach_scoring(model)                    once, on the model that a run trains
     model(**batch, scoring=LogProbs(...))    -> {"log_probs": (N,), ...}
 
-The model runs its decoder (ours, Hugging Face's or Liger's), takes the hidden states of
+The model runs its decoder (ours, Hugging Face's or Liger's), of a vision-language model its joint,
+which sees images and runs the decoder, takes the hidden states of
 `scoring.predictors` from the flattened batch and hands them to `scoring` with the weight of its
 head. Only these tokens cost anything in the head. Their gradient goes back by an index_add in the
 hidden states' dtype: a prompt's last token, which predicts the first token of each of its answers,
@@ -24,7 +25,6 @@ from longctx.model.families import base_of, head_of, logits_cap, logits_scaling,
 from longctx.model.forwards import Forward, as_causal, head_forward
 from longctx.model.runtime import runtime_of
 from longctx.model.strangers import is_ours, why_not_chunked
-from longctx.model.vision import is_whole
 
 UNSCORED = "_longctx_unscored"
 """The attribute of a model that keeps the forward which scoring went around."""
@@ -88,7 +88,7 @@ def attach_scoring(model: Any) -> None:
     """Lets a model, also one inside a PeftModel, take `scoring`. Raises UserError for a model of no
     family that longctx knows, whose logits may be computed in another way."""
     inner = inside_peft(model)
-    if base_of(inner) is None or is_whole(inner):
+    if base_of(inner) is None:
         raise UserError(not_known(type(inner).__name__, scored=True))
     head, own = _head(inner), vars(inner)
     if "forward" in vars(head) and not is_ours(head):

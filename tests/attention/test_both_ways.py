@@ -64,7 +64,7 @@ def test_as_a_dense_mask(window, softcap, in_place, piece, monkeypatch) -> None:
     grads = torch.autograd.grad(expected, qkv, do)
     attention = choose_attention("math", torch.device(DEVICE), torch.float64, softcap=softcap)[1]
     found = documents()
-    both = BothWays(attention, tuple(turned(found.images, torch.device(DEVICE))))
+    both = BothWays(attention, attention, tuple(turned(found.images, torch.device(DEVICE))))
     assert len(both.turned) == {1: 4, 14: 3}.get(piece, 1)
     qkv = QKV(*(x.detach() for x in qkv))
     o, lse = torch.empty_like(qkv.q), torch.empty(4, T, **of)

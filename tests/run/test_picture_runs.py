@@ -287,7 +287,7 @@ def of_text(tmp_path) -> list[str]:
     return [*prepare(tmp_path / "text"), *SHORT]
 
 
-READERS = "it has pictures, which --task sft of a vision-language model reads, without --streaming"
+READERS = "it has pictures, which --task sft, dpo, orpo, cpo, simpo and kto of a vision-"
 
 
 def test_pictures_are_refused_by_a_model_of_text(of_text, tmp_path, monkeypatch) -> None:
@@ -303,7 +303,7 @@ def test_pictures_are_refused_by_other_tasks(flags_of, tmp_path, monkeypatch) ->
         "rejected": [{"role": "assistant", "content": "Blue."}],
         "images": ["red.png"],
     }
-    found = refused(flags_of("qwen3_vl", [pair]), tmp_path, monkeypatch, "--task", "dpo")
+    found = refused(flags_of("gemma3", [pair]), tmp_path, monkeypatch, "--task", "reward")
     assert found.startswith("/pictures.jsonl:1: " + READERS)
 
 

@@ -13,7 +13,7 @@ from small_vision import IMAGE, KINDS, vision_config, vision_model
 import longctx
 from longctx.model.image_sizes import image_of, tower_sizes
 from longctx.model.runtime import runtime_of
-from longctx.run.pictures import USUAL, SeenTokens, image_bytes, prepare
+from longctx.run.room_for_images import USUAL, SeenTokens, image_bytes, prepare
 
 PICTURES = SimpleNamespace(seen=lambda ids: ids == IMAGE)
 

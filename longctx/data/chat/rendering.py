@@ -25,7 +25,7 @@ from longctx.data.chat.conversation import Asked, reason
 from longctx.data.chat.ends import EndTokens, Rendered, end_tokens
 from longctx.data.chat.masks import MARKERS, Conversation, Ending, EndingOf, PartsOf
 from longctx.data.chat.training_templates import Family, Recognition, candidates
-from longctx.data.reading.records import CHATS, Document
+from longctx.data.reading.records import CHAT_ANSWERS, CHATS, Document
 from longctx.errors import UserError
 from longctx.safety.processes import die_with_parent, fork, limit_memory
 
@@ -53,15 +53,16 @@ def rendered(
 
 
 def continued(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, parts: bool = False
 ) -> Iterator[Continued]:
     """Each prompt, and the prompt with each of its answers, as the chat template renders them
-    (documents of the kind chat_answers).
+    (documents of CHAT_ANSWERS); `parts` as for `rendered`.
 
     Raises UserError as `rendered` does, but for a mask: answers need none.
     """
     ends = functools.cache(functools.partial(end_tokens, tokenizer))
-    for batch in _batches(_continuations(document, tokenizer, ends) for document in documents):
+    asked = (_continuations(document, tokenizer, ends, parts) for document in documents)
+    for batch in _batches(asked):
         yield from _child().answers(batch)
 
 
@@ -116,7 +117,7 @@ def lines_of(kinds: Collection[str], tokenizer: PreTrainedTokenizerBase) -> list
     """What is said of conversations, for the kinds of documents that were read: how their answers
     are found, and how Alpaca's records became conversations."""
     lines = [_template_line(tokenizer)] if set(CHATS) & set(kinds) else []
-    if "chat_answers" in kinds:
+    if set(CHAT_ANSWERS) & set(kinds):
         lines.append(
             "chat template: the tokenizer's own: an answer is all that it adds to a prompt"
             f"{_end_line(tokenizer)}"
@@ -185,10 +186,11 @@ def _conversation(
 
 
 def _continuations(
-    document: Document, tokenizer: PreTrainedTokenizerBase, ends: Ends
+    document: Document, tokenizer: PreTrainedTokenizerBase, ends: Ends, parts: bool
 ) -> Continuations:
     content, template = document.content, _template(document, tokenizer)
     prompt = content["prompt"]
+    parts = parts or takes_parts(tokenizer, template, document.where)
     return Continuations(
         conversations=tuple(
             Asked(
@@ -201,7 +203,7 @@ def _continuations(
                 template=template,
                 special_tokens=dict(tokenizer.special_tokens_map),
                 tokens=ends(template),
-                parts=takes_parts(tokenizer, template, document.where),
+                parts=parts,
                 where=document.where,
             )
             for answer in content["answers"]

@@ -4,11 +4,14 @@ A row that holds a prompt `pqr` with the answers `ab` and `c`:
 
     shared      p q r a b c          positions 0 1 2 3 4 3          lengths 3 2 1, parents -1 0 0
     separate    p q r a b p q r c    positions 0 1 2 3 4 0 1 2 3    no lengths, no parents
+    alone       p q r a b            positions 0 1 2 3 4            the same, in rows of one answer
+                p q r c _                      0 1 2 3 4
 
 `collate_shared` is for patched models (attention/documents.py). `collate_separate` is for others,
 which keep documents apart by `position_ids` alone; its rows are as long as the longest of the
-batch needs. Both make the same arrays for scoring N tokens of A answers in G groups, in the same
-order; only `predictors` depend on the layout:
+batch needs. With `alone` nothing has to be kept apart, as with images: padding follows a row's
+answer, which does not see it. Both make the same arrays for scoring N tokens of A answers in G
+groups, in the same order; only `predictors` depend on the layout:
 
     predictors (N,)   index, in the flattened B * S tokens, of the token that predicts the answer's
     targets    (N,)   the answer's token
@@ -59,18 +62,23 @@ def collate_shared(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     }
 
 
-def collate_separate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def collate_separate(rows: Sequence[dict[str, Any]], *, alone: bool = False) -> dict[str, Tensor]:
     """Returns input_ids and position_ids (B, S), S the tokens of the longest row of the batch, and
-    the arrays for scoring. Every answer stands behind a copy of its prompt."""
+    the arrays for scoring. Every answer stands behind a copy of its prompt; with `alone` in a row
+    of its own, so that B is A."""
     read = [_Row(row) for row in rows]
     scores = _Scores()
-    seq_len = max(sum(len(row.tokens(i)) for pair in row.answers for i in pair) for row in read)
-    input_ids = np.full((len(rows), seq_len), PAD_TOKEN_ID, np.int64)
+    laid = [(row, of_row) for row in read for of_row in row.laid(alone)]
+    seq_len = max(sum(len(row.tokens(i)) for pair in pairs for i in pair) for row, pairs in laid)
+    input_ids = np.full((len(laid), seq_len), PAD_TOKEN_ID, np.int64)
     position_ids = np.empty_like(input_ids)
-    for number, row in enumerate(read):
-        scores.start(row)
+    current = None
+    for number, (row, pairs) in enumerate(laid):
+        if row is not current:
+            scores.start(row)
+            current = row
         start = 0
-        for prompt, answer in row.answers:
+        for prompt, answer in pairs:
             ids = np.concatenate([row.tokens(prompt), row.tokens(answer)])
             end = start + len(ids)
             input_ids[number, start:end] = ids
@@ -78,7 +86,8 @@ def collate_separate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
             own = number * seq_len + end - int(row.lengths[answer])
             scores.add(row, answer, own, own)
             start = end
-        position_ids[number, start:] = np.arange(seq_len - start)
+        first = start if alone else 0
+        position_ids[number, start:] = np.arange(first, first + seq_len - start)
     return {
         "input_ids": torch.from_numpy(input_ids),
         "position_ids": torch.from_numpy(position_ids),
@@ -99,6 +108,10 @@ class _Row:
         self.starts = self.ends - self.lengths
         self.answers = [(int(self.parents[i]), int(i)) for i in np.flatnonzero(self.sides >= 0)]
         """The numbers of each answer's prompt and of the answer, among the row's documents."""
+
+    def laid(self, alone: bool) -> list[list[tuple[int, int]]]:
+        """The answers of each row that is made of this one."""
+        return [[pair] for pair in self.answers] if alone else [self.answers]
 
     def tokens(self, document: int) -> np.ndarray:
         return self.input_ids[self.starts[document] : self.ends[document]]

@@ -25,7 +25,7 @@ makes the rows of a batch equal; positions go on into their padding.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -89,10 +89,9 @@ class PackingStats:
         }
         parts = [f"{count:,} {what}" for what, count in lost.items() if count]
         if self.too_long:
-            names = shortened(", ".join(self.too_long[:MOST_NAMES]), 200)
-            more = ", ..." if len(self.too_long) > MOST_NAMES else ""
             count = many(len(self.too_long), "document")
-            parts.append(f"{count} with pictures left out as too long: {names}{more}")
+            names = left_out(self.too_long)
+            parts.append(f"{count} with pictures left out as too long: {names}")
         parts.append(f"{self.padding_tokens:,} padding = {share:.1%}")
         pictures = (
             f", those of {many(self.pictures, 'picture')} among them" if self.pictures else ""
@@ -102,6 +101,12 @@ class PackingStats:
             f"{many(self.rows, 'row')} of {length} ({', '.join(parts)}); "
             f"{self.trained_tokens:,} are trained"
         )
+
+
+def left_out(names: Sequence[str]) -> str:
+    """Returns the first names of what is left out."""
+    more = ", ..." if len(names) > MOST_NAMES else ""
+    return shortened(", ".join(names[:MOST_NAMES]), 200) + more
 
 
 def check_trainable(stats: PackingStats, name: str) -> None:

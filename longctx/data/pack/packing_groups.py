@@ -19,7 +19,7 @@ A group that is longer than a row is handled as --long_documents says:
 
     split            refused, because half a group compares nothing
     truncate         all answers keep at most L tokens, the largest L with which the group fits
-    truncate_start   the prompt loses its beginning
+    truncate_start   the prompt loses its beginning; one with pictures is left out instead
 
 For KTO each answer gets a mismatched one beside it: the answers of the next record in the shuffled
 order, the last record those of the first. TRL gives each example the answer before it, cyclically
@@ -32,14 +32,14 @@ The estimate is unbiased either way: the answers are drawn independently of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
 
 import numpy as np
 from datasets import Features, List, Value
 
 from longctx.constants import IGNORE_INDEX
-from longctx.data.pack.packing import OPEN_ROWS, TOKEN_COLUMNS, LongDocuments, best_fit
+from longctx.data.pack.packing import OPEN_ROWS, TOKEN_COLUMNS, LongDocuments, best_fit, left_out
 from longctx.data.reading.groups import MISMATCHED, TASKS, Group, Rows
 from longctx.errors import UserError, many
 
@@ -72,6 +72,10 @@ class GroupStats:
     """Groups left out because their two answers are the same tokens."""
     too_long: int = 0
     """Groups left out because cutting cannot make them fit."""
+    pictures: int = 0
+    """Pictures in the groups that were packed."""
+    uncut: list[str] = field(default_factory=list)
+    """The names of the groups with pictures among those that are too long."""
     truncated: int = 0
     truncated_tokens: int = 0
     diverged: int = 0
@@ -93,10 +97,15 @@ class GroupStats:
         if self.equal:
             parts.append(f"left out: {self.equal:,} with equal answers")
         if self.too_long:
-            parts.append(f"left out: {self.too_long:,} too long")
+            names = left_out(self.uncut)
+            parts.append(
+                f"left out: {self.too_long:,} too long"
+                + (f", {len(self.uncut):,} with pictures: {names}" if names else "")
+            )
         parts.append(f"{self.padding_tokens:,} padding = {padding:.1%}")
+        pictures = f" and {many(self.pictures, 'picture')}" if self.pictures else ""
         return (
-            f"{what}, {many(self.tokens, 'token')} ({self.separate_tokens:,} without "
+            f"{what}, {many(self.tokens, 'token')}{pictures} ({self.separate_tokens:,} without "
             f"sharing prompts, {saved:.1%} saved) -> {many(self.rows, 'row')} of {seq_len:,} "
             f"({'; '.join(parts)}); {self.answer_tokens:,} are of answers"
         )
@@ -252,6 +261,8 @@ def _fitting(
             cut = cut_group(group, seq_len, long_documents)
             if cut is None:
                 stats.too_long += 1
+                if group.pictures:
+                    stats.uncut.append(where(group.record))
                 continue
             if _has_equal_answers(cut):  # they differed in what was cut
                 stats.equal += 1
@@ -266,13 +277,16 @@ def _fitting(
         stats.separate_tokens += group.separate_tokens
         stats.answer_tokens += len(group) - len(group.prompt)
         stats.diverged += group.dropped > 0
+        stats.pictures += group.pictures
         yield group
 
 
 def cut_group(group: Group, seq_len: int, long_documents: LongDocuments) -> Group | None:
     """The group in seq_len tokens; None where a prompt that keeps its tokens leaves no room for the
-    answers, or answers that keep theirs none for the prompt."""
+    answers, or answers that keep theirs none for the prompt, or a prompt with pictures less."""
     if long_documents == "truncate_start":
+        if group.pictures:
+            return None
         room = seq_len - (len(group) - len(group.prompt))
         return replace(group, prompt=group.prompt[-room:]) if room >= 1 else None
     longest = _longest_answer([len(a) for a in group.answers], seq_len - len(group.prompt))
@@ -292,8 +306,9 @@ def _longest_answer(lengths: list[int], room: int) -> int:
 def _too_long(groups: list[Group], seq_len: int, where: Callable[[int], str]) -> UserError:
     longest = max(groups, key=len)
     others = f" ({len(groups) - 1:,} others are too long as well)" if len(groups) > 1 else ""
+    smaller = ", lower --image_pixels" if longest.pictures else ""
     return UserError(
         f"{where(longest.record)}: prompt and answers take {len(longest):,} tokens, more than "
-        f"--seq_len {seq_len:,}{others}: raise --seq_len, or cut the answers' ends with "
+        f"--seq_len {seq_len:,}{others}: raise --seq_len{smaller}, or cut the answers' ends with "
         "--long_documents truncate or the prompt's start with --long_documents truncate_start"
     )

@@ -19,29 +19,35 @@ def strange(where: str, word: str) -> str:
     return f"{where}: a text has {word!r}, which stands for a part of a picture: leave it out"
 
 
-def expanded(
-    text: str, spans: Sequence[Span], named: Sequence[Any], pictures: Pictures, where: str
-) -> tuple[str, list[Span]]:
-    """Returns a conversation's text with what stands for each picture in its place, and the
-    [start, end) spans of trained characters there.
+def texts_of(named: Sequence[Any], pictures: Pictures, where: str) -> list[str]:
+    """Returns the text that stands for each picture of a record, all of which are opened. Raises
+    UserError starting with `where` for one that is none."""
+    found = []
+    for number, name in enumerate(named, 1):
+        at = f"{where}: picture {number}"
+        size = pictures.opened(source_named(name, at), at).size
+        found.append(pictures.text_of(size, at))
+    return found
 
-    Every picture is opened. Raises UserError starting with `where` for one that is none, and where
-    the text has not as many places as there are pictures, or a token of theirs besides.
+
+def expanded(
+    text: str, spans: Sequence[Span], inserted: Sequence[str], pictures: Pictures, where: str
+) -> tuple[str, list[Span]]:
+    """Returns a conversation's text with what stands for each picture (`texts_of`) in its place,
+    and the [start, end) spans of trained characters there.
+
+    Raises UserError starting with `where` if the text has not as many places as there are pictures,
+    or a token of theirs besides.
     """
     parts = text.split(pictures.token)
-    if len(parts) - 1 != len(named):
+    if len(parts) - 1 != len(inserted):
         raise UserError(
-            f"{where}: the chat template shows {len(parts) - 1} of {len(named)} pictures: "
+            f"{where}: the chat template shows {len(parts) - 1} of {len(inserted)} pictures: "
             f"use one that shows each, and no {pictures.token!r} in the texts"
         )
     for word in pictures.words:
         if any(word in part for part in parts):
             raise UserError(strange(where, word))
-    inserted = []
-    for number, name in enumerate(named, 1):
-        at = f"{where}: picture {number}"
-        size = pictures.opened(source_named(name, at), at).size
-        inserted.append(pictures.text_of(size, at))
     longer = [len(words) - len(pictures.token) for words in inserted]
     # A place begins where the texts before it and the places among them end.
     places = [n + i * len(pictures.token) for i, n in enumerate(accumulate(map(len, parts[:-1])))]

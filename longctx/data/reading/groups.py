@@ -33,6 +33,8 @@ TASKS: dict[str, str] = {
     "rated": "--task kto",
 }
 """The task that a message proposes for rows of a kind; others read the same records."""
+SEEN_BY = "--task sft, dpo, orpo, cpo, simpo and kto"
+"""The tasks whose records may have pictures (tasks/protocol.py, `sees`)."""
 READERS = {"pairs": "a task of pairs", "rated": "--task kto"}
 """Who reads rows of a kind, whichever task a run has."""
 
@@ -53,6 +55,8 @@ class Group:
     dropped: int = 0
     """Tokens at the prompt's end that the chat template renders for the prompt alone and not before
     an answer."""
+    pictures: int = 0
+    """Pictures in the prompt, which is never cut then."""
 
     def __len__(self) -> int:
         return len(self.prompt) + sum(map(len, self.answers))
@@ -73,10 +77,12 @@ GROUP_TOKEN_FEATURES = Features(
     }
 )
 """The columns in which tokenised groups are kept on disk, 4 bytes a token."""
+GROUP_SEEN_FEATURES = Features({**GROUP_TOKEN_FEATURES, "pictures": Value("int32")})
+"""Those of groups for a model that sees pictures."""
 
 
 def columns_of(group: Group) -> dict[str, Any]:
-    """A row of GROUP_TOKEN_FEATURES."""
+    """A row of GROUP_SEEN_FEATURES."""
     parts = [group.prompt, *group.answers]
     return {
         "input_ids": np.concatenate(parts).astype(np.int32, copy=False),
@@ -84,6 +90,7 @@ def columns_of(group: Group) -> dict[str, Any]:
         "sides": np.array(group.sides, np.int32),
         "margin": np.float32(np.nan if group.margin is None else group.margin),
         "dropped": group.dropped,
+        "pictures": group.pictures,
     }
 
 
@@ -94,6 +101,7 @@ def group_of(
     margin: float | None,
     dropped: int,
     record: int,
+    pictures: int = 0,
 ) -> Group:
     """The group that `columns_of` wrote."""
     prompt, *answers = np.split(input_ids, np.cumsum(lengths)[:-1])
@@ -104,4 +112,5 @@ def group_of(
         record,
         None if margin is None or np.isnan(margin) else float(margin),
         int(dropped),
+        pictures,
     )

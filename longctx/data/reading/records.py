@@ -16,7 +16,7 @@ turns.py reads the turns. A key that changes what other tools train is honoured 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +31,9 @@ from longctx.data.reading.fields import (
     system_turn,
     template_keys,
 )
-from longctx.data.reading.groups import READERS, TASKS, Rows
+from longctx.data.reading.groups import READERS, SEEN_BY, TASKS, Rows
 from longctx.data.reading.picture_sources import named_source
+from longctx.data.reading.pictured_groups import read_pictured_group
 from longctx.data.reading.places import has_pictures, read_conversation
 from longctx.data.reading.preferences import PAIRS, RATED, is_pair, is_rated, read_group
 from longctx.data.reading.turns import check_some_trained, read_turns
@@ -46,11 +47,20 @@ FORMATS: dict[Rows, str] = {
     "rated": RATED,
 }
 Kind = Literal[
-    "text", "completion", "chat", "chat_with_pictures", "instruction", "answers", "chat_answers"
+    "text",
+    "completion",
+    "chat",
+    "chat_with_pictures",
+    "instruction",
+    "answers",
+    "chat_answers",
+    "answers_with_pictures",
 ]
-WITH_PICTURES: Kind = "chat_with_pictures"
-CHATS = ("chat", WITH_PICTURES, "instruction")
+WITH_PICTURES: tuple[Kind, ...] = ("chat_with_pictures", "answers_with_pictures")
+CHATS = ("chat", "chat_with_pictures", "instruction")
 """Kinds of documents whose assistant turns are trained, through the chat template."""
+CHAT_ANSWERS = ("chat_answers", "answers_with_pictures")
+"""Kinds of documents of a prompt and its answers that go through the chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +68,12 @@ class Document:
     """One training document and where it came from (`file` or `file:line`)."""
 
     kind: Kind
-    """instruction is a chat that was Alpaca's record; answers and chat_answers are groups."""
+    """instruction is a chat that was Alpaca's record; those of answers are groups."""
     content: Any
     """text: str; completion: [prompt, completion]; chat: {"messages": [...]} and, where given,
     tools, documents, kwargs (of the template) and untrained (numbers of assistant turns), and
     pictures, a file's path, a data URL or what a dataset holds for each mark in the turns' texts;
-    of groups: what preferences.py says"""
+    of groups: what preferences.py says, and pictures as a chat has them"""
     where: str
     replaced_bytes: int = 0
     """Undecodable bytes that became U+FFFD."""
@@ -89,7 +99,7 @@ def as_document(
     check_choices(given, ALWAYS, where)
     read: Read | None
     if has_pictures(given):
-        read = WITH_PICTURES, _chat_with_pictures(given, where, rows, pictures)
+        read = _with_pictures(given, where, rows, pictures)
     else:
         read = _read(given, where) if rows == "text" else read_group(given, rows, where)
     if read is None:
@@ -144,19 +154,28 @@ def _read(given: Mapping[str, Any], where: str) -> Read | None:
     return None
 
 
-def _chat_with_pictures(
+def _with_pictures(
     given: Mapping[str, Any], where: str, rows: Rows, folder: Path | None
-) -> dict[str, Any]:
-    if rows != "text" or folder is None:
+) -> Read | None:
+    if folder is None:
         raise UserError(
-            f"{where}: it has pictures, which --task sft of a vision-language model reads, without "
+            f"{where}: it has pictures, which {SEEN_BY} of a vision-language model read, without "
             "--streaming: elsewhere leave them out of the record"
         )
-    found = read_conversation(given, where)
-    content = _chat(found.messages, found.untrained, given, where)
-    pictures = enumerate(found.pictures, 1)
-    named = [named_source(given, folder, f"{where}: picture {n}") for n, given in pictures]
-    return {**content, "pictures": named}
+    if rows == "text":
+        found = read_conversation(given, where)
+        content = _chat(found.messages, found.untrained, given, where)
+        return "chat_with_pictures", content | _named(found.pictures, folder, where)
+    group = read_pictured_group(given, rows, where)
+    if group is None:
+        return None
+    content, pictures = group
+    return "answers_with_pictures", content | _named(pictures, folder, where)
+
+
+def _named(pictures: Sequence[Any], folder: Path, where: str) -> dict[str, Any]:
+    numbered = enumerate(pictures, 1)
+    return {"pictures": [named_source(x, folder, f"{where}: picture {n}") for n, x in numbered]}
 
 
 def _completion(given: Mapping[str, Any], where: str) -> Read:

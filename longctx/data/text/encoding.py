@@ -50,13 +50,13 @@ def encode(
     for piece, document in zip(pieces, documents, strict=True):
         check_vocabulary(int(piece.input_ids.max(initial=-1)), vocab_size)
         if pictures is not None and document and document.kind not in CHATS:
-            _check_no_picture(piece, document, pictures)
+            check_no_picture(piece.input_ids, document, pictures)
     return pieces
 
 
-def _check_no_picture(piece: Piece, document: Document, pictures: Pictures) -> None:
+def check_no_picture(ids: np.ndarray, document: Document, pictures: Pictures) -> None:
     """Raises UserError for a token of a picture in a text, which the model would look for."""
-    if pictures.seen(piece.input_ids).any():
+    if pictures.seen(ids).any():
         from longctx.data.pictures.expansion import strange
 
         raise UserError(strange(document.where, pictures.words[0]))
@@ -161,9 +161,10 @@ def _chats(
     for document, (text, spans) in zip(documents, texts, strict=True):
         seen = document.content.get("pictures", ())
         if pictures is not None:
-            from longctx.data.pictures.expansion import expanded
+            from longctx.data.pictures.expansion import expanded, texts_of
 
-            text, spans = expanded(text, spans, seen, pictures, document.where)
+            inserted = texts_of(seen, pictures, document.where)
+            text, spans = expanded(text, spans, inserted, pictures, document.where)
         tokens = tokenise(tokenizer, text, add_special_tokens=False, offsets=True)
         assert tokens.offsets is not None
         trained = _overlaps(tokens.offsets, spans)

@@ -9,6 +9,9 @@ and all whole texts begin with. TRL tokenises explicit prompts and answers as a 
 a prompt loses its last token wherever that merges with an answer's first letters; here the boundary
 lies where generation would start, as for `prompt` and `completion` (encoding.py).
 
+Pictures of a prompt become as many tokens as each needs (pictures/expansion.py), all of which must
+be among those that the answers share.
+
 A prompt without a token gets the bos token, or eos where the tokenizer has none, so that the first
 token of each answer has one that predicts it.
 """
@@ -16,16 +19,17 @@ token of each answer has one that predicts it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from longctx.data.chat.rendering import continued
 from longctx.data.reading.groups import Group
-from longctx.data.reading.records import Document
+from longctx.data.reading.records import CHAT_ANSWERS, Document
 from longctx.data.text.encoding import (
     check_chat_template,
+    check_no_picture,
     check_vocabulary,
     prompt_ids,
     text_ids,
@@ -34,21 +38,27 @@ from longctx.data.text.encoding import (
 from longctx.data.text.windows import tokenise
 from longctx.errors import UserError
 
+if TYPE_CHECKING:  # Pillow is needed where pictures are read alone
+    from longctx.data.pictures.processor import Pictures
+
 
 def encode_groups(
     documents: Sequence[Document],
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
+    pictures: Pictures | None = None,
 ) -> list[Group]:
-    """Tokenises documents of the kinds answers and chat_answers, in order.
+    """Tokenises documents of prompts with their answers, in order. `pictures` are those of a model
+    that sees some.
 
-    Raises UserError for what the chat template refuses, an answer without a token and a token id of
-    `vocab_size` or more.
+    Raises UserError for what the chat template refuses, an answer without a token, a picture that
+    is none and a token id of `vocab_size` or more.
     """
     # To its end, or the process that renders would be taken for one that nobody hears.
-    chats = iter([*_chats([d for d in documents if d.kind == "chat_answers"], tokenizer)])
+    in_turns = [document for document in documents if document.kind in CHAT_ANSWERS]
+    chats = iter([*_chats(in_turns, tokenizer, pictures)])
     groups = [
-        next(chats) if document.kind == "chat_answers" else _strings(document, tokenizer)
+        next(chats) if document.kind in CHAT_ANSWERS else _strings(document, tokenizer, pictures)
         for document in documents
     ]
     for document, group in zip(documents, groups, strict=True):
@@ -59,7 +69,9 @@ def encode_groups(
     return groups
 
 
-def _strings(document: Document, tokenizer: PreTrainedTokenizerBase) -> Group:
+def _strings(
+    document: Document, tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
+) -> Group:
     content = document.content
     prompt = prompt_ids(tokenizer, content["prompt"])
     if content.get("joined"):
@@ -73,17 +85,22 @@ def _strings(document: Document, tokenizer: PreTrainedTokenizerBase) -> Group:
         ]
     if not len(prompt):
         prompt = _start(tokenizer, document.where)
+    if pictures is not None:
+        check_no_picture(np.concatenate([prompt, *answers]), document, pictures)
     return _group(content, prompt, answers)
 
 
-def _chats(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Group]:
+def _chats(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
+) -> Iterator[Group]:
     for document in documents[:1]:
         check_chat_template(tokenizer, document.where)
-    texts = continued(documents, tokenizer)
+    texts = continued(documents, tokenizer, parts=pictures is not None)
     for document, (prompt, wholes) in zip(documents, texts, strict=True):
-        ids, *whole = (
-            tokenise(tokenizer, text, add_special_tokens=False).ids for text in (prompt, *wholes)
-        )
+        given = [prompt, *wholes]
+        if pictures is not None:
+            given = _with_pictures(given, document, pictures)
+        ids, *whole = (tokenise(tokenizer, text, add_special_tokens=False).ids for text in given)
         shared, answers, dropped = cut_at_shared(ids, whole)
         if not len(shared):
             raise UserError(
@@ -94,7 +111,20 @@ def _chats(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase) ->
             raise UserError(
                 f"{document.where}: the chat template shows nothing of an answer: use another one"
             )
+        if pictures is not None and any(pictures.seen(answer).any() for answer in answers):
+            raise UserError(
+                f"{document.where}: the chat template renders what stands before a picture, or the "
+                "picture, otherwise alone than before an answer: use another one"
+            )
         yield _group(document.content, shared, answers, dropped)
+
+
+def _with_pictures(texts: Sequence[str], document: Document, pictures: Pictures) -> list[str]:
+    """Returns the texts with what stands for each picture, of which each is opened once."""
+    from longctx.data.pictures.expansion import expanded, texts_of
+
+    inserted = texts_of(document.content.get("pictures", ()), pictures, document.where)
+    return [expanded(text, (), inserted, pictures, document.where)[0] for text in texts]
 
 
 def cut_at_shared(
@@ -134,4 +164,5 @@ def _group(
         tuple(content["sides"]),
         margin=content.get("margin"),
         dropped=dropped,
+        pictures=len(content.get("pictures", ())),
     )

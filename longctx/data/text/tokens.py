@@ -19,10 +19,17 @@ from transformers import PreTrainedTokenizerBase
 
 from longctx.data.pack.cache import open_arrow, scratch_folder, write_arrow
 from longctx.data.pack.packing import Piece
-from longctx.data.reading.groups import GROUP_TOKEN_FEATURES, Group, Rows, columns_of, group_of
+from longctx.data.reading.groups import (
+    GROUP_SEEN_FEATURES,
+    GROUP_TOKEN_FEATURES,
+    Group,
+    Rows,
+    columns_of,
+    group_of,
+)
 from longctx.data.reading.picture_sources import trusted
-from longctx.data.reading.places import COLUMNS
-from longctx.data.reading.records import CHATS, WITH_PICTURES, Document, as_document
+from longctx.data.reading.places import COLUMNS, TURNS
+from longctx.data.reading.records import CHAT_ANSWERS, CHATS, Document, as_document
 from longctx.data.reading.values import read_row
 from longctx.data.text.encoding import encode
 from longctx.data.text.encoding_groups import encode_groups
@@ -64,8 +71,7 @@ def tokens_of(
     cached = open_arrow(path, len(records))
     if cached is not None:
         return cached
-    features = TOKEN_FEATURES if rows == "text" else GROUP_TOKEN_FEATURES
-    features = features if pictures is None else SEEN_FEATURES
+    features = _features(rows, sees=pictures is not None)
     reader = Reader(records.features, name, rows, sees=pictures is not None)
     tokenise = _Tokenise(reader, tokenizer, vocab_size, pictures, [*features])
     # Map leaves a file a process. They become one: for a billion tokens 20 s after minutes of
@@ -85,12 +91,19 @@ def tokens_of(
             desc="Tokenising",
         )
         order = range(len(mapped))
-        columns = (
-            ({name: vars(p)[name] for name in features} for p in pieces_of(mapped, order))
+        columns: Iterable[dict[str, Any]] = (
+            map(vars, pieces_of(mapped, order))
             if rows == "text"
             else map(columns_of, groups_of(mapped, order))
         )
-        return write_arrow(path, features, columns)
+        named = ({name: found[name] for name in features} for found in columns)
+        return write_arrow(path, features, named)
+
+
+def _features(rows: Rows, *, sees: bool) -> Features:
+    if rows == "text":
+        return SEEN_FEATURES if sees else TOKEN_FEATURES
+    return GROUP_SEEN_FEATURES if sees else GROUP_TOKEN_FEATURES
 
 
 @dataclass(frozen=True)
@@ -135,7 +148,8 @@ class _Tokenise:
             pieces = encode(documents, self.tokenizer, self.vocab_size, self.pictures)
             columns = [vars(piece) for piece in pieces]
         else:
-            groups = encode_groups([d for d in documents if d], self.tokenizer, self.vocab_size)
+            given = [document for document in documents if document]
+            groups = encode_groups(given, self.tokenizer, self.vocab_size, self.pictures)
             columns = [columns_of(group) for group in groups]
         return {key: [column[key] for column in columns] for key in self.names}
 
@@ -151,14 +165,17 @@ def kinds_of(records: Dataset, rows: Rows) -> set[str]:
     columns = set(records.column_names)
     if set(DOCUMENT_FEATURES) <= columns:
         return set(records.unique("kind"))
+    parts = any("image" in str(records.features[name]) for name in {*TURNS} & columns)
+    seen = parts or bool({*COLUMNS} & columns)
     if rows != "text":
         words = {"prompt", "completion", "chosen", "rejected"} & columns
         turns = any(not isinstance(records.features[key], Value) for key in words)
         named = {"prompt", "chosen"} & columns
+        if seen:
+            return {"answers_with_pictures"}
         return {"chat_answers" if turns or not named else "answers"}
-    if found := {"messages", "conversations"} & columns:
-        parts = any("image" in str(records.features[name]) for name in found)
-        return {WITH_PICTURES if parts or {*COLUMNS} & columns else "chat"}
+    if {"messages", "conversations"} & columns:
+        return {"chat_with_pictures" if seen else "chat"}
     if {"prompt", "completion"} <= columns:
         turns = not isinstance(records.features["prompt"], Value)
         return {"chat" if turns else "completion"}
@@ -172,7 +189,7 @@ def _processes(
 
     Fast tokenizers use every core by themselves, chat templates and slow tokenizers only one.
     """
-    if tokenizer.is_fast and not kinds_of(records, rows) & {*CHATS, "chat_answers"}:
+    if tokenizer.is_fast and not kinds_of(records, rows) & {*CHATS, *CHAT_ANSWERS}:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     count = min(cores or 1, len(records) // (SEEN_PER_PROCESS if sees else DOCUMENTS_PER_PROCESS))
@@ -192,11 +209,12 @@ def pieces_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Piece]:
 
 def groups_of(tokens: Dataset, order: Iterable[int]) -> Iterator[Group]:
     """The groups of `tokens_of` with these numbers, in this order."""
-    column = {name: tokens.data.column(name) for name in GROUP_TOKEN_FEATURES}
+    column = {name: tokens.data.column(name) for name in tokens.column_names}
     for i in order:
         ids, lengths, sides = (
             column[name][int(i)].values.to_numpy(zero_copy_only=False)
             for name in ("input_ids", "lengths", "sides")
         )
         margin, dropped = (column[name][int(i)].as_py() for name in ("margin", "dropped"))
-        yield group_of(ids, lengths, sides, margin, dropped, int(i))
+        pictures = column["pictures"][int(i)].as_py() if "pictures" in column else 0
+        yield group_of(ids, lengths, sides, margin, dropped, int(i), pictures)

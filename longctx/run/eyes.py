@@ -1,0 +1,103 @@
+"""What reads pictures in a run: the processor, which is read where there are some, and the options
+and workers that they need."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from longctx.data.reading.groups import SEEN_BY
+from longctx.data.rows import Sight
+from longctx.errors import UserError
+from longctx.model.vision import PREFIXES
+from longctx.options.config import DataArguments, ModelArguments, TrainArguments
+from longctx.options.pixels import pixels_of
+from longctx.safety.processes import make_room_for_workers
+from longctx.safety.system import installed
+from longctx.tasks.protocol import Task
+
+MOST_WORKERS = 4
+"""Processes that open pictures, unless --dataloader_num_workers says otherwise."""
+
+
+class Eyes:
+    """The processor of a run, read once it is asked for."""
+
+    def __init__(
+        self,
+        model_args: ModelArguments,
+        data_args: DataArguments,
+        config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._asked = model_args, data_args, config, tokenizer
+        self.pictures: Any = None
+        """The processor (data/pictures/processor.py), once there was a picture."""
+
+    def read(self) -> Any:
+        """Raises UserError where the model has no processor, or a package is missing."""
+        if self.pictures is None:
+            model_args, data_args, config, tokenizer = self._asked
+            if model_args.model_name_or_path is None:
+                raise UserError(
+                    f"the data have pictures, and --preset {model_args.preset} has no processor "
+                    "for them: give --model_name_or_path"
+                )
+            if not installed("PIL"):
+                raise UserError("the data have pictures, which Pillow reads: pip install pillow")
+            from longctx.data.pictures.processor import Pictures
+
+            most = None
+            if data_args.image_pixels:
+                width, height = pixels_of(data_args.image_pixels)
+                most = width * height
+            self.pictures = Pictures.read(
+                *(model_args.model_name_or_path, config, tokenizer, most),
+                trust_remote_code=model_args.trust_remote_code,
+            )
+        return self.pictures
+
+    def sight(self) -> Sight:
+        return Sight(self.read, one_document=not self._asked[0].schedules)
+
+
+def eyes_of(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    task: Task,
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Eyes | None:
+    """Returns what reads pictures in this run; None where nothing would see them. Raises UserError
+    for options of pictures then."""
+    if config.model_type in PREFIXES and task.sees and not data_args.streaming:
+        return Eyes(model_args, data_args, config, tokenizer)
+    for name, options in (("train_vision", model_args), ("image_pixels", data_args)):
+        if getattr(options, name):
+            raise UserError(
+                f"--{name} is for {SEEN_BY} of a vision-language model, without --streaming: "
+                "leave it out"
+            )
+    return None
+
+
+def check_no_vision(model_args: ModelArguments, data_args: DataArguments) -> None:
+    """Raises UserError for options of pictures in a run of text alone."""
+    if model_args.train_vision:
+        raise UserError(
+            "--train_vision trains what sees images, and no record has any: leave it out"
+        )
+    if data_args.image_pixels:
+        raise UserError("--image_pixels limits images, and no record has any: leave it out")
+
+
+def use_workers(args: TrainArguments) -> None:
+    """Has other processes open pictures while the model computes, unless options say how many.
+    Raises UserError where none would reach them."""
+    if args.remove_unused_columns:
+        raise UserError("--remove_unused_columns would remove pictures from rows: leave it out")
+    if "dataloader_num_workers" not in args.named:
+        args.dataloader_num_workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // 2))
+        make_room_for_workers(args.dataloader_num_workers, args.dataloader_prefetch_factor)
