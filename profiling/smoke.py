@@ -439,28 +439,50 @@ def _commands(inputs: Inputs) -> Iterator[Case]:
 
 def _images(inputs: Inputs) -> Iterator[Case]:
     """`longctx train` on conversations and pairs with pictures."""
-    sees = inputs.folder / "qwen"
-    make = (sys.executable, "profiling/pictures_to_read.py", str(sees), "--model", "qwen3_vl")
-    data = ("--train_file", str(sees / "pictures.jsonl"), "--eval_share", "0.2")
-    seeing = ("--model_name_or_path", str(sees / "model"), *data, "--seq_len", "512")
-    train = (*TRAIN, *seeing, "--max_steps", "4", *BUDGET)
-    frozen, trained = ((*train, *inputs.at(name)) for name in ("images", "images_trained"))
-    adapters = (*train, "--lora_r", "8", "--train_vision", *inputs.at("images_lora"))
-    merge = (sys.executable, "-m", "longctx", "merge", str(inputs.folder / "images_lora/final"),
-             "--output", str(inputs.folder / "images_merged"))  # fmt: skip
-    vanilla = (*train, "--class_type", "vanilla", *inputs.at("images_vanilla"))
+    own, out = Seeing(inputs, "images"), inputs.folder
+    merge = (sys.executable, "-m", "longctx", "merge", str(out / "images_lora/final"))
+    runs = {
+        "images": own.flags(),
+        "images_trained": own.flags("--train_vision"),
+        "images_lora": own.flags("--lora_r", "8", "--train_vision"),
+    }
     yield Case(
         name="images",
-        commands=(make, frozen, (*trained, "--train_vision"), adapters, merge),
-        prints=(SCHEDULE, "what sees images is frozen", "what sees images is trained, too"),
+        commands=(
+            own.make,
+            *((*TRAIN, *flags, *inputs.at(name)) for name, flags in runs.items()),
+            (*merge, "--output", str(out / "images_merged")),
+        ),
+        prints=(SCHEDULE, FROZEN, "what sees images is trained, too"),
     )
-    yield Case(name="images_vanilla", commands=(make, vanilla), vanilla=True)
-    pairs = ("--train_file", str(sees / "pairs.jsonl"), "--task", "dpo", "--lora_r", "8")
+    own = Seeing(inputs, "images_vanilla")
+    vanilla = (*TRAIN, *own.flags("--class_type", "vanilla"), *inputs.at("images_vanilla"))
+    yield Case(name="images_vanilla", commands=(own.make, vanilla), vanilla=True)
+    own = Seeing(inputs, "images_dpo")
+    pairs = own.flags("--task", "dpo", "--lora_r", "8", file="pairs")
     yield Case(
         name="images_dpo",
-        commands=(make, (*train, *pairs, *inputs.at("images_dpo"))),
-        prints=(SCHEDULE, "what sees images is frozen", "and 10 pictures"),
+        commands=(own.make, (*TRAIN, *pairs, *inputs.at("images_dpo"))),
+        prints=(SCHEDULE, FROZEN, "and 10 pictures"),
     )
+
+
+FROZEN = "what sees images is frozen"
+
+
+class Seeing:
+    """A case's own tiny model that sees images, with conversations and pairs about some."""
+
+    def __init__(self, inputs: Inputs, name: str) -> None:
+        self._folder = inputs.folder / f"{name}_data"
+        words = ("profiling/pictures_to_read.py", str(self._folder), "--model", "qwen3_vl")
+        self.make: Words = (sys.executable, *words)
+
+    def flags(self, *words: str, file: str = "pictures") -> Words:
+        model, data = self._folder / "model", self._folder / f"{file}.jsonl"
+        read = ("--model_name_or_path", str(model), "--train_file", str(data))
+        steps = "--eval_share 0.2 --seq_len 512 --max_steps 4".split()
+        return (*read, *steps, *words)
 
 
 def _two_gpus(inputs: Inputs) -> Iterator[Case]:
@@ -491,6 +513,15 @@ def _two_gpus(inputs: Inputs) -> Iterator[Case]:
     for name, command in words.items():
         vanilla = "--class_type" in command
         yield Case(name=name, commands=((*command, *inputs.at(name)),), gpus=2, vanilla=vanilla)
+    shared = ("--fsdp", "true", "--fsdp_config", "fsdp2", "--sequence_parallel_size", "2")
+    for name, more in {
+        "x2_images": (),
+        "x2_images_zero3": ("--deepspeed", "zero3"),
+        "x2_images_shared_row": shared,
+    }.items():
+        own = Seeing(inputs, name)
+        run = torchrun(2, *own.flags("--seq_len", "64", *more), *inputs.at(name))
+        yield Case(name=name, commands=(own.make, run), gpus=2, prints=(SCHEDULE, FROZEN))
 
 
 # --- running them ------------------------------------------------------------------------------
