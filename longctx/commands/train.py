@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> None:
             named = rows.names(row["documents"])
             pictures = None
             if rows.pictures:
-                sources = pictures_of(asked.data, asked.data.train_file)(row["documents"])
+                find = pictures_of(asked.data, asked.data.train_file, asked.task.rows)
+                sources = find(row["documents"])
                 pictures = numbered_pictures(row["input_ids"], rows.pictures, sources)
             show_example(row, named, checked.tokenizer, rows=asked.task.rows, pictures=pictures)
         return

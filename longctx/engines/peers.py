@@ -72,9 +72,9 @@ def _watched(peers: dict[int, int]) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(writer)
+        os.write(writer, b"!")  # to close it would not do: forked workers of data loaders have it
         thread.join()
-        for descriptor in (reader, *peers.values()):
+        for descriptor in (reader, writer, *peers.values()):
             os.close(descriptor)
 
 

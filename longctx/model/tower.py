@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from longctx.memory.store import gpu_share_bytes
+from longctx.model.parents import PARENTS
 from longctx.model.pixels import fast_tower
 from longctx.model.vision import joint_of, named
 
@@ -39,6 +40,8 @@ SHARE = 8
 language model's are gone when they come, and few groups have few launches."""
 FROZEN_PATCHES = 8192
 """Those of a group where nothing is kept: a layer's activations, 56 KiB a patch, are 0.4 GiB."""
+OF_TEXT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", PARENTS)
+"""Arguments of the language model, which some joints hand to their tower as well."""
 AFTER = ("merger", "projector")
 """Words in the names of modules that stand after a tower's layers."""
 
@@ -55,7 +58,7 @@ def tower_of(model: Any) -> nn.Module | None:
 
 def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs Hugging Face's forward of a tower over each group, and joins what it returns."""
-    inputs = named(self, args) | kwargs
+    inputs = {k: v for k, v in (named(self, args) | kwargs).items() if k not in OF_TEXT}
     keeps = torch.is_grad_enabled() and trains(self)
     groups = [*_groups(self, inputs, patches_of(self) if keeps else FROZEN_PATCHES)]
     run = partial(_run, self)

@@ -131,3 +131,17 @@ def test_ranks_that_are_done_may_end(tmp_path: Path) -> None:
         time.sleep(0.3 * (1 - rank))
 
     assert statuses(tmp_path / "log", job) == [0, 0]
+
+
+def test_a_run_ends_while_workers_of_data_loaders_live() -> None:
+    """They are forked, and have every descriptor of their parent."""
+    with peers._watched({}):
+        worker = os.fork()
+        if not worker:
+            time.sleep(60)
+            os._exit(0)
+        began = time.monotonic()
+    took = time.monotonic() - began
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    assert took < 10
