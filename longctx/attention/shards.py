@@ -38,12 +38,13 @@ class Shards:
         dist.all_gather_into_tensor(parts, own.contiguous(), group=self.group)
         return parts.unflatten(0, (self.ranks, -1)).transpose(0, 1).flatten(1)
 
-    def own(self, whole: Tensor) -> Tensor:  # (*, B, S) -> (*, B, S / R)
-        """Returns this rank's part of each row. Raises ValueError for a row length not divisible by
-        the ranks: ranks with different numbers of tokens would wait for each other for ever."""
-        if whole.shape[-1] % self.ranks:
-            raise ValueError(f"{self.ranks} ranks cannot share rows of {whole.shape[-1]} tokens")
-        return whole.chunk(self.ranks, dim=-1)[self.rank]
+    def own(self, whole: Tensor, dim: int = 1) -> Tensor:  # (B, S) -> (B, S / R)
+        """Returns this rank's part of each row, whose tokens are dimension `dim`. Raises ValueError
+        for a row length not divisible by the ranks: ranks with different numbers of tokens would
+        wait for each other for ever."""
+        if (tokens := whole.shape[dim]) % self.ranks:
+            raise ValueError(f"{self.ranks} ranks cannot share rows of {tokens} tokens")
+        return whole.chunk(self.ranks, dim=dim)[self.rank]
 
     def cut(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns this rank's part of a batch: (*, B, S / R) of each (*, B, S), and all of what has
@@ -62,7 +63,9 @@ class Shards:
             return x
 
         rows = {name for name, x in batch.items() if x.shape[-2:] == shape}
-        return {name: self.own(filled(name, x)) if name in rows else x for name, x in batch.items()}
+        return {
+            name: self.own(filled(name, x), -1) if name in rows else x for name, x in batch.items()
+        }
 
     def shifted(self, labels: Tensor, ignored: int) -> Tensor:  # (B, S / R), both
         """Gives each token the label of the next one, which may be on another rank."""

@@ -53,7 +53,7 @@ from longctx.report.sample import sample
 from longctx.run.callbacks import RunFile
 from longctx.run.described import describe_run
 from longctx.run.documents import needs_one_document
-from longctx.run.eyes import Eyes, check_no_vision, eyes_of, use_workers
+from longctx.run.eyes import Eyes, check_no_vision, check_shared_rows, eyes_of, use_workers
 from longctx.run.loading import check_request, compute_dtype, load_config, load_model, saved_bytes
 from longctx.run.oom import explained_oom, explained_oom_of_weights
 from longctx.run.options import check_layers, check_rows, check_towers, parse_args
@@ -244,6 +244,7 @@ def make_rows(asked: Asked, checked: Checked) -> Rows:
     if pictures is None:
         check_no_vision(model_args, data_args)
         return Rows(train_rows, eval_rows, names)
+    check_shared_rows(args, task, config)
     use_workers(args)
     counted = [SeenTokens.of(one, pictures) for one in (train_rows, eval_rows) if one is not None]
     return Rows(train_rows, eval_rows, names, pictures, counted)

@@ -93,6 +93,22 @@ def check_no_vision(model_args: ModelArguments, data_args: DataArguments) -> Non
         raise UserError("--image_pixels limits images, and no record has any: leave it out")
 
 
+def check_shared_rows(args: TrainArguments, task: Task, config: PretrainedConfig) -> None:
+    """Raises UserError where ranks cannot share rows with pictures."""
+    if args.sequence_parallel_size == 1:
+        return
+    why = None
+    if task.scores:
+        why = f"prompts of --task {args.task} have pictures"
+    elif config.model_type == "gemma3":
+        why = "pictures Gemma 3 sees both ways"
+    if why:
+        raise UserError(
+            f"--sequence_parallel_size {args.sequence_parallel_size} with rows whose {why}: leave "
+            "it out, and each process has rows of its own"
+        )
+
+
 def use_workers(args: TrainArguments) -> None:
     """Has other processes open pictures while the model computes, unless options say how many.
     Raises UserError where none would reach them."""

@@ -28,7 +28,7 @@ def scored(
     that share rows each run their own tokens; `scoring` has the predictors among them."""
     inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch} | image_inputs(batch)
     if shards is not None:  # bounds and parents stay those of whole rows
-        inputs |= {name: shards.own(inputs[name]) for name in ("input_ids", "position_ids")}
+        inputs |= {name: shards.own(inputs[name], -1) for name in ("input_ids", "position_ids")}
     found: dict[str, Tensor] = model(**inputs, scoring=scoring)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from longctx.model.vision import at_rest, towers
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Subject
 from longctx.run import trainer as trainer_file
+from longctx.run.eyes import check_shared_rows
 from longctx.run.loading import load_config, load_model, weights_bytes
 from longctx.run.options import check_towers
 
@@ -209,6 +211,19 @@ def test_what_sees_images_trains_in_one_process_without_an_engine(engine, proces
     check_towers(trains, seeing, Plain(), 1)
     with pytest.raises(UserError, match="--train_vision is for one process without an engine"):
         check_towers(trains, seeing, engine, processes)
+
+
+def test_rows_with_pictures_that_processes_cannot_share() -> None:
+    def asked(ranks: int, kind: str, scores: bool) -> None:
+        args = SimpleNamespace(sequence_parallel_size=ranks, task="dpo")
+        check_shared_rows(args, SimpleNamespace(scores=scores), vision_config(kind))
+
+    for ranks, kind, scores in ((1, "gemma3", True), (2, "qwen3_vl", False)):
+        asked(ranks, kind, scores)
+    with pytest.raises(UserError, match="2 with rows whose prompts of --task dpo have pictures"):
+        asked(2, "qwen3_vl", True)
+    with pytest.raises(UserError, match="pictures Gemma 3 sees both ways: leave it out"):
+        asked(2, "gemma3", False)
 
 
 def test_an_unknown_language_model_is_refused_by_name(tmp_path) -> None:
