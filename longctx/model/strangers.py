@@ -199,7 +199,8 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     yield from _problems(base.rotary_emb, family.known("RotaryEmbedding"), "model.rotary_emb")
     yield from _problems(base.norm, family.norm_classes, "model.norm", patched=patched)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
-    yield from _other_dtypes([base.norm], dtype, "model.norm")
+    if type(next(base.parameters())) is nn.Parameter:  # FSDP's shards have another dtype
+        yield from _other_dtypes([base.norm], dtype, "model.norm")
     _ = rotary_embeddings(base), final_norm_spec(base)
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"

@@ -27,8 +27,9 @@ PHASES = {"forward": "fwd_s", "backward": "bwd_s", "optimizer": "opt_s", "rest":
 class Clock:
     """Seconds and peaks of `timed` steps that come after `warm_up` others."""
 
-    def __init__(self, warm_up: int, timed: int) -> None:
+    def __init__(self, warm_up: int, timed: int, idle_steps: int | None = None) -> None:
         self.warm_up, self.timed = warm_up, timed
+        self.idle_steps = IDLE_STEPS if idle_steps is None else idle_steps
         self.on_gpu = torch.cuda.is_available()
         self.steps: list[dict[str, Any]] = []
         """When each phase of each step began."""
@@ -38,7 +39,7 @@ class Clock:
     @property
     def total(self) -> int:
         """The steps to run."""
-        return self.warm_up + self.timed + IDLE_STEPS
+        return self.warm_up + self.timed + self.idle_steps
 
     def mark(self, phase: str) -> None:
         """Says that a phase begins; `forward` begins a step."""
@@ -83,7 +84,7 @@ class Clock:
         whole = [self._seconds(one["forward"], after["forward"]) for one, after in pairs]
         seconds = {"step_s": statistics.median(whole), "slowest_s": max(whole)}
         if self.on_gpu:
-            self.found |= idle_column(self.profiler, IDLE_STEPS, seconds["step_s"])
+            self.found |= idle_column(self.profiler, self.idle_steps, seconds["step_s"])
         names = list(PHASES)
         for phase, end in zip(names, [*names[1:], None], strict=True):
             if all({phase, end or phase} <= one.keys() for one, _ in pairs):

@@ -70,6 +70,18 @@ def test_fsdp2(ranks: int, seeing, alone, warm: Warm, tmp_path) -> None:
     assert_same(tmp_path / "run", alone, seeing)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fsdp2_in_16_bits(ranks: int, seeing, alone, warm: Warm, tmp_path) -> None:
+    """Its shards have 32: what is gathered beside others is no stranger (`Warm.run`)."""
+    flags = [*FSDP2, "--sequence_parallel_size", str(ranks), *batch(2 // ranks), "--bf16", "true"]
+    warm.run(2, ON_CPU, *seeing, *flags, "--output_dir", f"{tmp_path}/run")
+    found, truth = (
+        [line["loss"] for line in lines_of(at) if "loss" in line]
+        for at in (tmp_path / "run", alone)
+    )
+    assert found == pytest.approx(truth, rel=0.02)
+
+
 @pytest.mark.skipif(not installed("deepspeed"), reason="deepspeed is not installed")
 @pytest.mark.parametrize("config", ["zero2", "zero3"])
 def test_deepspeed(config: str, seeing, alone, warm: Warm, tmp_path) -> None:
