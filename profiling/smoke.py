@@ -589,7 +589,7 @@ def _output(command: Words, gpus: Sequence[int], limit_s: float) -> tuple[int, s
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             status = process.wait()
-            file.write("\nerror: its time was over\n")
+            file.write(f"\nerror: it took more than {max(0.0, limit_s):.0f} s\n")
         file.seek(0)
         return status, file.read()
 

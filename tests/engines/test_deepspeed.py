@@ -82,6 +82,7 @@ def test_prompts_that_documents_share(job: list[str], warm: Warm, tmp_path: Path
         tail = " ".join(f"{i * j % 11} of {j % 3}" for j in range(5 + i))
         (tmp_path / "text" / f"{i}.txt").write_text(f"{prompt} {tail}")
     flags = [*job, "--train_file", f"{tmp_path}/text", "--seq_len", "768", "--save_strategy", "no"]
+    flags += ["--max_steps", "3"]
     alone = ["--class_type", "vanilla", "--output_dir", f"{tmp_path}/vanilla", *batch(1)]
     train.main([*flags, *alone])
     config = on_cpu(ROOT / "ds_configs" / "zero3.json", tmp_path)
