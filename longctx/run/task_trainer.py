@@ -67,8 +67,8 @@ class TaskTrainer(ExactTrainer):
     @overrides
     def _prepare_for_training(self, max_steps: int, dataloader: Any, resume: str | None) -> Any:
         """The engine has wrapped the model here, and nothing but `resume` has changed it."""
-        self.towers.take_out()
-        model, dataloader = super()._prepare_for_training(max_steps, dataloader, resume)
+        with self.towers.wrapped():
+            model, dataloader = super()._prepare_for_training(max_steps, dataloader, resume)
         if self.add_reference is not None:
             self.add_reference(model)
             dataloader = self.get_train_dataloader()

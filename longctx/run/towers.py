@@ -2,8 +2,9 @@
 
 An engine gathers weights around a module's call, which all processes have to make in one order. A
 tower is called for batches with images alone, in as many groups as these need. So one that is
-frozen is no module of the model from when something wraps it, but while the model is saved. Each
-process has all of its weights: on its GPU, or in host memory where rows have no images.
+frozen is no module of the model while something wraps it, and under an engine none from then on,
+but while the model is saved. Each process has all of its weights: on its GPU, or in host memory
+where rows have no images.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from longctx.model.vision import at_rest, towers
 
 
 class Towers:
-    """The frozen towers of a model that is wrapped; none of None."""
+    """The frozen towers of a model that is wrapped; none of None. They `stay_out` of one that an
+    engine shards."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, stay_out: bool = False) -> None:
+        self._stay_out = stay_out
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
         """Each tower with the module that holds it, and its name there."""
         self._paths: list[str] = []
@@ -70,6 +73,14 @@ class Towers:
             del vars(parent)[name]
             parent._modules[name] = tower
         self._are_out = False
+
+    @contextmanager
+    def wrapped(self) -> Iterator[None]:
+        """Has the model without them while something wraps it."""
+        self.take_out()
+        yield
+        if not self._stay_out:
+            self.put_back()
 
     @contextmanager
     def outside(self) -> Iterator[None]:

@@ -143,8 +143,8 @@ class LongTrainer(TaskTrainer):
         self._dtype = model.dtype  # FSDP2 makes fp32 of it
         self._staging: Path | None = None
         self._run = run
-        wrapped = self.engine.shards_states or args.world_size > 1
-        self.towers = Towers(model if wrapped else None)
+        shards = self.engine.shards_states
+        self.towers = Towers(model if shards or args.world_size > 1 else None, stay_out=shards)
         self.towers.make_whole(self.engine, args.device)
         with self.towers.outside():
             self.engine.configure(self, args)
