@@ -184,7 +184,8 @@ class Images:
 
     @property
     def _kept(self) -> Buffers:
-        """What the only group of a tower that trains saves for backward."""
+        """Bytes that a tower which trains saves for backward, where all images are one group; empty
+        elsewhere."""
         if not self.trained or self.groups > 1:
             return {}
         saved = self.tower.layers * self.tower.saved

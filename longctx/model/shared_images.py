@@ -74,7 +74,7 @@ def _part(found: Any, places: Tensor) -> Any:
     """Returns what a joint's method found, of some features."""
     found.pooler_output = [_chosen(found.pooler_output, places)]
     levels = getattr(found, "deepstack_features", None)
-    if levels is not None:  # by image since transformers 5.19, whose joint concatenates them
+    if levels is not None:  # whole in transformers 5.17, by image in 5.23, whose joint joins them
         parts = [_chosen(level, places) for level in levels]
         whole = all(isinstance(level, Tensor) for level in levels)
         found.deepstack_features = parts if whole else [[part] for part in parts]

@@ -1,5 +1,5 @@
-"""What reads pictures in a run: the processor, which is read where there are some, and the options
-and workers that they need."""
+"""How a run reads pictures: it loads the model's processor once a record has some, checks options
+about pictures, and has other processes open them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class SeenTokens(NamedTuple):
     """The tokens of rows that stand for parts of pictures."""
 
     most: int
-    """Of a row."""
+    """The number in the row that has most."""
     mean: float
 
     @classmethod

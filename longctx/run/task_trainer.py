@@ -55,7 +55,7 @@ class TaskTrainer(ExactTrainer):
     wrapped the model."""
 
     towers: Towers
-    """What stands outside of that which wraps the model."""
+    """The frozen vision towers, which no engine and no DDP wraps with the model."""
 
     def __init__(self, *, model: Any, task: Task, **kwargs: Any) -> None:
         self.task, self.head_movable = task, not task.scores

@@ -1,10 +1,10 @@
-"""What sees images, outside of an engine and of DDP: whole in each process.
+"""Frozen vision towers stay outside of engines and DDP: each process has all of their weights.
 
 An engine gathers weights around a module's call, which all processes have to make in one order. A
 tower is called for batches with images alone, in as many groups as these need. So one that is
 frozen is no module of the model while something wraps it, and under an engine none from then on,
-but while the model is saved. Each process has all of its weights: on its GPU, or in host memory
-where rows have no images.
+but while the model is saved. Its weights lie on each process' GPU, or in host memory where rows
+have no images.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from longctx.model.vision import image_inputs
 from longctx.tasks.scoring import LogProbs, Scoring
 
 MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "parents")
-"""What a model takes of a batch, beside the arguments that come with images."""
+"""Names of a batch's tensors that a model's forward gets; those of images come with them."""
 
 
 def scored(

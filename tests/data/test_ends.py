@@ -220,7 +220,8 @@ LOST = {
 
 
 def test_contents_are_parts_where_a_template_shows_no_others():
-    """As LLaVA's own, which is trained on text alone, too."""
+    """A template that reads contents as parts, as LLaVA's own does, renders conversations of text
+    alone, too."""
     words = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
     template = loop(f"Q {words} ", f"A {words}<eos>", "A ")
     found = marked(turns("a", "words"), tokenizer(template))

@@ -106,7 +106,7 @@ def test_adapters(seeing, warm: Warm, tmp_path) -> None:
 
 
 def test_text_alone(seeing, warm: Warm, tmp_path) -> None:
-    """What sees images stays in host memory, and is saved with the rest."""
+    """In a run whose records have no pictures the tower stays in host memory, and is saved."""
     file = tmp_path / "text.jsonl"
     records = [{"messages": small.exchange(f"What is {n}?", f"{n} it is.")} for n in range(40)]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
