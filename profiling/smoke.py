@@ -50,6 +50,10 @@ LIMIT_S = 300
 LARGE, TINY_ONES = 3, 4
 """Cases that share a GPU: those that may take BUDGET or somewhat more, and those of tiny models."""
 BUDGET: Words = ("--gpu_memory_gib", "18")
+SEVERAL = (2, 4, 8)
+"""GPUs of the cases of several."""
+TINY_HEADS = 4
+"""Attention heads of the tiny model, which GPUs that share a row divide among them."""
 
 TRAIN: Words = (sys.executable, "-m", "longctx", "train")
 NO_SAVES: Words = ("--save_strategy", "no", "--save_only_model")
@@ -149,7 +153,7 @@ def first_case(inputs: Inputs) -> Case:
 
 
 def cases(inputs: Inputs) -> Iterator[Case]:
-    """All other cases of one GPU, and those of two."""
+    """All other cases of one GPU, and those of several."""
     yield from _class_types(inputs)
     yield from _memory(inputs)
     yield from _every_kth_input(inputs)
@@ -158,7 +162,8 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     yield from _adapters(inputs)
     yield from _tasks(inputs)
     yield from _commands(inputs)
-    yield from _two_gpus(inputs)
+    for n in SEVERAL:
+        yield from _several_gpus(inputs, n)
 
 
 def _class_types(inputs: Inputs) -> Iterator[Case]:
@@ -287,19 +292,17 @@ def _resumes(inputs: Inputs) -> Iterator[Case]:
         "dora": (*TRAIN, *TINY, *SAVES, *LORA, "--use_dora"),
     }
     for name, words in launchers.items():
-        name = f"resume_{name}"
-        first = (*words, *inputs.at(name))
-        again = (*first, "--max_steps", "6", "--resume_from_checkpoint", "last")
-        folder = str(inputs.folder / name)
-        verify = (sys.executable, "-m", "longctx", "verify", folder)
-        report = (sys.executable, "-m", "longctx", "report", folder)
-        yield Case(
-            name=name,
-            commands=(first, again, verify, report)
-            if name == "resume_plain"
-            else (first, again, verify),
-            prints=(SCHEDULE, r"checkpoint-4\b"),
-        )
+        yield _resumed(inputs, f"resume_{name}", words)
+
+
+def _resumed(inputs: Inputs, name: str, words: Words, gpus: int = 1) -> Case:
+    first = (*words, *inputs.at(name))
+    again = (*first, "--max_steps", "6", "--resume_from_checkpoint", "last")
+    commands = [first, again]
+    for command in ("verify", "report") if name == "resume_plain" else ("verify",):
+        commands.append((sys.executable, "-m", "longctx", command, str(inputs.folder / name)))
+    prints = (SCHEDULE, r"checkpoint-4\b")
+    return Case(name=name, commands=tuple(commands), gpus=gpus, prints=prints)
 
 
 def _adapters(inputs: Inputs) -> Iterator[Case]:
@@ -487,43 +490,46 @@ class Seeing:
         return (*read, *steps, *words)
 
 
-def _two_gpus(inputs: Inputs) -> Iterator[Case]:
+def _several_gpus(inputs: Inputs, n: int) -> Iterator[Case]:
+    """Runs of n processes, one a GPU."""
+    share = ("--sequence_parallel_size", str(min(n, TINY_HEADS)))
+    fsdp2, shared = "fsdp_configs/fsdp2.yaml", f"fsdp_configs/shared_{share[1]}gpu.yaml"
+    dpo = ("--task", "dpo", "--train_file", inputs.pairs)
     words = {
-        "x2_ddp": torchrun(2, *TINY),
-        "x2_zero3": torchrun(2, *TINY, "--deepspeed", "zero3"),
-        "x2_zero3_cpu": torchrun(2, *TINY, "--deepspeed", "zero3_cpu"),
-        "x2_fsdp2": accelerate(2, "fsdp_configs/fsdp2.yaml", *TINY),
-        "x2_fsdp_words_offload": torchrun(2, *TINY, "--fsdp", "full_shard auto_wrap offload"),
-        "x2_shared_row": accelerate(
-            2, "fsdp_configs/shared_2gpu.yaml", *TINY, "--sequence_parallel_size", "2"
-        ),
-        "x2_zero3_shared_row": torchrun(
-            2, *TINY, "--deepspeed", "zero3", "--sequence_parallel_size", "2"
-        ),
-        "x2_vanilla": torchrun(2, *TINY, "--class_type", "vanilla"),
-        "x2_lora": torchrun(2, *TINY, *LORA),
-        "x2_zero3_lora": torchrun(2, *TINY, *LORA, "--deepspeed", "zero3"),
-        "x2_fsdp2_lora": accelerate(2, "fsdp_configs/fsdp2.yaml", *TINY, *LORA),
-        "x2_fsdp2_lora_shared_row": accelerate(
-            2, "fsdp_configs/shared_2gpu.yaml", *TINY, *LORA, "--sequence_parallel_size", "2"
-        ),
-        "x2_fsdp2_dora": accelerate(2, "fsdp_configs/fsdp2.yaml", *TINY, *LORA, "--use_dora"),
-        "x2_dpo_zero3": torchrun(
-            2, *TINY, "--task", "dpo", "--train_file", inputs.pairs, "--deepspeed", "zero3"
-        ),
+        "ddp": torchrun(n, *TINY),
+        "zero3": torchrun(n, *TINY, "--deepspeed", "zero3"),
+        "zero3_cpu": torchrun(n, *TINY, "--deepspeed", "zero3_cpu"),
+        "fsdp2": accelerate(n, fsdp2, *TINY),
+        "fsdp_words_offload": torchrun(n, *TINY, "--fsdp", "full_shard auto_wrap offload"),
+        "shared_row": accelerate(n, shared, *TINY, *share),
+        "zero3_shared_row": torchrun(n, *TINY, "--deepspeed", "zero3", *share),
+        "vanilla": torchrun(n, *TINY, "--class_type", "vanilla"),
+        "lora": torchrun(n, *TINY, *LORA),
+        "zero3_lora": torchrun(n, *TINY, *LORA, "--deepspeed", "zero3"),
+        "fsdp2_lora": accelerate(n, fsdp2, *TINY, *LORA),
+        "fsdp2_lora_shared_row": accelerate(n, shared, *TINY, *LORA, *share),
+        "fsdp2_dora": accelerate(n, fsdp2, *TINY, *LORA, "--use_dora"),
+        "dpo_zero3": torchrun(n, *TINY, *dpo, "--deepspeed", "zero3"),
+        "dpo_shared_row": accelerate(n, shared, *TINY, *dpo, *share),
     }
     for name, command in words.items():
-        vanilla = "--class_type" in command
-        yield Case(name=name, commands=((*command, *inputs.at(name)),), gpus=2, vanilla=vanilla)
-    shared = ("--fsdp", "true", "--fsdp_config", "fsdp2", "--sequence_parallel_size", "2")
-    for name, more in {
-        "x2_images": (),
-        "x2_images_zero3": ("--deepspeed", "zero3"),
-        "x2_images_shared_row": shared,
+        name, vanilla = f"x{n}_{name}", "--class_type" in command
+        yield Case(name=name, commands=((*command, *inputs.at(name)),), gpus=n, vanilla=vanilla)
+    for name, command in {
+        "ddp": torchrun(n, *TINY, *SAVES),
+        "zero3": torchrun(n, *TINY, *SAVES, "--deepspeed", "zero3"),
+        "shared_row": accelerate(n, shared, *TINY, *SAVES, *share),
     }.items():
+        yield _resumed(inputs, f"x{n}_resume_{name}", command, gpus=n)
+    for name, more in {
+        "images": (),
+        "images_zero3": ("--deepspeed", "zero3"),
+        "images_shared_row": ("--fsdp", "true", "--fsdp_config", "fsdp2", *share),
+    }.items():
+        name = f"x{n}_{name}"
         own = Seeing(inputs, name)
-        run = torchrun(2, *own.flags("--seq_len", "64", *more), *inputs.at(name))
-        yield Case(name=name, commands=(own.make, run), gpus=2, prints=(SCHEDULE, FROZEN))
+        run = torchrun(n, *own.flags("--seq_len", "64", *more), *inputs.at(name))
+        yield Case(name=name, commands=(own.make, run), gpus=n, prints=(SCHEDULE, FROZEN))
 
 
 # --- running them ------------------------------------------------------------------------------

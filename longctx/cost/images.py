@@ -7,12 +7,14 @@ language model.
             + 4 H * pairs of patches that attend to each other  attention, both ways
             A tower that trains does this again in backward, where there are several groups
             (model/tower.py), and 2 times (matmuls) and 2.5 times (attention) as much for gradients.
-    bytes   the tower's weights; 4 a number of pixels, which processors make in fp32;
-            in forward 2 D F of features, twice while Hugging Face's code joins them, as much for
-            each of deepstack's levels, and 2 H P of hidden states that its output holds;
+    bytes   the tower's weights; 2 a number of pixels, which batches have in the tower's dtype;
+            in forward 2 D F of features, twice, since Hugging Face's code joins those of all
+            images and holds both, as much once for each of deepstack's levels, and 2 H P of hidden
+            states that its output holds;
             in backward deepstack's features alone, which the first layers have saved;
             while the tower runs, the activations of one group: of one layer where the tower is
-            frozen, of all where it trains; these stay until its backward if it is the only group.
+            frozen, of all where it trains; these stay until its backward if it is the only group;
+            then 9 D F while features take their places (Tensor.masked_scatter).
 
 The gradients and states of a tower that trains are those of a block of the model (model/blocks.py).
 """
@@ -28,8 +30,9 @@ from longctx.cost.launches import together
 from longctx.cost.peak import Buffers, Phase, Standing
 from longctx.cost.rates import Rates
 
-PIXEL_BYTES = 4
-"""Bytes of a number of an image's pixels, in fp32."""
+PLACING = 9
+"""Bytes that torch's masked_scatter takes for a number of a row, on a GPU, while it puts features
+among the embedded tokens: a mask and a sum of 64 bits."""
 WORKING = 25
 """Elements of a patch that a layer of a tower needs while it computes, as multiples of H: 56 KiB of
 Qwen3-VL-8B's, most of them q and k in fp32, to which RoPE is applied."""
@@ -163,7 +166,7 @@ class Images:
         weights = 0 if self.trained else self.tower.parameters * self.tower.itemsize
         return {
             "what sees images": weights,  # a block of the model where it trains
-            "pixels": PIXEL_BYTES * self.tower.numbers * self.patches,
+            "pixels": self.tower.itemsize * self.tower.numbers * self.patches,
         }
 
     @cached_property
@@ -172,7 +175,7 @@ class Images:
         joined copy of its features are held by Hugging Face's code."""
         tower = self.tower
         states = tower.states * tower.hidden * tower.itemsize * self.patches
-        copies = 2 * (1 + tower.deepstack)
+        copies = 2 + tower.deepstack
         features = copies * self.feature_bytes + states
         return {**self.standing, "features of images": features, **self._kept}
 
@@ -201,19 +204,20 @@ class Images:
         return self.forward_bytes - self.standing["what sees images"]
 
     def seen(self, *, backward: bool = False) -> Buffers:
-        """Buffers of images while the tower runs the last of its groups, forward or backward."""
+        """Buffers of images while the tower runs the last of its groups, forward or backward, and
+        where features are put in their places."""
         tower, patches = self.tower, self.group * self.image.patches
         elements = WORKING * tower.hidden
         if backward or self._kept:  # one layer's working memory beside what all layers have saved
             elements += tower.layers * tower.saved
         mask = patches**2 if tower.masks else 0
-        features = self.backward["features of images"] + self.feature_bytes  # and their gradients
-        held = self.forward["features of images"] if not backward else features
-        return {
-            **self.standing,
-            "features of images": held,
-            "a group of images": (elements * patches + mask) * tower.itemsize,
-        }
+        group = (elements * patches + mask) * tower.itemsize
+        if backward:  # beside the gradients of features
+            held = self.backward["features of images"] + self.feature_bytes
+        else:
+            held = self.forward["features of images"]
+            group = max(group, PLACING * self.features * tower.features)
+        return {**self.standing, "features of images": held, "a group of images": group}
 
 
 def with_images(phases: Sequence[Phase], images: Images, standing: Standing) -> list[Phase]:

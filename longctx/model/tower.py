@@ -15,17 +15,17 @@ be a second recomputation inside the first, and without these products, are off 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import ModelOutput
 
 from longctx.memory.store import gpu_share_bytes
 from longctx.model.parents import PARENTS
@@ -67,7 +67,7 @@ def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if keeps:
         run = partial(checkpoint, run, use_reentrant=False)
     along = 1 if self.config.model_type == "pixtral" else 0  # it returns all images as one row
-    return _joined([run(**group) for group in groups], along)
+    return _joined((run(**group) for group in groups), along)
 
 
 def trained_patches(gpu_bytes: int) -> int:
@@ -164,14 +164,16 @@ def _packed(items: Sequence[Any], patches: Sequence[int], most: int) -> Iterator
         yield group
 
 
-def _joined(found: Sequence[Any], along: int) -> Any:
-    """Joins the outputs of groups: tensors along a dimension, and whatever holds some."""
-    first = found[0]
-    if isinstance(first, Tensor):
-        return torch.cat([*found], dim=along if first.dim() > along else 0)
-    if isinstance(first, ModelOutput):
-        each = {name: _joined([one[name] for one in found], along) for name in first}
-        return type(first)(**each)
-    if isinstance(first, (list, tuple)):
-        return type(first)(_joined(one, along) for one in zip(*found, strict=True))
-    return first
+def _joined(found: Iterable[Any], along: int) -> Any:
+    """Joins the outputs of groups: tensors along a dimension, within whatever holds them. Those of
+    the groups go as theirs are joined, so that no two copies of all stand side by side."""
+    pieces, forms = zip(*(tree_flatten(one) for one in found), strict=True)
+    leaves = [_one([piece.pop(0) for piece in pieces], along) for _ in range(len(pieces[0]))]
+    return tree_unflatten(leaves, forms[0])
+
+
+def _one(leaves: list[Any], along: int) -> Any:
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        return first
+    return torch.cat(leaves, dim=along if first.dim() > along else 0)
