@@ -5,6 +5,8 @@ peaks.
     python profiling/bench/step_bench.py --cases h200 --output profiling/results/h200_step.json
     python profiling/bench/step_bench.py --cases h200_x2 --output profiling/results/h200_step.json
     python profiling/bench/step_bench.py --cases x2_rows --output h200_x2_rows.json
+    python profiling/bench/step_bench.py --cases x4 --repeats 1 \
+        --output profiling/results/h100_x4_shared_step.json -- --lr_scheduler_type constant
     python profiling/bench/step_bench.py --cases states --output h100_states_step.json
     python profiling/bench/step_bench.py --cases lora --output profiling/results/h200_lora_step.json
     python profiling/bench/step_bench.py --cases dpo --output profiling/results/h200_dpo_step.json
@@ -23,18 +25,17 @@ into host memory.
 wait for a block's next forward as `fwd_s`); `step_s` is their sum. `rows` are those of one pass, of
 which a step has `passes`; `keep` is custom's, and `ladder` and `cut` what came of it (ladders.py),
 with `host_free_gib` of the host free before the run, of which an engine's process may lock
-`host_room_gib`; `states`, `place`, `gpu_gib` and `host_memory_gib` (0:
-all) are options of a run without an engine; under an engine `gpu_gib` is the most that PyTorch's
-allocator may take of each GPU. `peak_gib` and `reserved_gib` are one GPU's peaks over the steps of
-that length, `host_gib` what the run's processes hold of the host (memory/machine.py), in a control
-group of `cgroup_gib` where it was held to one (profiling/in_cgroup.py); `alloc_retries` counts how
-often in a step the allocator was full and gave back what it held without using it, which stops the
-GPU. `lora`
-is the rank of adapters on all linear maps (0: all weights train), `quantize` the weights under
-them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and the only peak is the
-process' own (`peak_host_gib`). `tokens` counts one row, which `sequence_parallel` GPUs share,
-`tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share rows by accelerate's Ulysses:
-with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
+`host_room_gib`; `loss` is that of the last step. `states`, `place`, `gpu_gib` and `host_memory_gib`
+(0: all) are options of a run without an engine; under an engine `gpu_gib` is the most that
+PyTorch's allocator may take of each GPU. `peak_gib` and `reserved_gib` are one GPU's peaks over the
+steps of that length, `host_gib` what the run's processes hold of the host (memory/machine.py), in a
+control group of `cgroup_gib` where it was held to one (profiling/in_cgroup.py); `alloc_retries`
+counts how often in a step the allocator was full and gave back what it held without using it, which
+stops the GPU. `lora` is the rank of adapters on all linear maps (0: all weights train), `quantize`
+the weights under them; such rows have no MFU. Without a GPU (`gpus=0`) there is none either, and
+the only peak is the process' own (`peak_host_gib`). `tokens` counts one row, which
+`sequence_parallel` GPUs share, `tokens_per_s` the tokens of all GPUs, `mfu` is of each. Peers share
+rows by accelerate's Ulysses: with an engine of DeepSpeed and `backend=sdpa` or `fa2`.
 
 `task=dpo` trains rows that are a prompt with two answers of `answer` tokens each; `reference_s` is
 what a reference's pass over such a row takes, once.
@@ -96,6 +97,8 @@ LIGER = dict(class_type="liger", backend="fa4", checkpointing="selective")
 EXACT = dict(engine="plain", offload="auto", backend="fa4")
 LORA, NF4 = dict(lora=16), dict(lora=16, quantize="nf4")
 PEER = dict(engine="plain", **LIGER)
+FSDP2 = dict(engine="fsdp2", backend="fa4", offload="auto")
+X4 = dict(**FSDP2, gpus=4, sequence_parallel=4)
 PUBLISHED: dict[str, list[Case]] = {
     "h200": [
         dict(class_type="custom", tokens="8192+131072"),
@@ -116,6 +119,12 @@ PUBLISHED: dict[str, list[Case]] = {
             LIGER,
             dict(class_type="vanilla", backend="fa4"),
         )
+    ],
+    "x4": [  # losses of two GPUs beside those of four
+        dict(**X4, tokens="131072+524288"),
+        dict(**FSDP2, gpus=2, sequence_parallel=2, tokens=131072),
+        dict(**X4, tokens=524288, task="dpo", answer=1024),
+        dict(**FSDP2, gpus=4, tokens=131072),
     ],
     "states": [
         dict(**EXACT, tokens=8192),
@@ -223,12 +232,14 @@ def run_case(case: Case, repeats: int, flags: list[str]) -> list[dict[str, Any]]
             trainer.add_callback(PhaseMarks(trainer, watch.mark))
             trainer.train()
             free |= reference_seconds(trainer)
-    measured = list(zip(schedule, steps_done, strict=False))[1:]
-    by_length = {n: [step for length, step in measured if length == n] for n in lengths}
+    history = trainer.state.log_history if steps_done else []
+    losses = [line["loss"] for line in history if "loss" in line]
+    measured = list(zip(schedule, steps_done, losses, strict=False))[1:]
+    by_length = {n: [m[1:] for m in measured if m[0] == n] for n in lengths}
     rows = [
-        row_of(case, n, steps, trainer) | free
-        for n, steps in by_length.items()
-        if len(steps) == repeats
+        row_of(case, n, [step for step, _ in found], trainer) | {"loss": found[-1][1]} | free
+        for n, found in by_length.items()
+        if len(found) == repeats
     ]
     for length in lengths[len(rows) :][:1]:  # the first that failed; longer ones were not tried
         rows.append({**row_keys(case), "tokens": length, "status": "oom"})
