@@ -10,7 +10,7 @@ Tests run without a GPU, and benchmarks build their trainer themselves: this alo
 command line, its plan, its engines and its files on CUDA. A case is one command or several in turn.
 It fails by a command's exit status, by its time, by a traceback, where a line that it must print is
 missing, and where Hugging Face's layers ran in place of the schedule. Three cases with a model of
-published size and four with a tiny one run at a time on each GPU, which takes 80 GB.
+published size and six with a tiny one run at a time on each GPU, which takes 80 GB.
 
 A line tells what became of each case; the exit status is 1 if one failed. Rows of the results:
 case, gpus, outcome, s, and where a case failed, the line that says why. What commands print stays
@@ -23,17 +23,18 @@ import argparse
 import json
 import math
 import os
-import queue
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ Words = tuple[str, ...]
 
 LIMIT_S = 300
 """Seconds that a case may take. The slowest compiles kernels and takes about 60."""
-LARGE, TINY_ONES = 3, 4
+LARGE, TINY_ONES = 3, 6
 """Cases that share a GPU: those that may take BUDGET or somewhat more, and those of tiny models."""
 BUDGET: Words = ("--gpu_memory_gib", "18")
 SEVERAL = (2, 4, 8)
@@ -601,25 +602,27 @@ def _output(command: Words, gpus: Sequence[int], limit_s: float) -> tuple[int, s
 
 
 class Lanes:
-    """Threads that each run a case at a time, on a GPU of theirs or on the first ones."""
+    """Threads that each run a case at a time, on the GPUs that have most room for one more."""
 
     def __init__(self, gpus: int, of_each: int, logs: Path, end: float) -> None:
         self.logs, self.end = logs, end
         self._pool = ThreadPoolExecutor(gpus * of_each)
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for place in range(gpus * of_each):
-            self._free.put(place % gpus)
+        self._free, self._changed = Counter({gpu: of_each for gpu in range(gpus)}), Condition()
 
     def start(self, cases: Iterable[Case]) -> list[Future[dict[str, Any]]]:
         return [self._pool.submit(self._run, case) for case in cases]
 
     def _run(self, case: Case) -> dict[str, Any]:
-        gpu = self._free.get()
+        with self._changed:
+            self._changed.wait_for(lambda: len(+self._free) >= case.gpus)
+            taken = sorted(gpu for gpu, _ in self._free.most_common(case.gpus))
+            self._free.subtract(taken)
         try:
-            of_case = [gpu] if case.gpus == 1 else range(case.gpus)
-            return run(case, of_case, self.logs, self.end)
+            return run(case, taken, self.logs, self.end)
         finally:
-            self._free.put(gpu)
+            with self._changed:
+                self._free.update(taken)
+                self._changed.notify_all()
 
 
 def run_all(
