@@ -203,20 +203,23 @@ class Images:
         """Bytes of a batch's pixels and features in forward, without the tower's weights."""
         return self.forward_bytes - self.standing["what sees images"]
 
-    def seen(self, *, backward: bool = False) -> Buffers:
-        """Buffers of images while the tower runs the last of its groups, forward or backward, and
-        where features are put in their places."""
+    def group_bytes(self, *, backward: bool = False) -> int:
+        """Bytes of the tower's activations of one group, in forward or in backward."""
         tower, patches = self.tower, self.group * self.image.patches
         elements = WORKING * tower.hidden
         if backward or self._kept:  # one layer's working memory beside what all layers have saved
             elements += tower.layers * tower.saved
         mask = patches**2 if tower.masks else 0
-        group = (elements * patches + mask) * tower.itemsize
+        return (elements * patches + mask) * tower.itemsize
+
+    def seen(self, *, backward: bool = False) -> Buffers:
+        """Buffers of images while the tower runs the last of its groups, forward or backward, and
+        in forward where features take their places after it."""
+        held, group = self.forward["features of images"], self.group_bytes(backward=backward)
         if backward:  # beside the gradients of features
             held = self.backward["features of images"] + self.feature_bytes
         else:
-            held = self.forward["features of images"]
-            group = max(group, PLACING * self.features * tower.features)
+            group = max(group, PLACING * self.features * self.tower.features)
         return {**self.standing, "features of images": held, "a group of images": group}
 
 

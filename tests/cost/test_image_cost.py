@@ -52,9 +52,9 @@ def test_a_group_has_whole_images_and_masks_are_of_all_its_patches() -> None:
 
 
 def test_bytes() -> None:
-    """Features of 36 x 20 elements: the tower's and a joined copy, each with two of deepstack's."""
-    assert SEEN.standing == {"what sees images": 2000, "pixels": 4 * 12 * 144}
-    assert SEEN.forward["features of images"] == 2 * (2 * 3 * 36 * 20 + 144 * 10)
+    """Features of 36 x 20 elements: the tower's, two of deepstack's, and a joined copy."""
+    assert SEEN.standing == {"what sees images": 2000, "pixels": 2 * 12 * 144}
+    assert SEEN.forward["features of images"] == 2 * (4 * 36 * 20 + 144 * 10)
     assert SEEN.backward["features of images"] == 2 * (2 * 36 * 20)
     assert TRAINED.standing["what sees images"] == 0  # a block of the model
     layer = 25 * 10
@@ -73,8 +73,14 @@ def test_the_only_group_of_a_tower_that_trains_is_kept() -> None:
 
 def test_frozen_activations_do_not_grow_with_the_images() -> None:
     many = replace(SEEN, count=900)
-    assert many.seen()["a group of images"] == SEEN.seen()["a group of images"]
+    assert many.group_bytes() == SEEN.group_bytes() == SEEN.seen()["a group of images"]
     assert many.standing["pixels"] == 100 * SEEN.standing["pixels"]
+
+
+def test_features_take_their_places_after_the_tower() -> None:
+    """masked_scatter's mask and sum of 64 bits, for each number of a feature."""
+    many = replace(SEEN, count=900)
+    assert many.seen()["a group of images"] == 9 * 3600 * 20 > many.group_bytes()
 
 
 def test_seconds_are_those_of_kernels_or_of_their_launches() -> None:
