@@ -3,6 +3,7 @@
     schedule.py      the order of the work: one autograd.Function             x -> y, dy -> dx
       parts/           attention and the MLP, as parts/protocol.py asks for them
         projection.py    a linear layer with its bias; adapters/ has what may be beside it
+    router.py        which experts a token goes to, and with which weights
     passes.py        what travels with a batch, and with one pass through one layer
     weights.py       a layer's parameters by name; gradients.py has their gradients
 
