@@ -188,6 +188,16 @@ def test_ties_are_those_of_topk(name: str) -> None:
     assert (weights[0] == weights[0, 0]).all() and weights.isfinite().all()
 
 
+def test_logits_differ_where_their_scores_are_ties() -> None:
+    """In fp32 all scores but one are zero: the second expert is topk's first zero, or the best."""
+    logits = torch.tensor([[-300.0, 0.0, -299.0, -200.0]], device=DEVICE)
+    of_scores, of_logits = (
+        route(logits, Router(experts=4, chosen=2, over=over)).ids for over in ("scores", "logits")
+    )
+    assert torch.equal(of_scores.long(), logits.softmax(-1).topk(2).indices)
+    assert of_logits.tolist() == [[1, 3]] and not torch.equal(of_scores, of_logits)
+
+
 def test_a_token_stays_in_its_groups() -> None:
     router = ROUTERS["groups"]
     groups = route(made(T, E), router).ids // (E // router.groups)
@@ -309,6 +319,13 @@ def test_the_balance_loss_of_transformers(family: str, masked: bool, k: int) -> 
     for x, (dp, _), expected in zip(layers, d_sums, truths, strict=True):
         ids = route(x.detach(), router).ids
         close(logits_grad(x.detach(), router, ids, no_dw, dp, times), expected)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "logits", "floor", "plain"])
+def test_balance_asks_for_no_more_than_logits_and_k(name: str) -> None:
+    logits = made(T, E)
+    ours, mixtral = (balance_sums(logits, ROUTERS[which]) for which in (name, "mixtral"))
+    assert torch.equal(ours, mixtral)
 
 
 def test_a_shared_prompt_counts_as_often_as_it_has_answers() -> None:
