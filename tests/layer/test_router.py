@@ -189,13 +189,15 @@ def test_ties_are_those_of_topk(name: str) -> None:
 
 
 def test_logits_differ_where_their_scores_are_ties() -> None:
-    """In fp32 all scores but one are zero: the second expert is topk's first zero, or the best."""
-    logits = torch.tensor([[-300.0, 0.0, -299.0, -200.0]], device=DEVICE)
+    """In fp32 all scores but the first are zero, wherever the second largest logit is."""
+    logits = torch.full((E - 1, E), -300.0, device=DEVICE)
+    logits[:, 0], second = 0, torch.arange(1, E, device=DEVICE)
+    logits[:, 1:].fill_diagonal_(-200)
     of_scores, of_logits = (
-        route(logits, Router(experts=4, chosen=2, over=over)).ids for over in ("scores", "logits")
+        route(logits, Router(experts=E, chosen=2, over=over)).ids for over in ("scores", "logits")
     )
-    assert torch.equal(of_scores.long(), logits.softmax(-1).topk(2).indices)
-    assert of_logits.tolist() == [[1, 3]] and not torch.equal(of_scores, of_logits)
+    assert torch.equal(of_logits[:, 1].long(), second)
+    assert (of_scores[:, 1] == of_scores[0, 1]).all()
 
 
 def test_a_token_stays_in_its_groups() -> None:
