@@ -160,47 +160,30 @@ def _grouped(number, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _mm_kernel(
-    x_ptr,  # (m, K), rows at a stride
-    weight_ptr,  # (E, width, K)
-    ends_ptr,  # (E,) int32
-    rows_ptr,  # (n,) int32
-    out_ptr,  # (n, width), rows at a stride
-    experts,
+def _mm_tile(
+    x_ptr,
+    weight_ptr,  # (width, K), the expert's
+    rows_ptr,
+    out_ptr,
+    first,
+    end,
+    n,
     width,
     K,
     stride_x,
-    stride_expert,
     stride_weight,
     stride_out,
     HAS_ROWS: tl.constexpr,
     BY_INPUTS: tl.constexpr,
     EVEN_WIDTH: tl.constexpr,
     EVEN_INPUTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    number, columns = tl.program_id(0), tl.cdiv(width, BLOCK)
-    each = tl.arange(0, EXPERTS)
-    ends = tl.load(ends_ptr + each, mask=each < experts, other=0)
-    starts = tl.load(ends_ptr + each - 1, mask=(each > 0) & (each < experts), other=0)
-    tiles = tl.where(each < experts, (ends - starts + ROWS - 1) // ROWS, 0)
-    if number >= tl.sum(tiles) * columns:
-        return
-    # Experts whose tiles all lie before this one. Their number is this tile's expert: an expert
-    # without slots lies before the tile that follows, since it ends where that begins.
-    before = tl.cumsum(tiles, 0) * columns <= number
-    expert = tl.sum(before.to(tl.int32))
-    number -= tl.sum(tl.where(before, tiles, 0)) * columns
-    mine = each == expert
-    start, end = tl.sum(tl.where(mine, starts, 0)), tl.sum(tl.where(mine, ends, 0))
-    m, n = _grouped(number, tl.sum(tl.where(mine, tiles, 0)), columns, GROUP)
-
-    place = start + m * ROWS + tl.arange(0, ROWS)
+    """The products of ROWS places from `first`, before `end`, for the n-th BLOCK of columns."""
+    place = first + tl.arange(0, ROWS)
     # Rows past the segment are computed from its last row and not stored: no mask in the loop.
     row = tl.minimum(place, end - 1)
     if HAS_ROWS:
@@ -209,7 +192,6 @@ def _mm_kernel(
     column = n * BLOCK + tl.arange(0, BLOCK)
     # int64: a row of x passes 2^31 elements at a million rows of 2048.
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * stride_x + depth[None, :]
-    weight_ptr += expert.to(tl.int64) * stride_expert
     if BY_INPUTS:
         weight_ptrs = weight_ptr + column.to(tl.int64)[None, :] * stride_weight + depth[:, None]
     else:
@@ -237,6 +219,65 @@ def _mm_kernel(
     if not EVEN_WIDTH:
         mask = mask & (column[None, :] < width)
     tl.store(out_ptrs, round_to(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _mm_kernel(
+    x_ptr,  # (m, K), rows at a stride
+    weight_ptr,  # (E, width, K)
+    ends_ptr,  # (E,) int32
+    rows_ptr,  # (n,) int32
+    out_ptr,  # (n, width), rows at a stride
+    experts,
+    width,
+    K,
+    stride_x,
+    stride_expert,
+    stride_weight,
+    stride_out,
+    HAS_ROWS: tl.constexpr,
+    BY_INPUTS: tl.constexpr,
+    EVEN_WIDTH: tl.constexpr,
+    EVEN_INPUTS: tl.constexpr,
+    HALVES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    number, columns = tl.program_id(0), tl.cdiv(width, BLOCK)
+    each = tl.arange(0, EXPERTS)
+    ends = tl.load(ends_ptr + each, mask=each < experts, other=0)
+    starts = tl.load(ends_ptr + each - 1, mask=(each > 0) & (each < experts), other=0)
+    tiles = tl.where(each < experts, (ends - starts + ROWS - 1) // ROWS, 0)
+    if number >= tl.sum(tiles) * columns:
+        return
+    # Experts whose tiles all lie before this one. Their number is this tile's expert: an expert
+    # without slots lies before the tile that follows, since it ends where that begins.
+    before = tl.cumsum(tiles, 0) * columns <= number
+    expert = tl.sum(before.to(tl.int32))
+    number -= tl.sum(tl.where(before, tiles, 0)) * columns
+    mine = each == expert
+    start, end = tl.sum(tl.where(mine, starts, 0)), tl.sum(tl.where(mine, ends, 0))
+    m, n = _grouped(number, tl.sum(tl.where(mine, tiles, 0)), columns, GROUP)
+
+    first = start + m * ROWS
+    weight_ptr += expert.to(tl.int64) * stride_expert
+    if HALVES:
+        if end - first <= ROWS // 2:
+            _mm_tile(
+                *(x_ptr, weight_ptr, rows_ptr, out_ptr, first, end, n, width, K),
+                *(stride_x, stride_weight, stride_out, HAS_ROWS, BY_INPUTS),
+                *(EVEN_WIDTH, EVEN_INPUTS, ROWS // 2, BLOCK, DEPTH, STAGES),
+            )
+            return
+    _mm_tile(
+        *(x_ptr, weight_ptr, rows_ptr, out_ptr, first, end, n, width, K),
+        *(stride_x, stride_weight, stride_out, HAS_ROWS, BY_INPUTS),
+        *(EVEN_WIDTH, EVEN_INPUTS, ROWS, BLOCK, DEPTH, STAGES),
+    )
 
 
 @triton.jit
@@ -438,6 +479,7 @@ def grouped_mm(
                 BY_INPUTS=by_inputs,
                 EVEN_WIDTH=width % config.block == 0,
                 EVEN_INPUTS=inputs % config.depth == 0,
+                HALVES=config.halves,
                 EXPERTS=triton.next_power_of_2(experts),
                 **config.constants(),
             )
@@ -613,6 +655,8 @@ class TileConfig(Config):
     """Products that are summed in one step."""
     group: int = 8
     """Tiles of rows that run beside each other before the next tile of columns."""
+    halves: bool = False
+    """`grouped_mm` computes half a tile where a segment's last rows are no more than that."""
 
     def constants(self) -> dict[str, int]:
         """What a kernel of this file is launched with."""
@@ -648,8 +692,8 @@ def mm_config(
     if n < 96 * experts:  # a tile of 128 would be empty by half
         return TileConfig(rows=64, block=128, depth=64, num_warps=4, num_stages=4)
     if width > 128 and shared_bytes >= LARGE_SHARED_BYTES:
-        return TileConfig(rows=128, block=256, depth=64, num_warps=8, num_stages=3)
-    return TileConfig(rows=128, block=128, depth=64, num_warps=8, num_stages=3)
+        return TileConfig(rows=128, block=256, depth=64, num_warps=8, num_stages=3, halves=True)
+    return TileConfig(rows=128, block=128, depth=64, num_warps=8, num_stages=3, halves=True)
 
 
 def outer_config(

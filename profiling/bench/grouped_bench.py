@@ -20,10 +20,10 @@ tokens x chosen experts:
 fp32 sums; `torch_bare` is its product alone. `dense` is one matmul of as many FLOPs.
 
 `blocks` are tiles in place of those that grouped_mm.py chooses: rows x columns x depth, warps,
-stages and group, joined by +; `sweep` is a list of them. All are compiled first, side by side; then
-each operation is compared with a loop in fp32 on few tokens with the same compiled kernel
-(`checked`; another result is an error), and timed back to back for `seconds`, of which the first
-third is not counted.
+stages and group, with an h for halves, joined by +; `sweep` is a list of them. All are compiled
+first, side by side; then each operation is compared with a loop in fp32 on few tokens with the same
+compiled kernel (`checked`; another result is an error), and timed back to back for `seconds`, of
+which the first third is not counted.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,9 +79,10 @@ OPS = (*PRODUCTS, *OUTER, *MOVES)
 DEVICE = "cuda"
 CHECKED_TOKENS = 200
 SWEEP = (
-    "128x256x64w8s3g8+128x256x64w8s4g8+128x256x64w8s3g1+128x256x64w8s3g4+128x256x64w8s3g32"
-    "+256x128x64w8s3g8+256x128x64w8s4g8+128x128x64w4s3g8+128x128x64w4s4g8+128x128x64w8s3g8"
-    "+128x128x64w8s4g8+128x128x128w8s3g8+64x256x64w4s3g8+64x256x64w4s4g8+64x128x64w4s4g8"
+    "128x256x64w8s3g8h+128x256x64w8s3g8+128x256x64w8s4g8h+128x256x64w8s3g2h+128x256x64w8s3g4h"
+    "+128x256x64w8s3g32h+256x128x64w8s3g8h+256x128x64w8s4g8h+128x128x64w4s3g8h"
+    "+128x128x64w4s4g8h+128x128x64w8s3g8h+128x128x64w8s4g8h+128x128x128w8s3g8h"
+    "+64x256x64w4s3g8+64x256x64w4s4g8+64x128x64w4s4g8"
 )
 
 
@@ -238,11 +240,12 @@ def parse_blocks(text: str) -> list[TileConfig | None]:
         return [None]
     configs: list[TileConfig | None] = []
     for word in (SWEEP if text == "sweep" else text).split("+"):
-        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)g(\d+)", word)
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)g(\d+)(h?)", word)
         if not match:
             sys.exit(f"error: blocks are like 128x256x64w8s3g8, got {word!r}")
-        rows, block, depth, warps, stages, group = map(int, match.groups())
-        how: dict[str, int] = dict(num_warps=warps, num_stages=stages, group=group)
+        rows, block, depth, warps, stages, group = map(int, match.groups()[:-1])
+        how: dict[str, Any] = dict(num_warps=warps, num_stages=stages, group=group)
+        how["halves"] = bool(match[7])
         configs.append(TileConfig(rows=rows, block=block, depth=depth, **how))
     return configs
 
@@ -251,14 +254,21 @@ def blocks_text(config: TileConfig | None) -> str:
     if config is None:
         return "default"
     c = config
-    return f"{c.rows}x{c.block}x{c.depth}w{c.num_warps}s{c.num_stages}g{c.group}"
+    return f"{c.rows}x{c.block}x{c.depth}w{c.num_warps}s{c.num_stages}g{c.group}{'h' * c.halves}"
+
+
+def distinct(op: str, configs: list[TileConfig | None]) -> list[TileConfig | None]:
+    """The configurations that differ for this operation: outer products have no halves."""
+    if op in PRODUCTS:
+        return configs
+    return [*dict.fromkeys(c and replace(c, halves=False) for c in configs)]
 
 
 def failing(
     ops: list[str], configs: list[TileConfig | None], x: Operands, sums: dict[str, Tensor]
 ) -> dict[tuple[str, str], str]:
     """Compiles all, side by side, and returns (operation, blocks) -> why one cannot run."""
-    cases = [(op, config) for op in ops for config in configs]
+    cases = [(op, config) for op in ops for config in distinct(op, configs)]
 
     def run(case: tuple[str, TileConfig | None]) -> str:
         op, config = case
@@ -317,7 +327,7 @@ def _rows(case: Case, shape: Shape, x: Operands) -> Iterator[Row]:
             rate = {"ms": ms, "tflop_per_s": total / ms / 1e9}
             return {"op": op, "impl": impl, "blocks": blocks, **rate}
 
-        for config in configs:
+        for config in distinct(op, configs):
             blocks = blocks_text(config)
             if (op, blocks) in left_out:
                 continue

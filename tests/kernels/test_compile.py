@@ -251,7 +251,7 @@ def _grouped_cases(grouped_mm, t: str):
         arguments = pointers | slots | strides | c.constants() | {"stride_out": 1536}
         for name, by_inputs, even in (("", True, True), ("_transposed", False, False)):
             how = {"HAS_ROWS": by_inputs, "BY_INPUTS": by_inputs}
-            how |= {"EVEN_WIDTH": even, "EVEN_INPUTS": even}
+            how |= {"EVEN_WIDTH": even, "EVEN_INPUTS": even, "HALVES": c.halves}
             yield f"grouped_mm{name}", grouped_mm._mm_kernel, t, arguments | how, c
     configs = {
         grouped_mm.outer_config(width, 2048, itemsize, 1024 * kib): None

@@ -23,6 +23,7 @@ from profiling.bench.grouped_bench import (
     Shape,
     blocks_text,
     choices,
+    distinct,
     error,
     flops,
     moves,
@@ -83,6 +84,8 @@ def test_blocks_survive_their_text() -> None:
     configs = parse_blocks("sweep")
     assert "+".join(map(blocks_text, configs)) == SWEEP and len(configs) > 10
     assert parse_blocks("default") == [None]
+    texts = [blocks_text(config) for config in distinct("dw_down", configs)]
+    assert len(texts) == len({*texts}) < len(configs) and not any("h" in text for text in texts)
     with pytest.raises(SystemExit, match="blocks are like 128x256x64w8s3g8, got 'x'"):
         parse_blocks("x")
 
