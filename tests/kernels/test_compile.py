@@ -38,6 +38,7 @@ def _cases():
         cross_entropy,
         cross_entropy_rows,
         divergence,
+        grouped_mm,
         log_softmax,
         nf4,
         norm,
@@ -156,6 +157,8 @@ def _cases():
         arguments |= {"stride_a_out": 6144, "stride_b_out": 6144}
         yield "places", places._places_kernel, t, arguments, Config(block=1024, num_warps=4)
 
+        yield from _grouped_cases(grouped_mm, t)
+
         pointers = {f"{n}_ptr": "*fp32" for n in ("code", "code2", "scale2", "offset")}
         arguments = {"packed_ptr": "*i32", **pointers, "scale_ptr": "*u8", "out_ptr": p}
         arguments |= {"words": 2**23, "BLOCK": 8, "BLOCK2": 256, "DOUBLE": True, "WORDS": 512}
@@ -229,6 +232,51 @@ def _cases():
                 flags |= {"HAS_ENTROPY": True, "BLOCK": c.block, "STAGES": c.num_stages}
                 title = f"{module.__name__.rpartition('.')[2]}_{name}"
                 yield title, kernel, t, arguments | flags, c
+
+
+def _grouped_cases(grouped_mm, t: str):
+    """Cases of experts' matmuls, with the sizes of Qwen3-30B-A3B: every tile that some number of
+    slots, width and card chooses."""
+    p, itemsize = f"*{t}", 2 if t == "bf16" else 4
+    slots = {"ends_ptr": "*i32", "experts": 128, "width": 1536, "K": 2048, "EXPERTS": 128}
+    configs = {
+        grouped_mm.mm_config(n, 128, width, itemsize, 1024 * kib): None
+        for n in (512, 65536)
+        for width in (128, 1536)
+        for kib in (99, 163)
+    }
+    for c in configs:
+        pointers = {f"{n}_ptr": p for n in ("x", "weight", "out")} | {"rows_ptr": "*i32"}
+        strides = {"stride_x": 2048, "stride_expert": 2**21, "stride_weight": 2048}
+        arguments = pointers | slots | strides | c.constants() | {"stride_out": 1536}
+        for name, by_inputs, even in (("", True, True), ("_transposed", False, False)):
+            how = {"HAS_ROWS": by_inputs, "BY_INPUTS": by_inputs}
+            how |= {"EVEN_WIDTH": even, "EVEN_INPUTS": even, "HALVES": c.halves}
+            yield f"grouped_mm{name}", grouped_mm._mm_kernel, t, arguments | how, c
+    configs = {
+        grouped_mm.outer_config(width, 2048, itemsize, 1024 * kib): None
+        for width in (128, 1536)
+        for kib in (99, 163)
+    }
+    for c in configs:
+        pointers = {"a_ptr": p, "b_ptr": p, "rows_a_ptr": "*i32", "rows_b_ptr": "*i32"}
+        strides = {"stride_a": 1536, "stride_b": 2048, "stride_expert": 2**21, "stride_acc": 2048}
+        arguments = pointers | slots | strides | c.constants()
+        for add in (True, False):
+            how = {"HAS_ROWS_A": not add, "HAS_ROWS_B": True, "ADD": add}
+            how |= {"EVEN_WIDTH": add, "EVEN_INPUTS": add, "acc_ptr": "*fp32" if add else p}
+            yield "grouped_outer", grouped_mm._outer_kernel, t, arguments | how, c
+
+    pointers = {f"{n}_ptr": p for n in ("z", "onto", "out")}
+    pointers |= {"places_ptr": "*i32", "weights_ptr": "*fp32"}
+    arguments = {**pointers, "D": 2048, "scale": "fp32", "HAS_WEIGHTS": True, "HAS_ONTO": True}
+    arguments |= {f"stride_{n}": 2048 for n in ("z", "onto", "out")}
+    arguments |= {"PLACES": 8, "BLOCK": grouped_mm.COMBINE.block}
+    yield "combine", grouped_mm._combine_kernel, t, arguments, grouped_mm.COMBINE
+    c = grouped_mm.DOTS
+    arguments = {"a_ptr": p, "b_ptr": p, "out_ptr": "*fp32", "n": 65536, "D": 768}
+    arguments |= {"stride_a": 768, "stride_b": 768, "ROWS": c.rows, "BLOCK": c.block}
+    yield "slot_dots", grouped_mm._dots_kernel, t, arguments, c
 
 
 def _compile(kernel, arguments: dict, config, arch: int):
@@ -318,6 +366,11 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "spread",
         "spread_factors",
         "places",
+        "grouped_mm",
+        "grouped_mm_transposed",
+        "grouped_outer",
+        "combine",
+        "slot_dots",
         "adamw",
         "many_adamw",
         "square_sums",

@@ -16,6 +16,7 @@ from paths import ROOT
 
 from longctx.errors import UserError
 from profiling.bench import (
+    grouped_bench,
     layer_bench,
     optimizer_bench,
     runner,
@@ -26,7 +27,8 @@ from profiling.bench import (
 )
 from profiling.bench.runner import Benchmark, run_child, train_lines
 
-BENCHES = (layer_bench, optimizer_bench, slab_bench, step_bench, train_bench, trl_bench)
+BENCHES = (grouped_bench, layer_bench, optimizer_bench, slab_bench, step_bench, train_bench)
+BENCHES += (trl_bench,)
 FAKE = """
 import sys
 sys.path.insert(0, {root!r})
