@@ -35,6 +35,8 @@ _TWO_ROPES = {
 }
 _SCALED = dict(original_max_position_embeddings=16, llama_4_scaling_beta=0.7)
 
+_LOOP = dict(experts_implementation="eager")
+"""Experts in a loop: transformers' grouped matmuls take no fp64."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", dict(head_dim=64)),
     "mistral": ("mistral", dict(head_dim=64, sliding_window=WINDOW)),
@@ -112,6 +114,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": (
         "cohere2",
         dict(head_dim=32, sliding_window=WINDOW, layer_types=_SOME, logit_scale=0.25),
+    ),
+    "mixtral": (
+        "mixtral",
+        dict(num_local_experts=5, num_experts_per_tok=2, sliding_window=WINDOW, **_LOOP),
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        dict(head_dim=64, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=96)
+        | dict(mlp_only_layers=[1], norm_topk_prob=True, **_LOOP),
+    ),
+    "olmoe": (
+        "olmoe",
+        dict(
+            num_experts=6, num_experts_per_tok=3, norm_topk_prob=False, eos_token_id=None, **_LOOP
+        ),
     ),
     "phi3": ("phi3", {}),
     "phi3-windows": ("phi3", dict(sliding_window=WINDOW)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -227,6 +228,14 @@ class Documents:
         starts = lengths.cumsum(0) - lengths - torch.tensor(self.before, dtype=torch.int64)
         positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
         return positions.to(self.cu_seqlens.device, non_blocking=True)
+
+    def times(self) -> Tensor:  # (T,) fp32, on the device of the tokens
+        """Returns how often each token counts where every document has its own prompt: a prompt's
+        tokens as often as documents continue it."""
+        continued = Counter(parent for parent in self.parents if parent is not None)
+        counts = torch.tensor([continued[i] or 1 for i in range(len(self.lengths))])
+        times = counts.float().repeat_interleave(torch.tensor(self.lengths))
+        return times.to(self.cu_seqlens.device, non_blocking=True)
 
     def arguments(self) -> dict[str, Tensor]:
         """Returns what a patched model takes beside `input_ids` (1, T): `position_ids` (1, T),

@@ -57,6 +57,10 @@ class LayerKind:
     """Whether norms follow attention and the MLP."""
     gated: bool = True
     """Whether the MLP has a gate."""
+    experts: int = 0
+    """The experts of a layer that has some instead of an MLP, F features each."""
+    chosen: int = 0
+    """How many of them a token goes to."""
     parallel: bool = False
     """Whether the MLP stands beside attention and reads what attention reads."""
     trains_weights: bool = True
@@ -78,6 +82,11 @@ class LayerKind:
     def wide(self) -> int:
         """Columns of q and of attention's output, all query heads together."""
         return self.heads * self.head_dim
+
+    def columns(self, hidden: int) -> int:
+        """Returns the columns that a token has in a tile, as many as an MLP's gate has: for each
+        chosen expert its features, and half of what its slot reads and gives."""
+        return self.chosen * (self.intermediate + hidden // 2) or self.intermediate
 
     @property
     def narrow(self) -> int:

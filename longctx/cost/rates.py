@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from longctx.cost.fitted import CAPPED_SCORES, SMALL_HEADS, TOWERS, WIDE_HEADS
+from longctx.cost.fitted import CAPPED_SCORES, GROUPED, SMALL_HEADS, TOWERS, WIDE_HEADS
 
-RATE_SHARES: dict[str, tuple[str, float]] = {"tower": ("matmul", TOWERS)}
+RATE_SHARES: dict[str, tuple[str, float]] = {
+    "grouped": ("matmul", GROUPED),
+    "tower": ("matmul", TOWERS),
+}
 """Maps the name of a rate that works may have to a measured rate and a share of it. The share is a
 number of fitted.py."""
 

@@ -156,9 +156,9 @@ class Sizes:
         """Returns the cut for batches of so many tokens: what was asked for, else what needs little
         memory. All layers share it: tiles have room for the widest MLP, and head groups divide the
         key/value heads of each kind."""
-        wide = max(self.kinds, key=lambda kind: (kind.intermediate, kind.post_norms))
+        widths = [(kind.columns(self.hidden), kind.post_norms) for kind in self.kinds]
         return Cut(
-            self.tile_tokens or default_tile_tokens(wide.intermediate, wide.post_norms),
+            self.tile_tokens or default_tile_tokens(*max(widths)),
             self.head_groups or default_head_groups(tokens, self.kv_heads, self.ranks),
             self.logits_bytes or default_logits_bytes(self.vocab, self.hidden, self.trains_head),
         )

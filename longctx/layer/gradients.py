@@ -70,13 +70,13 @@ class Gradients:
 
     def finish_norm(self, name: str, sums: tuple[Tensor | None, Tensor | None]) -> None:
         for suffix, grad in zip(("", ".bias"), sums, strict=True):
-            self._put(f"{name}{suffix}", grad)
+            self.put(f"{name}{suffix}", grad)
 
     def finish(self, name: str, grad: ProjectionGradient, scale: float = 1.0) -> None:
         """Rounds the gradients of linear layer `name`, which are `scale` times `grad`."""
         weight, bias = grad.base.round(self.w.given[name].dtype, scale)
         self.done[name] = weight
-        self._put(f"{name}.bias", bias)
+        self.put(f"{name}.bias", bias)
         self._finish_adapters({name: grad}, scale)
 
     def finish_all(self, grads: dict[str, ProjectionGradient]) -> None:
@@ -86,7 +86,7 @@ class Gradients:
             for name, grad in grads.items():
                 self.finish(name, grad)
         else:
-            self._put(held, self._stacked.pop(held, None))
+            self.put(held, self._stacked.pop(held, None))
             self._finish_adapters(grads)
 
     def finish_stacked(self, base: WeightGradient, grads: dict[str, ProjectionGradient]) -> None:
@@ -95,11 +95,11 @@ class Gradients:
         held = self.w.holders.get(names[0])
         for suffix, whole in zip(("", ".bias"), base.round(self._dtype(names[0])), strict=True):
             if held is not None:
-                self._put(f"{held}{suffix}", whole)
+                self.put(f"{held}{suffix}", whole)
             elif whole is not None:
                 parts = whole.split([len(self.w[name].weight) for name in names])
                 for name, part in zip(names, parts, strict=True):
-                    self._put(f"{name}{suffix}", part)
+                    self.put(f"{name}{suffix}", part)
         for group in [grads] if held is not None else [{n: g} for n, g in grads.items()]:
             self._finish_adapters(group)
 
@@ -115,10 +115,11 @@ class Gradients:
             adapter, parts = found[0][0], [x for _, of in found if (x := of[name]) is not None]
             if parts and name in adapter.by_rows:
                 # One part is the sum itself, made for this gradient alone: torch.cat would copy it.
-                self._put(f"{held}.{name}", parts[0] if len(parts) == 1 else torch.cat(parts))
+                self.put(f"{held}.{name}", parts[0] if len(parts) == 1 else torch.cat(parts))
             elif parts:
-                self._put(f"{held}.{name}", added_up(parts))
+                self.put(f"{held}.{name}", added_up(parts))
 
-    def _put(self, name: str, grad: Tensor | None) -> None:
+    def put(self, name: str, grad: Tensor | None) -> None:
+        """Rounds the gradient of a parameter, which is complete."""
         if grad is not None:
             self.done[name] = grad.to(self._dtype(name))

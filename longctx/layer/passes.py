@@ -14,13 +14,16 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import Attention
 from longctx.kernels.rope import rope_
 from longctx.layer.adapters.protocol import ALL
+from longctx.layer.balance import Balance
 from longctx.layer.gradients import Gradients
 from longctx.layer.norm_spec import NormSpec
+from longctx.layer.router import Router
 from longctx.layer.weights import Weights
 from longctx.memory.store import ActivationStore, Saved
 
 Blocks = tuple[tuple[str, ...], ...]
 IN_TURN: Blocks = (("attention",), ("mlp",))
+WITH_EXPERTS: Blocks = (("attention",), ("experts",))
 SIDE_BY_SIDE: Blocks = (("attention", "mlp"),)
 
 
@@ -43,6 +46,8 @@ class Traits:
     side by side: the second one reads the norm of the first, and both are added to x."""
     residual: float = 1.0
     """Multiplies the outputs of attention and of the MLP before they are added."""
+    router: Router | None = None
+    """How experts are chosen, where a layer has some."""
 
     @property
     def parallel(self) -> bool:
@@ -87,6 +92,10 @@ class Schedule:
     head_groups: int
     dtype: torch.dtype
     """The dtype of matmuls and attention. In autocast it has 16 bits while x and h are fp32."""
+    balance: Balance | None = None
+    """The auxiliary loss of layers with experts, if it is wanted."""
+    expert_ids: tuple[Tensor | None, ...] = ()
+    """The experts (T, k) of each layer that has some, if a caller chose them."""
 
     @cached_property
     def seed(self) -> int:
@@ -123,12 +132,17 @@ class Pass:
     """One layer's forward or backward: the state that its parts share."""
 
     schedule: Schedule
-    traits: Traits
+    layer: int
+    """Which of `Schedule.traits` it is."""
     weights: Weights
     saved: Saved | None = None
     """The tensors that forward keeps for backward; None where no backward follows."""
     gradients: Gradients | None = None
     """The gradients of the weights; None in forward."""
+
+    @property
+    def traits(self) -> Traits:
+        return self.schedule.traits[self.layer]
 
     def keeps(self, name: str) -> bool:
         """Whether forward keeps the keepable that has this name in cost/kept.py."""

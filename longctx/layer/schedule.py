@@ -54,7 +54,7 @@ from longctx.layer.adapters.protocol import Settings
 from longctx.layer.gradients import Gradients
 from longctx.layer.parts.protocol import Kept, OverRow, OverTiles
 from longctx.layer.parts.table import parts_of
-from longctx.layer.passes import Added, Pass, Schedule, Traits
+from longctx.layer.passes import Added, Pass, Schedule
 from longctx.layer.weights import Parameters, Weights
 from longctx.memory.store import Saved
 
@@ -150,7 +150,7 @@ class _ScheduledLayer(torch.autograd.Function):
         x: Tensor,  # (T, D)
         features: Tensor | None,  # (n, D)
         where: Tensor | None,  # (n,)
-        t: Traits,
+        layer: int,
         s: Schedule,
         layers_above: int | None,
         adapters: Mapping[str, Settings],
@@ -158,19 +158,19 @@ class _ScheduledLayer(torch.autograd.Function):
         names: tuple[str, ...],
         *parameters: Tensor,
     ) -> Tensor:  # (T, D)
-        parts = parts_of(t.blocks)
+        parts = parts_of(s.traits[layer].blocks)
         w = Weights.of(dict(zip(names, parameters, strict=True)), parts, adapters, s.dtype)
         saved = None
         if layers_above is not None and any(ctx.needs_input_grad):
             saved = s.store.open(layers_above, x)
             saved.again = _Again(ctx)
-        p = Pass(schedule=s, traits=t, weights=w, saved=saved)
+        p = Pass(schedule=s, layer=layer, weights=w, saved=saved)
         if p.keeps("x"):
             p.keep("x", {"x": x})  # copied while attention runs, the rest while the MLP runs
         y = with_features_(layer_forward(p, x), where, features)
         if saved is not None:
             s.store.release(saved, y)
-        ctx.traits, ctx.schedule, ctx.saved = t, s, saved
+        ctx.layer, ctx.schedule, ctx.saved = layer, s, saved
         ctx.adapters, ctx.bring, ctx.names = adapters, bring, names
         ctx.x, ctx.version = weakref.ref(x), 0 if saved is None else x._version
         ctx.save_for_backward(where, features, *parameters)
@@ -180,7 +180,6 @@ class _ScheduledLayer(torch.autograd.Function):
     @once_differentiable
     @annotated("layer backward")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        t: Traits = ctx.traits
         s: Schedule = ctx.schedule
         names: tuple[str, ...] = ctx.names
         tiles = s.tiles(dy.shape[0])
@@ -191,9 +190,10 @@ class _ScheduledLayer(torch.autograd.Function):
         wants_dx, wants_features, *_ = needs = ctx.needs_input_grad
         d_features = dy[where].to(features.dtype) if wants_features else None  # dy changes below
         wanted = [name for name, needed in zip(names, needs[-len(names) :], strict=True) if needed]
-        grads = Gradients(w, wanted, len(tiles) + (t.residual != 1.0))
+        scaled = s.traits[ctx.layer].residual != 1.0
+        grads = Gradients(w, wanted, len(tiles) + scaled)
         dx = dy.contiguous()  # overwritten: the layer above made dy for this layer only
-        p = Pass(schedule=s, traits=t, weights=w, saved=ctx.saved, gradients=grads)
+        p = Pass(schedule=s, layer=ctx.layer, weights=w, saved=ctx.saved, gradients=grads)
         layer_backward_(p, dx, x, kept, wants_dx)
         s.store.finish(ctx.saved)
         found = (grads.done.get(name) for name in names)
@@ -202,7 +202,8 @@ class _ScheduledLayer(torch.autograd.Function):
 
 def _weights(ctx: Any, parameters: Sequence[Tensor]) -> Weights:
     named = dict(zip(ctx.names, parameters, strict=True))
-    return Weights.of(named, parts_of(ctx.traits.blocks), ctx.adapters, ctx.schedule.dtype)
+    blocks = ctx.schedule.traits[ctx.layer].blocks
+    return Weights.of(named, parts_of(blocks), ctx.adapters, ctx.schedule.dtype)
 
 
 def _unchanged(ctx: Any, x: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ class _Again:
         ctx = self._node
         where, features, *parameters = ctx.saved_tensors
         w = _weights(ctx, parameters)
-        p = Pass(schedule=ctx.schedule, traits=ctx.traits, weights=w, saved=saved)
+        p = Pass(schedule=ctx.schedule, layer=ctx.layer, weights=w, saved=saved)
         return with_features_(layer_forward(p, _unchanged(ctx, x)), where, features)
 
     @property
@@ -253,7 +254,7 @@ def scheduled_layer(
     Backward raises RuntimeError if x was modified in place after forward.
     """
     above = layers_above if torch.is_grad_enabled() else None  # without backward nothing is kept
-    t, names = s.traits[-1 - layers_above], tuple(parameters)
+    layer, names = len(s.traits) - 1 - layers_above, tuple(parameters)
     where, features = added or (None, None)
-    how = t, s, above, adapters, bring, names
+    how = layer, s, above, adapters, bring, names
     return _ScheduledLayer.apply(x, features, where, *how, *parameters.values())

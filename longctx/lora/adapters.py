@@ -27,9 +27,10 @@ from transformers import GenerationConfig, PretrainedConfig, TrainerCallback
 from longctx.errors import UserError, counted
 from longctx.lora.quantise import check_all_linear
 from longctx.model.adapters import inside_peft
+from longctx.model.blocks import decoder_layers
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.families import base_of
-from longctx.model.matrices import linears
+from longctx.model.matrices import linears, stacks
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
 from longctx.options.config import ModelArguments
@@ -148,12 +149,16 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
 
     assert args.lora_r is not None
     targets = args.lora_targets or [ALL_LINEAR]
+    every = targets == [ALL_LINEAR]
+    if every and has_experts(model):  # PEFT would adapt routers, and experts at twice the rank
+        every, paths = False, adapted_linears(model, args)
+        targets = sorted({path.rpartition(".")[2] for path in paths})
     config = peft.LoraConfig(
         task_type="SEQ_CLS" if is_classifier(model.config) else "CAUSAL_LM",
         r=args.lora_r,
         lora_alpha=args.lora_alpha or 2 * args.lora_r,
         lora_dropout=args.lora_dropout,
-        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        target_modules=ALL_LINEAR if every else targets,
         modules_to_save=args.lora_modules_to_save,
         use_dora=args.use_dora,
         exclude_modules=None if args.train_vision else _seeing(model),
@@ -164,6 +169,12 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = _base_name(args)  # where to find it from any folder
     return adapted
+
+
+def has_experts(model: Any) -> bool:
+    """Whether layers hold the weights of several experts in one parameter."""
+    layers: Any = decoder_layers(model)
+    return bool(stacks(layers))
 
 
 def _seeing(model: Any) -> str | None:
@@ -188,6 +199,7 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
     kind = "DoRA" if args.use_dora else "LoRA"
     said = f"{kind} of rank {args.lora_r} on {count} maps, {counted(trained)} parameters trained"
     said += " with the head of rewards" * is_classifier(inside_peft(adapted).config)
+    said += "; experts and their routers are frozen" * has_experts(inside_peft(adapted))
     return adapted, said
 
 

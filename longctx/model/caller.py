@@ -27,6 +27,7 @@ class Caller:
         owns_gradient: bool = False,
         reads_padding: bool | None = None,
         averages: bool = False,
+        balances: bool = False,
     ) -> None:
         self.owns_gradient = owns_gradient
         """Whether the output goes to our loss, which alone holds its gradient."""
@@ -35,6 +36,10 @@ class Caller:
         self.averages = averages
         """Whether padding that is left out gets means of hidden states: the logits of all tokens
         follow, and TRL's trainers log their means."""
+        self.balances = balances
+        """Whether the auxiliary loss of experts is wanted."""
+        self.balance: Tensor | None = None
+        """That loss, (); known after the call."""
         self.padded = False
         """Whether the scheduled layers left padding out; known after the call."""
 

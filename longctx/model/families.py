@@ -21,6 +21,8 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
                                            GLM-4: norms before and after
     gemma  gemma3_text                     weights of norms less one, GELU, a scaled embedding;
                                            Gemma 3: norms before and after, a RoPE for each type
+    mixtral  qwen3_moe  olmoe              experts; layers of Qwen3-MoE may have an MLP instead, and
+                                           OLMoE's norms of q and k are over all heads
     qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
     qwen3_vl_text                          positions, which text has equal (positions.py)
 """
@@ -37,7 +39,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from longctx.layer.norm_spec import NormSpec
-from longctx.layer.passes import SIDE_BY_SIDE, Traits
+from longctx.layer.passes import SIDE_BY_SIDE, WITH_EXPERTS, Traits
+from longctx.layer.router import Router
 from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
 from longctx.model.classes import class_of
 from longctx.model.look import Read
@@ -58,6 +61,15 @@ _GATE_UP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj"}
 _BOTH = {"gate": "mlp.gate_up_proj"}
 _NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 _POST = {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"}
+_EXPERTS = {
+    "router": "mlp.gate.weight",
+    "experts_in": "mlp.experts.gate_up_proj",
+    "experts_out": "mlp.experts.down_proj",
+}
+_SPARSE = {
+    "self_attn": "Attention",
+    **{"mlp": "SparseMoeBlock", "mlp.gate": "TopKRouter", "mlp.experts": "Experts"},
+}
 _FOUR = {
     **{"norm1": "input_layernorm", "norm2": "pre_feedforward_layernorm"},
     **_POST,
@@ -116,6 +128,22 @@ def kv_heads(config: Any) -> int:
     return count
 
 
+def _softmax_router(config: Any, **settings: Any) -> Router:
+    """Returns a router that chooses by softmax, as in Mixtral."""
+    return Router(experts=config.num_local_experts, chosen=config.num_experts_per_tok, **settings)
+
+
+def _normed_if_asked(config: Any) -> Router:
+    """Returns the same where the configuration says whether the weights are normalised."""
+    return _softmax_router(config, normalised=config.norm_topk_prob)
+
+
+def _is_dense(config: Any, layer: int) -> bool:
+    """Whether a layer has an MLP among layers of experts, as in Qwen3-MoE."""
+    sparse = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+    return layer in config.mlp_only_layers or not sparse
+
+
 MLP_WIDTH = "intermediate_size"
 
 
@@ -167,6 +195,11 @@ class Family:
     """Maps the names that the parts declare to the paths of a layer's linear layers. Without k and
     v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
     bias. Without gate, the MLP has none."""
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    """Maps the names of the router's weight (E, D) and of the experts' weights, (E, 2 I, D) and
+    (E, D, I), to the paths of these parameters. A layer without experts has none."""
+    router: Callable[[Any], Router] | None = None
+    """Returns how experts are chosen, from the configuration."""
     interleaved: bool = False
     """RoPE rotates pairs of neighbours, instead of halves."""
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
@@ -200,6 +233,11 @@ class Family:
     """Returns the number by which a model divides its logits."""
     logits_cap: Callable[[Any], float | None] = field(default=lambda model: None)
     """Returns the softcap of a model's logits."""
+
+    def routes(self, config: Any) -> Router:
+        """Returns how experts are chosen, in a family that has some."""
+        assert self.router is not None
+        return self.router(config)
 
     def of_layer(self, config: Any, layer: int) -> Family:
         """Returns the family as one layer sees it."""
@@ -241,6 +279,14 @@ class Family:
         own = dict(q_norm=q, k_norm=kv) if self.wide_norms else dict(q_norm=d, k_norm=d)
         return linears | {path: (own.get(name, D),) for name, path in self.norms.items()}
 
+    def stack_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the parameters in `stacks`, by path."""
+        if self.router is None or not self.stacks:
+            return {}
+        E, D, width = self.router(config).experts, config.hidden_size, getattr(config, self.width)
+        shapes = dict(router=(E, D), experts_in=(E, 2 * width, D), experts_out=(E, D, width))
+        return {path: shapes[name] for name, path in self.stacks.items()}
+
     @cached_property
     def in_layer(self) -> dict[str, Names]:
         """Maps each module to the classes whose forward it may have, given by name, so that a class
@@ -255,9 +301,9 @@ class Family:
 
     @cached_property
     def children(self) -> dict[str, frozenset[str]]:
-        """Maps the path of each module of a layer that has submodules, "" for the layer itself, to
-        the names of those that the schedule knows."""
-        parts = [path.rpartition(".") for path in self.in_layer]
+        """Maps the path of each module of a layer that has submodules, or parameters of its own, ""
+        for the layer itself, to the names of those that the schedule knows."""
+        parts = [path.rpartition(".") for path in (*self.in_layer, *self.stacks.values())]
         return {
             owner: frozenset(name for other, _, name in parts if other == owner)
             for owner in dict.fromkeys(owner for owner, _, _ in parts)
@@ -271,14 +317,20 @@ class Family:
             found[name] = read(module, "weight")
             if (bias := read(module, "bias", None)) is not None:
                 found[f"{name}.bias"] = bias
+        for name, path in self.stacks.items():
+            owner, _, own = path.rpartition(".")
+            found[name] = read(part_of(layer, owner), own)
         return found
 
     def layer_traits(self, config: Any) -> tuple[Traits, ...]:
-        scale = head_dim(config) ** -0.5
-        return tuple(
-            Traits(**{"scale": scale, "window": self.window(config, i)} | self.traits(config, i))
-            for i in range(config.num_hidden_layers)
-        )
+        return tuple(self._traits_of(config, i) for i in range(config.num_hidden_layers))
+
+    def _traits_of(self, config: Any, layer: int) -> Traits:
+        found = {"scale": head_dim(config) ** -0.5, "window": self.window(config, layer)}
+        own = self.of_layer(config, layer)
+        if own.stacks and own.router is not None:
+            found |= {"blocks": WITH_EXPERTS, "router": own.router(config)}
+        return Traits(**found | self.traits(config, layer))
 
 
 # What the families of one maker share.
@@ -297,6 +349,19 @@ _COHERE: dict[str, Any] = dict(
 )
 _QWEN_VL: dict[str, Any] = dict(
     base="TextModel", mlp="Qwen2MLP", window=_window_by_type, position_rows=3
+)
+_MOE: dict[str, Any] = dict(
+    modules=_SPARSE,
+    linears=_QKV | {"o": _OUT["o"]},
+    stacks=_EXPERTS,
+    activation="mlp.experts.act_fn",
+)
+_DENSE: dict[str, Any] = dict(
+    modules={"self_attn": "Attention", "mlp": "MLP"},
+    linears=_QKV | _OUT | _GATE_UP,
+    stacks={},
+    activation="mlp.act_fn",
+    width=MLP_WIDTH,
 )
 FAMILIES: dict[str, Family] = {
     family.kind: family
@@ -437,6 +502,27 @@ FAMILIES: dict[str, Family] = {
             activation="mlp.activation_fn",
             dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
             window=_one_window,
+        ),
+        Family(
+            kind="mixtral", prefix="Mixtral", **_MOE, window=_one_window, router=_softmax_router
+        ),
+        Family(
+            kind="qwen3_moe",
+            prefix="Qwen3Moe",
+            **_MOE,
+            norms=_NORMS | _OF_Q_AND_K,
+            window=_one_window,
+            width="moe_intermediate_size",
+            router=_normed_if_asked,
+            by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+        ),
+        Family(
+            kind="olmoe",
+            prefix="Olmoe",
+            **_MOE,
+            norms=_NORMS | _OF_Q_AND_K,
+            wide_norms=True,
+            router=_normed_if_asked,
         ),
         Family(kind="qwen2_vl_text", module="qwen2_vl", prefix="Qwen2VL", **_QWEN_VL),
         Family(kind="qwen2_5_vl_text", module="qwen2_5_vl", prefix="Qwen2_5_VL", **_QWEN_VL),

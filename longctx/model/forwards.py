@@ -39,6 +39,7 @@ from longctx.constants import IGNORE_INDEX, TOKEN_TYPES
 from longctx.errors import UserError, print_rank0
 from longctx.head.logits import lazy_logits
 from longctx.head.loss import RowCount, linear_cross_entropy
+from longctx.layer.balance import Balance, balanced
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Added, Schedule
@@ -75,6 +76,7 @@ from longctx.model.read_padding import (
     refuse_gradient,
     with_means,
 )
+from longctx.model.routing import EXPERT_IDS, balance_loss, check_chosen, chosen_of, times_of
 from longctx.model.runtime import (
     Runtime,
     copied_keys,
@@ -294,7 +296,10 @@ def causal_forward(
     caller = Caller(
         owns_gradient=not shows_states and not any(map(_is_held, {self.model, base_of(self)})),
         reads_padding=reads_padding,
+        balances=asks_for_router_logits(self.config, kwargs),
     )
+    if caller.balances:
+        inputs["output_router_logits"] = False  # sums of them are enough (layer/balance.py)
     counted = RowCount(targets)
     inputs |= caller.as_keyword(self.model)
     base = self.model(**inputs, return_dict=True)  # a config may ask for tuples
@@ -318,12 +323,16 @@ def causal_forward(
         logits_bytes=runtime.cut and runtime.cut.logits_bytes,
     )
     logits = partial(_logits, head, scaling, cap, left_out)
+    said: dict[str, Any] = {}
+    if caller.balances:
+        said["aux_loss"] = balance_loss(self, caller, base, attention_mask)
+        loss = loss + self.router_aux_loss_coef * said["aux_loss"].to(loss.device)
     own: Any = type(self)
     kind: Any = output_class(own, CausalLMOutputWithPast)
     # Hugging Face's model hands on what its base has found, as features of images.
     handed = {field.name: getattr(base, field.name, None) for field in fields(kind)}
     lazy = lazy_logits(hidden, logits, _vocab(head), loss)
-    return cast(CausalLMOutputWithPast, kind(**handed | {"loss": loss, "logits": lazy}))
+    return cast(CausalLMOutputWithPast, kind(**handed | said | {"loss": loss, "logits": lazy}))
 
 
 def as_causal(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -524,6 +533,10 @@ def base_forward(
         raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
         _check_shared(inputs, reason)
+    expert_ids = inputs.pop(EXPERT_IDS, None)
+    if expert_ids is not None:
+        rows: Any = inputs_embeds if input_ids is None else input_ids
+        check_chosen(self, expert_ids, tuple(rows.shape[:2]), reason)
     if positions is not None and reason is None:
         hidden = _scheduled_forward(
             *(self, input_ids, attention_mask, positions, inputs_embeds, bounds, parents),
@@ -532,6 +545,7 @@ def base_forward(
             deepstack=_deepstack(self, inputs),
             types=None if both_ways is None else both_ways.token_type_ids,
             asked=not asked_later,
+            expert_ids=expert_ids,
         )
         kind: Any = type(self)
         if isinstance(hidden, Tensor):
@@ -543,6 +557,8 @@ def base_forward(
         _decline(runtime, _LAYERS, reason)
     if both_ways is not None:
         raise NotScheduled(reason)
+    if caller.balances:
+        inputs["output_router_logits"] = True
     if attention_mask is None and reason != _CACHE:
         inputs["position_ids"] = four_rows(self, _restarting(inputs, bounds))
     return type(self).forward(self, **inputs)
@@ -661,6 +677,7 @@ def _scheduled_forward(
     deepstack: Deepstack | None = None,
     types: Tensor | None = None,  # (B, S): 1 where a token is of an image that is seen both ways
     asked: bool = True,
+    expert_ids: Tensor | None = None,  # (L, B, S, k)
 ) -> Tensor | str:  # (B, S, D)
     """Runs embedding, scheduled layers, final norm. Padding is left out, and its output is zero, if
     it is not to be computed. Where nobody has asked yet whether the schedule covers the model,
@@ -692,7 +709,16 @@ def _scheduled_forward(
         runtime.reserve((runtime.whole and runtime.whole()) or base, tokens)
     with torch.autocast(x.device.type, enabled=False):  # the schedule casts by itself
         hidden, documents = None, copied_keys(base, runtime, documents)
-        if sharing is None and runtime.shards is None and deepstack is None:
+        balance, computed = None, where if real is None else real
+        chosen = chosen_of(base, expert_ids, computed)
+        if caller.balances:
+            mask = None if padding is None else attention_mask
+            times = times_of(documents, sharing, mask, real)
+            if documents.parents and runtime.shards is not None and times is not None:
+                times = runtime.shards.own(times.view(B, -1)).flatten()
+            router = known_family(base).routes(base.config)
+            balance = Balance(router, times, runtime.shards)
+        if not (sharing or runtime.shards or deepstack or balance or chosen):
             hidden = graphed(base, runtime, x, rope, documents)
         is_settled = hidden is not None and runtime.settled
         if not asked and not is_settled and (reason := why_not_scheduled(base)):
@@ -700,7 +726,9 @@ def _scheduled_forward(
         if hidden is None:
             # The loop stands here and not in a function, whose caller would hold the embedding's
             # output.
-            schedule = make_schedule(base, runtime, rope, documents, B)
+            schedule = make_schedule(
+                *(base, runtime, rope, documents, B), balance=balance, expert_ids=chosen
+            )
             layers, added = layers_of(base), _added(deepstack, real)
             for above, (layer, family) in zip(reversed(range(len(layers))), layers, strict=True):
                 # Module.__call__ runs the hooks of DeepSpeed and FSDP, and leaves out the
@@ -708,6 +736,8 @@ def _scheduled_forward(
                 given = dict(schedule=schedule, layers_above=above, family=family)
                 given["added"] = next(added, None)
                 x = nn.Module.__call__(layer, x, **given)
+            if balance is not None:
+                x, caller.balance = balanced(x, balance)
             owned = caller.owns_gradient or sharing is not None
             hidden = base.norm(x, spec=final_norm_spec(base), owned=owned)
     x = hidden

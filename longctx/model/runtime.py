@@ -318,7 +318,9 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
         wide_norms=family.wide_norms,
         caps_scores=family.score_cap(config) is not None,
         post_norms=has_post_norms(config),
-        gated="gate" in family.linears,
+        gated="gate" in family.linears or bool(family.stacks),
+        experts=traits.router.experts if traits.router else 0,
+        chosen=traits.router.chosen if traits.router else 0,
         parallel=traits.parallel,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
@@ -376,6 +378,7 @@ def make_schedule(
     position_ids: Tensor,  # (T,) or (3, T)
     documents: Documents,
     rows: int,
+    **of_routers: Any,
 ) -> Schedule:
     """What the layers share for this batch. Raises UserError for head groups that do not divide
     the key/value heads, and heads that the ranks of a row cannot share."""
@@ -411,6 +414,7 @@ def make_schedule(
         attention=attention,
         store=runtime.store,
         tile_tokens=tile_tokens,
+        **of_routers,
         head_groups=head_groups,
         dtype=runtime.dtype,
     )

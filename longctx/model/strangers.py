@@ -165,7 +165,7 @@ def why_not_chunked(
     found = _problems(head, LINEAR, "lm_head", patched=patched, hooks=_AFTER)
     if reason := _own_loss(model):
         return reason
-    if asks_for_router_logits(model.config, given):
+    if known_family(model).router is None and asks_for_router_logits(model.config, given):
         return "output_router_logits, and the auxiliary loss of routers"
     if getattr(model.config, "final_logit_softcapping", None) != logits_cap(model):
         return "a cap of logits"
@@ -236,6 +236,8 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             parts[name] = module.base_layer
         for name in linears:
             yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
+        for name, shape in family.stack_shapes(config).items():
+            yield from _other_stack(layer, name, shape, where)
         yield from _other_dtypes(parts.values(), dtype, where)
         yield from _other_parameters(family, parts, config, where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
@@ -268,12 +270,10 @@ def _undeclared(module: nn.Module, children: frozenset[str], where: str) -> Iter
     """A submodule that the schedule does not know, or a parameter or buffer of the module's own:
     its forward may compute with it, as Cohere's attention does with norms of q and k, and routers
     with the bias by which they choose."""
-    found = [name for name, child in module._modules.items() if child is not None]
-    found = [name for name in found if name not in children]
-    for own in (module._parameters, module._buffers):
-        found += [name for name, value in own.items() if value is not None]
-    for name in found:
-        yield f"{where}.{name}, which the schedule does not know"
+    for own in (module._modules, module._parameters, module._buffers):
+        for name, value in own.items():
+            if value is not None and name not in children:
+                yield f"{where}.{name}, which the schedule does not know"
 
 
 def _dropouts(module: nn.Module, where: str, training: bool) -> Iterator[str]:
@@ -284,7 +284,8 @@ def _dropouts(module: nn.Module, where: str, training: bool) -> Iterator[str]:
     if type(module) is nn.Dropout and state["p"]:
         yield f"dropout in {where}"
     for name, value in state.items():
-        if "dropout" in name and isinstance(value, (int, float)) and value:
+        drops = "dropout" in name or name == "jitter_noise"  # of the input of Mixtral's routers
+        if drops and isinstance(value, (int, float)) and value:
             yield f"{name.replace('_', ' ')} in {where}"
 
 
@@ -304,6 +305,18 @@ def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[st
         found = tuple(weight.shape)
     if found != shape:
         yield f"a weight of {found} in {where} where the configuration has {shape}"
+
+
+def _other_stack(layer: Any, name: str, shape: tuple[int, ...], where: str) -> Iterator[str]:
+    """Experts' weights, or a router's, of another shape than the configuration's. What engines have
+    cut up (DTensors, empty ones) does not tell its own."""
+    owner, _, own = name.rpartition(".")
+    weight = look(part_of(layer, owner), own, None)
+    if not isinstance(weight, torch.Tensor):
+        yield f"no weight in {where}.{name}"
+    elif type(weight) is nn.Parameter and weight.numel() and tuple(weight.shape) != shape:
+        found = tuple(weight.shape)
+        yield f"a weight of {found} in {where}.{name} where the configuration has {shape}"
 
 
 def _other_dtypes(modules: Iterable[nn.Module], dtype: torch.dtype, where: str) -> Iterator[str]:

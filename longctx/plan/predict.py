@@ -141,8 +141,7 @@ class Subject:
         for name in (*needed, "vocab_size"):
             if not isinstance(getattr(text, name, None), int):
                 raise UserError(f"the model's config has no {name}, which the plan needs")
-        if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
-            raise UserError("the model has experts, whose plan is not known")
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
         self.config, self.whole = text, config
         try:
             self.model: Any = without_storage(config, DTYPE)
@@ -155,6 +154,9 @@ class Subject:
         base = base_of(self.model)
         self.why_not = None if base is None else why_not_scheduled(base, training=True)
         """Why Hugging Face's layers would run under --class_type custom; None where ours do."""
+        ours = base is not None and self.why_not is None and (args is None or args.schedules)
+        if experts and not ours:
+            raise UserError("the model has experts, whose plan in Hugging Face's layers is unknown")
         self._chunks_loss = chunks_loss(self.model)
         if args is not None and args.quantize != "none":
             quantise_shapes_(self.model)

@@ -6,6 +6,7 @@ longctx/model/costs.py. On a CPU attention's own op is not counted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from longctx.attention.documents import Documents
 from longctx.cost.kept import asked, run_again
-from longctx.cost.table import load
+from longctx.cost.table import Work, load
 from longctx.kernels.norm import norm_forward
 from longctx.layer import norm_spec
 from longctx.model.patch import patch_as
@@ -109,6 +110,13 @@ def test_every_product_is_computed_as_often_as_the_schedule_says(step: Step, aga
     assert load(tables.loss.forward).at("matmul") == loss_flops
 
 
+EXPERTS = {
+    "mixtral": dict(num_local_experts=5),
+    "qwen3_moe": dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=96, mlp_only_layers=[1]
+    ),
+    "olmoe": dict(num_experts=6, num_experts_per_tok=2, eos_token_id=None),
+}
 ALL_CUTS = [(groups, keep) for groups in (1, K) for keep in ("x", "o", "all")]
 CUTS = {kind: ALL_CUTS for kind in ("olmo2", "exaone4", "cohere", "nemotron")}
 
@@ -120,6 +128,7 @@ CUTS = {kind: ALL_CUTS for kind in ("olmo2", "exaone4", "cohere", "nemotron")}
 def test_the_table_has_every_product_of_a_family(kind, head_groups, keep) -> None:
     changes = {"sliding_window": None} | NO_WINDOWS if kind == "exaone4" else {}
     changes |= {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
+    changes |= EXPERTS.get(kind, {})
     if kind == "gemma2":
         changes |= {"attn_logit_softcapping": None}  # attention with one is matmuls, counted here
     settings = dict(keep=keep, head_groups=head_groups, tile_tokens=T // 2)
@@ -127,12 +136,17 @@ def test_the_table_has_every_product_of_a_family(kind, head_groups, keep) -> Non
     tables = tables_of(step.model, T)
     with FlopCounterMode(display=False) as forward:
         loss = step.forward()
-    layers = sum(load(layer.forward).at("matmul") for layer in tables.layers)
+    layers = sum(products(layer.forward) for layer in tables.layers)
     assert forward.get_total_flops() == layers + load(tables.loss.forward).at("matmul")
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     works = [(*layer.backward, *layer.again(asked(keep, layer))) for layer in tables.layers]
-    assert backward.get_total_flops() == sum(load(each).at("matmul") for each in works)
+    assert backward.get_total_flops() == sum(map(products, works))
+
+
+def products(works: Iterable[Work]) -> float:
+    """FLOPs of matmuls, and of experts' grouped ones."""
+    return sum(load(works).at(rate) for rate in ("matmul", "grouped"))
 
 
 @pytest.mark.parametrize(

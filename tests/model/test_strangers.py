@@ -322,6 +322,8 @@ ELSEWHERE = {
     "num_key_value_heads",  # Phi3's, beside num_key_value_groups
     "normalized_shape",  # compared as the weight's shape
     *("use_qk_norm", "q_norm", "k_norm"),  # Cohere's, which _undeclared finds
+    *("num_experts", "num_experts_per_tok", "router_aux_loss_coef"),  # of the auxiliary loss
+    *("num_local_experts", "top_k", "hidden_dim", "norm_topk_prob", "jitter_noise"),  # routers'
     "_norm",  # Gemma's norm, a method
     "_deepstack_process",  # Qwen3-VL's images
     "recomposition_frequencies",  # of three equal rows of positions nothing is left
@@ -333,7 +335,7 @@ def test_forwards_read_no_attribute_that_nobody_looks_at(kind: str) -> None:
     """Of these versions of transformers: a family's next setting is found when they are raised."""
     family = FAMILIES[kind]
     known = SEEN | ELSEWHERE | {name for names in family.children.values() for name in names}
-    parts = ("Model", "DecoderLayer", "Attention", "MLP", "RotaryEmbedding", "ForCausalLM")
+    parts = ("Model", "DecoderLayer", "RotaryEmbedding", "ForCausalLM", *family.modules.values())
     for path in [name for part in parts for name in family.known(part)] + [*family.norm_classes]:
         module, _, name = path.rpartition(".")
         owner = getattr(import_module(module), name, None)  # VL text models have no causal class

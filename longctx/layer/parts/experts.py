@@ -1,0 +1,271 @@
+"""The residual block of a mixture of experts, and its cost. Each token goes to k of E experts:
+
+    n2 = rms_norm(h)        ids, w = router(n2 Wr')               (T, k), in fp32
+    y = h + r sum_j w_j z_j        z_j = (silu(n2 Wg') * (n2 Wu')) Wd'       of expert ids_j
+
+The (token, choice) pairs of a tile are its *slots*. They are sorted by expert once, and each
+expert's slots stand side by side in grouped matmuls (kernels/grouped_mm.py), whose first operand is
+gathered as it is read. The k products of a token are added in the order of its choices in fp32, and
+rounded once with h. Backward, with dz = dy, never weighted and never copied:
+
+    [recompute gate, up]                a = dy Wd,  dw = <a, product>
+    dWd += dy' (w product)              dgate, dup from w a;  dWg, dWu += dgate' n2, dup' n2
+    dn2 = sum_j (dgate Wg + dup Wu)_j + dlogits Wr,  dWr += dlogits' n2;  dh = dy + rms_norm'
+
+The down projection is not recomputed: its product is needed in no gradient. Forward keeps the ids
+(T, k), so that backward has the same experts whatever rounds otherwise, and computes the logits
+again from n2. The letters are those of layer/__init__.py; I are the features of one expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx.cost.dims import LayerKind
+from longctx.cost.sizes import Batch, Sizes
+from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.kernels.grouped_mm import (
+    Sorted,
+    combine,
+    grouped_mm,
+    grouped_outer_,
+    slot_dots,
+    sort_slots,
+)
+from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
+from longctx.layer.linear import WeightGradient, sum_dtype, weight_sums, wide_mm
+from longctx.layer.parts.norms import Norm
+from longctx.layer.parts.protocol import NOTHING, Kept, OverTiles
+from longctx.layer.passes import Pass
+from longctx.layer.projection import plus_product
+from longctx.layer.router import IDS, logits_grad, route
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The slots of a tile."""
+
+    logits: Tensor  # (t, E) fp32
+    ids: Tensor  # (t, k)
+    weights: Tensor  # (t, k) fp32
+    slots: Sorted
+
+
+class Experts(OverTiles):
+    """The block in one pass. `kept` has ids (T, k), and gate and up, (T, k, 2 I), in the order of
+    the slots of each tile, if forward keeps them."""
+
+    stacks = ("experts_in", "experts_out")
+
+    def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
+        given, dtype = p.weights.given, p.schedule.dtype
+        assert p.traits.router is not None
+        self._pass, self._router, self._kept = p, p.traits.router, dict(kept)
+        self._balance = p.schedule.balance
+        self._norm = Norm(p, "norm2")
+        self._gate = given["router"].to(dtype)  # (E, D)
+        self._in, self._out = (given[name].to(dtype) for name in self.stacks)
+        if p.gradients is not None:
+            grads = p.gradients
+            self._d_gate = WeightGradient(grads.wants("router"))
+            self._d_in, self._d_out = (
+                StackGradient(w, grads.wants(name), sum_dtype(given[name], grads.sums))
+                for name, w in zip(self.stacks, (self._in, self._out), strict=True)
+            )
+
+    def keep(self, x: Tensor) -> None:
+        """Allocates ids (T, k), and gate and up (T, k, 2 I) if they are kept."""
+        T, k = len(x), self._router.chosen
+        if self._pass.keeps("routing"):
+            self._kept["ids"] = torch.empty(T, k, dtype=IDS, device=x.device)
+            self._pass.keep("routing", {"ids": self._kept["ids"]}, of_tiles=True)
+        if self._pass.keeps("gate up"):
+            self._kept["gate up"] = self._in.new_empty(T, k, self._in.shape[1])
+            self._pass.keep("gate up", {"gate up": self._kept["gate up"]}, of_tiles=True)
+
+    def forward(self, h: Tensor, tile: slice, *, onto: Tensor, out: Tensor) -> None:
+        """Adds the experts' outputs of a tile, from what they read, h (t, D), to `onto` (t, D), and
+        writes the sum into `out`."""
+        n2 = self._normed(h)
+        routed = self._routed(n2, self._given(tile))
+        if self._balance is not None:
+            self._balance.add(routed.logits, tile)
+        if "ids" in self._kept:
+            self._kept["ids"][tile] = routed.ids
+        product = self._activated(self._made(n2, routed, tile))
+        z = grouped_mm(product, self._out, routed.slots.ends)
+        scale, places = self._pass.traits.residual, routed.slots.places
+        combine(z, places, weights=routed.weights, onto=onto, scale=scale, out=out)
+
+    def backward(
+        self, dy: Tensor, h: Tensor, tile: slice, *, onto: Tensor | None = None, out: Tensor
+    ) -> None:
+        """Writes a tile's dh, added to `onto` if given, into `out` (t, D), which may be dy. Adds to
+        the gradients of the router and of the experts."""
+        r, n2 = self._pass.traits.residual, self._normed(h)
+        narrow, ids = dy.to(self._pass.schedule.dtype), self._kept.get("ids")
+        routed = self._routed(n2, self._given(tile) if ids is None else ids[tile])
+        order, rows, places, ends = routed.slots
+        made = self._made(n2, routed, tile, again="gate up" not in self._kept)
+        product = self._activated(made)
+        a = grouped_mm(narrow, self._out.transpose(1, 2), ends, rows=rows)
+        d_weights = r * slot_dots(a, product)[places]
+        weights = (r * routed.weights).flatten()[order, None].to(a.dtype)
+        self._d_out.add(narrow, product.mul_(weights), ends, rows, None)
+        swiglu_backward_(a.mul_(weights), *made.chunk(2, dim=1), activation=self._activation)
+        del product, a
+        self._d_in.add(made, n2, ends, None, rows)
+        dn2 = combine(grouped_mm(made, self._in.transpose(1, 2), ends), places)
+        d_logits = self._logits_grad(routed, d_weights, tile).to(n2.dtype)
+        self._d_gate.add(d_logits, n2)
+        dn2 = plus_product(dn2, d_logits, self._gate, out=dn2)
+        self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
+
+    def finish(self) -> None:
+        grads = self._pass.grads
+        grads.put("router", self._d_gate.round(torch.float32)[0])
+        for name, sums in zip(self.stacks, (self._d_in, self._d_out), strict=True):
+            grads.put(name, sums.finish())
+        self._norm.finish()
+
+    # --- routing, and gate and up ---------------------------------------------------------------
+
+    def _given(self, tile: slice) -> Tensor | None:  # (t, k)
+        """Returns the experts of a tile's tokens that the batch's caller chose, if it did."""
+        given = self._pass.schedule.expert_ids
+        ids = given[self._pass.layer] if given else None
+        return None if ids is None else ids[tile]
+
+    def _routed(self, n2: Tensor, ids: Tensor | None) -> Routed:
+        """Chooses the experts of a tile's tokens, unless they are given."""
+        logits = wide_mm(n2, self._gate.t())
+        ids, weights = route(logits, self._router, ids=ids)
+        return Routed(logits, ids, weights, sort_slots(ids, self._router.experts))
+
+    def _logits_grad(self, routed: Routed, d_weights: Tensor, tile: slice) -> Tensor:  # (t, E)
+        balance = self._balance
+        found = (None, None) if balance is None else (balance.gradient, balance.of(tile))
+        return logits_grad(routed.logits, self._router, routed.ids, d_weights, *found)
+
+    def _made(self, n2: Tensor, routed: Routed, tile: slice, again: bool = True) -> Tensor:
+        """Returns gate and up side by side, (t k, 2 I)."""
+        kept = self._kept.get("gate up")
+        made = None if kept is None else kept[tile].flatten(0, 1)
+        if made is not None and not again:
+            return made
+        return grouped_mm(n2, self._in, routed.slots.ends, rows=routed.slots.rows, out=made)
+
+    @property
+    def _activation(self) -> Any:
+        return self._pass.traits.activation
+
+    def _activated(self, made: Tensor) -> Tensor:  # (t k, 2 I) -> (t k, I)
+        return swiglu_forward(*made.chunk(2, dim=1), activation=self._activation)
+
+    def _normed(self, h: Tensor) -> Tensor:
+        return self._norm.forward(h).to(self._pass.schedule.dtype)
+
+    @staticmethod
+    def cost(s: Sizes, kind: LayerKind, batch: Batch) -> Table:
+        """The cost of this block in one layer."""
+        tokens, unit = batch.tokens, s.unit(batch.tokens)
+        slots, matrix = tokens * kind.chosen, s.hidden * kind.intermediate
+        made = slots * s.itemsize * kind.intermediate  # gate, or up, or their product
+        gathered = slots * s.itemsize * s.hidden
+        gate_up, down = 4 * slots * matrix, 2 * slots * matrix
+        routed = 2 * tokens * s.hidden * kind.experts
+        logits = Work(name="router", flops=routed, nbytes=unit)
+        inner = Work(name="gate up", flops=gate_up, rate="grouped", nbytes=gathered + 2 * made)
+        sums = weight_sums(s, kind, tokens, 3 * matrix * kind.experts)
+        ids = Keepable(name="routing", nbytes=2 * slots, always=True, of_tiles=True)
+        return Table(
+            forward=(
+                logits,
+                inner,
+                Work(name="down", flops=down, rate="grouped", nbytes=3 * made + 2 * gathered),
+            ),
+            backward=(
+                Work(name="router", flops=(2 + kind.trains_weights) * routed, nbytes=3 * unit),
+                Work(name="down", flops=down, rate="grouped", nbytes=gathered + 6 * made),
+                Work(name="gate up", flops=gate_up, rate="grouped", nbytes=2 * gathered + 2 * made),
+                Work(
+                    name="gradients",
+                    flops=kind.trains_weights * (gate_up + down),
+                    rate="grouped",
+                    nbytes=4 * unit + sums,
+                ),
+            ),
+            keepables=(
+                ids,
+                Keepable(
+                    name="gate up",
+                    nbytes=2 * made,
+                    spares=(replace(inner, nbytes=0.0),),
+                    needs=frozenset({"o", "h"}),
+                    of_tiles=True,
+                ),
+            ),
+            buffers=_buffers(s, kind, tokens),
+        )
+
+
+def _buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, ...]:
+    """Buffers of experts. A tile has h, n2 and their gradients, and of each slot gate, up, their
+    product and its gradient, and what the slot gives or its gradient. Backward also has the fp32
+    sums of the weights' gradients, which are rounded one after the other and then stay until the
+    layer's backward ends."""
+    rows = min(tokens, s.cut(tokens).tile_tokens)
+    narrow = rows * s.hidden * s.itemsize
+    wide, slots = (rows * kind.chosen * n * s.itemsize for n in (kind.intermediate, s.hidden))
+    logits = 3 * 4 * rows * kind.experts
+    weights = 3 * s.hidden * kind.intermediate * kind.experts * kind.trains_weights
+
+    def back(name: str, nbytes: int, **how: Any) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="mlp backward", **how)
+
+    def forward(name: str, nbytes: int, **how: Any) -> Buffer:
+        return Buffer(name=name, nbytes=nbytes, during="mlp forward", **how)
+
+    return (
+        forward("its output", s.unit(tokens)),
+        forward("a tile", wide + slots + 2 * narrow + logits),
+        forward("a tile", 2 * wide, spared_by="gate up"),
+        back("dy", s.unit(tokens)),
+        back("the experts' gradients, fp32", 4 * weights + s.itemsize * weights),
+        back("the experts' gradients", s.itemsize * weights, span="after"),
+        back("a tile", 2 * wide + slots + 4 * narrow + 2 * logits),
+        back("a tile", 2 * wide, spared_by="gate up"),
+    )
+
+
+class StackGradient:
+    """Sums the gradient of all experts' weights (E, O, K) over tiles of tokens, unless frozen."""
+
+    def __init__(self, weight: Tensor, wanted: bool, dtype: torch.dtype) -> None:
+        self._shape, self._wanted, self._dtype = weight.shape, wanted, dtype
+        self._sum: Tensor | None = None
+
+    def add(
+        self,
+        a: Tensor,  # (n or t, O)
+        b: Tensor,  # (n or t, K)
+        ends: Tensor,  # (E,)
+        rows_a: Tensor | None,  # (n,)
+        rows_b: Tensor | None,  # (n,)
+    ) -> None:
+        """Adds a[rows_a]' b[rows_b] of each expert's slots to its own weight's gradient."""
+        if not self._wanted:
+            return
+        first = self._sum is None
+        if self._sum is None:
+            self._sum = torch.empty(self._shape, dtype=self._dtype, device=a.device)
+        grouped_outer_(self._sum, a, b, ends, rows_a=rows_a, rows_b=rows_b, add=not first)
+
+    def finish(self) -> Tensor | None:
+        """Returns the sum, which is the caller's then."""
+        found, self._sum = self._sum, None
+        return found

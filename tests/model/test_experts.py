@@ -1,0 +1,230 @@
+"""Layers with experts against vanilla Hugging Face: routing, auxiliary loss, bits.
+
+Which experts a token goes to is a step function of its hidden state. In 16 bits some choices flip,
+which costs more than all roundings, so that the rule of tests/exactness.py is asked with the same
+experts on all sides. tests/model/test_every_family.py has fp32, with the routers' own choice.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_layer import (
+    LADDER,
+    PACKED,
+    assert_exact_run,
+    assert_no_bit_depends_on_the_ladder,
+    batch,
+    batches,
+    gradients,
+    run,
+)
+from test_every_family import trio
+
+from longctx.errors import UserError
+from longctx.model.families import layers_of, model_traits
+
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe"]
+COEFFICIENT = 0.5
+
+
+def routers(model):
+    return [t.router for t in model_traits(model.model) if t.router is not None]
+
+
+def chosen(model, rows: tuple[int, int], seed: int = 0) -> torch.Tensor:  # (L, B, S, k)
+    """Experts for each token of a batch: all different, and some experts with few tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    each = routers(model)
+    scores = torch.rand(len(each), *rows, each[0].experts, generator=draw)
+    scores *= torch.linspace(0.2, 1, each[0].experts)
+    return scores.topk(each[0].chosen).indices
+
+
+def follow(model, ids: torch.Tensor) -> None:
+    """Has Hugging Face's routers choose these experts."""
+    sparse = [layer for layer, family in layers_of(model.model) if family.stacks]
+    for layer, router, own in zip(sparse, routers(model), ids.flatten(1, 2), strict=True):
+        gate = layer.mlp.gate
+
+        def forward(hidden, gate=gate, own=own, router=router):
+            logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+            wide = torch.promote_types(logits.dtype, torch.float32)
+            weights = logits.to(wide).softmax(-1).gather(1, own)
+            if router.normalised:
+                weights = weights / weights.sum(-1, keepdim=True)
+            return logits, weights.to(logits.dtype), own
+
+        gate.forward = forward
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("keep", ["x", "all"])
+def test_the_same_experts_train_exactly_in_16_bits(family, keep) -> None:
+    settings = dict(keep=keep, tile_tokens=31, head_groups=2)
+    truth, naive, ours = trio(family, torch.bfloat16, settings)
+    given = batches(PACKED, 8)
+    ids = chosen(ours, given[0]["input_ids"].shape)
+    for model in (truth, naive):
+        follow(model, ids)
+    runs = [run(model, *given) for model in (truth, naive)]
+    found = run(ours, *({**inputs, "expert_ids": ids} for inputs in given))
+    assert_exact_run(found, runs[1], runs[0], torch.bfloat16)
+
+
+@pytest.mark.parametrize(("turn", "family"), enumerate(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_depends_on_what_is_kept_and_where(family, turn, dtype) -> None:
+    _, _, ours = trio(family, dtype, LADDER | dict(head_groups=2))
+    ours.config.output_router_logits = True
+    assert_no_bit_depends_on_the_ladder(ours, mixed=10, turn=turn)
+
+
+def test_routing_is_kept_and_may_wait_on_the_host() -> None:
+    _, _, ours = trio("mixtral", torch.float32, LADDER)
+    ours(**batch(PACKED))
+    assert all({"routing"} <= keep.kept for keep in ours.longctx.store.ladder)
+
+
+PADDED = torch.tensor([[1] * 48, [1] * 30 + [0] * 18])
+ASKED = {
+    "by argument": dict(output_router_logits=True),
+    "padded": dict(output_router_logits=True, attention_mask=PADDED),
+    "by configuration": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
+    models = trio(family, torch.float32, dict(tile_tokens=31), router_aux_loss_coef=COEFFICIENT)
+    ids = torch.randint(211, (2, 48), generator=torch.Generator().manual_seed(1))
+    inputs = dict(input_ids=ids, labels=ids.masked_fill(PADDED == 0, -100), **ASKED[asked])
+    for model in models:
+        model.config.output_router_logits = asked == "by configuration"
+    truth, naive, ours = (run(model, inputs) for model in models)
+    assert_exact_run(ours, naive, truth, torch.float32)
+    found = [model(**inputs) for model in models]
+    torch.testing.assert_close(found[2].aux_loss, found[0].aux_loss.float())
+    assert found[2].aux_loss > 1
+    for model in models:
+        model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(models[2](**inputs).loss, models[1](**inputs).loss)
+
+
+def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:
+    """Where they run: the loss is chunked, and its logits are theirs."""
+    _, naive, ours = trio("mixtral", torch.float32, router_aux_loss_coef=COEFFICIENT)
+    inputs = batch([[48]]) | dict(output_router_logits=True)
+    ours.model.layers[0].register_forward_hook(lambda *_: None)
+    wanted, found = gradients(naive, inputs), gradients(ours, inputs)
+    assert "Hugging Face's layers run" in capsys.readouterr().out
+    torch.testing.assert_close(found[0], wanted[0])
+    for name, grad in wanted[1].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_shared_prompt_counts_as_often_as_it_has_answers() -> None:
+    """In the auxiliary loss, as in rows of which each has its own prompt."""
+    changes = dict(router_aux_loss_coef=COEFFICIENT)
+    draw = torch.Generator().manual_seed(1)
+    prompt = torch.randint(211, (40,), generator=draw)
+    rows = [torch.cat([prompt, torch.randint(211, (9,), generator=draw)]) for _ in range(3)]
+    ids = torch.stack(rows)
+    inputs = dict(input_ids=ids, labels=ids, output_router_logits=True)
+    _, apart, _ = trio("mixtral", torch.float32, {}, **changes)
+    _, _, ours = trio("mixtral", torch.float32, dict(share_prefixes=True), **changes)
+    wanted, found = gradients(apart, inputs), gradients(ours, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    for name, grad in wanted[1].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_that_a_caller_chose() -> None:
+    """The routers' own choice, given back, changes no bit; another one changes the loss."""
+    _, _, ours = trio("qwen3_moe", torch.float32, dict(tile_tokens=31))
+    inputs, seen = batch([[48]]), []
+    gates = [layer.mlp.gate for layer, family in layers_of(ours.model) if family.stacks]
+    hooks = [g.register_forward_hook(lambda _, __, out: seen.append(out[2])) for g in gates]
+    with torch.no_grad():
+        ours(**inputs | {"labels": None, "use_cache": True})  # Hugging Face's layers
+    for hook in hooks:
+        hook.remove()
+    own = torch.stack(seen)[:, None]  # of the whole row
+    loss, grads = gradients(ours, inputs)
+    grads = {name: grad.clone() for name, grad in grads.items()}
+    again, same = gradients(ours, inputs | {"expert_ids": own})
+    assert torch.equal(loss, again)
+    assert all(torch.equal(grads[name], same[name]) for name in grads)
+    other = chosen(ours, inputs["input_ids"].shape)
+    assert not torch.equal(loss, ours(**inputs, expert_ids=other).loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda ids: ids[:1], r"shape \(2, 1, 144, 3\).*got \(1, 1, 144, 3\)"),
+        (lambda ids: ids.float(), "must be integers"),
+        (lambda ids: ids + 5, "must be from 0 to 6"),
+        (lambda ids: [1], "got list"),
+    ],
+)
+def test_experts_that_cannot_be(change, problem) -> None:
+    _, _, ours = trio("qwen3_moe", torch.float32)
+    inputs = batch(PACKED)
+    ids = change(chosen(ours, inputs["input_ids"].shape))
+    with pytest.raises(UserError, match=problem):
+        ours(**inputs, expert_ids=ids)
+
+
+def test_experts_are_chosen_where_there_are_some() -> None:
+    _, _, ours = trio("llama", torch.float32)
+    with pytest.raises(UserError, match="this one has none"):
+        ours(**batch([[48]]), expert_ids=torch.zeros(3, 1, 48, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_expert_gets_all(family) -> None:
+    """And most get none: every token is a tie, which torch.topk breaks the same way on all
+    sides."""
+    models = trio(family, torch.float32, dict(tile_tokens=31))
+    with torch.no_grad():
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if name.endswith("mlp.gate.weight"):
+                    parameter.zero_()
+    truth, naive, ours = (run(model, *batches(PACKED, 2)) for model in models)
+    assert_exact_run(ours, naive, truth, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda base: setattr(base.layers[0].mlp, "jitter_noise", 0.1), "jitter noise"),
+        (
+            lambda base: base.layers[0].mlp.gate.register_buffer("bias", torch.zeros(5)),
+            "mlp.gate.bias, which the schedule does not know",
+        ),
+        (
+            lambda base: setattr(
+                base.layers[1].mlp.experts,
+                "down_proj",
+                torch.nn.Parameter(torch.zeros(5, 128, 32)),
+            ),
+            r"a weight of \(5, 128, 32\) in model.layers.1.mlp.experts.down_proj",
+        ),
+    ],
+)
+def test_what_experts_have_beside(spoil, reason, capsys) -> None:
+    _, _, ours = trio("mixtral", torch.float32)
+    spoil(ours.model)
+    try:
+        ours(**batch([[48]]))
+    except RuntimeError:
+        pass  # Hugging Face's layers cannot compute with such a weight either
+    assert re.search(reason, capsys.readouterr().out)
