@@ -529,7 +529,8 @@ def grouped_outer_(
     for name, tensor in (("acc", acc), ("a", a), ("b", b)):
         check_rows(name, tensor)
     if config is None:
-        config = outer_config(width, inputs, a.element_size(), _shared_bytes(a))
+        n = next(iter(lengths))
+        config = outer_config(n, experts, width, inputs, a.element_size(), _shared_bytes(a))
     programs = experts * triton.cdiv(width, config.rows) * triton.cdiv(inputs, config.block)
     with on_device(a):
         _outer_kernel[(programs,)](
@@ -697,12 +698,19 @@ def mm_config(
 
 
 def outer_config(
-    width: int, inputs: int, itemsize: int = 2, shared_bytes: int = LARGE_SHARED_BYTES
+    n: int,
+    experts: int,
+    width: int,
+    inputs: int,
+    itemsize: int = 2,
+    shared_bytes: int = LARGE_SHARED_BYTES,
 ) -> TileConfig:
-    """The tiles of `grouped_outer_`."""
+    """The tiles of `grouped_outer_` for n slots of so many experts. Where an expert has few, more
+    than one program a multiprocessor hides the sums that are read and written."""
     if itemsize == 4:
         return FP32
-    if min(width, inputs) > 128 and shared_bytes >= LARGE_SHARED_BYTES:
+    is_long = n >= 1024 * experts
+    if is_long and min(width, inputs) > 128 and shared_bytes >= LARGE_SHARED_BYTES:
         return TileConfig(rows=128, block=256, depth=64, num_warps=8, num_stages=3)
     return TileConfig(rows=128, block=128, depth=64, num_warps=8, num_stages=3)
 

@@ -86,7 +86,7 @@ class Case:
 
     @property
     def is_tiny(self) -> bool:
-        return any("tiny" in command for command in self.commands)
+        return any("tiny" in word for command in self.commands for word in command)
 
 
 def torchrun(processes: int, *words: str) -> Words:
@@ -183,9 +183,32 @@ def _class_types(inputs: Inputs) -> Iterator[Case]:
         words = ("--preset", preset, "--seq_len", "4096", "--max_steps", "2", *NO_SAVES)
         command = (*TRAIN, *words, *BUDGET, *inputs.at(preset))
         yield Case(name=preset, commands=(command,), prints=(SCHEDULE,))
+    yield from _experts(inputs)
     command = (*TRAIN, "--model_name_or_path", inputs.base, "--seq_len", "4096", "--max_steps", "2")
     command = (*command, *NO_SAVES, *BUDGET, *inputs.at("from_folder"))
     yield Case(name="from_folder", commands=(command,), prints=(SCHEDULE,))
+
+
+def _experts(inputs: Inputs) -> Iterator[Case]:
+    """Mixtures: tiny with its checkpoints, one of published size with adapters, and two engines."""
+    moe = ("--preset", "tiny-moe", "--seq_len", "2048", "--max_steps", "4")
+    runs: dict[str, Words] = {
+        "experts": (*TRAIN, *moe, *SAVES),
+        "experts_lora": (*TRAIN, *moe, *LORA),
+        "experts_place_host": (*TRAIN, *moe, "--place", "host"),
+        "experts_dpo": (*TRAIN, *moe, "--task", "dpo", "--train_file", inputs.pairs),
+        "experts_zero3": torchrun(1, *moe, "--deepspeed", "zero3"),
+        "experts_fsdp2": accelerate(1, "fsdp_configs/fsdp2.yaml", *moe),
+        "experts_vanilla": (*TRAIN, *moe, "--class_type", "vanilla"),
+    }
+    for name, command in runs.items():
+        vanilla = "--class_type" in command
+        prints = ("vanilla: ",) if vanilla else (SCHEDULE,)
+        commands = ((*command, *inputs.at(name)),)
+        yield Case(name=name, commands=commands, prints=prints, vanilla=vanilla)
+    words = "--preset olmoe-1b-7b --seq_len 4096 --max_steps 2 --lora_r 16".split()
+    command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at("olmoe-1b-7b"))
+    yield Case(name="olmoe-1b-7b", commands=(command,), prints=(SCHEDULE, "experts and their"))
 
 
 def _memory(inputs: Inputs) -> Iterator[Case]:

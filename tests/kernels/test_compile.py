@@ -254,7 +254,8 @@ def _grouped_cases(grouped_mm, t: str):
             how |= {"EVEN_WIDTH": even, "EVEN_INPUTS": even, "HALVES": c.halves}
             yield f"grouped_mm{name}", grouped_mm._mm_kernel, t, arguments | how, c
     configs = {
-        grouped_mm.outer_config(width, 2048, itemsize, 1024 * kib): None
+        grouped_mm.outer_config(n, 128, width, 2048, itemsize, 1024 * kib): None
+        for n in (65536, 262144)
         for width in (128, 1536)
         for kib in (99, 163)
     }

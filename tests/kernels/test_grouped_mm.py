@@ -138,7 +138,7 @@ def test_tiles_suit_the_segments_and_the_card() -> None:
             for n in (100, 10**6):
                 for width in (100, 1536):
                     configs = [mm_config(n, 8, width, itemsize, shared_bytes)]
-                    configs += [outer_config(width, 2048, itemsize, shared_bytes)]
+                    configs += [outer_config(n, 8, width, 2048, itemsize, shared_bytes)]
                     assert all(c.shared_bytes(itemsize) <= shared_bytes for c in configs)
 
 
@@ -298,7 +298,10 @@ WRONG = [
     ({"x": torch.zeros(6, 9)}, r"x must have shape \(6, 8\), got \(6, 9\)"),
     ({"x": torch.zeros(6, 8).half()}, "must have one dtype, got torch.float16"),
     ({"x": torch.zeros(8, 6).t()}, "x must be contiguous in its last dimension"),
-    ({"weight": torch.zeros(2, 4, 16)[..., ::2]}, "weight must be contiguous in its last dim"),
+    (
+        {"weight": torch.zeros(2, 4, 16, device=DEVICE)[..., ::2]},
+        "weight must be contiguous in its last dim",
+    ),
     ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends must have shape \(2,\)"),
     ({"ends": torch.zeros(2, dtype=torch.int64)}, "ends must be int32, got torch.int64"),
     ({"rows": torch.zeros(6)}, "rows must be int32, got torch.float32"),

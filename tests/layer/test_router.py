@@ -125,7 +125,8 @@ def of_transformers(name: str, changes: dict[str, Any]) -> tuple[Any, Router, Te
 @pytest.mark.parametrize(("name", "changes"), CASES)
 def test_ids_weights_and_gradients_of_transformers(name, changes) -> None:
     theirs, router, bias = of_transformers(name, changes)
-    logits, weights, ids = theirs(made(T, D, seed=9))
+    found = theirs(made(T, D, seed=9))  # GraniteMoe's in another order before transformers 5.23
+    logits, weights, ids = sorted(found, key=lambda x: (not x.is_floating_point(), x.shape[1] < E))
     ours = route(logits.detach(), router, bias)
     order, his_order = ours.ids.argsort(-1), ids.argsort(-1)  # GLM-4 does not sort
     assert torch.equal(ours.ids.gather(-1, order).long(), ids.gather(-1, his_order))

@@ -24,6 +24,7 @@ from small_layer import (
 )
 from test_every_family import trio
 
+from exactness import DEVICE
 from longctx.errors import UserError
 from longctx.model.families import layers_of, model_traits
 
@@ -42,7 +43,7 @@ def chosen(model, rows: tuple[int, int], seed: int = 0) -> torch.Tensor:  # (L, 
     each = routers(model)
     scores = torch.rand(len(each), *rows, each[0].experts, generator=draw)
     scores *= torch.linspace(0.2, 1, each[0].experts)
-    return scores.topk(each[0].chosen).indices
+    return scores.topk(each[0].chosen).indices.to(DEVICE)
 
 
 def follow(model, ids: torch.Tensor) -> None:
@@ -90,7 +91,7 @@ def test_routing_is_kept_and_may_wait_on_the_host() -> None:
     assert all({"routing"} <= keep.kept for keep in ours.longctx.store.ladder)
 
 
-PADDED = torch.tensor([[1] * 48, [1] * 30 + [0] * 18])
+PADDED = torch.tensor([[1] * 48, [1] * 30 + [0] * 18], device=DEVICE)
 ASKED = {
     "by argument": dict(output_router_logits=True),
     "padded": dict(output_router_logits=True, attention_mask=PADDED),
@@ -102,7 +103,7 @@ ASKED = {
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
     models = trio(family, torch.float32, dict(tile_tokens=31), router_aux_loss_coef=COEFFICIENT)
-    ids = torch.randint(211, (2, 48), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(211, (2, 48), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     inputs = dict(input_ids=ids, labels=ids.masked_fill(PADDED == 0, -100), **ASKED[asked])
     for model in models:
         model.config.output_router_logits = asked == "by configuration"
@@ -135,7 +136,7 @@ def test_a_shared_prompt_counts_as_often_as_it_has_answers() -> None:
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(211, (40,), generator=draw)
     rows = [torch.cat([prompt, torch.randint(211, (9,), generator=draw)]) for _ in range(3)]
-    ids = torch.stack(rows)
+    ids = torch.stack(rows).to(DEVICE)
     inputs = dict(input_ids=ids, labels=ids, output_router_logits=True)
     _, apart, _ = trio("mixtral", torch.float32, {}, **changes)
     _, _, ours = trio("mixtral", torch.float32, dict(share_prefixes=True), **changes)
@@ -185,7 +186,7 @@ def test_experts_that_cannot_be(change, problem) -> None:
 def test_experts_are_chosen_where_there_are_some() -> None:
     _, _, ours = trio("llama", torch.float32)
     with pytest.raises(UserError, match="this one has none"):
-        ours(**batch([[48]]), expert_ids=torch.zeros(3, 1, 48, 2, dtype=torch.int64))
+        ours(**batch([[48]]), expert_ids=torch.zeros(3, 1, 48, 2).long())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
