@@ -165,7 +165,8 @@ def why_not_chunked(
     found = _problems(head, LINEAR, "lm_head", patched=patched, hooks=_AFTER)
     if reason := _own_loss(model):
         return reason
-    if known_family(model).router is None and asks_for_router_logits(model.config, given):
+    family = family_of(model)
+    if asks_for_router_logits(model.config, given) and (family is None or family.router is None):
         return "output_router_logits, and the auxiliary loss of routers"
     if getattr(model.config, "final_logit_softcapping", None) != logits_cap(model):
         return "a cap of logits"
