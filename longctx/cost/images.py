@@ -7,7 +7,8 @@ language model.
             + 4 H * pairs of patches that attend to each other  attention, both ways
             A tower that trains does this again in backward, where there are several groups
             (model/tower.py), and 2 times (matmuls) and 2.5 times (attention) as much for gradients.
-    bytes   the tower's weights; 2 a number of pixels, which batches have in the tower's dtype;
+    bytes   the tower's weights, throughout, or while it runs if they wait on the host;
+            2 a number of pixels, which batches have in the tower's dtype;
             in forward 2 D F of features, twice, since Hugging Face's code joins those of all
             images and holds both, as much once for each of deepstack's levels, and 2 H P of hidden
             states that its output holds;
@@ -96,6 +97,8 @@ class Images:
     count: int
     trained: bool = False
     """Whether the tower trains."""
+    away: bool = False
+    """Whether the tower's weights wait on the host while it does not run."""
 
     @property
     def patches(self) -> int:
@@ -160,12 +163,17 @@ class Images:
         """Bytes of all features, without deepstack's."""
         return self.features * self.tower.features * self.tower.itemsize
 
+    @property
+    def _weights(self) -> Buffers:
+        """Bytes of a frozen tower's weights; one that trains is a block of the model."""
+        nbytes = 0 if self.trained else self.tower.parameters * self.tower.itemsize
+        return {"what sees images": nbytes}
+
     @cached_property
     def standing(self) -> Buffers:
         """Buffers of images throughout a step: a frozen tower's weights, and pixels."""
-        weights = 0 if self.trained else self.tower.parameters * self.tower.itemsize
         return {
-            "what sees images": weights,  # a block of the model where it trains
+            **({"what sees images": 0} if self.away else self._weights),
             "pixels": self.tower.itemsize * self.tower.numbers * self.patches,
         }
 
@@ -220,7 +228,8 @@ class Images:
             held = self.backward["features of images"] + self.feature_bytes
         else:
             group = max(group, PLACING * self.features * self.tower.features)
-        return {**self.standing, "features of images": held, "a group of images": group}
+        here = {**self.standing, **self._weights}
+        return {**here, "features of images": held, "a group of images": group}
 
 
 def with_images(phases: Sequence[Phase], images: Images, standing: Standing) -> list[Phase]:

@@ -64,19 +64,23 @@ class Levels:
         keeps_gradients: bool = False,
         order: tuple[str, str, str] = ORDERS[0],
         embedding_first: bool = False,
+        tower_first: bool = False,
     ) -> None:
         """`keeps_gradients` says that no gradient may leave, since several processes average them.
         `order` is the order in which kinds of tensors leave. With `embedding_first` the embedding's
-        states, the largest, are the first states to leave instead of the last."""
+        states, the largest, are the first states to leave instead of the last. With `tower_first`
+        the weights of what sees images are the first weights: they are copied up once, a layer's
+        twice, but no layer computes meanwhile."""
         self.blocks, self.accumulates = blocks, accumulates
         self.layers = count_layers(blocks)
         forward = [*range(len(blocks))]
+        weights = sorted(forward, key=lambda i: tower_first and blocks[i].sees)
         late = forward[1:] + forward[:1] if embedding_first else forward
         stays = {"grad"} if keeps_gradients else set[str]()
         self._leaving = [  # the first to leave is the first
             (kind, i)
             for kind in order
-            for i in reversed(late if kind == "states" else forward)
+            for i in reversed({"states": late, "weight": weights}.get(kind, forward))
             if kind not in stays and self._may_leave(i, kind)
         ]
         if placement == "gpu":
@@ -124,9 +128,9 @@ class Levels:
 
     @cached_property
     def _windows(self) -> tuple[Any, Any]:  # (levels,) each
-        """Bytes of weights that are on their way: in forward, and in backward, where only layers
-        stream."""
-        movable = np.array([block.movable for block in self.blocks], bool)
+        """Bytes of weights that are on their way: in the layers' forward, and in backward, where
+        only layers stream."""
+        movable = np.array([block.movable and not block.sees for block in self.blocks], bool)
         of_layer = np.array([block.layer is not None for block in self.blocks], bool)
 
         def window(which: Any) -> Any:

@@ -27,7 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from longctx.errors import UserError
 from longctx.kernels.adamw import CHECKED, adamw_
 from longctx.kernels.annotate import annotate
 from longctx.memory.place import AHEAD, MOVING, PIECE, RING
@@ -127,6 +129,13 @@ class StateStream:
 
         def after_forward(self: StateStream, block: Block, _: Any, __: Any, output: Any) -> None:
             self._close()
+            if block.spec.sees and any(
+                isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)
+            ):
+                raise UserError(
+                    "gradients of pixels go through what sees images, whose weights wait on the "
+                    "host when backward comes: keep them on the GPU (place gpu)"
+                )
             is_layer = block.spec.layer is not None
             if is_layer and torch.is_grad_enabled() and output.requires_grad:
                 output.register_hook(Hook(self, block, before_backward))
@@ -318,8 +327,9 @@ class StateStream:
 
 
 def _moving(block: Block, order: Sequence[Block]) -> list[Block]:
-    """Returns the next blocks in this order that move or are moving."""
-    others = dict.fromkeys(b for b in order if b is not block)
+    """Returns the next blocks in this order that move or are moving. What sees images is none of
+    them: a batch of text would bring it for nothing."""
+    others = dict.fromkeys(b for b in order if b is not block and not b.spec.sees)
     moving = [b for b in others if b.streams or b.update or b.ready][:MOVING]
     full = [b for b in moving if b.streams][AHEAD:]
     return moving[: moving.index(full[0])] if full else moving

@@ -2,8 +2,8 @@
 
 This works for every transformers model with a decoder, and for modules that hold such models. All
 other parameters (norms, biases, adapters and parameters of another dtype, towers of other
-modalities) form a last block, which stays on the GPU. What sees images is a block of its own where
-it trains, which stays there too, and in no block where it is at rest (vision.py).
+modalities) form a last block, which stays on the GPU. What sees images is a block of its own, which
+stays there where something of it trains, and in no block where it is at rest (vision.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from typing import Any
 from torch import nn
 
 from longctx.memory.states import BlockSpec, Part
+from longctx.model.adapters import inside_peft
 from longctx.model.look import look
 from longctx.model.vision import at_rest, towers
+
+SEEING = "what sees images"
+"""The name of its block."""
 
 
 def state_blocks(model: Any, *, movable: bool, head_movable: bool = True) -> list[BlockSpec]:
@@ -43,8 +47,27 @@ def state_blocks(model: Any, *, movable: bool, head_movable: bool = True) -> lis
     rest = {name: p for p, name in names.items() if p not in taken | resting | seeing}
     sees = {name: p for p, name in names.items() if p in seeing}
     blocks.append(BlockSpec(name="norms and the rest", parameters=rest))
-    blocks.append(BlockSpec(name="what sees images", parameters=sees, first=True))
+    blocks.append(BlockSpec(name=SEEING, parameters=sees, first=True))
     return [block for block in blocks if block.parameters]
+
+
+def seeing_block(
+    model: Any, names: Mapping[nn.Parameter, str], *, movable: bool, prefix: str = ""
+) -> BlockSpec | None:
+    """Returns the block of all that sees images in a model where nothing of it trains; None for
+    another model."""
+    modules = [tower for _, tower in towers(inside_peft(model))]
+    found = {names[p]: p for module in modules for p in module.parameters()}
+    if not found or any(p.requires_grad for p in found.values()):
+        return None
+    return BlockSpec(
+        name=prefix + SEEING,
+        parameters=found,
+        modules=modules,
+        movable=movable,
+        first=True,
+        sees=True,
+    )
 
 
 def language_models(module: Any) -> list[Any]:
@@ -95,6 +118,10 @@ def _blocks(
         if tied
         else block("embedding", first, None, movable)
     ]
+    seeing = seeing_block(model, names, movable=movable, prefix=prefix)
+    if seeing is not None and at_rest(model).isdisjoint(seeing.modules):
+        taken.update(seeing.parameters.values())
+        blocks.append(seeing)
     for i, layer in enumerate(decoder_layers(model)):
         blocks.append(block(f"layer {i}", [layer], i, movable))
     if head is not None and not tied:

@@ -59,9 +59,12 @@ def tower_of(model: Any) -> nn.Module | None:
 def tower_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs Hugging Face's forward of a tower over each group, and joins what it returns."""
     inputs = {k: v for k, v in (named(self, args) | kwargs).items() if k not in OF_TEXT}
+    frozen = not any(map(_has_gradient, (*self.parameters(), *inputs.values())))
     keeps = torch.is_grad_enabled() and trains(self)
     groups = [*_groups(self, inputs, patches_of(self) if keeps else FROZEN_PATCHES)]
-    run = partial(_run, self)
+    # Hooks that have embeddings require gradients (Trainer's checkpoints with adapters) would have
+    # a frozen tower save activations, and weights that may wait on the host.
+    run = torch.no_grad()(partial(_run, self)) if frozen else partial(_run, self)
     if len(groups) < 2:
         return run(**inputs)
     if keeps:
@@ -105,6 +108,10 @@ def trains(tower: nn.Module) -> bool:
     """Whether backward goes into a tower's layers."""
     names = (name for name, p in tower.named_parameters() if p.requires_grad)
     return any(not any(after in name for after in AFTER) for name in names)
+
+
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _groups(tower: Any, inputs: dict[str, Any], most: int) -> Iterator[dict[str, Any]]:

@@ -114,6 +114,7 @@ def _levels(
 ) -> list[Levels]:
     """Returns the levels of each order in which states leave. The plans of one model with other
     rows or another budget share what these have counted."""
+    seeing = any(block.sees and block.movable for block in blocks)
     return [
         Levels(
             blocks,
@@ -122,9 +123,11 @@ def _levels(
             keeps_gradients=several,
             order=order,
             embedding_first=first,
+            tower_first=tower_first,
         )
         for order in ORDERS
         for first in (False, True)
+        for tower_first in ([False, True] if seeing else [False])
     ]
 
 

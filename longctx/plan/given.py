@@ -78,6 +78,8 @@ class Given:
     """Whether layers run as CUDA graphs, where the run may have them."""
     images: PlannedImages | None = None
     """None where rows were planned with text alone."""
+    tower_on_gpu: bool = True
+    """Whether the weights of what sees images, where it is frozen, stay on the GPU."""
 
     def step(self, step: Step) -> Step:
         """Returns the step with the plan's choice, whatever is free here."""
@@ -133,13 +135,19 @@ class Given:
             "what these take must be free beside the plan; more --images would plan for them"
         )
 
-    def check_blocks(self, specs: Sequence[BlockSpec]) -> None:
-        """Raises UserError if the model has other blocks than the plan places, or if something that
-        the plan places on the host cannot wait there."""
-        if len(specs) != len(self.places) or not all(map(_may_be, specs, self.places)):
+    def places_of(self, specs: Sequence[BlockSpec]) -> list[Place]:
+        """Returns the place of each block. Raises UserError if the model has other blocks than the
+        plan places, or if something that the plan places on the host cannot wait there."""
+        others = iter(self.places)
+        seeing = Place(weight=self.tower_on_gpu)
+        found = [seeing if spec.sees else next(others, None) for spec in specs]
+        places = [place for place in found if place is not None]
+        whole = len(places) == len(specs) and next(others, None) is None
+        if not whole or not all(map(_may_be, specs, places)):
             raise UserError(
                 f"--plan {self.path} places blocks as this version of longctx does not: plan again"
             )
+        return places
 
 
 def _may_be(spec: BlockSpec, place: Place) -> bool:
@@ -153,6 +161,7 @@ def _flag(name: str, value: Any) -> str:
 def written(planned: Plan) -> dict[str, Any]:
     """Returns a plan as JSON values."""
     decision, sizes = planned.decision, planned.sizes
+    placed = [*zip(decision.specs, decision.places, strict=True)]
     return {
         "format": FORMAT,
         "run": {name: planned.run.value(name) for name in OPTIONS},
@@ -165,8 +174,9 @@ def written(planned: Plan) -> dict[str, Any]:
         "images": _images_of(planned.run),
         "cuda_graphs": decision.chosen.graph_bytes > 0,
         "blocks_on_gpu": [
-            [kind for kind in KINDS if getattr(place, kind)] for place in decision.places
+            [kind for kind in KINDS if getattr(p, kind)] for spec, p in placed if not spec.sees
         ],
+        "tower_on_gpu": all(place.weight for spec, place in placed if spec.sees),
     }
 
 
@@ -209,6 +219,7 @@ def read_given(path: str | Path) -> Given:
             places=[Place(**{kind: kind in on_gpu for kind in KINDS}) for on_gpu in _lists(plan)],
             graphs=plan.get("cuda_graphs") is True,  # files of earlier versions do not say
             images=_images(plan.get("images")),  # nor do these
+            tower_on_gpu=plan.get("tower_on_gpu") is not False,  # nor of this
         )
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise UserError(f"--plan {path} is no plan: write one with longctx plan --json") from error

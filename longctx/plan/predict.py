@@ -37,7 +37,7 @@ from longctx.memory.machine import host_budget
 from longctx.memory.place import Place, PlacedStates, Placement, usable_bytes
 from longctx.memory.states import BlockSpec
 from longctx.model.adapters import inside_peft
-from longctx.model.blocks import state_blocks
+from longctx.model.blocks import seeing_block, state_blocks
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.costs import StepTable
 from longctx.model.declined import is_dropout, set_dropout_
@@ -171,19 +171,24 @@ class Subject:
     def count(self) -> None:
         """Counts parameters, in blocks. To be called again if others of the model's are trained."""
         self.trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self._blocks: dict[tuple[bool, bool], list[BlockSpec]] = {}
+        self._blocks: dict[tuple[bool, bool, bool], list[BlockSpec]] = {}
         self.parameters = parameters_of(self.model, self.blocks(movable=False))
         self.plans: list[tuple[tuple[Run, Machine, int], Plan]] = []
         """The plans that were made of it."""
 
-    def blocks(self, *, movable: bool, head_movable: bool = True) -> list[BlockSpec]:
-        """Returns the model's `state_blocks`. A plan that does not fit is made 30 times, and the
-        blocks of 512 layers take 0.1 s."""
-        asked = movable, head_movable
+    def blocks(
+        self, *, movable: bool, head_movable: bool = True, sees: bool = False
+    ) -> list[BlockSpec]:
+        """Returns the model's `state_blocks`, also of what `sees` images. A plan that does not fit
+        is made 30 times, and the blocks of 512 layers take 0.1 s."""
+        asked = movable, head_movable, sees
         if asked not in self._blocks:
-            self._blocks[asked] = state_blocks(
-                self.model, movable=movable, head_movable=head_movable
-            )
+            found = state_blocks(self.model, movable=movable, head_movable=head_movable)
+            if sees:  # what is frozen is at rest here, and in none of these
+                names = {p: name for name, p in self.model.named_parameters()}
+                seeing = seeing_block(self.model, names, movable=movable)
+                found[1:1] = [seeing] if seeing else []
+            self._blocks[asked] = found
         return self._blocks[asked]
 
     @cached_property
@@ -334,7 +339,8 @@ def _planned(
     elif run.exact:
         movable = subject.schedules(run) and run.gpus == 1
         head_movable = run.task == "sft"  # whose loss is done with lm_head in forward
-        specs = subject.blocks(movable=movable, head_movable=head_movable)
+        sees = run.image is not None
+        specs = subject.blocks(movable=movable, head_movable=head_movable, sees=sees)
         decision = decide(
             specs,
             budget,
@@ -364,6 +370,8 @@ def _planned(
         process, held = int(engine.process_gib * GIB), engine.host(subject.parameters)
     found = phases(step.count(chosen.sizes, step.batch), chosen.ladder, standing)
     if images is not None:
+        placed = zip(decision.specs, decision.places, strict=True)
+        images = replace(images, away=any(not p.weight for spec, p in placed if spec.sees))
         found = with_images(found, images, standing)
     if more := chosen.graph_bytes:
         found = [Phase(name, {**buffers, "CUDA graphs": more}) for name, buffers in found]
@@ -479,13 +487,17 @@ def _step(subject: Subject, run: Run, machine: Machine, backend: str) -> Step:
     if images is not None and images.tower.deepstack:
         graphs = False  # layers that add features of images run eagerly
     alone = run.engine is None and run.sequence_parallel_size == 1
+    beside = 0
+    if images is not None:  # exact states have a block of the tower's weights
+        placed = run.engine is None and run.exact
+        beside = images.batch_bytes if placed else images.forward_bytes
     return replace(
         step,
         keep=run.model.keep,
         offload=run.model.offload_activations,
         graphs=graphs and run.gpus == 1 and run.engine is None,
         again=alone,
-        beside_bytes=images.forward_bytes if images is not None else 0,
+        beside_bytes=beside,
     )
 
 

@@ -128,6 +128,7 @@ def _images(planned: Plan, images: Images) -> dict[str, Any]:
         "pixels_gib": _gib(images.standing["pixels"]),
         "features_gib": _gib(images.forward["features of images"]),
         "tower_gib": _gib(images.tower.parameters * images.tower.itemsize),
+        "tower_on_host": images.away,
     }
 
 

@@ -108,6 +108,8 @@ def figures(result: dict[str, Any]) -> Lines:
 def _images(images: dict[str, Any]) -> str:
     many = images["in_a_row"] > 1
     trained = "trains" if images["trained"] else "is frozen"
+    if images["tower_on_host"]:
+        trained += " and waits on the host while it does not run"
     return (
         f"{images['in_a_row']} of {images['width']} x {images['height']}{' in a row' * many}, "
         f"{images['patches']} patches and {images['tokens']} tokens{' each' * many}, "

@@ -133,9 +133,9 @@ def _decided(
         step = replace(step, again=patched.longctx.can_run_again(patched))
         patched.longctx.reserved_tokens = tokens
     if given is not None:
-        given.check_blocks(specs)
+        places = given.places_of(specs)
         return decide_as_given(
-            specs, budget, accumulates=accumulates, step=given.step(step), places=given.places
+            specs, budget, accumulates=accumulates, step=given.step(step), places=places
         )
     return decide(
         specs,

@@ -57,6 +57,9 @@ def test_bytes() -> None:
     assert SEEN.forward["features of images"] == 2 * (4 * 36 * 20 + 144 * 10)
     assert SEEN.backward["features of images"] == 2 * (2 * 36 * 20)
     assert TRAINED.standing["what sees images"] == 0  # a block of the model
+    away = replace(SEEN, away=True)
+    assert away.forward["what sees images"] == away.backward["what sees images"] == 0
+    assert away.seen() == SEEN.seen() and away.batch_bytes == SEEN.batch_bytes
     layer = 25 * 10
     assert SEEN.seen()["a group of images"] == 2 * 64 * layer
     assert TRAINED.seen(backward=True)["a group of images"] == 2 * 32 * (layer + 3 * 50)

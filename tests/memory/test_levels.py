@@ -179,15 +179,29 @@ def exact_peak(levels: Levels, level: int, a: Activity) -> int:
     keeps_gradients=st.booleans(),
     embedding_first=st.booleans(),
     tied=st.booleans(),
+    sees=st.booleans(),
+    tower_first=st.booleans(),
     order=st.sampled_from(ORDERS),
 )
 def test_the_lowest_level_fits_and_more_memory_never_makes_it_higher(
-    blocks, layers, activity, share, accumulates, keeps_gradients, embedding_first, tied, order
+    blocks,
+    layers,
+    activity,
+    share,
+    accumulates,
+    keeps_gradients,
+    embedding_first,
+    tied,
+    sees,
+    tower_first,
+    order,
 ) -> None:
     layers = min(layers, len(blocks) - 1)
     blocks = [replace(blocks[0], tied=tied)] + [
         replace(b, layer=i if i < layers else None) for i, b in enumerate(blocks[1:])
     ]
+    if sees:  # a frozen tower beside the last of them
+        blocks.insert(1, replace(blocks[-1], layer=None, states=0, grad=0, sees=True, first=True))
     levels = Levels(
         blocks,
         "auto",
@@ -195,6 +209,7 @@ def test_the_lowest_level_fits_and_more_memory_never_makes_it_higher(
         keeps_gradients=keeps_gradients,
         order=order,
         embedding_first=embedding_first,
+        tower_first=tower_first,
     )
     found = np.array(activity) * UNIT // 4
     a = Activity(

@@ -25,8 +25,9 @@ IMAGES = ["--images", "128", "--image_pixels", "448x448", "--seq_len", "32768"]
 
 
 def made(**options: Any) -> tuple[Subject, Run]:
+    place = options.pop("place", "auto")
     args = ModelArguments(preset="qwen3-vl-8b", **dict(seq_len=32768, lora_r=16) | options)
-    return Subject(load_config(args, vocab_size=1), args), Run(model=args)
+    return Subject(load_config(args, vocab_size=1), args), Run(model=args, place=place)
 
 
 def with_images(run: Run, subject: Subject, count: int) -> Run:
@@ -34,7 +35,7 @@ def with_images(run: Run, subject: Subject, count: int) -> Run:
 
 
 def test_images_take_memory_in_every_phase_and_time_of_their_own() -> None:
-    subject, run = made()
+    subject, run = made(place="gpu")
     text = plan(subject, run, H100, HOST)
     seen = plan(subject, with_images(run, subject, 128), H100, HOST)
     assert text.fits and seen.fits and text.images is None and seen.images is not None
@@ -75,7 +76,39 @@ def test_a_tower_that_trains_has_gradients_and_states() -> None:
     at = {phase.name: phase.buffers["gradients"] for phase in b.phases}
     assert at["images' gradients"] - at["backward"] >= 2 * 576_388_336
     assert b.seconds.images > 3 * a.seconds.images
-    assert "what sees images" not in [spec.name for spec in a.decision.specs]
+    (block,) = (s for s in a.decision.specs if s.name == "what sees images")
+    assert block.sees and not block.trained
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_a_frozen_tower_waits_on_the_host_where_memory_is_short(quantize: str) -> None:
+    """Then its 1.07 GiB are on the GPU in the tower's phase alone, and come over the link while
+    nothing computes."""
+    subject, run = made(quantize=quantize)
+    run = with_images(run.having(gpu_memory_gib=7.2), subject, 128)
+    found = plan(subject, run, H100, HOST)
+    assert found.fits and found.images is not None and found.images.away
+    held = {phase.name: phase.buffers["what sees images"] for phase in found.phases}
+    assert held.pop("images") == 2 * 576_388_336 and {*held.values()} == {0}
+    stays = plan(subject, run.having(place="gpu"), H100, HOST)
+    assert not stays.fits and stays.images is not None and not stays.images.away
+    sizes = [spec.sizes(accumulates=False) for spec in found.decision.specs]
+    seeing = next(i for i, size in enumerate(sizes) if size.sees)
+    traffic = found.decision.chosen.traffic
+    for rising in (traffic.rising_first[0], traffic.rising[0]):
+        assert rising[seeing] - rising[seeing - 1] == sizes[seeing].weight
+    assert sizes[seeing].weight == pytest.approx(2 * 576_388_336, rel=1e-3)
+    assert found.seconds.waits > sizes[seeing].weight / H100.link_bytes
+
+
+def test_all_of_it_waits_where_that_is_asked_for() -> None:
+    subject, run = made()
+    text = plan(subject, run.having(place="host"), H100, HOST)
+    found = plan(subject, with_images(run.having(place="host"), subject, 128), H100, HOST)
+    assert found.images is not None and found.images.away
+    assert len(found.decision.specs) == len(text.decision.specs) + 1
+    several = plan(subject, with_images(run.having(gpus=2), subject, 128), H100, HOST)
+    assert several.images is not None and not several.images.away
 
 
 def test_adapters_train_on_a_tower_as_in_a_run() -> None:
@@ -109,12 +142,30 @@ def test_json_and_text(capsys) -> None:
     assert shown["tower_gib"] == pytest.approx(1.074, abs=1e-3)
     assert found["step_s"] == pytest.approx(sum(found["parts_s"].values()), rel=0.005)
     assert found["parts_s"]["images"] > 0.4
-    assert found["phases"][0]["phase"] == "images"
+    assert found["phases"][0]["phase"] == "images" and not shown["tower_on_host"]
     main([*WORDS, *IMAGES])
     text = " ".join(capsys.readouterr().out.split())
     assert "128 of 448 x 448 in a row, 784 patches and 198 tokens each, 25344 tokens in all" in text
     assert "what sees them is frozen" in text and ", images 0." in text
     assert "images" not in result(capsys, "--seq_len", "8192")
+    assert result(capsys, *IMAGES, "--place", "host")["images"]["tower_on_host"]
+    main([*WORDS, *IMAGES, "--place", "host"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "what sees them is frozen and waits on the host while it does not run" in text
+
+
+@pytest.mark.parametrize("place", ["gpu", "host"])
+def test_a_written_plan_says_where_the_tower_is(place, capsys, tmp_path) -> None:
+    """Blocks of text alone are placed as before: a run of rows without images has no others."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(result(capsys, *IMAGES, "--place", place)))
+    given = read_given(path)
+    assert given.tower_on_gpu == (place == "gpu")
+    subject, run = made(place=place)
+    found = plan(subject, with_images(run, subject, 128), H100, HOST)
+    assert given.places_of(found.decision.specs) == found.decision.places
+    text = plan(subject, run, H100, HOST)
+    assert given.places_of(text.decision.specs) == [*given.places]
 
 
 def test_a_written_plan_says_how_many_images_it_has(capsys, tmp_path) -> None:

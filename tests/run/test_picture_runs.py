@@ -133,6 +133,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, flags_of, model_of, tmp_pa
     assert files <= {path.name for path in (tmp_path / "whole" / "final").iterdir()}
 
 
+@pytest.mark.parametrize("lora", [[], ["--lora_r", "4"]], ids=["whole", "adapters"])
+def test_no_bit_depends_on_where_a_frozen_tower_waits(lora, flags_of, tmp_path, capsys) -> None:
+    """Of a resumed run, too. Checkpoints and the final model have its weights."""
+    flags = [*flags_of("qwen3_vl"), *lora, "--lr_scheduler_type", "constant"]
+    flags += ["--optimizer_states", "fp32"]
+    here = run([*flags, "--place", "gpu"], tmp_path / "here")
+    flags += ["--place", "host"]
+    run(flags, tmp_path / "away", "--max_steps", "2")
+    capsys.readouterr()
+    away = run(flags, tmp_path / "away", "--resume_from_checkpoint", "true")
+    assert "in memory: " in (said := capsys.readouterr().out) and "; on the host: weights" in said
+    assert [line["loss"] for line in away] == [line["loss"] for line in here]
+    folders = [tmp_path / name for name in ("here", "away")]
+    if lora:
+        weights = [load_file(path / "final" / "adapter_model.safetensors") for path in folders]
+    else:
+        weights = [final(path) for path in folders]
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+
+
 @pytest.mark.parametrize("kind", RUNS)
 def test_train_vision_changes_what_sees(kind, flags_of, model_of, tmp_path, capsys) -> None:
     run(flags_of(kind), tmp_path / "run", "--train_vision", "--max_steps", "1")
