@@ -1,14 +1,18 @@
-"""The auxiliary loss that balances experts, beside a batch's layers.
+"""What layers of experts say of their routers beside their output, and its gradient.
 
-Each layer of experts adds what its tokens ask for, (2, E) sums (router.py), and no logits are kept.
-The loss is E <mean choices, mean probabilities> over all of these layers, so that its gradient is
-one number for each expert, the same in all layers. `balanced` stands between the last layer and the
-final norm: autograd has the loss's gradient there before it comes to any layer, whose backward then
-reads it here.
+    Balance        the auxiliary loss that balances experts. Each layer adds what its tokens ask
+                   for, (2, E) sums (router.py), and no logits are kept. The loss is
+                   E <mean choices, mean probabilities> over all of these layers, so that its
+                   gradient is one number for each expert, the same in all layers
+    RouterLogits   the logits, (T, E) in fp32 of each layer, for callers that make such a loss
+
+A function of autograd stands between the last layer and the final norm for either. It has the
+gradient of what was said before backward comes to any layer, which then reads it here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -80,3 +84,50 @@ def balanced(hidden: Tensor, balance: Balance) -> tuple[Tensor, Tensor]:  # (T, 
     backward gets."""
     found: tuple[Tensor, Tensor] = _Balanced.apply(hidden, balance)
     return found
+
+
+class RouterLogits:
+    """The logits of a batch's routers, and their gradients, by layer."""
+
+    def __init__(self) -> None:
+        self._tiles: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, Tensor] = {}
+        self._closed = False
+
+    def add(self, layer: int, logits: Tensor) -> None:  # (t, E)
+        """Adds the next tile of a layer, unless it runs forward again in backward."""
+        if not self._closed:
+            self._tiles.setdefault(layer, []).append(logits)
+
+    def close(self) -> list[Tensor]:
+        """Returns the logits of each layer, (T, E). What is added later does not count."""
+        self._closed = True
+        found = [torch.cat(tiles) for tiles in self._tiles.values()]
+        self._tiles = dict.fromkeys(self._tiles, [])
+        return found
+
+    def backward(self, gradients: Iterable[Tensor]) -> None:  # (T, E) each
+        self._gradients = dict(zip(self._tiles, gradients, strict=True))
+
+    def gradient(self, layer: int, tile: slice) -> Tensor:  # (t, E)
+        return self._gradients[layer][tile]
+
+
+class _WithLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, logits: RouterLogits) -> tuple[Tensor, ...]:
+        ctx.logits = logits
+        return hidden.view_as(hidden), *logits.close()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_hidden: Tensor, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.logits.backward(gradients)
+        return d_hidden, None
+
+
+def with_logits(hidden: Tensor, logits: RouterLogits) -> tuple[Tensor, list[Tensor]]:
+    """Returns the last layer's output (T, D), and the logits (T, E) of each layer's router, whose
+    gradients these layers' backward gets."""
+    first, *found = _WithLogits.apply(hidden, logits)
+    return first, found

@@ -14,7 +14,7 @@ from longctx.attention.documents import Documents
 from longctx.attention.protocol import Attention
 from longctx.kernels.rope import rope_
 from longctx.layer.adapters.protocol import ALL
-from longctx.layer.balance import Balance
+from longctx.layer.balance import Balance, RouterLogits
 from longctx.layer.gradients import Gradients
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.router import Router
@@ -94,6 +94,8 @@ class Schedule:
     """The dtype of matmuls and attention. In autocast it has 16 bits while x and h are fp32."""
     balance: Balance | None = None
     """The auxiliary loss of layers with experts, if it is wanted."""
+    router_logits: RouterLogits | None = None
+    """The logits of their routers, if they are."""
     expert_ids: tuple[Tensor | None, ...] = ()
     """The experts (T, k) of each layer that has some, if a caller chose them."""
 

@@ -40,6 +40,9 @@ class Caller:
         """Whether the auxiliary loss of experts is wanted."""
         self.balance: Tensor | None = None
         """That loss, (); known after the call."""
+        self.router_logits: tuple[Tensor, ...] | None = None
+        """The logits of routers, of each layer with experts (B S, E), known after the call; None
+        where nobody asks for them."""
         self.padded = False
         """Whether the scheduled layers left padding out; known after the call."""
 

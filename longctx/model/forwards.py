@@ -39,7 +39,7 @@ from longctx.constants import IGNORE_INDEX, TOKEN_TYPES
 from longctx.errors import UserError, print_rank0
 from longctx.head.logits import lazy_logits
 from longctx.head.loss import RowCount, linear_cross_entropy
-from longctx.layer.balance import Balance, balanced
+from longctx.layer.balance import Balance, RouterLogits, balanced, with_logits
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Added, Schedule
@@ -533,6 +533,8 @@ def base_forward(
         raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
         _check_shared(inputs, reason)
+    if known_family(self).router is not None and asks_for_router_logits(self.config, inputs):
+        caller.router_logits = ()
     expert_ids = inputs.pop(EXPERT_IDS, None)
     if expert_ids is not None:
         rows: Any = inputs_embeds if input_ids is None else input_ids
@@ -549,8 +551,11 @@ def base_forward(
         )
         kind: Any = type(self)
         if isinstance(hidden, Tensor):
+            said: dict[str, Any] = {}
+            if caller.router_logits is not None:
+                said["router_logits"] = caller.router_logits
             states = last_alone(wanted, hidden, len(self.layers))
-            return output_class(kind)(last_hidden_state=hidden, hidden_states=states)
+            return output_class(kind)(last_hidden_state=hidden, hidden_states=states, **said)
         reason = hidden
     assert reason is not None
     if reason != _CACHE or torch.is_grad_enabled():
@@ -630,6 +635,7 @@ def _call_not_covered(base: Any, inputs: dict[str, Any], trains: bool) -> str | 
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
     known |= {*_BOUNDS, *_OF_THE_LOSS, PARENTS, *_DEEPSTACK}
+    known |= {"output_router_logits"} if known_family(base).router is not None else set()
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if not given.pop("is_causal", True):
         return "attention to later tokens (is_causal=False)"
@@ -646,7 +652,7 @@ def _call_not_covered(base: Any, inputs: dict[str, Any], trains: bool) -> str | 
         return ", ".join(sorted(unknown))
     if (inputs["input_ids"] is None) == (embeds is None):
         return "input_ids and inputs_embeds together, or neither"
-    if asks_for_router_logits(config, inputs):
+    if known_family(base).router is None and asks_for_router_logits(config, inputs):
         return "output_router_logits"
     tokens = inputs["input_ids"] if embeds is None else embeds
     if mask is not None and getattr(mask, "shape", None) != tokens.shape[:2]:
@@ -718,7 +724,8 @@ def _scheduled_forward(
                 times = runtime.shards.own(times.view(B, -1)).flatten()
             router = known_family(base).routes(base.config)
             balance = Balance(router, times, runtime.shards)
-        if not (sharing or runtime.shards or deepstack or balance or chosen):
+        logits = RouterLogits() if caller.router_logits is not None else None
+        if not (sharing or runtime.shards or deepstack or balance or logits or chosen):
             hidden = graphed(base, runtime, x, rope, documents)
         is_settled = hidden is not None and runtime.settled
         if not asked and not is_settled and (reason := why_not_scheduled(base)):
@@ -727,7 +734,10 @@ def _scheduled_forward(
             # The loop stands here and not in a function, whose caller would hold the embedding's
             # output.
             schedule = make_schedule(
-                *(base, runtime, rope, documents, B), balance=balance, expert_ids=chosen
+                *(base, runtime, rope, documents, B),
+                balance=balance,
+                router_logits=logits,
+                expert_ids=chosen,
             )
             layers, added = layers_of(base), _added(deepstack, real)
             for above, (layer, family) in zip(reversed(range(len(layers))), layers, strict=True):
@@ -738,6 +748,11 @@ def _scheduled_forward(
                 x = nn.Module.__call__(layer, x, **given)
             if balance is not None:
                 x, caller.balance = balanced(x, balance)
+            elif logits is not None:
+                x, said = with_logits(x, logits)
+                caller.router_logits = tuple(
+                    _spread(one, sharing, where, real, B * S) for one in said
+                )
             owned = caller.owns_gradient or sharing is not None
             hidden = base.norm(x, spec=final_norm_spec(base), owned=owned)
     x = hidden

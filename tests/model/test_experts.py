@@ -24,7 +24,7 @@ from small_layer import (
 )
 from test_every_family import trio
 
-from exactness import DEVICE
+from exactness import DEVICE, relative_error
 from longctx.errors import UserError
 from longctx.model.families import layers_of, model_traits
 
@@ -116,6 +116,33 @@ def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
         model.eval()
     with torch.no_grad():
         torch.testing.assert_close(models[2](**inputs).loss, models[1](**inputs).loss)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits_of_routers_for_a_caller_of_the_base_model(family, padded, capsys) -> None:
+    """Who makes a loss of them has its gradients, in tiles and with padding left out."""
+    _, naive, ours = trio(family, torch.float32, dict(tile_tokens=31))
+    ids = torch.randint(211, (2, 48), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    inputs = dict(input_ids=ids, use_cache=False, output_router_logits=True)
+    if padded:
+        inputs["attention_mask"] = PADDED
+    seen = PADDED.flatten().bool() if padded else slice(None)
+    found = []
+    for model in (naive, ours):
+        out = model.model(**inputs)
+        logits = [each[seen] for each in out.router_logits]
+        draw = torch.Generator().manual_seed(2)
+        weights = torch.randn(logits[0].shape, generator=draw).to(DEVICE)
+        hidden = out.last_hidden_state.flatten(0, 1)[seen]
+        (hidden.sum() + sum((each.float() * weights).sum() for each in logits)).backward()
+        grads = [p.grad for p in model.model.parameters()]
+        found.append(([each.float() for each in logits], grads))
+    (wanted, wanted_grads), (said, grads) = found
+    assert len(said) == len(wanted)
+    for one, other in zip(said + grads, wanted + wanted_grads, strict=True):
+        assert relative_error(one, other) < 1e-5
+    assert padded or "Hugging Face's layers" not in capsys.readouterr().out
 
 
 def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:

@@ -94,6 +94,8 @@ class Experts(OverTiles):
         routed = self._routed(n2, self._given(tile))
         if self._balance is not None:
             self._balance.add(routed.logits, tile)
+        if (said := self._pass.schedule.router_logits) is not None:
+            said.add(self._pass.layer, routed.logits)
         if "ids" in self._kept:
             self._kept["ids"][tile] = routed.ids
         product = self._activated(self._made(n2, routed, tile))
@@ -148,8 +150,11 @@ class Experts(OverTiles):
 
     def _logits_grad(self, routed: Routed, d_weights: Tensor, tile: slice) -> Tensor:  # (t, E)
         balance = self._balance
-        found = (None, None) if balance is None else (balance.gradient, balance.of(tile))
-        return logits_grad(routed.logits, self._router, routed.ids, d_weights, *found)
+        of_sums = (None, None) if balance is None else (balance.gradient, balance.of(tile))
+        found = logits_grad(routed.logits, self._router, routed.ids, d_weights, *of_sums)
+        if (said := self._pass.schedule.router_logits) is not None:
+            found += said.gradient(self._pass.layer, tile)
+        return found
 
     def _made(self, n2: Tensor, routed: Routed, tile: slice, again: bool = True) -> Tensor:
         """Returns gate and up side by side, (t k, 2 I)."""
