@@ -1,5 +1,5 @@
-"""TRL's trainers on a patched mixture of experts. They ask its base model for the logits of routers,
-by default, and add the auxiliary loss themselves."""
+"""TRL's trainers on a patched mixture of experts. By default they ask its base model for the logits
+of routers, and add the auxiliary loss themselves."""
 
 from __future__ import annotations
 
