@@ -18,6 +18,7 @@ from torch import Tensor
 from longctx.layer.adapters.protocol import Settings
 from longctx.layer.linear import dense, packed_state
 from longctx.layer.projection import Projection
+from longctx.layer.stack import Stack
 
 Parameters = Mapping[str, Tensor]
 Rows = Callable[[Parameters], Sequence[int]]
@@ -37,6 +38,7 @@ class Declared(Protocol):
 
     linears: ClassVar[tuple[str, ...]]
     in_one: ClassVar[tuple[InOne, ...]]
+    stacks: ClassVar[tuple[str, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,7 @@ class Weights:
     holders: dict[str, str]
     """Maps each weight that lies in one parameter with others to the name of that parameter."""
     projections: dict[str, Projection]
+    stacks: dict[str, Stack]
 
     @classmethod
     def of(
@@ -62,7 +65,7 @@ class Weights:
         parts = [*parts]
         rooms = _rooms(parameters, [one.names for part in parts for one in part.in_one])
         given = {name: dense(x, rooms.get(name)) for name, x in parameters.items()}
-        made = cls(given, {}, {})
+        made = cls(given, {}, {}, {})
         for part in parts:
             for names, rows in part.in_one:
                 if names[0] in given and names[1] not in given:
@@ -70,6 +73,8 @@ class Weights:
             for name in part.linears:
                 if name in given and name not in made.projections:
                     made.projections[name] = made._projection(name, adapters, dtype)
+            for name in part.stacks:
+                made.stacks[name] = made._stack(name, adapters.get(name), dtype)
         return made
 
     def __getitem__(self, name: str) -> Projection:
@@ -89,6 +94,13 @@ class Weights:
             return Projection(weight, bias)
         own = {n: self.given[f"{name}.{n}"] for n in settings.names}
         return Projection(weight, bias, settings.adapter(own, weight, bias))
+
+    def _stack(self, name: str, settings: Settings | None, dtype: torch.dtype) -> Stack:
+        weight = self.given[name].to(dtype)
+        if settings is None:
+            return Stack(weight)
+        a, b = (self.given[f"{name}.{own}"] for own in settings.names)
+        return Stack.of(weight, a, b, settings.factor)
 
     def _part_rows(
         self,

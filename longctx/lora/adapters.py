@@ -1,5 +1,5 @@
 """Adapters on a model that train.py loads: r (I + O) numbers in fp32 for each map (O, I), of DoRA O
-more.
+more. Experts have one each, of the same rank; routers have none.
 
 check_peft       a run needs PEFT; a plan counts shapes without it (shapes.py)
 check_lora       what the options name is in the model, before its weights are read
@@ -26,10 +26,10 @@ from transformers import GenerationConfig, PretrainedConfig, TrainerCallback
 
 from longctx.errors import UserError, counted
 from longctx.lora.quantise import check_all_linear
-from longctx.model.adapters import inside_peft
+from longctx.model.adapters import inside_peft, within
 from longctx.model.blocks import decoder_layers
 from longctx.model.classes import is_classifier, without_storage
-from longctx.model.families import base_of
+from longctx.model.families import base_of, layers_of, part_of
 from longctx.model.matrices import linears, stacks
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
@@ -37,6 +37,8 @@ from longctx.options.config import ModelArguments
 from longctx.safety.system import expanded, installed
 
 ALL_LINEAR = "all-linear"
+EXPERTS = "experts"
+"""The word of `--lora_targets` for the weights of all experts."""
 _ENDS = ("embed_tokens", "lm_head")
 """The modules of a language model that `--lora_modules_to_save` may name."""
 _SCORE = "score"
@@ -68,7 +70,16 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
     if skeleton is None:
         return
     check_all_linear(args, skeleton)
+    if adapted_stacks(skeleton, args):
+        for name, asked in (("lora_dropout", args.lora_dropout), ("use_dora", args.use_dora)):
+            if asked:
+                raise UserError(
+                    f"--{name}: adapters of experts have none: leave it out, or name maps without "
+                    "them (--lora_targets q_proj k_proj v_proj o_proj)"
+                )
     known = _adaptable(skeleton, args.train_vision)
+    if args.lora_targets and EXPERTS in args.lora_targets and not expert_stacks(skeleton):
+        raise UserError(f"--lora_targets {EXPERTS}: the model has none that longctx knows")
     for target in args.lora_targets or ():
         _check_target(target, known, args)
 
@@ -93,7 +104,7 @@ def _check_target(target: str, known: dict[str, nn.Linear], args: ModelArguments
             f"--lora_targets {target}: it is trained as a whole, with --lora_modules_to_save "
             f"{target}; an adapter on it would need all logits at once"
         )
-    if not any(_names(target, path) for path in known):
+    if target != EXPERTS and not any(_names(target, path) for path in known):
         endings = {path.rpartition(".")[2] for path in known if path not in (*_ENDS, _SCORE)}
         raise UserError(f"--lora_targets {target}: {_nearest(target, endings)}")
 
@@ -117,6 +128,8 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
     adapted = [*adapted_linears(skeleton, args).values()]
     total = sum(args.lora_r * (linear.in_features + linear.out_features) for linear in adapted)
     total += args.use_dora * sum(linear.out_features for linear in adapted)
+    for stack in adapted_stacks(skeleton, args).values():
+        total += args.lora_r * len(stack) * (stack.shape[1] + stack.shape[2])
     saved = len(args.lora_modules_to_save or ())
     text = config.get_text_config()
     total += saved * text.vocab_size * text.hidden_size
@@ -125,9 +138,13 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
 
 def _adaptable(model: nn.Module, vision: bool) -> dict[str, nn.Linear]:
     """Returns the linear maps that may get adapters, by path: those of what sees images with
-    `vision` alone."""
+    `vision` alone, and none of the MLPs among layers of experts, whose names PEFT takes for those
+    of experts."""
     if vision:
         return linears(model)
+    if has_experts(model):
+        found = linears(model).items()
+        return {path: linear for path, linear in found if ".mlp." not in path}
     seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
     return {path: linear for path, linear in linears(model).items() if linear not in seeing}
 
@@ -143,6 +160,24 @@ def adapted_linears(model: nn.Module, args: ModelArguments) -> dict[str, nn.Line
     }
 
 
+def expert_stacks(model: Any) -> dict[str, nn.Parameter]:
+    """Returns the parameters that hold experts' weights (E, O, K) in a model of a known family, by
+    their paths in its base model."""
+    base, found = base_of(inside_peft(model)), {}
+    for i, (layer, family) in enumerate(layers_of(base) if base is not None else []):
+        for name, path in family.stacks.items():
+            if name != "router":
+                owner, _, own = path.rpartition(".")
+                found[f"layers.{i}.{path}"] = getattr(within(part_of(layer, owner)), own)
+    return found
+
+
+def adapted_stacks(model: Any, args: ModelArguments) -> dict[str, nn.Parameter]:
+    """Returns those that get adapters."""
+    targets = args.lora_targets or [ALL_LINEAR]
+    return expert_stacks(model) if {ALL_LINEAR, EXPERTS} & {*targets} else {}
+
+
 def with_lora(model: Any, args: ModelArguments) -> Any:
     """The PeftModel around `model`, of which adapters alone are trained."""
     import peft
@@ -150,7 +185,9 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
     assert args.lora_r is not None
     targets = args.lora_targets or [ALL_LINEAR]
     every = targets == [ALL_LINEAR]
-    if every and has_experts(model):  # PEFT would adapt routers, and experts at twice the rank
+    stacked = {path.split(".", 2)[2] for path in adapted_stacks(model, args)}
+    if stacked or (every and has_experts(model)):
+        # PEFT's own word would adapt routers, too, and experts at twice the rank.
         every, paths = False, adapted_linears(model, args)
         targets = sorted({path.rpartition(".")[2] for path in paths})
     config = peft.LoraConfig(
@@ -159,6 +196,7 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         lora_alpha=args.lora_alpha or 2 * args.lora_r,
         lora_dropout=args.lora_dropout,
         target_modules=ALL_LINEAR if every else targets,
+        target_parameters=sorted(stacked) or None,
         modules_to_save=args.lora_modules_to_save,
         use_dora=args.use_dora,
         exclude_modules=None if args.train_vision else _seeing(model),
@@ -199,7 +237,9 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
     kind = "DoRA" if args.use_dora else "LoRA"
     said = f"{kind} of rank {args.lora_r} on {count} maps, {counted(trained)} parameters trained"
     said += " with the head of rewards" * is_classifier(inside_peft(adapted).config)
-    said += "; experts and their routers are frozen" * has_experts(inside_peft(adapted))
+    if has_experts(inside_peft(adapted)):
+        alone = adapted_stacks(adapted, args)
+        said += "; routers are frozen" if alone else "; experts and their routers are frozen"
     return adapted, said
 
 

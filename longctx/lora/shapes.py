@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from longctx.errors import UserError
-from longctx.lora.adapters import adapted_linears
+from longctx.lora.adapters import adapted_linears, adapted_stacks
+from longctx.model.families import base_of, part_of
 from longctx.options.config import ModelArguments
 
 _NAME = "default"
@@ -46,6 +47,21 @@ class LoraShape(nn.Module):
         return self.base_layer.bias
 
 
+class StackShape(nn.Module):
+    """A module, one parameter of which, (E, O, K), has an adapter for each expert."""
+
+    def __init__(self, base_layer: nn.Module, name: str, parameter: Tensor, r: int) -> None:
+        super().__init__()
+        experts, outputs, inputs = parameter.shape
+        self.base_layer, self.parameter_name, self.num_experts = base_layer, name, experts
+        self.lora_A = _only(nn.Linear(inputs, r * experts, bias=False, dtype=torch.float32))
+        self.lora_B = _only(nn.Linear(r * experts, outputs, bias=False, dtype=torch.float32))
+        self.lora_dropout = _only(nn.Identity())
+        self.scaling = {_NAME: 1.0}
+        self.active_adapters = [_NAME]
+        self.disable_adapters = self.merged = False
+
+
 def _only(module: nn.Module) -> nn.ModuleDict:
     return nn.ModuleDict({_NAME: module})
 
@@ -61,4 +77,10 @@ def with_lora_shapes(model: Any, args: ModelArguments) -> Any:
     for path, linear in adapted_linears(model, args).items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, LoraShape(linear, *how))
+    base = base_of(model)
+    for path, stack in adapted_stacks(model, args).items():
+        owner, _, own = path.rpartition(".")
+        parent, _, name = owner.rpartition(".")
+        inside = part_of(base, owner)
+        setattr(part_of(base, parent), name, StackShape(inside, own, stack, args.lora_r))
     return model

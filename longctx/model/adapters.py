@@ -34,6 +34,8 @@ ADAPTED = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit")
 QUANTISED = ("bitsandbytes.nn.modules.Linear4bit",)
 """The quantised linear layers whose forward the schedule can replace."""
 _LINEAR = ("torch.nn.modules.linear.Linear",)
+WRAPPED = ("peft.tuners.lora.layer.ParamWrapper",)
+"""Around a module, adapts one parameter of it; each of several has a wrapper around the others."""
 
 
 class Kind(NamedTuple):
@@ -68,6 +70,8 @@ class Applied(NamedTuple):
     dropout: float
     share: float = 1.0
     """The share of the layer's tokens that it is applied to."""
+    experts: int = 1
+    """The adapters in its parameters, one for each expert."""
     kind: Kind = KINDS[0]
     more: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -78,7 +82,7 @@ class Applied(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return whole_shape(self.a)[0]
+        return whole_shape(self.a)[0] // self.experts
 
     @property
     def inputs(self) -> int:
@@ -148,10 +152,31 @@ def applied(modules: Mapping[str, Any], read: Read = getattr) -> dict[str, Appli
     return found
 
 
+def wrappers(module: Any) -> dict[str, Any]:
+    """Returns PEFT's wrappers around a module, by the names of the parameters that they adapt."""
+    found = {}
+    while is_wrapped(module):
+        found[module.parameter_name] = module
+        module = module.base_layer
+    return found
+
+
+def is_wrapped(module: Any) -> bool:
+    return is_adapted(module) and "parameter_name" in vars(module)
+
+
+def within(module: Any) -> Any:
+    """Returns the module inside PEFT's wrappers of its parameters, and any other module itself."""
+    while is_wrapped(module):
+        module = module.base_layer
+    return module
+
+
 def inner_modules(module: Any) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """Yields what the schedule reads inside an adapted linear layer, with the classes whose forward
     it may have."""
-    yield module.base_layer, _LINEAR + QUANTISED
+    if not is_wrapped(module):
+        yield module.base_layer, _LINEAR + QUANTISED
     for adapter in _actives(module):
         yield module.lora_A[adapter], _LINEAR + QUANTISED
         yield module.lora_B[adapter], _LINEAR + QUANTISED

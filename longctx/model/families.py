@@ -41,7 +41,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.passes import SIDE_BY_SIDE, WITH_EXPERTS, Traits
 from longctx.layer.router import Router
-from longctx.model.adapters import ADAPTED, QUANTISED, Applied, applied, unwrapped
+from longctx.model.adapters import (
+    ADAPTED,
+    QUANTISED,
+    Applied,
+    applied,
+    unwrapped,
+    within,
+    wrappers,
+)
 from longctx.model.classes import class_of
 from longctx.model.look import Read
 from longctx.model.vision import PREFIXES, is_whole, joint_of
@@ -252,6 +260,12 @@ class Family:
     def norm_classes(self) -> Names:
         return self.known(self.norm.suffix) if self.norm.suffix else LAYER_NORM
 
+    @cached_property
+    def of_experts(self) -> Names:
+        """The paths of the modules that hold experts' weights, around which PEFT puts wrappers."""
+        owners = [path.rpartition(".")[0] for n, path in self.stacks.items() if n != "router"]
+        return tuple(dict.fromkeys(owners))
+
     @property
     def home(self) -> str:
         """The name of the module that has its classes."""
@@ -319,7 +333,7 @@ class Family:
                 found[f"{name}.bias"] = bias
         for name, path in self.stacks.items():
             owner, _, own = path.rpartition(".")
-            found[name] = read(part_of(layer, owner), own)
+            found[name] = read(within(part_of(layer, owner)), own)
         return found
 
     def layer_traits(self, config: Any) -> tuple[Traits, ...]:
@@ -569,7 +583,15 @@ def layer_weights(layer: Any, family: Family, read: Read = getattr) -> dict[str,
 def layer_adapters(layer: Any, family: Family, read: Read = getattr) -> dict[str, Applied]:
     """Returns the adapters that a forward of the layer applies, by the names of the linear layers
     that they adapt."""
-    return applied({n: part_of(layer, path) for n, path in family.linears.items()}, read)
+    found = applied({n: part_of(layer, path) for n, path in family.linears.items()}, read)
+    for name, path in family.stacks.items():
+        owner, _, own = path.rpartition(".")
+        module = part_of(layer, owner)
+        wrapper = wrappers(module).get(own)
+        if wrapper is not None:
+            own_adapters = applied({name: wrapper}, read).items()
+            found |= {n: x._replace(experts=wrapper.num_experts) for n, x in own_adapters}
+    return found
 
 
 def model_traits(model: PreTrainedModel) -> tuple[Traits, ...]:
@@ -691,7 +713,8 @@ def is_a(model: Any, suffix: str) -> bool:
 
 
 def part_of(layer: Any, name: str) -> Any:
-    """Returns the submodule of a layer at the dotted path `name`; None if there is none."""
+    """Returns the submodule of a layer at the dotted path `name`; None if there is none. Only the
+    last one on the path may be a wrapper of parameters (model/adapters.py)."""
     for step in name.split("."):
-        layer = layer._modules.get(step) if isinstance(layer, nn.Module) else None
+        layer = within(layer)._modules.get(step) if isinstance(layer, nn.Module) else None
     return layer

@@ -38,6 +38,7 @@ from longctx.memory.pending import Pending, pending_bytes
 from longctx.memory.place import usable_bytes
 from longctx.memory.rates import gpu_rates
 from longctx.memory.store import ActivationStore, free_gpu_bytes
+from longctx.model.adapters import Applied
 from longctx.model.caller import Caller
 from longctx.model.costs import StepTable
 from longctx.model.families import (
@@ -307,6 +308,12 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
     weights = layer_weights(layer, family, look).values()
     adapters = layer_adapters(layer, family, look).values()
     packed = [state for w in weights if (state := getattr(w, "quant_state", None)) is not None]
+    chosen = traits.router.chosen if traits.router else 0
+
+    def times(x: Applied) -> float:
+        """Returns how often a token meets an adapter."""
+        return chosen if x.experts > 1 else x.share
+
     return LayerKind(
         blocks=parts_of(traits.blocks),
         intermediate=getattr(config, family.width),
@@ -320,17 +327,17 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
         post_norms=has_post_norms(config),
         gated="gate" in family.linears or bool(family.stacks),
         experts=traits.router.experts if traits.router else 0,
-        chosen=traits.router.chosen if traits.router else 0,
+        chosen=chosen,
         parallel=traits.parallel,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),
         rank=max((x.rank for x in adapters), default=0),
         drops=any(x.dropout for x in adapters),
         adapted=Adapted(
-            inputs=sum(x.share * x.inputs for x in adapters),
-            outputs=sum(x.share * x.outputs for x in adapters),
-            parameters=sum(x.share * x.rank * (x.inputs + x.outputs) for x in adapters),
-            rescaled=sum(x.share * x.rescaled for x in adapters),
+            inputs=sum(times(x) * x.inputs for x in adapters),
+            outputs=sum(times(x) * x.outputs for x in adapters),
+            parameters=sum(times(x) * x.rank * (x.inputs + x.outputs) for x in adapters),
+            rescaled=sum(times(x) * x.rescaled for x in adapters),
         ),
     )
 

@@ -29,7 +29,15 @@ from transformers.utils.generic import TransformersKwargs
 
 from longctx.errors import one_line
 from longctx.layer.passes import Traits
-from longctx.model.adapters import inner_modules, is_adapted, why_not_applied, why_not_dense
+from longctx.model.adapters import (
+    WRAPPED,
+    inner_modules,
+    is_adapted,
+    why_not_applied,
+    why_not_dense,
+    within,
+    wrappers,
+)
 from longctx.model.families import (
     LAYER_NORM,
     LINEAR,
@@ -218,6 +226,10 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
         where, shapes = f"model.layers.{i}", family.shapes(config)
         yield from _problems(layer, layer_class, where, patched=patched)
         parts = {name: part_of(layer, name) for name in family.in_layer}
+        for name in family.of_experts:
+            for wrapper in wrappers(parts[name]).values():
+                yield from _wrapper_problems(wrapper, dtype, f"{where}.{name}")
+            parts[name] = within(parts[name])
         for name, known in family.in_layer.items():
             yield from _problems(parts[name], known, f"{where}.{name}")
         for name, children in family.children.items():
@@ -312,12 +324,20 @@ def _other_stack(layer: Any, name: str, shape: tuple[int, ...], where: str) -> I
     """Experts' weights, or a router's, of another shape than the configuration's. What engines have
     cut up (DTensors, empty ones) does not tell its own."""
     owner, _, own = name.rpartition(".")
-    weight = look(part_of(layer, owner), own, None)
+    weight = look(within(part_of(layer, owner)), own, None)
     if not isinstance(weight, torch.Tensor):
         yield f"no weight in {where}.{name}"
     elif type(weight) is nn.Parameter and weight.numel() and tuple(weight.shape) != shape:
         found = tuple(weight.shape)
         yield f"a weight of {found} in {where}.{name} where the configuration has {shape}"
+
+
+def _wrapper_problems(wrapper: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
+    """What the schedule lacks of PEFT's adapters of all experts' weights."""
+    yield from _problems(wrapper, WRAPPED, where)
+    for inner, known in inner_modules(wrapper):
+        yield from _problems(inner, known, f"{where}, inside its adapter")
+    yield from why_not_applied(wrapper, dtype, where)
 
 
 def _other_dtypes(modules: Iterable[nn.Module], dtype: torch.dtype, where: str) -> Iterator[str]:

@@ -86,6 +86,10 @@ class Settings(Protocol):
     """An adapter's settings, besides its tensors."""
 
     @property
+    def factor(self) -> float:
+        """The factor of what it adds, while it drops nothing."""
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of its parameters."""
 

@@ -31,13 +31,11 @@ from longctx.cost.table import Buffer, Keepable, Table, Work
 from longctx.kernels.grouped_mm import (
     Sorted,
     combine,
-    grouped_mm,
-    grouped_outer_,
     slot_dots,
     sort_slots,
 )
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
-from longctx.layer.linear import WeightGradient, sum_dtype, weight_sums, wide_mm
+from longctx.layer.linear import WeightGradient, weight_sums, wide_mm
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverTiles
 from longctx.layer.passes import Pass
@@ -68,14 +66,11 @@ class Experts(OverTiles):
         self._balance = p.schedule.balance
         self._norm = Norm(p, "norm2")
         self._gate = given["router"].to(dtype)  # (E, D)
-        self._in, self._out = (given[name].to(dtype) for name in self.stacks)
+        self._in, self._out = (p.weights.stacks[name] for name in self.stacks)
         if p.gradients is not None:
             grads = p.gradients
             self._d_gate = WeightGradient(grads.wants("router"))
-            self._d_in, self._d_out = (
-                StackGradient(w, grads.wants(name), sum_dtype(given[name], grads.sums))
-                for name, w in zip(self.stacks, (self._in, self._out), strict=True)
-            )
+            self._d_in, self._d_out = map(grads.stack, self.stacks)
 
     def keep(self, x: Tensor) -> None:
         """Allocates ids (T, k), and gate and up (T, k, 2 I) if they are kept."""
@@ -84,7 +79,8 @@ class Experts(OverTiles):
             self._kept["ids"] = torch.empty(T, k, dtype=IDS, device=x.device)
             self._pass.keep("routing", {"ids": self._kept["ids"]}, of_tiles=True)
         if self._pass.keeps("gate up"):
-            self._kept["gate up"] = self._in.new_empty(T, k, self._in.shape[1])
+            weight = self._in.weight
+            self._kept["gate up"] = weight.new_empty(T, k, weight.shape[1])
             self._pass.keep("gate up", {"gate up": self._kept["gate up"]}, of_tiles=True)
 
     def forward(self, h: Tensor, tile: slice, *, onto: Tensor, out: Tensor) -> None:
@@ -99,7 +95,7 @@ class Experts(OverTiles):
         if "ids" in self._kept:
             self._kept["ids"][tile] = routed.ids
         product = self._activated(self._made(n2, routed, tile))
-        z = grouped_mm(product, self._out, routed.slots.ends)
+        z = self._out(product, routed.slots.ends)
         scale, places = self._pass.traits.residual, routed.slots.places
         combine(z, places, weights=routed.weights, onto=onto, scale=scale, out=out)
 
@@ -114,14 +110,16 @@ class Experts(OverTiles):
         order, rows, places, ends = routed.slots
         made = self._made(n2, routed, tile, again="gate up" not in self._kept)
         product = self._activated(made)
-        a = grouped_mm(narrow, self._out.transpose(1, 2), ends, rows=rows)
+        v = self._out.inner_grad(narrow, ends, rows)
+        a = self._out.input_grad(narrow, v, ends, rows)
         d_weights = r * slot_dots(a, product)[places]
         weights = (r * routed.weights).flatten()[order, None].to(a.dtype)
-        self._d_out.add(narrow, product.mul_(weights), ends, rows, None)
+        self._d_out.add(narrow, product.mul_(weights), v, ends, rows, None)
         swiglu_backward_(a.mul_(weights), *made.chunk(2, dim=1), activation=self._activation)
         del product, a
-        self._d_in.add(made, n2, ends, None, rows)
-        dn2 = combine(grouped_mm(made, self._in.transpose(1, 2), ends), places)
+        v = self._in.inner_grad(made, ends)
+        self._d_in.add(made, n2, v, ends, None, rows)
+        dn2 = combine(self._in.input_grad(made, v, ends), places)
         d_logits = self._logits_grad(routed, d_weights, tile).to(n2.dtype)
         self._d_gate.add(d_logits, n2)
         dn2 = plus_product(dn2, d_logits, self._gate, out=dn2)
@@ -131,7 +129,8 @@ class Experts(OverTiles):
         grads = self._pass.grads
         grads.put("router", self._d_gate.round(torch.float32)[0])
         for name, sums in zip(self.stacks, (self._d_in, self._d_out), strict=True):
-            grads.put(name, sums.finish())
+            for end, grad in sums.finish().items():
+                grads.put(f"{name}{end}", grad)
         self._norm.finish()
 
     # --- routing, and gate and up ---------------------------------------------------------------
@@ -162,7 +161,7 @@ class Experts(OverTiles):
         made = None if kept is None else kept[tile].flatten(0, 1)
         if made is not None and not again:
             return made
-        return grouped_mm(n2, self._in, routed.slots.ends, rows=routed.slots.rows, out=made)
+        return self._in(n2, routed.slots.ends, routed.slots.rows, out=made)
 
     @property
     def _activation(self) -> Any:
@@ -245,32 +244,3 @@ def _buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, ...]:
         back("a tile", 2 * wide + slots + 4 * narrow + 2 * logits),
         back("a tile", 2 * wide, spared_by="gate up"),
     )
-
-
-class StackGradient:
-    """Sums the gradient of all experts' weights (E, O, K) over tiles of tokens, unless frozen."""
-
-    def __init__(self, weight: Tensor, wanted: bool, dtype: torch.dtype) -> None:
-        self._shape, self._wanted, self._dtype = weight.shape, wanted, dtype
-        self._sum: Tensor | None = None
-
-    def add(
-        self,
-        a: Tensor,  # (n or t, O)
-        b: Tensor,  # (n or t, K)
-        ends: Tensor,  # (E,)
-        rows_a: Tensor | None,  # (n,)
-        rows_b: Tensor | None,  # (n,)
-    ) -> None:
-        """Adds a[rows_a]' b[rows_b] of each expert's slots to its own weight's gradient."""
-        if not self._wanted:
-            return
-        first = self._sum is None
-        if self._sum is None:
-            self._sum = torch.empty(self._shape, dtype=self._dtype, device=a.device)
-        grouped_outer_(self._sum, a, b, ends, rows_a=rows_a, rows_b=rows_b, add=not first)
-
-    def finish(self) -> Tensor | None:
-        """Returns the sum, which is the caller's then."""
-        found, self._sum = self._sum, None
-        return found

@@ -35,6 +35,8 @@ class Part:
     """The names of its linear layers; a layer need not have all of them. They may have adapters."""
     in_one: ClassVar[tuple[InOne, ...]] = ()
     """Those that may lie in one parameter."""
+    stacks: ClassVar[tuple[str, ...]] = ()
+    """The names of parameters that hold the weights of all experts, which have adapters, too."""
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
         self._pass = p

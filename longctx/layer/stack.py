@@ -1,0 +1,126 @@
+"""The weights of all experts in one parameter, frozen or trained, with an optional adapter for each
+expert, and the gradients of all of them. A row of x is a slot of expert e (kernels/grouped_mm.py):
+
+    y  = x We' + u Be'           u = s x Ae',  v = s dy Be
+    dx = dy We + v Ae
+    dWe = dy' x,  dBe = dy' u,  dAe = v' x                        only for what is trained
+
+E experts, O features out, K features in, r ranks of an expert's adapter. PEFT (ParamWrapper) has A
+as (E r, K), expert by expert, and B as (O, r E), rank by rank. A product with all of an adapter's
+dense deltas, as PEFT makes them, is never there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longctx.kernels.grouped_mm import grouped_mm, grouped_outer_
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Experts' weights in one pass. `rows` says which row of its operand each slot reads."""
+
+    weight: Tensor  # (E, O, K)
+    a: Tensor | None = None  # (E, r, K)
+    b: Tensor | None = None  # (E, O, r)
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Stack:
+        """`a` (E r, K) and `b` (O, r E) are an adapter's, as PEFT has them."""
+        experts, dtype = len(weight), weight.dtype
+        by_expert = b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+        a = a.to(dtype).unflatten(0, (experts, -1))
+        return cls(weight, a, by_expert.to(dtype).contiguous(), scale)
+
+    def __call__(
+        self, x: Tensor, ends: Tensor, rows: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:  # (n, O)
+        y = grouped_mm(x, self.weight, ends, rows=rows, out=out)
+        u = self.inner(x, ends, rows)
+        return y if u is None or self.b is None else y.add_(grouped_mm(u, self.b, ends))
+
+    def inner(self, x: Tensor, ends: Tensor, rows: Tensor | None = None) -> Tensor | None:
+        """Returns u (n, r); None without an adapter."""
+        return None if self.a is None else grouped_mm(x, self.a, ends, rows=rows).mul_(self.scale)
+
+    def inner_grad(self, dy: Tensor, ends: Tensor, rows: Tensor | None = None) -> Tensor | None:
+        """Returns v (n, r); None without an adapter."""
+        if self.b is None:
+            return None
+        return grouped_mm(dy, self.b.transpose(1, 2), ends, rows=rows).mul_(self.scale)
+
+    def input_grad(
+        self, dy: Tensor, v: Tensor | None, ends: Tensor, rows: Tensor | None = None
+    ) -> Tensor:  # (n, K)
+        dx = grouped_mm(dy, self.weight.transpose(1, 2), ends, rows=rows)
+        if v is None or self.a is None:
+            return dx
+        return dx.add_(grouped_mm(v, self.a.transpose(1, 2), ends))
+
+
+class _Sum:
+    """A sum over tiles of tokens, (E, O, K), unless it is not wanted."""
+
+    def __init__(self, wanted: bool, dtype: torch.dtype = torch.float32) -> None:
+        self._wanted, self._dtype = wanted, dtype
+        self.total: Tensor | None = None
+
+    def add(
+        self,
+        a: Tensor,  # (n or t, O)
+        b: Tensor,  # (n or t, K)
+        ends: Tensor,  # (E,)
+        rows_a: Tensor | None,  # (n,)
+        rows_b: Tensor | None,  # (n,)
+    ) -> None:
+        """Adds a[rows_a]' b[rows_b] of each expert's slots."""
+        if not self._wanted:
+            return
+        first = self.total is None
+        if self.total is None:
+            shape = len(ends), a.shape[1], b.shape[1]
+            self.total = torch.empty(shape, dtype=self._dtype, device=a.device)
+        grouped_outer_(self.total, a, b, ends, rows_a=rows_a, rows_b=rows_b, add=not first)
+
+
+class StackGradient:
+    """Sums the gradients of a stack's trained parameters over tiles of tokens."""
+
+    def __init__(self, stack: Stack, wants: Callable[[str], bool], dtype: torch.dtype) -> None:
+        """`wants` says which of "", ".a" and ".b" are trained; `dtype` is that of the weight's."""
+        self._stack, self._wants_b = stack, wants(".b")
+        self._weight, self._a, self._b = (
+            _Sum(wants(""), dtype),
+            _Sum(wants(".a")),
+            _Sum(wants(".b")),
+        )
+
+    def add(
+        self,
+        dy: Tensor,  # (n or t, O)
+        x: Tensor,  # (n or t, K)
+        v: Tensor | None,  # inner_grad(dy)
+        ends: Tensor,
+        rows_dy: Tensor | None,
+        rows_x: Tensor | None,
+    ) -> None:
+        self._weight.add(dy, x, ends, rows_dy, rows_x)
+        if v is not None:
+            self._a.add(v, x, ends, None, rows_x)
+        if self._wants_b and (u := self._stack.inner(x, ends, rows_x)) is not None:
+            self._b.add(dy, u, ends, rows_dy, None)
+
+    def finish(self) -> dict[str, Tensor | None]:
+        """Returns the sums, by the ends of names, as their parameters lie."""
+        a, b = self._a.total, self._b.total
+        return {
+            "": self._weight.total,
+            ".a": None if a is None else a.flatten(0, 1),
+            ".b": None if b is None else b.permute(1, 2, 0).flatten(1),
+        }

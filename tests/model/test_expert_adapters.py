@@ -1,0 +1,95 @@
+"""LoRA on experts, as PEFT's `target_parameters` has it, against PEFT's own forward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small_layer import LADDER, PACKED, assert_no_bit_depends_on_the_ladder, batches, gradients
+from test_every_family import trio
+
+import longctx
+from exactness import relative_error
+from longctx.model.runtime import model_sizes, runtime_of
+from longctx.options.model import PatchOptions
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("reference_kernels")
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(model, targets: list[str], rank: int = 3, **more):
+    """A PEFT model whose adapters add something to every weight."""
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=5,
+        target_modules=["q_proj", "o_proj"],
+        target_parameters=targets,
+        task_type="CAUSAL_LM",
+        **more,
+    )
+    model = peft.get_peft_model(model, config)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.1)
+    return model.train()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("targets", [STACKS, STACKS[1:], STACKS[::-1]], ids=len)
+def test_gradients_are_pefts(family, targets, capsys) -> None:
+    _, naive, _ = trio(family, torch.float32)
+    theirs = adapted(naive, targets)
+    ours = copy.deepcopy(theirs)
+    longctx.patch(ours, tile_tokens=31, keep="o", strict=True)
+    for inputs in batches(PACKED, 2):
+        loss, grads = gradients(theirs, inputs)
+        found, own = gradients(ours, inputs)
+        assert relative_error(found, loss) < 1e-6
+        assert grads.keys() == own.keys() and any("experts" in name for name in grads)
+        for name, grad in grads.items():
+            assert relative_error(own[name], grad) < 1e-5, name
+    assert "Hugging Face's layers run" not in capsys.readouterr().out
+
+
+def test_a_disabled_adapter_adds_nothing() -> None:
+    _, naive, _ = trio("mixtral", torch.float32)
+    theirs = adapted(naive, STACKS)
+    ours = copy.deepcopy(theirs)
+    longctx.patch(ours, strict=True)
+    (inputs,) = batches(PACKED, 1)
+    with theirs.disable_adapter(), ours.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(ours(**inputs).loss, theirs(**inputs).loss)
+
+
+def test_no_bit_depends_on_the_ladder() -> None:
+    _, naive, _ = trio("qwen3_moe", torch.bfloat16)
+    ours = adapted(naive, STACKS)
+    longctx.patch(ours, **LADDER)
+    base = ours.get_base_model()
+    assert_no_bit_depends_on_the_ladder(base, mixed=6, turn=1)
+
+
+def test_a_router_with_an_adapter_runs_hugging_faces_layers(capsys) -> None:
+    _, naive, _ = trio("mixtral", torch.float32)
+    ours = adapted(naive, ["mlp.gate.weight"])
+    longctx.patch(ours)
+    (inputs,) = batches(PACKED, 1)
+    ours(**inputs)
+    assert "mlp.gate, a peft.tuners.lora.layer.ParamWrapper" in capsys.readouterr().out
+
+
+def test_a_token_meets_the_adapters_of_its_experts() -> None:
+    _, naive, _ = trio("mixtral", torch.float32)
+    ours = adapted(naive, STACKS, rank=3)
+    sizes = model_sizes(ours.get_base_model(), PatchOptions(), torch.float32)
+    (kind,) = sizes.kinds
+    D, wide, inner, k = 128, 8 * 16, 160, 2
+    of_attention = 3 * (D + wide) + 3 * (wide + D)
+    of_experts = k * 3 * (D + 2 * inner) + k * 3 * (inner + D)
+    assert kind.rank == 3
+    assert kind.adapted.parameters == of_attention + of_experts
+    assert runtime_of(ours.get_base_model()) is None
