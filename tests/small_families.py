@@ -139,6 +139,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe"]
+"""Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
+the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]
 """One variant of each family."""
 KINDS_OF_LAYERS = ["llama", "qwen3", "granite", "olmo3", "gemma2", "starcoder2", "cohere", "phi3"]

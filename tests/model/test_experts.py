@@ -12,6 +12,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from small_families import family_config
 from small_layer import (
     LADDER,
     PACKED,
@@ -25,8 +26,13 @@ from small_layer import (
 from test_every_family import trio
 
 from exactness import DEVICE, relative_error
+from longctx.cost.sizes import Batch
+from longctx.cost.table import load
 from longctx.errors import UserError
+from longctx.model.costs import StepTable
 from longctx.model.families import layers_of, model_traits
+from longctx.options.config import ModelArguments
+from longctx.plan.predict import Run, Subject
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe"]
@@ -228,6 +234,26 @@ def test_one_expert_gets_all(family) -> None:
                     parameter.zero_()
     truth, naive, ours = (run(model, *batches(PACKED, 2)) for model in models)
     assert_exact_run(ours, naive, truth, torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_counts_all_parameters_and_the_products_of_chosen_experts(family) -> None:
+    config = family_config(family)
+    subject = Subject(config)
+    sizes = subject.sizes(Run(model=ModelArguments(class_type="custom")))
+    assert subject.parameters.total == sum(p.numel() for p in subject.model.parameters())
+    kinds = StepTable.of(sizes, Batch(1, 1)).kinds
+    assert len(kinds) == (2 if family == "qwen3_moe" else 1)
+    for kind, table in zip(sizes.kinds, kinds, strict=True):
+        stack = 3 * config.hidden_size * kind.intermediate
+        assert load(table.forward).at("grouped") == 2 * kind.chosen * stack
+        assert kind.chosen == (config.num_experts_per_tok if kind.experts else 0)
+
+
+def test_a_plan_in_hugging_faces_layers_is_refused() -> None:
+    args = ModelArguments(class_type="vanilla")
+    with pytest.raises(UserError, match="whose plan in Hugging Face's layers is unknown"):
+        Subject(family_config("mixtral"), args)
 
 
 @pytest.mark.parametrize(
