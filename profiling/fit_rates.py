@@ -275,6 +275,16 @@ def _of_peer(kind: str) -> Iterator[Fit]:
         )
 
 
+def grouped() -> float:
+    """FLOPs over seconds of the four matmuls of experts that are no gradients of weights."""
+    names = ("gate_up", "down", "d_product", "d_hidden")
+    rows = [
+        row for row in where("h100_grouped", impl="longctx", blocks="default") if row["op"] in names
+    ]
+    flops = sum(row["tflop_per_s"] * row["ms"] * 1e9 for row in rows)
+    return float(flops / sum(row["ms"] / 1e3 for row in rows) / MACHINES["h100"].flops)
+
+
 def towers() -> float:
     """The mean of two steps: of the seconds in which the GPU is not idle, those that the language
     model does not take."""
@@ -426,6 +436,13 @@ FITS: tuple[Fit, ...] = (
         again=beside,
         files="h200_shared_step",
         tolerance=0.2,
+    ),
+    Fit(
+        name="GROUPED",
+        today=fitted.GROUPED,
+        again=grouped,
+        files="h100_grouped",
+        tolerance=0.05,
     ),
     Fit(
         name="TOWERS",

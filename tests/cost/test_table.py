@@ -198,8 +198,8 @@ def test_a_rate_that_is_a_share_of_a_measured_one_is_priced_everywhere(monkeypat
 
 
 def test_work_at_a_rate_that_nobody_knows_is_no_free_work() -> None:
-    with pytest.raises(KeyError, match="grouped"):
-        priced(load((Work(name="experts", flops=1e15, rate="grouped"),)), RATES)
+    with pytest.raises(KeyError, match="scanned"):
+        priced(load((Work(name="mixer", flops=1e15, rate="scanned"),)), RATES)
 
 
 def test_a_part_declares_what_it_makes_and_nothing_of_other_parts() -> None:

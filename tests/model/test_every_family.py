@@ -229,6 +229,7 @@ def test_windows_are_those_of_hugging_face() -> None:
     none = [None, None, None]
     expected = {
         "mistral": [W, W, W],
+        "mixtral": [W, W, W],
         "ministral": [None, W, None],
         "qwen2-windows": [None, W, W],
         "qwen3-windows": [None, W, W],
