@@ -213,6 +213,8 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     _ = rotary_embeddings(base), final_norm_spec(base)
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
+    if getattr(config, "clip_qkv", None) is not None:
+        yield "a clip of q, k and v"
     attention = config._attn_implementation
     if attention != "eager" and not _is_transformers(ALL_ATTENTION_FUNCTIONS.get(attention)):
         yield f"the attention implementation {attention!r}, which transformers does not ship"

@@ -260,6 +260,7 @@ def test_a_plan_in_hugging_faces_layers_is_refused() -> None:
     ("spoil", "reason"),
     [
         (lambda base: setattr(base.layers[0].mlp, "jitter_noise", 0.1), "jitter noise"),
+        (lambda base: setattr(base.config, "clip_qkv", 8.0), "a clip of q, k and v"),  # OLMoE's
         (
             lambda base: base.layers[0].mlp.gate.register_buffer("bias", torch.zeros(5)),
             "mlp.gate.bias, which the schedule does not know",

@@ -28,12 +28,7 @@ from torch import Tensor
 from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
-from longctx.kernels.grouped_mm import (
-    Sorted,
-    combine,
-    slot_dots,
-    sort_slots,
-)
+from longctx.kernels.grouped_mm import Sorted, combine, slot_dots, sort_slots
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.linear import WeightGradient, weight_sums, wide_mm
 from longctx.layer.parts.norms import Norm
