@@ -162,7 +162,7 @@ def wrappers(module: Any) -> dict[str, Any]:
 
 
 def is_wrapped(module: Any) -> bool:
-    return is_adapted(module) and "parameter_name" in vars(module)
+    return module is not None and is_adapted(module) and "parameter_name" in vars(module)
 
 
 def within(module: Any) -> Any:
