@@ -660,7 +660,7 @@ class TileConfig(Config):
     """`grouped_mm` computes half a tile where a segment's last rows are no more than that."""
 
     def constants(self) -> dict[str, int]:
-        """What a kernel of this file is launched with."""
+        """Returns tile sizes, stages and warps by the names that the matmul kernels take."""
         sizes = {"ROWS": self.rows, "BLOCK": self.block, "DEPTH": self.depth}
         how = {"GROUP": self.group, "STAGES": self.num_stages, "num_warps": self.num_warps}
         return sizes | how

@@ -1,4 +1,4 @@
-"""What layers of experts say of their routers beside their output, and its gradient.
+"""Layers of experts return their output, and their routers say one of two things beside it:
 
     Balance        the auxiliary loss that balances experts. Each layer adds what its tokens ask
                    for, (2, E) sums (router.py), and no logits are kept. The loss is
@@ -12,7 +12,6 @@ gradient of what was said before backward comes to any layer, which then reads i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,40 +49,21 @@ class Balance:
         """Returns how often the tokens of a tile count; None: once."""
         return None if self.times is None else self.times[tile]
 
-    def close(self) -> Tensor:  # () fp32
-        """Returns the loss of all layers. What is added later does not count."""
+    def close(self) -> list[Tensor]:
+        """Returns the loss () of all layers, in fp32. What is added later does not count."""
         self._closed = True
         assert self.sums is not None, "a layer has experts"
         if self._shards is not None:
             self.sums = self._shards.total(self.sums)
-            self.tokens = self._shards.total(self.sums.new_tensor(self.tokens))
-        return balance_loss(self.sums[None], self.tokens, self.router)
+            tokens = torch.as_tensor(self.tokens, dtype=self.sums.dtype, device=self.sums.device)
+            self.tokens = self._shards.total(tokens)
+        return [balance_loss(self.sums[None], self.tokens, self.router)]
 
     def backward(self, d_loss: Tensor) -> None:  # ()
         """Has the gradient ready for the layers. Of ranks that share rows the loss is the mean."""
         assert self.sums is not None
         ranks = 1 if self._shards is None else self._shards.ranks
         self.gradient = d_loss * (ranks * self.router.experts) * self.sums[1] / self.tokens**2
-
-
-class _Balanced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, balance: Balance) -> tuple[Tensor, Tensor]:
-        ctx.balance = balance
-        return hidden.view_as(hidden), balance.close()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_hidden: Tensor, d_loss: Tensor) -> tuple[Tensor, None]:
-        ctx.balance.backward(d_loss)
-        return d_hidden, None
-
-
-def balanced(hidden: Tensor, balance: Balance) -> tuple[Tensor, Tensor]:  # (T, D), () fp32
-    """Returns the last layer's output, and the auxiliary loss of all layers, whose gradient their
-    backward gets."""
-    found: tuple[Tensor, Tensor] = _Balanced.apply(hidden, balance)
-    return found
 
 
 class RouterLogits:
@@ -106,28 +86,29 @@ class RouterLogits:
         self._tiles = dict.fromkeys(self._tiles, [])
         return found
 
-    def backward(self, gradients: Iterable[Tensor]) -> None:  # (T, E) each
+    def backward(self, *gradients: Tensor) -> None:  # (T, E) each
+        """Keeps the gradient of each layer's logits for that layer."""
         self._gradients = dict(zip(self._tiles, gradients, strict=True))
 
     def gradient(self, layer: int, tile: slice) -> Tensor:  # (t, E)
         return self._gradients[layer][tile]
 
 
-class _WithLogits(torch.autograd.Function):
+class _Said(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, logits: RouterLogits) -> tuple[Tensor, ...]:
-        ctx.logits = logits
-        return hidden.view_as(hidden), *logits.close()
+    def forward(ctx: Any, hidden: Tensor, said: Balance | RouterLogits) -> tuple[Tensor, ...]:
+        ctx.said = said
+        return hidden.view_as(hidden), *said.close()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_hidden: Tensor, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.logits.backward(gradients)
+        ctx.said.backward(*gradients)
         return d_hidden, None
 
 
-def with_logits(hidden: Tensor, logits: RouterLogits) -> tuple[Tensor, list[Tensor]]:
-    """Returns the last layer's output (T, D), and the logits (T, E) of each layer's router, whose
-    gradients these layers' backward gets."""
-    first, *found = _WithLogits.apply(hidden, logits)
+def with_said(hidden: Tensor, said: Balance | RouterLogits) -> tuple[Tensor, list[Tensor]]:
+    """Returns the last layer's output (T, D), and what the layers said: the auxiliary loss () of a
+    Balance, or the logits (T, E) of each layer. Their backward gets the gradients of it."""
+    first, *found = _Said.apply(hidden, said)
     return first, found

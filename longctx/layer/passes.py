@@ -135,7 +135,7 @@ class Pass:
 
     schedule: Schedule
     layer: int
-    """Which of `Schedule.traits` it is."""
+    """The layer's number, which is the index of its traits in `Schedule.traits`."""
     weights: Weights
     saved: Saved | None = None
     """The tensors that forward keeps for backward; None where no backward follows."""

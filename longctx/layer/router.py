@@ -52,8 +52,8 @@ class Router:
     """k"""
     score: Literal["softmax", "sigmoid"] = "softmax"
     over: Literal["scores", "logits"] = "scores"
-    """What the k largest are taken of. Both orders are the same until a bias is added or scores of
-    different logits round to one number. GPT-OSS and Granite take logits."""
+    """The values whose k largest are the chosen experts. Both orders are the same until a bias is
+    added or scores of different logits round to one number. GPT-OSS and Granite take logits."""
     normalised: bool = True
     """The k weights are divided by their sum."""
     floor: float = 0.0
@@ -93,7 +93,7 @@ class Router:
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a tile go."""
+    """The experts of each token of a tile, and their weights."""
 
     ids: Tensor
     """(t, k) int16, the experts of each token, the best first unless they were given."""

@@ -39,7 +39,7 @@ class Caller:
         self.balances = balances
         """Whether the auxiliary loss of experts is wanted."""
         self.balance: Tensor | None = None
-        """That loss, (); known after the call."""
+        """The auxiliary loss of experts, (), once the scheduled layers have run; else None."""
         self.router_logits: tuple[Tensor, ...] | None = None
         """The logits of routers, of each layer with experts (B S, E), known after the call; None
         where nobody asks for them."""

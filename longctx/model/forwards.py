@@ -39,7 +39,7 @@ from longctx.constants import IGNORE_INDEX, TOKEN_TYPES
 from longctx.errors import UserError, print_rank0
 from longctx.head.logits import lazy_logits
 from longctx.head.loss import RowCount, linear_cross_entropy
-from longctx.layer.balance import Balance, RouterLogits, balanced, with_logits
+from longctx.layer.balance import Balance, RouterLogits, with_said
 from longctx.layer.norm_spec import NormSpec
 from longctx.layer.parts.norms import final_norm
 from longctx.layer.passes import Added, Schedule
@@ -304,7 +304,10 @@ def causal_forward(
     inputs |= caller.as_keyword(self.model)
     base = self.model(**inputs, return_dict=True)  # a config may ask for tuples
     hidden = base.last_hidden_state
-    if shards is not None and num_items_in_batch is None:
+    parts = 1  # of the auxiliary loss: where the items of all ranks are counted, losses add up
+    if shards is not None and num_items_in_batch is not None:
+        parts = shards.ranks
+    elif shards is not None:
         # The mean over the ranks is the loss, and so it is of their gradients.
         count = (targets != IGNORE_INDEX).sum().to(hidden.device)
         num_items_in_batch = shards.total(count).clamp(min=1) / shards.ranks
@@ -326,7 +329,7 @@ def causal_forward(
     said: dict[str, Any] = {}
     if caller.balances:
         said["aux_loss"] = balance_loss(self, caller, base, attention_mask)
-        loss = loss + self.router_aux_loss_coef * said["aux_loss"].to(loss.device)
+        loss = loss + self.router_aux_loss_coef / parts * said["aux_loss"].to(loss.device)
     own: Any = type(self)
     kind: Any = output_class(own, CausalLMOutputWithPast)
     # Hugging Face's model hands on what its base has found, as features of images.
@@ -747,9 +750,9 @@ def _scheduled_forward(
                 given["added"] = next(added, None)
                 x = nn.Module.__call__(layer, x, **given)
             if balance is not None:
-                x, caller.balance = balanced(x, balance)
+                x, (caller.balance,) = with_said(x, balance)
             elif logits is not None:
-                x, said = with_logits(x, logits)
+                x, said = with_said(x, logits)
                 caller.router_logits = tuple(
                     _spread(one, sharing, where, real, B * S) for one in said
                 )

@@ -1,4 +1,4 @@
-"""What a call asks of the routers of a model with experts, and learns from them.
+"""The arguments of a model with experts that concern its routers, and the loss that comes of them.
 
 output_router_logits    the auxiliary loss that balances experts (layer/balance.py), as
                         transformers' causal models take it and add it to their loss

@@ -335,7 +335,7 @@ def _other_stack(layer: Any, name: str, shape: tuple[int, ...], where: str) -> I
 
 
 def _wrapper_problems(wrapper: Any, dtype: torch.dtype, where: str) -> Iterator[str]:
-    """What the schedule lacks of PEFT's adapters of all experts' weights."""
+    """Yields what the schedule does not compute of PEFT's adapters of all experts' weights."""
     yield from _problems(wrapper, WRAPPED, where)
     for inner, known in inner_modules(wrapper):
         yield from _problems(inner, known, f"{where}, inside its adapter")

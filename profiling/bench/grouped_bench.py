@@ -87,7 +87,7 @@ SWEEP = (
 
 
 class Operands(NamedTuple):
-    """What the operations of a layer take."""
+    """The operands of all operations of a layer of experts, on a tile of t tokens."""
 
     ids: Tensor  # (t, k)
     slots: Sorted

@@ -99,7 +99,7 @@ def test_product(counts, dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("counts", SEGMENTS.values(), ids=SEGMENTS)
 def test_product_with_transposed_weights(counts, dtype) -> None:
-    """What the input's gradient is."""
+    """The gradient of an expert's input is such a product."""
     check_mm(counts, 40, 48, dtype, gathered=False, transposed=True)
     # Inputs are no multiple of a step.
     check_mm(counts, 64, 27, dtype, gathered=True, transposed=True, config=HALVES)

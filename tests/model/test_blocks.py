@@ -195,7 +195,7 @@ def test_a_head_that_losses_read_stays() -> None:
 
 
 def test_what_sees_images_is_a_block() -> None:
-    """Where it trains, its gradients come last, as the embedding's do, and it stays on the GPU; a
+    """A tower that trains has its gradients last, as the embedding has, and stays on the GPU; a
     frozen one computes after the embedding and may wait on the host; one at rest is in no block."""
     model = vision_model("qwen3_vl")
     blocks = of(state_blocks(model, movable=False))

@@ -151,7 +151,7 @@ def test_logits_of_routers_for_a_caller_of_the_base_model(family, padded, capsys
 
 
 def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:
-    """Where they run: the loss is chunked, and its logits are theirs."""
+    """Of the logits that Hugging Face's layers return, where a hook keeps the schedule away."""
     _, naive, ours = trio("mixtral", torch.float32, router_aux_loss_coef=COEFFICIENT)
     inputs = batch([[48]]) | dict(output_router_logits=True)
     ours.model.layers[0].register_forward_hook(lambda *_: None)

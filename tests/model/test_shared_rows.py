@@ -84,8 +84,23 @@ def check_families(rank: int, ranks: int) -> None:
         check_exact(models, batch([[10, 62], [36, 36]]))
 
 
+def check_auxiliary_loss(rank: int, ranks: int) -> None:
+    """Experts are balanced over the tokens of all ranks. Losses over the items of all ranks, as a
+    Trainer asks for them, add up to the whole one; others have it as their mean."""
+    changes = dict(num_key_value_heads=4, router_aux_loss_coef=0.5, output_router_logits=True)
+    models = test_every_family.trio("mixtral", torch.float32, dict(tile_tokens=31), **changes)
+    rows, items = batch([[10, 62], [36, 36]]), {"num_items_in_batch": 50}
+    check_exact(models, rows)
+    loss, grads = mean_over_ranks(run(models[2], own_part(rows) | items))
+    if rank == 0:
+        wanted, theirs = run(models[1], rows | items)
+        torch.testing.assert_close(ranks * loss, wanted, rtol=1e-5, atol=1e-5)
+        for name, grad in theirs.items():
+            torch.testing.assert_close(ranks * grads[name], grad, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("check", [check_llama, check_families])
+@pytest.mark.parametrize("check", [check_llama, check_families, check_auxiliary_loss])
 def test_shared_rows_train_as_whole_ones(check, ranks, tmp_path) -> None:
     on_ranks(ranks, check, tmp_path)
 
