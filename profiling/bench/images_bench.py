@@ -17,7 +17,8 @@ has labels. Sides:
 
 Peers keep what `checkpointing` says of each layer (none, layers). All have torch's fused AdamW in a
 loop that does nothing but train (step_clock.py). `step_s` is the median of `--repeats` steps after
-one more; `peak_gib` and `reserved_gib` are theirs, `tokens` the row's.
+one more; `peak_gib` and `reserved_gib` are theirs, `tokens` the row's. `idle` is what two further
+steps show, where `--repeats` is not 1.
 
 Predicted, on an H200: 256 frames of 448 pixels, 27K tokens, 2.4 s; of 768 pixels, 75K tokens, 13 s;
 the hour, 160K tokens, 48 s in 24 GiB.
@@ -136,7 +137,7 @@ def measured(case: Case, sizes: dict[str, Any], device: str, dtype: Any, repeats
     row: Row = dict(case)
     with until_out_of_memory() as outcome:
         given = batch(case, sizes["video_token_id"], device, dtype)
-        clock = Clock(1, repeats, idle_steps=1 if repeats == 1 else None)
+        clock = Clock(1, repeats, idle_steps=0 if repeats == 1 else None)
         row["tokens"] = given["input_ids"].numel()
         model = made(case, sizes, device, dtype)
         limit(case["gpu_gib"])

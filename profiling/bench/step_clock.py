@@ -8,6 +8,7 @@ trainer does between two steps counts. Without a GPU the marks are the host's se
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -133,11 +134,12 @@ def time_trainer(trainer: Any, clock: Clock) -> None:
 
 def time_loop(model: Any, batches: Sequence[dict[str, Any]], clock: Clock, autocast: bool) -> None:
     """Steps of a loop that does nothing but train: it clips no gradients and logs nothing, and its
-    batches wait on the device. AdamW is torch's fused one."""
+    batches wait on the device. AdamW is torch's fused one. Says on stderr when a step begins."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     device = trained[0].device.type
     for step in range(clock.total):
+        print(f"    {time.strftime('%X')} step {step + 1} of {clock.total}", file=sys.stderr)
         clock.mark("forward")
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             loss = model(**batches[step % len(batches)]).loss
@@ -147,6 +149,7 @@ def time_loop(model: Any, batches: Sequence[dict[str, Any]], clock: Clock, autoc
         optimizer.step()
         optimizer.zero_grad()
         clock.mark("rest")
+    clock.mark("forward")  # where the last step ends
 
 
 def idle_column(profiler: Any, steps: int, step_s: float) -> dict[str, float]:
