@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -53,6 +54,9 @@ LARGE, TINY_ONES = 3, 6
 BUDGET: Words = ("--gpu_memory_gib", "18")
 SEVERAL = (2, 4, 8)
 """GPUs of the cases of several."""
+PORTS = count(21001)
+"""For launchers that would look for a free port, which another case may take before they do. Below
+those that systems give to connections."""
 TINY_HEADS = 4
 """Attention heads of the tiny model, which GPUs that share a row divide among them."""
 
@@ -96,8 +100,8 @@ def torchrun(processes: int, *words: str) -> Words:
 
 def accelerate(processes: int, file: str, *words: str) -> Words:
     launcher = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", file)
-    count = ("--num_processes", str(processes), "--main_process_port", "0")
-    return (*launcher, *count, "train.py", *words)
+    how = ("--num_processes", str(processes), "--main_process_port", str(next(PORTS)))
+    return (*launcher, *how, "train.py", *words)
 
 
 class Inputs:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from typing import Any
 
 import torch
@@ -51,10 +50,8 @@ def become_one_process() -> None:
     """Lets `longctx train --deepspeed FILE` run as one process without a launcher."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    # Port 0: the store takes a free one. One that was looked for may be another program's by then.
+    alone = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=0)
     os.environ |= {name: str(value) for name, value in alone.items()}
 
 
