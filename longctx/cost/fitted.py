@@ -77,9 +77,10 @@ BESIDE = 3.9
 """As often as they take on links of their own, exchanges of shared rows make the computation
 longer: they take multiprocessors from attention, and are packed (h200_shared_step.json, of 131072
 to 425984 tokens)."""
-LAUNCHES, ADAPTER_LAUNCHES, LAUNCH_S = 80, 92, 50e-6
+LAUNCHES, ADAPTER_LAUNCHES, EXPERT_LAUNCHES, LAUNCH_S = 80, 92, 32, 50e-6
 """Kernels of a layer in forward and backward, those of its adapters over NF4 besides (5,505 kernels
-of a step of Llama-3.1-8B, h100_qlora_kernels.json), and seconds in which Python launches one. The
+of a step of Llama-3.1-8B, h100_qlora_kernels.json), those that experts have more than an MLP (204
+kernels of a layer of Qwen3-30B-A3B with adapters), and seconds in which Python launches one. The
 seconds are chosen: near the rows of 87fbe29 in h100_everyday.json, whose adapters had 138 kernels
 more."""
 GAP_S, HOST_S = 0.5e-6, 5e-3

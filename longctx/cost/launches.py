@@ -7,7 +7,15 @@ copy of their gradients, and for memory of their own that the loss cannot share 
 
 from __future__ import annotations
 
-from longctx.cost.fitted import ADAPTER_LAUNCHES, GAP_S, HOST_S, LAUNCH_S, LAUNCHES
+from longctx.cost.dims import LayerKind
+from longctx.cost.fitted import (
+    ADAPTER_LAUNCHES,
+    EXPERT_LAUNCHES,
+    GAP_S,
+    HOST_S,
+    LAUNCH_S,
+    LAUNCHES,
+)
 from longctx.cost.peak import Tables
 from longctx.cost.sizes import Sizes
 from longctx.cost.table import Phase
@@ -17,8 +25,12 @@ PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 def kernels(sizes: Sizes) -> int:
     """Returns the kernels of a batch's layers, forward and backward."""
-    kinds = (sizes.kinds[kind] for kind in sizes.of_layer)
-    return sum(LAUNCHES + (ADAPTER_LAUNCHES if kind.rank else 0) for kind in kinds)
+    return sum(_kernels_of(sizes.kinds[kind]) for kind in sizes.of_layer)
+
+
+def _kernels_of(kind: LayerKind) -> int:
+    adapters = ADAPTER_LAUNCHES if kind.rank else 0
+    return LAUNCHES + adapters + (EXPERT_LAUNCHES if kind.experts else 0)
 
 
 def host_waits(sizes: Sizes, passes: int, computed_s: float, *, graphs: bool) -> float:
