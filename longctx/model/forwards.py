@@ -22,7 +22,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any, cast, get_args
@@ -926,7 +926,8 @@ def layer_forward(
     **kwargs: Any,
 ) -> Tensor:
     if schedule is None or family is None:
-        with dense_experts(self):
+        has_experts = known_family(self).router is not None
+        with dense_experts(self) if has_experts else nullcontext():
             return type(self).forward(self, hidden_states, *args, **kwargs)
     weights, adapters = layer_weights(self, family), layer_adapters(self, family)
     given = with_adapters(weights, adapters, layers_above, lambda: schedule.seed)
