@@ -199,6 +199,8 @@ def _experts(inputs: Inputs) -> Iterator[Case]:
     runs: dict[str, Words] = {
         "experts": (*TRAIN, *moe, *SAVES),
         "experts_lora": (*TRAIN, *moe, *LORA),
+        "experts_qlora": (*TRAIN, *moe, *LORA, "--quantize", "nf4"),
+        "experts_qlora_host": (*TRAIN, *moe, *LORA, "--quantize", "nf4", "--place", "host"),
         "experts_place_host": (*TRAIN, *moe, "--place", "host"),
         "experts_dpo": (*TRAIN, *moe, "--task", "dpo", "--train_file", inputs.pairs),
         "experts_zero3": torchrun(1, *moe, "--deepspeed", "zero3"),

@@ -25,12 +25,12 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, TrainerCallback
 
 from longctx.errors import UserError, counted
-from longctx.lora.quantise import check_all_linear
 from longctx.model.adapters import inside_peft, within
 from longctx.model.blocks import decoder_layers
 from longctx.model.classes import is_classifier, without_storage
 from longctx.model.families import base_of, layers_of, part_of
 from longctx.model.matrices import linears, stacks
+from longctx.model.stand_ins import shaped_experts
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
 from longctx.options.config import ModelArguments
@@ -69,7 +69,6 @@ def check_lora(args: ModelArguments, config: PretrainedConfig) -> None:
     skeleton = without_storage(config)
     if skeleton is None:
         return
-    check_all_linear(args, skeleton)
     if adapted_stacks(skeleton, args):
         for name, asked in (("lora_dropout", args.lora_dropout), ("use_dora", args.use_dora)):
             if asked:
@@ -201,7 +200,7 @@ def with_lora(model: Any, args: ModelArguments) -> Any:
         use_dora=args.use_dora,
         exclude_modules=None if args.train_vision else _seeing(model),
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), shaped_experts(model):
         # PEFT asks transformers for the name that it has given up.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         adapted = peft.get_peft_model(model, config)
@@ -235,7 +234,9 @@ def add_adapters(model: Any, args: ModelArguments) -> tuple[Any, str]:
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     count = sum("lora_A" in name for name, _ in adapted.named_parameters())
     kind = "DoRA" if args.use_dora else "LoRA"
-    said = f"{kind} of rank {args.lora_r} on {count} maps, {counted(trained)} parameters trained"
+    over = "" if args.quantize == "none" else " over NF4"
+    said = f"{kind} of rank {args.lora_r} on {count} maps{over}, "
+    said += f"{counted(trained)} parameters trained"
     said += " with the head of rewards" * is_classifier(inside_peft(adapted).config)
     if has_experts(inside_peft(adapted)):
         alone = adapted_stacks(adapted, args)

@@ -1,24 +1,24 @@
-"""`--quantize nf4`: the decoder layers' linear maps in 4 bits, by bitsandbytes, under adapters.
+"""`--quantize nf4`: the decoder layers' matrices in 4 bits, by bitsandbytes, under adapters.
 
-Each weight is the nearest of 16 values of a normal distribution, times a scale of its block of 64,
-which has 8 bits itself (double quantisation): 4.13 bits a weight. QLoRA: Dettmers et al. 2023,
-arXiv 2305.14314. Pretrained weights are quantised as they are read, one after the other; a preset's
-once the model is made. Embedding, norms and lm_head stay as they are.
+These are linear maps and the weights of all experts (model/matrices.py). Pretrained weights are
+quantised as they are read, one after the other (quantised_reading.py); a preset's once the model is
+made. Embedding, norms, routers and lm_head stay as they are.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import PretrainedConfig
 
 from longctx.errors import UserError
 from longctx.loading.weights import holds_nf4, quantization
+from longctx.lora.nf4 import in_nf4, shape_in_nf4
 from longctx.model.blocks import decoder_layers
-from longctx.model.matrices import linears, stacks
+from longctx.model.classes import without_storage
+from longctx.model.matrices import linears, matrices, stack_names, stacks
 from longctx.options.config import ModelArguments
 from longctx.safety.system import installed
 
@@ -35,16 +35,25 @@ def check_quantize(args: ModelArguments) -> None:
         )
 
 
-def check_all_linear(args: ModelArguments, model: Any) -> None:
-    """Raises UserError if 4 bits would leave out weights that are no linear maps, most of a model
-    with experts."""
-    if args.quantize == "none":
+def check_experts(args: ModelArguments, config: PretrainedConfig) -> None:
+    """Raises UserError for a model whose experts, most of its weights, would stay in 16 bits: in
+    Hugging Face's layers, which know no others, and in a checkpoint that is in 4 bits already, by a
+    program that quantises linear maps alone."""
+    if args.quantize == "none" or (skeleton := without_storage(config)) is None:
         return
-    layers: Any = decoder_layers(model)
-    if stacked := stacks(layers):
+    layers: Any = decoder_layers(skeleton)
+    if not (stacked := stacks(layers)):
+        return
+    where = f"layers.{next(iter(stacked))} holds the weights of several experts in one parameter"
+    if not args.schedules:
         raise UserError(
-            f"--quantize nf4: layers.{next(iter(stacked))} holds the weights of several experts in "
-            "one parameter, which would stay in 16 bits: leave out --quantize"
+            f"--quantize nf4: {where}, which only --class_type custom without --parts has in 4 "
+            "bits: use that, or leave out --quantize"
+        )
+    if quantization(config):
+        raise UserError(
+            f"{args.model_name_or_path} is in 4 bits, but {where}, which bitsandbytes leaves as it "
+            "is: give the model that it was made from"
         )
 
 
@@ -58,13 +67,9 @@ def quantised_loading(
     if holds_nf4(checkpoint):
         checkpoint.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).split(".")[1]
         return {"device_map": {"": device}}
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    return {"quantization_config": config, "device_map": {"": device}}
+    from longctx.lora.quantised_reading import reading_in_nf4
+
+    return {"quantization_config": reading_in_nf4(dtype), "device_map": {"": device}}
 
 
 def compute_in_(model: Any, dtype: torch.dtype) -> None:
@@ -78,35 +83,36 @@ def compute_in_(model: Any, dtype: torch.dtype) -> None:
 
 
 def quantise_(model: Any, device: torch.device) -> None:
-    """Quantises the layers of a model in memory, in place, on `device`."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    """Quantises the layers of a model in memory, in place, on `device`. Each weight in 16 bits is
+    freed before the next is quantised."""
+    from bitsandbytes.nn import Linear4bit
 
     layers: Any = decoder_layers(model)
-    for path, linear in linears(layers).items():
+    for path in [*linears(layers)]:
+        linear = layers.get_submodule(path)
         made = Linear4bit(
             *(linear.in_features, linear.out_features, linear.bias is not None),
             compute_dtype=linear.weight.dtype,
             quant_type="nf4",
             device="meta",
         )
-        made.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+        made.weight = in_nf4(linear.weight.data, device)
         made.bias = linear.bias
         parent, _, name = path.rpartition(".")
         setattr(layers.get_submodule(parent), name, made.to(device))
+    for owner in stacks(layers).values():
+        for name in stack_names(owner):
+            setattr(owner, name, in_nf4(owner.get_parameter(name).data, device))
     model.is_loaded_in_4bit = True  # PEFT looks for it
 
 
 def round_to_nf4_(layers: nn.Module) -> None:
-    """Linear maps keep their dtype and get the values of 4 bits that a run would compute with."""
+    """Matrices keep their dtype and get the values of 4 bits that a run would compute with."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    for linear in linears(layers).values():
-        packed = quantize_4bit(linear.weight.data, quant_type="nf4", compress_statistics=True)
-        linear.weight.data = dequantize_4bit(*packed)
-
-
-BLOCK, SCALES = 64, 256
-"""Weights that share a scale, and scales that share one."""
+    for weight in matrices(layers):
+        packed = quantize_4bit(weight.data, quant_type="nf4", compress_statistics=True)
+        weight.data = dequantize_4bit(*packed)
 
 
 def quantise_shapes_(model: Any) -> None:
@@ -115,22 +121,10 @@ def quantise_shapes_(model: Any) -> None:
     found = quantization(model.config)
     double = not found or found.get("bnb_4bit_use_double_quant", False)
     skipped = [f".{name}." for name in found.get("llm_int8_skip_modules") or ()]
-
-    def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="meta")
-
     layers: Any = decoder_layers(model)
     for path, linear in linears(layers).items():
-        if any(name in f".model.layers.{path}." for name in skipped):
-            continue
-        shape, numel = linear.weight.shape, linear.weight.numel()
-        scales = -(-numel // BLOCK)
-        packed: Any = nn.Parameter(empty(-(-numel // 2), torch.uint8)[:, None], False)
-        packed.quant_state = SimpleNamespace(
-            shape=shape,
-            absmax=empty(scales, torch.uint8 if double else torch.float32),
-        )
-        if double:
-            of_scales = empty(-(-scales // SCALES), torch.float32)
-            packed.quant_state.state2 = SimpleNamespace(absmax=of_scales)
-        linear.weight = packed
+        if not any(name in f".model.layers.{path}." for name in skipped):
+            linear.weight = shape_in_nf4(linear.weight, double)
+    for owner in stacks(layers).values():
+        for name in stack_names(owner):
+            setattr(owner, name, shape_in_nf4(owner.get_parameter(name), double))

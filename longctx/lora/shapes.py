@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longctx.errors import UserError
 from longctx.lora.adapters import adapted_linears, adapted_stacks
 from longctx.model.families import base_of, part_of
+from longctx.model.look import whole_shape
 from longctx.options.config import ModelArguments
 
 _NAME = "default"
@@ -52,7 +53,7 @@ class StackShape(nn.Module):
 
     def __init__(self, base_layer: nn.Module, name: str, parameter: Tensor, r: int) -> None:
         super().__init__()
-        experts, outputs, inputs = parameter.shape
+        experts, outputs, inputs = whole_shape(parameter)
         self.base_layer, self.parameter_name, self.num_experts = base_layer, name, experts
         self.lora_A = _only(nn.Linear(inputs, r * experts, bias=False, dtype=torch.float32))
         self.lora_B = _only(nn.Linear(r * experts, outputs, bias=False, dtype=torch.float32))

@@ -138,7 +138,7 @@ def _owners(module: nn.Module) -> list[nn.Module]:
 def decoder_layers(model: Any) -> Iterable[nn.Module]:
     """Returns the decoder's `layers`; empty for a model that has no such list."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return getattr(decoder, "layers", None) or []
+    return getattr(decoder, "layers", None) or nn.ModuleList()
 
 
 def scales(parameter: Any) -> list[Part]:

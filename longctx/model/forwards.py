@@ -22,7 +22,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any, cast, get_args
@@ -87,6 +87,7 @@ from longctx.model.runtime import (
 from longctx.model.shared_images import own_features
 from longctx.model.shared_prefixes import Sharing, spread
 from longctx.model.shared_prefixes import found as found_prefixes
+from longctx.model.stand_ins import dense_experts
 from longctx.model.strangers import (
     asks_for_router_logits,
     changing_hooks,
@@ -925,7 +926,9 @@ def layer_forward(
     **kwargs: Any,
 ) -> Tensor:
     if schedule is None or family is None:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
+        has_experts = known_family(self).router is not None
+        with dense_experts(self) if has_experts else nullcontext():
+            return type(self).forward(self, hidden_states, *args, **kwargs)
     weights, adapters = layer_weights(self, family), layer_adapters(self, family)
     given = with_adapters(weights, adapters, layers_above, lambda: schedule.seed)
     bring = partial(_bring, self)

@@ -18,8 +18,11 @@ Read = Callable[..., Any]
 
 
 def whole_shape(weight: Any) -> tuple[int, ...]:
-    """Returns a weight's shape, also where ZeRO-3 has put it away and left an empty tensor."""
-    return tuple(getattr(weight, "ds_shape", weight.shape))
+    """Returns a weight's shape, also where ZeRO-3 has put it away and left an empty tensor, and
+    where bitsandbytes holds it in 4 bits, as a column of bytes."""
+    state = getattr(weight, "quant_state", None)
+    shape = weight.shape if state is None else state.shape
+    return tuple(getattr(weight, "ds_shape", shape))
 
 
 def look(module: Any, name: str, *default: Any) -> Any:

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import TransformersKwargs
 
 from longctx.errors import one_line
+from longctx.layer.linear import packed_state
 from longctx.layer.passes import Traits
 from longctx.model.adapters import (
     WRAPPED,
@@ -54,7 +55,7 @@ from longctx.model.families import (
     part_of,
     rotary_embeddings,
 )
-from longctx.model.look import look
+from longctx.model.look import look, whole_shape
 from longctx.model.vision import forward_names, is_joint, is_whole
 
 _AFTER = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -323,14 +324,16 @@ def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[st
 
 
 def _other_stack(layer: Any, name: str, shape: tuple[int, ...], where: str) -> Iterator[str]:
-    """Experts' weights, or a router's, of another shape than the configuration's. What engines have
-    cut up (DTensors, empty ones) does not tell its own."""
+    """Experts' weights, or a router's, of another shape than the configuration's, also in 4 bits.
+    What engines have cut up (DTensors, empty ones) does not tell its own."""
     owner, _, own = name.rpartition(".")
     weight = look(within(part_of(layer, owner)), own, None)
     if not isinstance(weight, torch.Tensor):
         yield f"no weight in {where}.{name}"
-    elif type(weight) is nn.Parameter and weight.numel() and tuple(weight.shape) != shape:
-        found = tuple(weight.shape)
+        return
+    is_whole = type(weight) is nn.Parameter and weight.numel()
+    found = whole_shape(weight) if is_whole or packed_state(weight) is not None else shape
+    if found != shape:
         yield f"a weight of {found} in {where}.{name} where the configuration has {shape}"
 
 

@@ -22,7 +22,13 @@ from longctx.errors import UserError, counted, print_rank0
 from longctx.loading.pretrained import read_config, read_model, unreadable
 from longctx.loading.weights import holds_nf4
 from longctx.lora.adapters import adapter_bytes, add_adapters, check_lora, check_peft
-from longctx.lora.quantise import check_quantize, compute_in_, quantise_, quantised_loading
+from longctx.lora.quantise import (
+    check_experts,
+    check_quantize,
+    compute_in_,
+    quantise_,
+    quantised_loading,
+)
 from longctx.model.classes import (
     as_language_model,
     as_reward_model,
@@ -91,6 +97,7 @@ def load_config(
         )
     check_parts("--parts", args.patch_options, config)
     _check_context(text, args, flag)
+    check_experts(args, config)
     check_lora(args, config)
     return config
 
@@ -215,7 +222,7 @@ def load_model(
     line += seeing
     if args.lora_r is not None:
         model, adapters = add_adapters(model, args)
-        line += f"; {adapters}{'' if args.quantize == 'none' else ' over NF4'}"
+        line += f"; {adapters}"
     print_rank0(line)
     return model
 

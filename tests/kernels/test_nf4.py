@@ -39,7 +39,7 @@ def equation(packed: Tensor, state: Any) -> Tensor:
 
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
-@pytest.mark.parametrize("shape", [(8, 8), (3, 64), (136, 264), (2100, 32)])
+@pytest.mark.parametrize("shape", [(8, 8), (3, 64), (136, 264), (2100, 32), (3, 40, 24)])
 def test_the_bits_of_the_equation(shape, dtype, double) -> None:
     packed, state = quantised(*shape, dtype=dtype, double=double)
     found = dense_nf4(packed, state)

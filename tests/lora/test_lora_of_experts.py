@@ -25,7 +25,10 @@ def arguments(**more) -> ModelArguments:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("more", [{}, {"lora_targets": ATTENTION}, {"lora_targets": ["experts"]}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"lora_targets": ATTENTION}, {"lora_targets": ["experts"]}, {"quantize": "nf4"}],
+)
 def test_a_plan_without_peft_counts_pefts_adapters(family, more, monkeypatch) -> None:
     args, config = arguments(**more), family_config(family)
     shapes = Subject(config, args)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from longctx.cost.sizes import Batch
 from longctx.errors import UserError
 from longctx.layer.adapters.lora import adapters_cost
-from longctx.lora.adapters import check_lora
+from longctx.lora.quantise import check_experts
 from longctx.model import runtime
 from longctx.model.adapters import Applied
 from longctx.model.matrices import active_shares, linears, stacks
@@ -61,9 +61,9 @@ def test_a_stack_of_convolutions_is_none() -> None:
 def test_4_bits_that_would_leave_the_experts_in_16_are_refused(name) -> None:
     args = ModelArguments(lora_r=2, class_type="vanilla", lora_targets=["q_proj"])
     config = mixture(name)[0]
-    check_lora(args, config)
+    check_experts(args, config)
     with pytest.raises(UserError, match=r"layers\.[01]\.mlp\.experts holds the weights of several"):
-        check_lora(replace(args, quantize="nf4"), config)
+        check_experts(replace(args, quantize="nf4"), config)
 
 
 def test_adapters_cost_what_the_tokens_cost_that_they_are_applied_to(monkeypatch) -> None:
