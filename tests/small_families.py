@@ -124,6 +124,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(head_dim=64, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=96)
         | dict(mlp_only_layers=[1], norm_topk_prob=True, **_LOOP),
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96)
+        | dict(shared_expert_intermediate_size=112, mlp_only_layers=[1], norm_topk_prob=True)
+        | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, **_LOOP),
+    ),
     "olmoe": (
         "olmoe",
         dict(
@@ -139,7 +145,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-EXPERTS = ["mixtral", "qwen3_moe", "olmoe"]
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe"]
 """Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
 the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]

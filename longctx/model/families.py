@@ -23,6 +23,7 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
                                            Gemma 3: norms before and after, a RoPE for each type
     mixtral  qwen3_moe  olmoe              experts; layers of Qwen3-MoE may have an MLP instead, and
                                            OLMoE's norms of q and k are over all heads
+    qwen2_moe                              experts, and one that is shared and weighed by token
     qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
     qwen3_vl_text                          positions, which text has equal (positions.py)
 """
@@ -138,12 +139,18 @@ def kv_heads(config: Any) -> int:
 
 def _softmax_router(config: Any, **settings: Any) -> Router:
     """Returns a router that chooses by softmax, as in Mixtral."""
-    return Router(experts=config.num_local_experts, chosen=config.num_experts_per_tok, **settings)
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    return Router(experts=experts, chosen=config.num_experts_per_tok, **settings)
 
 
 def _normed_if_asked(config: Any) -> Router:
     """Returns the same where the configuration says whether the weights are normalised."""
     return _softmax_router(config, normalised=config.norm_topk_prob)
+
+
+def _shared(path: str) -> dict[str, str]:
+    """Returns the linear layers of a shared expert, which is at `path` in a layer."""
+    return {f"shared_{name}": f"{path}.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def _is_dense(config: Any, layer: int) -> bool:
@@ -202,7 +209,8 @@ class Family:
     linears: Mapping[str, str] = field(default_factory=lambda: _QKV | _OUT | _GATE_UP)
     """Maps the names that the parts declare to the paths of a layer's linear layers. Without k and
     v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
-    bias. Without gate, the MLP has none."""
+    bias. Without gate, the MLP has none. A shared expert's begin with "shared_", and the one that
+    weighs it for each token is "share"."""
     stacks: Mapping[str, str] = field(default_factory=dict)
     """Maps the names of the router's weight (E, D) and of the experts' weights, (E, 2 I, D) and
     (E, D, I), to the paths of these parameters. A layer without experts has none."""
@@ -229,7 +237,9 @@ class Family:
     """Returns those of these fields that differ in a layer: the paths of its modules, their
     classes, the width of its MLP."""
     width: str = MLP_WIDTH
-    """The name of the width of the MLP in the configuration."""
+    """The name of the width of the MLP, or of one expert, in the configuration."""
+    shared_width: Callable[[Any], int] = field(default=lambda config: 0)
+    """Returns the features of the shared expert, from the configuration."""
     position_rows: int = 1
     """The rows of positions to which the base model expands one, as in positions.py."""
     query_scale: Callable[[Any, Tensor], Tensor | None] = field(default=lambda config, at: None)
@@ -246,6 +256,10 @@ class Family:
         """Returns how experts are chosen, in a family that has some."""
         assert self.router is not None
         return self.router(config)
+
+    def shared(self, config: Any) -> int:
+        """Returns the features of a layer's shared expert; 0 if the layer has none."""
+        return self.shared_width(config) if "shared_up" in self.linears else 0
 
     def of_layer(self, config: Any, layer: int) -> Family:
         """Returns the family as one layer sees it."""
@@ -283,12 +297,14 @@ class Family:
         """Returns the shape of the weight of each linear layer and norm of a layer, by path."""
         D, F, d = config.hidden_size, getattr(config, self.width), head_dim(config)
         q, kv = d * config.num_attention_heads, d * kv_heads(config)
+        S = self.shared(config)
         rows = dict(q=q, k=kv, v=kv, o=D, gate=F, up=F, down=D)
+        rows |= dict(shared_gate=S, shared_up=S, shared_down=D, share=1)
         if "k" not in self.linears:
             rows["q"] += 2 * kv
         if "up" not in self.linears:
             rows["gate"] += F
-        columns = dict.fromkeys(rows, D) | dict(o=q, down=F)
+        columns = dict.fromkeys(rows, D) | dict(o=q, down=F, shared_down=S)
         linears = {path: (rows[name], columns[name]) for name, path in self.linears.items()}
         own = dict(q_norm=q, k_norm=kv) if self.wide_norms else dict(q_norm=d, k_norm=d)
         return linears | {path: (own.get(name, D),) for name, path in self.norms.items()}
@@ -301,13 +317,20 @@ class Family:
         shapes = dict(router=(E, D), experts_in=(E, 2 * width, D), experts_out=(E, D, width))
         return {path: shapes[name] for name, path in self.stacks.items()}
 
+    @property
+    def of_activations(self) -> Names:
+        """The paths of a layer's activations: of its MLP or its experts, and of a shared expert."""
+        own = (self.activation,) if self.activation else ()
+        shared, _, _ = self.linears.get("shared_up", "").rpartition(".")
+        return (*own, f"{shared}.act_fn") if shared else own
+
     @cached_property
     def in_layer(self) -> dict[str, Names]:
         """Maps each module to the classes whose forward it may have, given by name, so that a class
         whose forward was replaced process-wide (as Liger-Kernel does) does not match."""
         return {
             **{path: self.known(suffix) for path, suffix in self.modules.items()},
-            **({self.activation: self.activations} if self.activation else {}),
+            **dict.fromkeys(self.of_activations, self.activations),
             **dict.fromkeys(self.linears.values(), LINEAR + QUANTISED + ADAPTED),
             **dict.fromkeys(self.norms.values(), self.norm_classes),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
@@ -527,6 +550,22 @@ FAMILIES: dict[str, Family] = {
             norms=_NORMS | _OF_Q_AND_K,
             window=_one_window,
             width="moe_intermediate_size",
+            router=_normed_if_asked,
+            by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+        ),
+        Family(
+            kind="qwen2_moe",
+            prefix="Qwen2Moe",
+            **_MOE
+            | dict(
+                modules=_SPARSE | {"mlp.shared_expert": "MLP"},
+                linears=_QKV
+                | {"o": _OUT["o"], "share": "mlp.shared_expert_gate"}
+                | _shared("mlp.shared_expert"),
+            ),
+            window=_window_by_type,
+            width="moe_intermediate_size",
+            shared_width=lambda config: config.shared_expert_intermediate_size,
             router=_normed_if_asked,
             by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
         ),
