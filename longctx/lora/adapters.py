@@ -29,7 +29,7 @@ from longctx.lora.quantise import check_all_linear
 from longctx.model.adapters import inside_peft, within
 from longctx.model.blocks import decoder_layers
 from longctx.model.classes import is_classifier, without_storage
-from longctx.model.families import base_of, layers_of, part_of
+from longctx.model.families import base_of, is_stack, layers_of, part_of
 from longctx.model.matrices import linears, stacks
 from longctx.model.strangers import why_not_scheduled
 from longctx.model.vision import towers
@@ -166,7 +166,7 @@ def expert_stacks(model: Any) -> dict[str, nn.Parameter]:
     base, found = base_of(inside_peft(model)), {}
     for i, (layer, family) in enumerate(layers_of(base) if base is not None else []):
         for name, path in family.stacks.items():
-            if name != "router":
+            if is_stack(name):
                 owner, _, own = path.rpartition(".")
                 found[f"layers.{i}.{path}"] = getattr(within(part_of(layer, owner)), own)
     return found

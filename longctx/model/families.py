@@ -24,6 +24,8 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
     mixtral  qwen3_moe  olmoe              experts; layers of Qwen3-MoE may have an MLP instead, and
                                            OLMoE's norms of q and k are over all heads
     qwen2_moe                              experts, and one that is shared and weighed by token
+    glm4_moe                               groups of experts, chosen by sigmoid and a bias, and one
+                                           that is shared; the first layers have an MLP
     qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
     qwen3_vl_text                          positions, which text has equal (positions.py)
 """
@@ -153,10 +155,29 @@ def _shared(path: str) -> dict[str, str]:
     return {f"shared_{name}": f"{path}.{name}_proj" for name in ("gate", "up", "down")}
 
 
+def _sigmoid_router(config: Any) -> Router:
+    """Returns a router of groups of experts, which chooses by sigmoid and a bias, as in GLM-4.5."""
+    return Router(
+        experts=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        score="sigmoid",
+        normalised=config.norm_topk_prob,
+        floor=1e-20,
+        scaling=config.routed_scaling_factor,
+        groups=config.n_group,
+        chosen_groups=config.topk_group,
+    )
+
+
 def _is_dense(config: Any, layer: int) -> bool:
     """Whether a layer has an MLP among layers of experts, as in Qwen3-MoE."""
     sparse = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
     return layer in config.mlp_only_layers or not sparse
+
+
+def is_stack(name: str) -> bool:
+    """Whether a name in `Family.stacks` is of the experts' weights, not of the router's."""
+    return name.startswith("experts")
 
 
 MLP_WIDTH = "intermediate_size"
@@ -212,10 +233,13 @@ class Family:
     bias. Without gate, the MLP has none. A shared expert's begin with "shared_", and the one that
     weighs it for each token is "share"."""
     stacks: Mapping[str, str] = field(default_factory=dict)
-    """Maps the names of the router's weight (E, D) and of the experts' weights, (E, 2 I, D) and
-    (E, D, I), to the paths of these parameters. A layer without experts has none."""
+    """Maps the names of the router's weight (E, D), of its bias (E,) if it has one, and of the
+    experts' weights, (E, 2 I, D) and (E, D, I), to the paths of these parameters and buffers. A
+    layer without experts has none."""
     router: Callable[[Any], Router] | None = None
     """Returns how experts are chosen, from the configuration."""
+    auxiliary: bool = True
+    """transformers' causal model has an auxiliary loss, if there are experts."""
     interleaved: bool = False
     """RoPE rotates pairs of neighbours, instead of halves."""
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
@@ -252,6 +276,11 @@ class Family:
     logits_cap: Callable[[Any], float | None] = field(default=lambda model: None)
     """Returns the softcap of a model's logits."""
 
+    @property
+    def balances(self) -> bool:
+        """Whether the causal model has an auxiliary loss that balances experts."""
+        return self.router is not None and self.auxiliary
+
     def routes(self, config: Any) -> Router:
         """Returns how experts are chosen, in a family that has some."""
         assert self.router is not None
@@ -277,7 +306,7 @@ class Family:
     @cached_property
     def of_experts(self) -> Names:
         """The paths of the modules that hold experts' weights, around which PEFT puts wrappers."""
-        owners = [path.rpartition(".")[0] for n, path in self.stacks.items() if n != "router"]
+        owners = [path.rpartition(".")[0] for n, path in self.stacks.items() if is_stack(n)]
         return tuple(dict.fromkeys(owners))
 
     @property
@@ -315,6 +344,7 @@ class Family:
             return {}
         E, D, width = self.router(config).experts, config.hidden_size, getattr(config, self.width)
         shapes = dict(router=(E, D), experts_in=(E, 2 * width, D), experts_out=(E, D, width))
+        shapes |= dict(router_bias=(E,))
         return {path: shapes[name] for name, path in self.stacks.items()}
 
     @property
@@ -400,6 +430,14 @@ _DENSE: dict[str, Any] = dict(
     activation="mlp.act_fn",
     width=MLP_WIDTH,
 )
+
+
+def _of_glm4_moe(config: Any, layer: int) -> dict[str, Any]:
+    """The first layers have an MLP, and norms of q and k are a setting."""
+    own = _DENSE if layer < config.first_k_dense_replace else {}
+    return own if config.use_qk_norm else own | {"norms": _NORMS}
+
+
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -568,6 +606,23 @@ FAMILIES: dict[str, Family] = {
             shared_width=lambda config: config.shared_expert_intermediate_size,
             router=_normed_if_asked,
             by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+        ),
+        Family(
+            kind="glm4_moe",
+            prefix="Glm4Moe",
+            **_MOE
+            | dict(
+                modules=_SPARSE
+                | {"mlp": "MoE", "mlp.gate": "TopkRouter", "mlp.shared_experts": "MLP"},
+                linears=_QKV | {"o": _OUT["o"]} | _shared("mlp.shared_experts"),
+                stacks=_EXPERTS | {"router_bias": "mlp.gate.e_score_correction_bias"},
+            ),
+            norms=_NORMS | _OF_Q_AND_K,
+            width="moe_intermediate_size",
+            shared_width=lambda config: config.moe_intermediate_size * config.n_shared_experts,
+            router=_sigmoid_router,
+            auxiliary=False,
+            by_layer=_of_glm4_moe,
         ),
         Family(
             kind="olmoe",

@@ -536,7 +536,7 @@ def base_forward(
         raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
         _check_shared(inputs, reason)
-    if known_family(self).router is not None and asks_for_router_logits(self.config, inputs):
+    if known_family(self).balances and asks_for_router_logits(self.config, inputs):
         caller.router_logits = ()
     expert_ids = inputs.pop(EXPERT_IDS, None)
     if expert_ids is not None:
@@ -638,7 +638,7 @@ def _call_not_covered(base: Any, inputs: dict[str, Any], trains: bool) -> str | 
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
     known |= {*_BOUNDS, *_OF_THE_LOSS, PARENTS, *_DEEPSTACK}
-    known |= {"output_router_logits"} if known_family(base).router is not None else set()
+    known |= {"output_router_logits"} if known_family(base).balances else set()
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if not given.pop("is_causal", True):
         return "attention to later tokens (is_causal=False)"
@@ -655,7 +655,7 @@ def _call_not_covered(base: Any, inputs: dict[str, Any], trains: bool) -> str | 
         return ", ".join(sorted(unknown))
     if (inputs["input_ids"] is None) == (embeds is None):
         return "input_ids and inputs_embeds together, or neither"
-    if known_family(base).router is None and asks_for_router_logits(config, inputs):
+    if not known_family(base).balances and asks_for_router_logits(config, inputs):
         return "output_router_logits"
     tokens = inputs["input_ids"] if embeds is None else embeds
     if mask is not None and getattr(mask, "shape", None) != tokens.shape[:2]:

@@ -13,6 +13,7 @@ several dtypes, dropout, an epsilon or a scale that differs from the configurati
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -174,7 +175,7 @@ def why_not_chunked(
     if reason := _own_loss(model):
         return reason
     family = family_of(model)
-    if asks_for_router_logits(model.config, given) and (family is None or family.router is None):
+    if asks_for_router_logits(model.config, given) and not (family and family.balances):
         return "output_router_logits, and the auxiliary loss of routers"
     if getattr(model.config, "final_logit_softcapping", None) != logits_cap(model):
         return "a cap of logits"
@@ -324,13 +325,16 @@ def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[st
 
 def _other_stack(layer: Any, name: str, shape: tuple[int, ...], where: str) -> Iterator[str]:
     """Experts' weights, or a router's, of another shape than the configuration's. What engines have
-    cut up (DTensors, empty ones) does not tell its own."""
+    cut up (DTensors, empty ones) does not tell its own. A bias may be (1, E)."""
     owner, _, own = name.rpartition(".")
-    weight = look(within(part_of(layer, owner)), own, None)
+    module = within(part_of(layer, owner))
+    weight = look(module, own, None)
     if not isinstance(weight, torch.Tensor):
         yield f"no weight in {where}.{name}"
-    elif type(weight) is nn.Parameter and weight.numel() and tuple(weight.shape) != shape:
-        found = tuple(weight.shape)
+        return
+    tells = (type(weight) is nn.Parameter or own in module._buffers) and weight.numel()
+    found = tuple(weight.shape)
+    if tells and (found[-len(shape) :] != shape or weight.numel() != math.prod(shape)):
         yield f"a weight of {found} in {where}.{name} where the configuration has {shape}"
 
 

@@ -29,6 +29,7 @@ from exactness import DEVICE, relative_error
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
+from longctx.layer.router import weights_of
 from longctx.model.costs import StepTable
 from longctx.model.families import layers_of, model_traits
 from longctx.options.config import ModelArguments
@@ -36,7 +37,9 @@ from longctx.plan.predict import Run, Subject
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
 FAMILIES = EXPERTS
-DENSE_TOO = ["qwen3_moe", "qwen2_moe"]
+BALANCED = [family for family in FAMILIES if family != "glm4_moe"]
+"""Those whose causal models have an auxiliary loss."""
+DENSE_TOO = ["qwen3_moe", "qwen2_moe", "glm4_moe"]
 """Those with an MLP in some layers."""
 COEFFICIENT = 0.5
 
@@ -61,12 +64,11 @@ def follow(model, ids: torch.Tensor) -> None:
         gate = layer.mlp.gate
 
         def forward(hidden, gate=gate, own=own, router=router):
-            logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
-            wide = torch.promote_types(logits.dtype, torch.float32)
-            weights = logits.to(wide).softmax(-1).gather(1, own)
-            if router.normalised:
-                weights = weights / weights.sum(-1, keepdim=True)
-            return logits, weights.to(logits.dtype), own
+            hidden, wide = hidden.reshape(-1, hidden.shape[-1]), router.score == "sigmoid"
+            at = torch.promote_types(hidden.dtype, torch.float32)
+            dtype = at if wide else hidden.dtype
+            logits = F.linear(hidden.to(dtype), gate.weight.to(dtype))
+            return logits, weights_of(logits.to(at), router, own).to(dtype), own
 
         gate.forward = forward
 
@@ -107,7 +109,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BALANCED)
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
     models = trio(family, torch.float32, dict(tile_tokens=31), router_aux_loss_coef=COEFFICIENT)
@@ -126,7 +128,7 @@ def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
         torch.testing.assert_close(models[2](**inputs).loss, models[1](**inputs).loss)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BALANCED)
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_of_routers_for_a_caller_of_the_base_model(family, padded, capsys) -> None:
     """Who makes a loss of them has its gradients, in tiles and with padding left out."""
@@ -151,6 +153,19 @@ def test_logits_of_routers_for_a_caller_of_the_base_model(family, padded, capsys
     for one, other in zip(said + grads, wanted + wanted_grads, strict=True):
         assert relative_error(one, other) < 1e-5
     assert padded or "Hugging Face's layers" not in capsys.readouterr().out
+
+
+def test_a_family_without_an_auxiliary_loss_gets_none(capsys) -> None:
+    """GLM-4.5's model returns the logits of its routers, and adds nothing to its loss."""
+    _, naive, ours = trio("glm4_moe", torch.float32, use_qk_norm=False)
+    inputs = batch([[48]])
+    wanted, found = gradients(naive, inputs), gradients(ours, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    for name, grad in wanted[1].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+    torch.testing.assert_close(ours(**inputs, output_router_logits=True).loss, wanted[0])
+    assert "calls with output_router_logits" in capsys.readouterr().out
 
 
 def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:

@@ -64,6 +64,8 @@ class Experts(OverTiles):
         self._balance = p.schedule.balance
         self._norm, self._shared = Norm(p, "norm2"), SharedExpert.of(p, kept)
         self._gate = given["router"].to(dtype)  # (E, D)
+        bias = given.get("router_bias")
+        self._bias = None if bias is None else bias.float().flatten()  # (E,)
         self._in, self._out = (p.weights.stacks[name] for name in self.stacks)
         if p.gradients is not None:
             grads = p.gradients
@@ -149,7 +151,7 @@ class Experts(OverTiles):
     def _routed(self, n2: Tensor, ids: Tensor | None) -> Routed:
         """Chooses the experts of a tile's tokens, unless they are given."""
         logits = wide_mm(n2, self._gate.t())
-        ids, weights = route(logits, self._router, ids=ids)
+        ids, weights = route(logits, self._router, self._bias, ids)
         return Routed(logits, ids, weights, sort_slots(ids, self._router.experts))
 
     def _with_shared(
