@@ -138,6 +138,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(n_group=4, topk_group=2, routed_scaling_factor=1.7, first_k_dense_replace=1)
         | dict(attention_bias=True, use_qk_norm=True, **_LOOP),
     ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        dict(moe_num_experts=6, moe_k=3, moe_intermediate_size=48, moe_num_shared_experts=2)
+        | dict(moe_layer_start_index=0, moe_layer_interval=2, moe_layer_end_index=1)
+        | dict(moe_norm_min=0.6, use_bias=True, **_LOOP),
+    ),
     "olmoe": (
         "olmoe",
         dict(
@@ -153,7 +159,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe"]
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 """Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
 the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]

@@ -26,6 +26,8 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
     qwen2_moe                              experts, and one that is shared and weighed by token
     glm4_moe                               groups of experts, chosen by sigmoid and a bias, and one
                                            that is shared; the first layers have an MLP
+    ernie4_5_moe                           the same by softmax, without groups, with a router in
+                                           fp32; RoPE of neighbours
     qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
     qwen3_vl_text                          positions, which text has equal (positions.py)
 """
@@ -169,6 +171,11 @@ def _sigmoid_router(config: Any) -> Router:
     )
 
 
+def _floored_router(config: Any) -> Router:
+    """Returns a router that chooses by softmax and a bias, as in ERNIE 4.5."""
+    return _softmax_router(config, floor=config.moe_norm_min, in_fp32=True)
+
+
 def _is_dense(config: Any, layer: int) -> bool:
     """Whether a layer has an MLP among layers of experts, as in Qwen3-MoE."""
     sparse = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
@@ -238,6 +245,8 @@ class Family:
     layer without experts has none."""
     router: Callable[[Any], Router] | None = None
     """Returns how experts are chosen, from the configuration."""
+    in_fp32: Names = ()
+    """The paths of modules whose parameters transformers keeps in fp32."""
     auxiliary: bool = True
     """transformers' causal model has an auxiliary loss, if there are experts."""
     interleaved: bool = False
@@ -423,6 +432,8 @@ _MOE: dict[str, Any] = dict(
     stacks=_EXPERTS,
     activation="mlp.experts.act_fn",
 )
+_STATICS = "mlp.gate.moe_statics"
+_ERNIE = _SPARSE | {_STATICS: "Statics"}
 _DENSE: dict[str, Any] = dict(
     modules={"self_attn": "Attention", "mlp": "MLP"},
     linears=_QKV | _OUT | _GATE_UP,
@@ -436,6 +447,14 @@ def _of_glm4_moe(config: Any, layer: int) -> dict[str, Any]:
     """The first layers have an MLP, and norms of q and k are a setting."""
     own = _DENSE if layer < config.first_k_dense_replace else {}
     return own if config.use_qk_norm else own | {"norms": _NORMS}
+
+
+def _of_ernie(config: Any, layer: int) -> dict[str, Any]:
+    """Layers between two, at intervals, have experts; the shared one is a setting."""
+    first, last = config.moe_layer_start_index, config.moe_layer_end_index
+    if not first <= layer <= last or (layer + 1) % config.moe_layer_interval:
+        return _DENSE
+    return {} if config.moe_num_shared_experts else dict(modules=_ERNIE, linears=_MOE["linears"])
 
 
 FAMILIES: dict[str, Family] = {
@@ -597,9 +616,9 @@ FAMILIES: dict[str, Family] = {
             **_MOE
             | dict(
                 modules=_SPARSE | {"mlp.shared_expert": "MLP"},
-                linears=_QKV
-                | {"o": _OUT["o"], "share": "mlp.shared_expert_gate"}
-                | _shared("mlp.shared_expert"),
+                linears=_MOE["linears"]
+                | _shared("mlp.shared_expert")
+                | {"share": "mlp.shared_expert_gate"},
             ),
             window=_window_by_type,
             width="moe_intermediate_size",
@@ -614,7 +633,7 @@ FAMILIES: dict[str, Family] = {
             | dict(
                 modules=_SPARSE
                 | {"mlp": "MoE", "mlp.gate": "TopkRouter", "mlp.shared_experts": "MLP"},
-                linears=_QKV | {"o": _OUT["o"]} | _shared("mlp.shared_experts"),
+                linears=_MOE["linears"] | _shared("mlp.shared_experts"),
                 stacks=_EXPERTS | {"router_bias": "mlp.gate.e_score_correction_bias"},
             ),
             norms=_NORMS | _OF_Q_AND_K,
@@ -623,6 +642,24 @@ FAMILIES: dict[str, Family] = {
             router=_sigmoid_router,
             auxiliary=False,
             by_layer=_of_glm4_moe,
+        ),
+        Family(
+            kind="ernie4_5_moe",
+            prefix="Ernie4_5_Moe",
+            **_MOE
+            | dict(
+                modules=_ERNIE | {"mlp.shared_experts": "MLP"},
+                linears=_MOE["linears"] | _shared("mlp.shared_experts"),
+                stacks=_EXPERTS | {"router_bias": f"{_STATICS}.e_score_correction_bias"},
+            ),
+            interleaved=True,
+            in_fp32=("mlp.gate", _STATICS),
+            width="moe_intermediate_size",
+            shared_width=lambda config: (
+                config.moe_intermediate_size * config.moe_num_shared_experts
+            ),
+            router=_floored_router,
+            by_layer=_of_ernie,
         ),
         Family(
             kind="olmoe",

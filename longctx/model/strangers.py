@@ -210,7 +210,7 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     yield from _problems(base.norm, family.norm_classes, "model.norm", patched=patched)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
     if type(next(base.parameters())) is nn.Parameter:  # FSDP's shards have another dtype
-        yield from _other_dtypes([base.norm], dtype, "model.norm")
+        yield from _other_dtypes(base.norm, dtype, "model.norm")
     _ = rotary_embeddings(base), final_norm_spec(base)
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
@@ -254,7 +254,9 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
         for name, shape in family.stack_shapes(config).items():
             yield from _other_stack(layer, name, shape, where)
-        yield from _other_dtypes(parts.values(), dtype, where)
+        for name, module in parts.items():
+            kept = torch.float32 if name in family.in_fp32 else dtype
+            yield from _other_dtypes(module, dtype, where, kept)
         yield from _other_parameters(family, parts, config, where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
@@ -346,13 +348,14 @@ def _wrapper_problems(wrapper: Any, dtype: torch.dtype, where: str) -> Iterator[
     yield from why_not_applied(wrapper, dtype, where)
 
 
-def _other_dtypes(modules: Iterable[nn.Module], dtype: torch.dtype, where: str) -> Iterator[str]:
-    """Parameters that do not have the embedding's dtype. What FSDP has sharded (DTensors) takes it
-    on before it is used."""
-    for module in modules:
-        for parameter in module._parameters.values():
-            if type(parameter) is nn.Parameter and parameter.dtype != dtype:
-                yield f"weights in {parameter.dtype} in {where} where others are in {dtype}"
+def _other_dtypes(
+    module: nn.Module, dtype: torch.dtype, where: str, kept: torch.dtype | None = None
+) -> Iterator[str]:
+    """Parameters that do not have the embedding's dtype, nor the one in which they are `kept`. What
+    FSDP has sharded (DTensors) takes it on before it is used."""
+    for parameter in module._parameters.values():
+        if type(parameter) is nn.Parameter and parameter.dtype not in (dtype, kept):
+            yield f"weights in {parameter.dtype} in {where} where others are in {dtype}"
 
 
 def _other_parameters(

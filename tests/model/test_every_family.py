@@ -210,7 +210,7 @@ def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
     assert tokens[0].shape == (1, 35) and torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("family", KINDS_OF_LAYERS)
+@pytest.mark.parametrize("family", [*KINDS_OF_LAYERS, "glm4_moe", "ernie4_5_moe"])
 def test_exact_states_on_the_host_train_bit_by_bit(family) -> None:
     found = []
     for where in (everything_on_gpu, nothing_on_gpu):

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 FAMILIES = EXPERTS
 BALANCED = [family for family in FAMILIES if family != "glm4_moe"]
 """Those whose causal models have an auxiliary loss."""
-DENSE_TOO = ["qwen3_moe", "qwen2_moe", "glm4_moe"]
+DENSE_TOO = ["qwen3_moe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 """Those with an MLP in some layers."""
 COEFFICIENT = 0.5
 
@@ -64,11 +64,12 @@ def follow(model, ids: torch.Tensor) -> None:
         gate = layer.mlp.gate
 
         def forward(hidden, gate=gate, own=own, router=router):
-            hidden, wide = hidden.reshape(-1, hidden.shape[-1]), router.score == "sigmoid"
-            at = torch.promote_types(hidden.dtype, torch.float32)
-            dtype = at if wide else hidden.dtype
+            hidden, sums = hidden.reshape(-1, hidden.shape[-1]), router.score == "sigmoid"
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            dtype = wide if sums or router.in_fp32 else hidden.dtype
             logits = F.linear(hidden.to(dtype), gate.weight.to(dtype))
-            return logits, weights_of(logits.to(at), router, own).to(dtype), own
+            weights = weights_of(logits.to(wide), router, own)
+            return logits, weights.to(wide if sums else hidden.dtype), own
 
         gate.forward = forward
 
@@ -146,7 +147,7 @@ def test_logits_of_routers_for_a_caller_of_the_base_model(family, padded, capsys
         weights = torch.randn(logits[0].shape, generator=draw).to(DEVICE)
         hidden = out.last_hidden_state.flatten(0, 1)[seen]
         (hidden.sum() + sum((each.float() * weights).sum() for each in logits)).backward()
-        grads = [p.grad for p in model.model.parameters()]
+        grads = [p.grad for p in model.model.parameters() if p.requires_grad]
         found.append(([each.float() for each in logits], grads))
     (wanted, wanted_grads), (said, grads) = found
     assert len(said) == len(wanted)
@@ -258,7 +259,9 @@ def test_the_plan_counts_all_parameters_and_the_products_of_chosen_experts(famil
     config = family_config(family)
     subject = Subject(config)
     sizes = subject.sizes(Run(model=ModelArguments(class_type="custom")))
-    assert subject.parameters.total == sum(p.numel() for p in subject.model.parameters())
+    trained = [p for p in subject.model.parameters() if p.requires_grad]  # not ERNIE's bias
+    assert subject.parameters.total == sum(p.numel() for p in trained)
+    assert not subject.parameters.adapters
     kinds = StepTable.of(sizes, Batch(1, 1)).kinds
     assert {kind.experts > 0 for kind in sizes.kinds} == {True, *([False] * (family in DENSE_TOO))}
     for kind, table in zip(sizes.kinds, kinds, strict=True):

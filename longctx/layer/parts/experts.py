@@ -63,7 +63,7 @@ class Experts(OverTiles):
         self._pass, self._router, self._kept = p, p.traits.router, dict(kept)
         self._balance = p.schedule.balance
         self._norm, self._shared = Norm(p, "norm2"), SharedExpert.of(p, kept)
-        self._gate = given["router"].to(dtype)  # (E, D)
+        self._gate = given["router"].to(torch.float32 if self._router.in_fp32 else dtype)  # (E, D)
         bias = given.get("router_bias")
         self._bias = None if bias is None else bias.float().flatten()  # (E,)
         self._in, self._out = (p.weights.stacks[name] for name in self.stacks)
@@ -125,9 +125,9 @@ class Experts(OverTiles):
         del made
         if self._shared is not None:
             dn2 = self._shared.input_grad_(dn2, narrow, n2, tile)
-        d_logits = self._logits_grad(routed, d_weights, tile).to(n2.dtype)
-        self._d_gate.add(d_logits, n2)
-        dn2 = plus_product(dn2, d_logits, self._gate, out=dn2)
+        d_logits = self._logits_grad(routed, d_weights, tile).to(self._gate.dtype)
+        self._d_gate.add(d_logits, n2.to(d_logits.dtype))
+        dn2 = plus_product(dn2.to(d_logits.dtype), d_logits, self._gate)
         self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
 
     def finish(self) -> None:
@@ -150,7 +150,7 @@ class Experts(OverTiles):
 
     def _routed(self, n2: Tensor, ids: Tensor | None) -> Routed:
         """Chooses the experts of a tile's tokens, unless they are given."""
-        logits = wide_mm(n2, self._gate.t())
+        logits = wide_mm(n2.to(self._gate.dtype), self._gate.t())
         ids, weights = route(logits, self._router, self._bias, ids)
         return Routed(logits, ids, weights, sort_slots(ids, self._router.experts))
 
