@@ -194,8 +194,8 @@ def kinds_of(layers: Iterable[LayerKind]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many parameters a model has, for an engine's layout. Either all of its layers are trained,
-    or adapters in fp32 over weights that are frozen."""
+    """How many parameters a model has, for an engine's layout. Either its layers are trained, or
+    adapters in fp32 over weights that are frozen."""
 
     numels: Sequence[int]
     """Elements of each trained parameter, in the model's order."""

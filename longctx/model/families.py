@@ -30,6 +30,7 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
                                            fp32; RoPE of neighbours
     qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
     qwen3_vl_text                          positions, which text has equal (positions.py)
+    qwen3_vl_moe_text                      the same with experts
 """
 
 from __future__ import annotations
@@ -677,6 +678,17 @@ FAMILIES: dict[str, Family] = {
             prefix="Qwen3VLText",
             norms=_NORMS | _OF_Q_AND_K,
             position_rows=4,
+        ),
+        Family(
+            kind="qwen3_vl_moe_text",
+            module="qwen3_vl_moe",
+            prefix="Qwen3VLMoeText",
+            **_MOE,
+            norms=_NORMS | _OF_Q_AND_K,
+            position_rows=4,
+            width="moe_intermediate_size",
+            router=_softmax_router,
+            by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
         ),
     )
 }

@@ -76,7 +76,14 @@ from longctx.model.read_padding import (
     refuse_gradient,
     with_means,
 )
-from longctx.model.routing import EXPERT_IDS, balance_loss, check_chosen, chosen_of, times_of
+from longctx.model.routing import (
+    EXPERT_IDS,
+    auxiliary_factor,
+    balance_loss,
+    check_chosen,
+    chosen_of,
+    times_of,
+)
 from longctx.model.runtime import (
     Runtime,
     copied_keys,
@@ -329,7 +336,7 @@ def causal_forward(
     said: dict[str, Any] = {}
     if caller.balances:
         said["aux_loss"] = balance_loss(self, caller, base, attention_mask)
-        loss = loss + self.router_aux_loss_coef / parts * said["aux_loss"].to(loss.device)
+        loss = loss + auxiliary_factor(self) / parts * said["aux_loss"].to(loss.device)
     own: Any = type(self)
     kind: Any = output_class(own, CausalLMOutputWithPast)
     # Hugging Face's model hands on what its base has found, as features of images.
@@ -424,8 +431,11 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
             # As with images: engines that gather weights have to see one order of calls.
             text["inputs_embeds"] = self.get_input_embeddings()(text.pop("input_ids"))
         own: Any = type(self)
-        # Its class has what an image would have given, which is None.
-        return output_class(own)(**self.language_model(**text, return_dict=True))
+        found = self.language_model(**text, return_dict=True)
+        # Its class has what an image would have given, which is None. Some hand on what they get.
+        kind: Any = output_class(own)
+        names = {field.name for field in fields(kind)}
+        return kind(**found) if names >= {field.name for field in fields(found)} else found
     why = None
     if sees_both_ways(self):
         if runtime.shards is not None:

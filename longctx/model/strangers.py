@@ -160,8 +160,8 @@ def _heard(kind: Any, family: Any) -> frozenset[str]:
 def asks_for_router_logits(config: Any, given: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Whether a call, or else the configuration, asks for the logits of routers. The model's own
     forward then adds an auxiliary loss to its loss."""
-    asked = given.get("output_router_logits")
-    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+    asked, text = given.get("output_router_logits"), config.get_text_config()
+    return bool(getattr(text, "output_router_logits", False) if asked is None else asked)
 
 
 def why_not_chunked(
