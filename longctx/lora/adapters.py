@@ -138,15 +138,15 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
 
 def _adaptable(model: nn.Module, vision: bool) -> dict[str, nn.Linear]:
     """Returns the linear maps that may get adapters, by path: those of what sees images with
-    `vision` alone, and none of the MLPs among layers of experts, whose names PEFT takes for those
-    of experts."""
-    if vision:
-        return linears(model)
-    if has_experts(model):
-        found = linears(model).items()
-        return {path: linear for path, linear in found if ".mlp." not in path}
+    `vision` alone, and none of the MLPs among layers of experts or beside them, whose names PEFT
+    takes for those of experts."""
     seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
-    return {path: linear for path, linear in linears(model).items() if linear not in seeing}
+    left_out = ".mlp." if has_experts(model) else None
+    return {
+        path: linear
+        for path, linear in linears(model).items()
+        if (vision if linear in seeing else left_out is None or left_out not in path)
+    }
 
 
 def adapted_linears(model: nn.Module, args: ModelArguments) -> dict[str, nn.Linear]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_families import EXPERTS, family_config
+from small_vision import vision_config
 from transformers import AutoModelForCausalLM
 
 from longctx.errors import UserError
@@ -23,10 +24,11 @@ def arguments(**more) -> ModelArguments:
     return ModelArguments(class_type="custom", seq_len=128, lora_r=3, **more)
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", [*EXPERTS, "qwen3_vl_moe"])
 @pytest.mark.parametrize("more", [{}, {"lora_targets": ATTENTION}, {"lora_targets": ["experts"]}])
 def test_a_plan_without_peft_counts_pefts_adapters(family, more, monkeypatch) -> None:
-    args, config = arguments(**more), family_config(family)
+    args = arguments(**more)
+    config = (vision_config if family == "qwen3_vl_moe" else family_config)(family)
     shapes = Subject(config, args)
     monkeypatch.setattr(predict, "with_lora_shapes", with_lora)
     real = Subject(config, args)
