@@ -212,9 +212,10 @@ def _experts(inputs: Inputs) -> Iterator[Case]:
         prints = ("vanilla: ",) if vanilla else (SCHEDULE,)
         commands = ((*command, *inputs.at(name)),)
         yield Case(name=name, commands=commands, prints=prints, vanilla=vanilla)
-    words = "--preset olmoe-1b-7b --seq_len 4096 --max_steps 2 --lora_r 16".split()
-    command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at("olmoe-1b-7b"))
-    yield Case(name="olmoe-1b-7b", commands=(command,), prints=(SCHEDULE, "routers are frozen"))
+    for preset in ("olmoe-1b-7b", "qwen1.5-moe-a2.7b", "ernie-4.5-21b-a3b"):
+        words = f"--preset {preset} --seq_len 4096 --max_steps 2 --lora_r 16".split()
+        command = (*TRAIN, *words, *NO_SAVES, *BUDGET, *inputs.at(preset))
+        yield Case(name=preset, commands=(command,), prints=(SCHEDULE, "routers are frozen"))
 
 
 def _memory(inputs: Inputs) -> Iterator[Case]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 WINDOW = 23
@@ -124,6 +126,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(head_dim=64, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=96)
         | dict(mlp_only_layers=[1], norm_topk_prob=True, **_LOOP),
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96)
+        | dict(shared_expert_intermediate_size=112, mlp_only_layers=[1], norm_topk_prob=True)
+        | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, **_LOOP),
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        dict(head_dim=32, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=96)
+        | dict(n_group=4, topk_group=2, routed_scaling_factor=1.7, first_k_dense_replace=1)
+        | dict(attention_bias=True, use_qk_norm=True, **_LOOP),
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        dict(moe_num_experts=6, moe_k=3, moe_intermediate_size=48, moe_num_shared_experts=2)
+        | dict(moe_layer_start_index=0, moe_layer_interval=2, moe_layer_end_index=1)
+        | dict(moe_norm_min=0.6, use_bias=True, **_LOOP),
+    ),
     "olmoe": (
         "olmoe",
         dict(
@@ -139,7 +159,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-EXPERTS = ["mixtral", "qwen3_moe", "olmoe"]
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
 """Those whose tokens go to experts. In 16 bits some choices flip: tests/model/test_experts.py has
 the same choices on all sides. PEFT's word for all maps adapts routers, too."""
 FIRST_OF_EACH = [*{kind: name for name, (kind, _) in reversed(FAMILIES.items())}.values()]
@@ -153,3 +173,12 @@ errors take many batches to compare, these stand for the others, which have fp32
 def family_config(name: str, **changes: Any) -> PretrainedConfig:
     kind, extra = FAMILIES[name]
     return AutoConfig.for_model(kind, **{**SIZES, **extra, **changes})
+
+
+@torch.no_grad()
+def choose_by_bias_(model: nn.Module) -> None:
+    """Gives the biases by which routers choose, which begin as zeros, values that matter."""
+    draw = torch.Generator().manual_seed(4)
+    for name, bias in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(0.2 * torch.randn(bias.shape, generator=draw))

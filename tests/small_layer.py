@@ -68,9 +68,12 @@ def finer(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Like loading in `dtype`: the parameters only. `.to(dtype)` would round RoPE's frequencies."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    """Like loading in `dtype`: the parameters only, and those in fp32 that transformers keeps so.
+    `.to(dtype)` would round RoPE's frequencies."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        wide = dtype.itemsize < 4 and any(part in name for part in kept)
+        parameter.data = parameter.data.to(torch.float32 if wide else dtype)
     return model
 
 

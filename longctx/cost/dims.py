@@ -61,6 +61,10 @@ class LayerKind:
     """The experts of a layer that has some instead of an MLP, F features each."""
     chosen: int = 0
     """How many of them a token goes to."""
+    shared: int = 0
+    """The features of the expert that all tokens go to beside them."""
+    weighs_shared: bool = False
+    """Whether each token has a weight of it, the sigmoid of a matmul."""
     parallel: bool = False
     """Whether the MLP stands beside attention and reads what attention reads."""
     trains_weights: bool = True
@@ -85,8 +89,11 @@ class LayerKind:
 
     def columns(self, hidden: int) -> int:
         """Returns the columns that a token has in a tile, as many as an MLP's gate has: for each
-        chosen expert its features, and half of what its slot reads and gives."""
-        return self.chosen * (self.intermediate + hidden // 2) or self.intermediate
+        chosen expert its features, and half of what its slot reads and gives. The shared
+        expert comes before or after the others."""
+        if not self.chosen:
+            return self.intermediate
+        return max(self.chosen * (self.intermediate + hidden // 2), self.shared)
 
     @property
     def narrow(self) -> int:

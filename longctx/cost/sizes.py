@@ -194,8 +194,8 @@ def kinds_of(layers: Iterable[LayerKind]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """How many parameters a model has, for an engine's layout. Either all are trained, or adapters
-    in fp32 over weights that are frozen."""
+    """How many parameters a model has, for an engine's layout. Either its layers are trained, or
+    adapters in fp32 over weights that are frozen."""
 
     numels: Sequence[int]
     """Elements of each trained parameter, in the model's order."""
@@ -217,14 +217,14 @@ class Parameters:
 
     @property
     def adapters(self) -> bool:
-        """Whether adapters alone are trained."""
-        return bool(self.frozen)
+        """Whether adapters alone are trained, over layers whose weights are frozen."""
+        return any(self.frozen_layers)
 
     @property
     def words(self) -> int:
         """Returns the number of 16-bit words of all weights as they compute: two for each parameter
         of an adapter, one for any other."""
-        return sum(self.frozen) + 2 * self.total if self.adapters else self.total
+        return sum(self.frozen) + (1 + self.adapters) * self.total
 
     @property
     def layer_words(self) -> list[int]:

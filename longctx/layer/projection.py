@@ -204,10 +204,11 @@ def input_grads(
     dys: Sequence[Tensor],  # (T, O) each
     vs: Sequence[Tensor | None],  # inner_grad(dy) of each
     tile: slice,
+    onto: Tensor | None = None,  # (T, I), overwritten
 ) -> Tensor:  # (T, I)
-    """Returns the sum of dx of linear layers that read one x. Each product is added to the ones
-    before inside its matmul, which rounds the sum once."""
-    dx = low_rank_grads(projections, vs)
+    """Returns the sum of dx of linear layers that read one x, and of `onto`. Each product is added
+    to the ones before inside its matmul, which rounds the sum once."""
+    dx = low_rank_grads(projections, vs, onto=onto)
     for p, dy in zip(projections, dys, strict=True):
         dx = plus_product(dx, p.output_grad(dy), p.weight, out=dx)
     assert dx is not None

@@ -66,6 +66,8 @@ class Router:
     rank is the sum of its two largest values, as in transformers' DeepSeek-V3 and GLM-4."""
     chosen_groups: int = 1
     """Groups that a token may go to."""
+    in_fp32: bool = False
+    """Its logits are a product of fp32 operands, as ERNIE 4.5 keeps its router's weight."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.experts <= MOST_EXPERTS:

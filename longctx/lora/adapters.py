@@ -28,7 +28,7 @@ from longctx.errors import UserError, counted
 from longctx.model.adapters import inside_peft, within
 from longctx.model.blocks import decoder_layers
 from longctx.model.classes import is_classifier, without_storage
-from longctx.model.families import base_of, layers_of, part_of
+from longctx.model.families import base_of, is_stack, layers_of, part_of
 from longctx.model.matrices import linears, stacks
 from longctx.model.stand_ins import shaped_experts
 from longctx.model.strangers import why_not_scheduled
@@ -137,15 +137,15 @@ def adapter_bytes(args: ModelArguments, config: PretrainedConfig) -> int:
 
 def _adaptable(model: nn.Module, vision: bool) -> dict[str, nn.Linear]:
     """Returns the linear maps that may get adapters, by path: those of what sees images with
-    `vision` alone, and none of the MLPs among layers of experts, whose names PEFT takes for those
-    of experts."""
-    if vision:
-        return linears(model)
-    if has_experts(model):
-        found = linears(model).items()
-        return {path: linear for path, linear in found if ".mlp." not in path}
+    `vision` alone, and none of the MLPs among layers of experts or beside them, whose names PEFT
+    takes for those of experts."""
     seeing = {inner for _, tower in towers(model) for inner in tower.modules()}
-    return {path: linear for path, linear in linears(model).items() if linear not in seeing}
+    left_out = ".mlp." if has_experts(model) else None
+    return {
+        path: linear
+        for path, linear in linears(model).items()
+        if (vision if linear in seeing else left_out is None or left_out not in path)
+    }
 
 
 def adapted_linears(model: nn.Module, args: ModelArguments) -> dict[str, nn.Linear]:
@@ -165,7 +165,7 @@ def expert_stacks(model: Any) -> dict[str, nn.Parameter]:
     base, found = base_of(inside_peft(model)), {}
     for i, (layer, family) in enumerate(layers_of(base) if base is not None else []):
         for name, path in family.stacks.items():
-            if name != "router":
+            if is_stack(name):
                 owner, _, own = path.rpartition(".")
                 found[f"layers.{i}.{path}"] = getattr(within(part_of(layer, owner)), own)
     return found

@@ -23,8 +23,14 @@ A `Family` describes the models of one kind; docs/add_a_family.md shows how to w
                                            Gemma 3: norms before and after, a RoPE for each type
     mixtral  qwen3_moe  olmoe              experts; layers of Qwen3-MoE may have an MLP instead, and
                                            OLMoE's norms of q and k are over all heads
+    qwen2_moe                              experts, and one that is shared and weighed by token
+    glm4_moe                               groups of experts, chosen by sigmoid and a bias, and one
+                                           that is shared; the first layers have an MLP
+    ernie4_5_moe                           the same by softmax, without groups, with a router in
+                                           fp32; RoPE of neighbours
     qwen2_vl_text  qwen2_5_vl_text         the text models of vision-language models: three rows of
     qwen3_vl_text                          positions, which text has equal (positions.py)
+    qwen3_vl_moe_text                      the same with experts
 """
 
 from __future__ import annotations
@@ -138,7 +144,8 @@ def kv_heads(config: Any) -> int:
 
 def _softmax_router(config: Any, **settings: Any) -> Router:
     """Returns a router that chooses by softmax, as in Mixtral."""
-    return Router(experts=config.num_local_experts, chosen=config.num_experts_per_tok, **settings)
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    return Router(experts=experts, chosen=config.num_experts_per_tok, **settings)
 
 
 def _normed_if_asked(config: Any) -> Router:
@@ -146,10 +153,39 @@ def _normed_if_asked(config: Any) -> Router:
     return _softmax_router(config, normalised=config.norm_topk_prob)
 
 
+def _shared(path: str) -> dict[str, str]:
+    """Returns the linear layers of a shared expert, which is at `path` in a layer."""
+    return {f"shared_{name}": f"{path}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def _sigmoid_router(config: Any) -> Router:
+    """Returns a router of groups of experts, which chooses by sigmoid and a bias, as in GLM-4.5."""
+    return Router(
+        experts=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        score="sigmoid",
+        normalised=config.norm_topk_prob,
+        floor=1e-20,
+        scaling=config.routed_scaling_factor,
+        groups=config.n_group,
+        chosen_groups=config.topk_group,
+    )
+
+
+def _floored_router(config: Any) -> Router:
+    """Returns a router that chooses by softmax and a bias, as in ERNIE 4.5."""
+    return _softmax_router(config, floor=config.moe_norm_min, in_fp32=True)
+
+
 def _is_dense(config: Any, layer: int) -> bool:
     """Whether a layer has an MLP among layers of experts, as in Qwen3-MoE."""
     sparse = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
     return layer in config.mlp_only_layers or not sparse
+
+
+def is_stack(name: str) -> bool:
+    """Whether a name in `Family.stacks` is of the experts' weights, not of the router's."""
+    return name.startswith("experts")
 
 
 MLP_WIDTH = "intermediate_size"
@@ -202,12 +238,18 @@ class Family:
     linears: Mapping[str, str] = field(default_factory=lambda: _QKV | _OUT | _GATE_UP)
     """Maps the names that the parts declare to the paths of a layer's linear layers. Without k and
     v, q holds all three in one parameter; without up, gate holds both. Such layers must have no
-    bias. Without gate, the MLP has none."""
+    bias. Without gate, the MLP has none. A shared expert's begin with "shared_", and the one that
+    weighs it for each token is "share"."""
     stacks: Mapping[str, str] = field(default_factory=dict)
-    """Maps the names of the router's weight (E, D) and of the experts' weights, (E, 2 I, D) and
-    (E, D, I), to the paths of these parameters. A layer without experts has none."""
+    """Maps the names of the router's weight (E, D), of its bias (E,) if it has one, and of the
+    experts' weights, (E, 2 I, D) and (E, D, I), to the paths of these parameters and buffers. A
+    layer without experts has none."""
     router: Callable[[Any], Router] | None = None
     """Returns how experts are chosen, from the configuration."""
+    in_fp32: Names = ()
+    """The paths of modules whose parameters transformers keeps in fp32."""
+    auxiliary: bool = True
+    """transformers' causal model has an auxiliary loss, if there are experts."""
     interleaved: bool = False
     """RoPE rotates pairs of neighbours, instead of halves."""
     norms: Mapping[str, str] = field(default_factory=lambda: _NORMS)
@@ -229,7 +271,9 @@ class Family:
     """Returns those of these fields that differ in a layer: the paths of its modules, their
     classes, the width of its MLP."""
     width: str = MLP_WIDTH
-    """The name of the width of the MLP in the configuration."""
+    """The name of the width of the MLP, or of one expert, in the configuration."""
+    shared_width: Callable[[Any], int] = field(default=lambda config: 0)
+    """Returns the features of the shared expert, from the configuration."""
     position_rows: int = 1
     """The rows of positions to which the base model expands one, as in positions.py."""
     query_scale: Callable[[Any, Tensor], Tensor | None] = field(default=lambda config, at: None)
@@ -242,10 +286,19 @@ class Family:
     logits_cap: Callable[[Any], float | None] = field(default=lambda model: None)
     """Returns the softcap of a model's logits."""
 
+    @property
+    def balances(self) -> bool:
+        """Whether the causal model has an auxiliary loss that balances experts."""
+        return self.router is not None and self.auxiliary
+
     def routes(self, config: Any) -> Router:
         """Returns how experts are chosen, in a family that has some."""
         assert self.router is not None
         return self.router(config)
+
+    def shared(self, config: Any) -> int:
+        """Returns the features of a layer's shared expert; 0 if the layer has none."""
+        return self.shared_width(config) if "shared_up" in self.linears else 0
 
     def of_layer(self, config: Any, layer: int) -> Family:
         """Returns the family as one layer sees it."""
@@ -263,7 +316,7 @@ class Family:
     @cached_property
     def of_experts(self) -> Names:
         """The paths of the modules that hold experts' weights, around which PEFT puts wrappers."""
-        owners = [path.rpartition(".")[0] for n, path in self.stacks.items() if n != "router"]
+        owners = [path.rpartition(".")[0] for n, path in self.stacks.items() if is_stack(n)]
         return tuple(dict.fromkeys(owners))
 
     @property
@@ -283,12 +336,14 @@ class Family:
         """Returns the shape of the weight of each linear layer and norm of a layer, by path."""
         D, F, d = config.hidden_size, getattr(config, self.width), head_dim(config)
         q, kv = d * config.num_attention_heads, d * kv_heads(config)
+        S = self.shared(config)
         rows = dict(q=q, k=kv, v=kv, o=D, gate=F, up=F, down=D)
+        rows |= dict(shared_gate=S, shared_up=S, shared_down=D, share=1)
         if "k" not in self.linears:
             rows["q"] += 2 * kv
         if "up" not in self.linears:
             rows["gate"] += F
-        columns = dict.fromkeys(rows, D) | dict(o=q, down=F)
+        columns = dict.fromkeys(rows, D) | dict(o=q, down=F, shared_down=S)
         linears = {path: (rows[name], columns[name]) for name, path in self.linears.items()}
         own = dict(q_norm=q, k_norm=kv) if self.wide_norms else dict(q_norm=d, k_norm=d)
         return linears | {path: (own.get(name, D),) for name, path in self.norms.items()}
@@ -299,7 +354,15 @@ class Family:
             return {}
         E, D, width = self.router(config).experts, config.hidden_size, getattr(config, self.width)
         shapes = dict(router=(E, D), experts_in=(E, 2 * width, D), experts_out=(E, D, width))
+        shapes |= dict(router_bias=(E,))
         return {path: shapes[name] for name, path in self.stacks.items()}
+
+    @property
+    def of_activations(self) -> Names:
+        """The paths of a layer's activations: of its MLP or its experts, and of a shared expert."""
+        own = (self.activation,) if self.activation else ()
+        shared, _, _ = self.linears.get("shared_up", "").rpartition(".")
+        return (*own, f"{shared}.act_fn") if shared else own
 
     @cached_property
     def in_layer(self) -> dict[str, Names]:
@@ -307,7 +370,7 @@ class Family:
         whose forward was replaced process-wide (as Liger-Kernel does) does not match."""
         return {
             **{path: self.known(suffix) for path, suffix in self.modules.items()},
-            **({self.activation: self.activations} if self.activation else {}),
+            **dict.fromkeys(self.of_activations, self.activations),
             **dict.fromkeys(self.linears.values(), LINEAR + QUANTISED + ADAPTED),
             **dict.fromkeys(self.norms.values(), self.norm_classes),
             **dict.fromkeys(self.dropouts, ("torch.nn.modules.dropout.Dropout",)),
@@ -370,6 +433,8 @@ _MOE: dict[str, Any] = dict(
     stacks=_EXPERTS,
     activation="mlp.experts.act_fn",
 )
+_STATICS = "mlp.gate.moe_statics"
+_ERNIE = _SPARSE | {_STATICS: "Statics"}
 _DENSE: dict[str, Any] = dict(
     modules={"self_attn": "Attention", "mlp": "MLP"},
     linears=_QKV | _OUT | _GATE_UP,
@@ -377,6 +442,22 @@ _DENSE: dict[str, Any] = dict(
     activation="mlp.act_fn",
     width=MLP_WIDTH,
 )
+
+
+def _of_glm4_moe(config: Any, layer: int) -> dict[str, Any]:
+    """The first layers have an MLP, and norms of q and k are a setting."""
+    own = _DENSE if layer < config.first_k_dense_replace else {}
+    return own if config.use_qk_norm else own | {"norms": _NORMS}
+
+
+def _of_ernie(config: Any, layer: int) -> dict[str, Any]:
+    """Layers between two, at intervals, have experts; the shared one is a setting."""
+    first, last = config.moe_layer_start_index, config.moe_layer_end_index
+    if not first <= layer <= last or (layer + 1) % config.moe_layer_interval:
+        return _DENSE
+    return {} if config.moe_num_shared_experts else dict(modules=_ERNIE, linears=_MOE["linears"])
+
+
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
@@ -531,6 +612,57 @@ FAMILIES: dict[str, Family] = {
             by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
         ),
         Family(
+            kind="qwen2_moe",
+            prefix="Qwen2Moe",
+            **_MOE
+            | dict(
+                modules=_SPARSE | {"mlp.shared_expert": "MLP"},
+                linears=_MOE["linears"]
+                | _shared("mlp.shared_expert")
+                | {"share": "mlp.shared_expert_gate"},
+            ),
+            window=_window_by_type,
+            width="moe_intermediate_size",
+            shared_width=lambda config: config.shared_expert_intermediate_size,
+            router=_normed_if_asked,
+            by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
+        ),
+        Family(
+            kind="glm4_moe",
+            prefix="Glm4Moe",
+            **_MOE
+            | dict(
+                modules=_SPARSE
+                | {"mlp": "MoE", "mlp.gate": "TopkRouter", "mlp.shared_experts": "MLP"},
+                linears=_MOE["linears"] | _shared("mlp.shared_experts"),
+                stacks=_EXPERTS | {"router_bias": "mlp.gate.e_score_correction_bias"},
+            ),
+            norms=_NORMS | _OF_Q_AND_K,
+            width="moe_intermediate_size",
+            shared_width=lambda config: config.moe_intermediate_size * config.n_shared_experts,
+            router=_sigmoid_router,
+            auxiliary=False,
+            by_layer=_of_glm4_moe,
+        ),
+        Family(
+            kind="ernie4_5_moe",
+            prefix="Ernie4_5_Moe",
+            **_MOE
+            | dict(
+                modules=_ERNIE | {"mlp.shared_experts": "MLP"},
+                linears=_MOE["linears"] | _shared("mlp.shared_experts"),
+                stacks=_EXPERTS | {"router_bias": f"{_STATICS}.e_score_correction_bias"},
+            ),
+            interleaved=True,
+            in_fp32=("mlp.gate", _STATICS),
+            width="moe_intermediate_size",
+            shared_width=lambda config: (
+                config.moe_intermediate_size * config.moe_num_shared_experts
+            ),
+            router=_floored_router,
+            by_layer=_of_ernie,
+        ),
+        Family(
             kind="olmoe",
             prefix="Olmoe",
             **_MOE,
@@ -546,6 +678,17 @@ FAMILIES: dict[str, Family] = {
             prefix="Qwen3VLText",
             norms=_NORMS | _OF_Q_AND_K,
             position_rows=4,
+        ),
+        Family(
+            kind="qwen3_vl_moe_text",
+            module="qwen3_vl_moe",
+            prefix="Qwen3VLMoeText",
+            **_MOE,
+            norms=_NORMS | _OF_Q_AND_K,
+            position_rows=4,
+            width="moe_intermediate_size",
+            router=_softmax_router,
+            by_layer=lambda config, i: _DENSE if _is_dense(config, i) else {},
         ),
     )
 }

@@ -76,7 +76,14 @@ from longctx.model.read_padding import (
     refuse_gradient,
     with_means,
 )
-from longctx.model.routing import EXPERT_IDS, balance_loss, check_chosen, chosen_of, times_of
+from longctx.model.routing import (
+    EXPERT_IDS,
+    auxiliary_factor,
+    balance_loss,
+    check_chosen,
+    chosen_of,
+    times_of,
+)
 from longctx.model.runtime import (
     Runtime,
     copied_keys,
@@ -330,7 +337,7 @@ def causal_forward(
     said: dict[str, Any] = {}
     if caller.balances:
         said["aux_loss"] = balance_loss(self, caller, base, attention_mask)
-        loss = loss + self.router_aux_loss_coef / parts * said["aux_loss"].to(loss.device)
+        loss = loss + auxiliary_factor(self) / parts * said["aux_loss"].to(loss.device)
     own: Any = type(self)
     kind: Any = output_class(own, CausalLMOutputWithPast)
     # Hugging Face's model hands on what its base has found, as features of images.
@@ -425,8 +432,11 @@ def joint_forward(self: Any, *args: Any, caller: Caller | None = None, **kwargs:
             # As with images: engines that gather weights have to see one order of calls.
             text["inputs_embeds"] = self.get_input_embeddings()(text.pop("input_ids"))
         own: Any = type(self)
-        # Its class has what an image would have given, which is None.
-        return output_class(own)(**self.language_model(**text, return_dict=True))
+        found = self.language_model(**text, return_dict=True)
+        # Its class has what an image would have given, which is None. Some hand on what they get.
+        kind: Any = output_class(own)
+        names = {field.name for field in fields(kind)}
+        return kind(**found) if names >= {field.name for field in fields(found)} else found
     why = None
     if sees_both_ways(self):
         if runtime.shards is not None:
@@ -537,7 +547,7 @@ def base_forward(
         raise UserError(f"parents need the schedule, and this call has {reason}")
     if runtime.shards is not None:
         _check_shared(inputs, reason)
-    if known_family(self).router is not None and asks_for_router_logits(self.config, inputs):
+    if known_family(self).balances and asks_for_router_logits(self.config, inputs):
         caller.router_logits = ()
     expert_ids = inputs.pop(EXPERT_IDS, None)
     if expert_ids is not None:
@@ -639,7 +649,7 @@ def _call_not_covered(base: Any, inputs: dict[str, Any], trains: bool) -> str | 
     config, mask, embeds = base.config, inputs["attention_mask"], inputs["inputs_embeds"]
     known = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache"}
     known |= {*_BOUNDS, *_OF_THE_LOSS, PARENTS, *_DEEPSTACK}
-    known |= {"output_router_logits"} if known_family(base).router is not None else set()
+    known |= {"output_router_logits"} if known_family(base).balances else set()
     given = {k: v for k, v in inputs.items() if k not in known and v is not None}
     if not given.pop("is_causal", True):
         return "attention to later tokens (is_causal=False)"
@@ -656,7 +666,7 @@ def _call_not_covered(base: Any, inputs: dict[str, Any], trains: bool) -> str | 
         return ", ".join(sorted(unknown))
     if (inputs["input_ids"] is None) == (embeds is None):
         return "input_ids and inputs_embeds together, or neither"
-    if known_family(base).router is None and asks_for_router_logits(config, inputs):
+    if not known_family(base).balances and asks_for_router_logits(config, inputs):
         return "output_router_logits"
     tokens = inputs["input_ids"] if embeds is None else embeds
     if mask is not None and getattr(mask, "shape", None) != tokens.shape[:2]:

@@ -180,5 +180,6 @@ KINDS: dict[str, Kind] = {
     "qwen2_vl": Kind(_qwen, saved=(10, 2)),
     "qwen2_5_vl": Kind(_qwen, saved=(15, 4)),
     "qwen3_vl": Kind(_qwen, saved=(10, 2)),
+    "qwen3_vl_moe": Kind(_qwen, saved=(10, 2)),
 }
 """By `model_type`."""

@@ -76,6 +76,14 @@ def times_of(
     return None if mask is None or real is None else mask.flatten()[real].float()
 
 
+def auxiliary_factor(model: Any) -> float:
+    """Returns the factor of the auxiliary loss in a model's loss, which vision-language models read
+    of their text's configuration."""
+    own: float | None = getattr(model, "router_aux_loss_coef", None)
+    found: float = model.config.get_text_config().router_aux_loss_coef if own is None else own
+    return found
+
+
 def balance_loss(model: Any, caller: Caller, found: Any, mask: Tensor | None) -> Tensor:  # ()
     """Returns the auxiliary loss of a call: the schedule's, or transformers' own of the logits that
     Hugging Face's layers have returned."""
@@ -83,6 +91,6 @@ def balance_loss(model: Any, caller: Caller, found: Any, mask: Tensor | None) ->
         return caller.balance
     family = known_family(model)
     theirs = vars(sys.modules[family.home])["load_balancing_loss_func"]
-    router = family.routes(model.config)
+    router = family.routes(model.config.get_text_config())
     loss: Tensor = theirs(found.router_logits, router.experts, router.chosen, mask)
     return loss

@@ -328,6 +328,8 @@ def _kind(config: Any, layer: Any, family: Family, traits: Traits, itemsize: int
         gated="gate" in family.linears or bool(family.stacks),
         experts=traits.router.experts if traits.router else 0,
         chosen=chosen,
+        shared=family.shared(config),
+        weighs_shared="share" in family.linears,
         parallel=traits.parallel,
         trains_weights=any(x.requires_grad and x.dim() > 1 for x in weights),
         dense_bytes=sum(math.prod(state.shape) * itemsize for state in packed),

@@ -13,6 +13,7 @@ several dtypes, dropout, an epsilon or a scale that differs from the configurati
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -160,8 +161,8 @@ def _heard(kind: Any, family: Any) -> frozenset[str]:
 def asks_for_router_logits(config: Any, given: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Whether a call, or else the configuration, asks for the logits of routers. The model's own
     forward then adds an auxiliary loss to its loss."""
-    asked = given.get("output_router_logits")
-    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+    asked, text = given.get("output_router_logits"), config.get_text_config()
+    return bool(getattr(text, "output_router_logits", False) if asked is None else asked)
 
 
 def why_not_chunked(
@@ -175,7 +176,7 @@ def why_not_chunked(
     if reason := _own_loss(model):
         return reason
     family = family_of(model)
-    if asks_for_router_logits(model.config, given) and (family is None or family.router is None):
+    if asks_for_router_logits(model.config, given) and not (family and family.balances):
         return "output_router_logits, and the auxiliary loss of routers"
     if getattr(model.config, "final_logit_softcapping", None) != logits_cap(model):
         return "a cap of logits"
@@ -210,7 +211,7 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
     yield from _problems(base.norm, family.norm_classes, "model.norm", patched=patched)
     yield from _other_shape(base.norm, (config.hidden_size,), "model.norm")
     if type(next(base.parameters())) is nn.Parameter:  # FSDP's shards have another dtype
-        yield from _other_dtypes([base.norm], dtype, "model.norm")
+        yield from _other_dtypes(base.norm, dtype, "model.norm")
     _ = rotary_embeddings(base), final_norm_spec(base)
     if len(base.layers) != config.num_hidden_layers:
         yield f"{len(base.layers)} layers where the configuration has {config.num_hidden_layers}"
@@ -254,7 +255,9 @@ def _strangers(base: Any, training: bool) -> Iterator[str]:
             yield from why_not_dense(parts[name], dtype, f"{where}.{name}")
         for name, shape in family.stack_shapes(config).items():
             yield from _other_stack(layer, name, shape, where)
-        yield from _other_dtypes(parts.values(), dtype, where)
+        for name, module in parts.items():
+            kept = torch.float32 if name in family.in_fp32 else dtype
+            yield from _other_dtypes(module, dtype, where, kept)
         yield from _other_parameters(family, parts, config, where)
         if vars(layer).get("residual_multiplier", 1.0) != traits[i].residual:
             yield f"a residual multiplier of its own in {where}"
@@ -325,15 +328,18 @@ def _other_shape(module: Any, shape: tuple[int, ...], where: str) -> Iterator[st
 
 def _other_stack(layer: Any, name: str, shape: tuple[int, ...], where: str) -> Iterator[str]:
     """Experts' weights, or a router's, of another shape than the configuration's, also in 4 bits.
-    What engines have cut up (DTensors, empty ones) does not tell its own."""
+    What engines have cut up (DTensors, empty ones) does not tell its own. A bias may be (1, E)."""
     owner, _, own = name.rpartition(".")
-    weight = look(within(part_of(layer, owner)), own, None)
+    module = within(part_of(layer, owner))
+    weight = look(module, own, None)
     if not isinstance(weight, torch.Tensor):
         yield f"no weight in {where}.{name}"
         return
-    is_whole = type(weight) is nn.Parameter and weight.numel()
-    found = whole_shape(weight) if is_whole or packed_state(weight) is not None else shape
-    if found != shape:
+    is_whole = type(weight) is nn.Parameter or own in module._buffers
+    if not weight.numel() or not (is_whole or packed_state(weight) is not None):
+        return
+    found = whole_shape(weight)
+    if found[-len(shape) :] != shape or math.prod(found) != math.prod(shape):
         yield f"a weight of {found} in {where}.{name} where the configuration has {shape}"
 
 
@@ -345,13 +351,14 @@ def _wrapper_problems(wrapper: Any, dtype: torch.dtype, where: str) -> Iterator[
     yield from why_not_applied(wrapper, dtype, where)
 
 
-def _other_dtypes(modules: Iterable[nn.Module], dtype: torch.dtype, where: str) -> Iterator[str]:
-    """Parameters that do not have the embedding's dtype. What FSDP has sharded (DTensors) takes it
-    on before it is used."""
-    for module in modules:
-        for parameter in module._parameters.values():
-            if type(parameter) is nn.Parameter and parameter.dtype != dtype:
-                yield f"weights in {parameter.dtype} in {where} where others are in {dtype}"
+def _other_dtypes(
+    module: nn.Module, dtype: torch.dtype, where: str, kept: torch.dtype | None = None
+) -> Iterator[str]:
+    """Parameters that do not have the embedding's dtype, nor the one in which they are `kept`. What
+    FSDP has sharded (DTensors) takes it on before it is used."""
+    for parameter in module._parameters.values():
+        if type(parameter) is nn.Parameter and parameter.dtype not in (dtype, kept):
+            yield f"weights in {parameter.dtype} in {where} where others are in {dtype}"
 
 
 def _other_parameters(

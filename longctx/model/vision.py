@@ -37,6 +37,7 @@ PREFIXES = {
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
 }
 """Maps `model_type`, which names transformers' module, to the prefix of its classes."""
 

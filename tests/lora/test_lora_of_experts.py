@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_families import family_config
+from small_families import EXPERTS, family_config
+from small_vision import vision_config
 from transformers import AutoModelForCausalLM
 
 from longctx.errors import UserError
@@ -16,7 +17,6 @@ from longctx.plan import predict
 from longctx.plan.predict import Run, Subject
 
 peft = pytest.importorskip("peft")
-FAMILIES = ["mixtral", "qwen3_moe", "olmoe"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
@@ -24,13 +24,14 @@ def arguments(**more) -> ModelArguments:
     return ModelArguments(class_type="custom", seq_len=128, lora_r=3, **more)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*EXPERTS, "qwen3_vl_moe"])
 @pytest.mark.parametrize(
     "more",
     [{}, {"lora_targets": ATTENTION}, {"lora_targets": ["experts"]}, {"quantize": "nf4"}],
 )
 def test_a_plan_without_peft_counts_pefts_adapters(family, more, monkeypatch) -> None:
-    args, config = arguments(**more), family_config(family)
+    args = arguments(**more)
+    config = (vision_config if family == "qwen3_vl_moe" else family_config)(family)
     shapes = Subject(config, args)
     monkeypatch.setattr(predict, "with_lora_shapes", with_lora)
     real = Subject(config, args)
@@ -74,7 +75,7 @@ def test_a_dense_model_has_none() -> None:
         check_lora(arguments(lora_targets=["experts"]), family_config("llama"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXPERTS)
 def test_saved_adapters_are_pefts_and_merge(family, tmp_path: Path) -> None:
     """PEFT reads them, its model gives what the trained one gives, and merged weights do, too."""
     torch.manual_seed(0)

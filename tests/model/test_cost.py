@@ -116,9 +116,18 @@ EXPERTS = {
         num_experts=6, num_experts_per_tok=3, moe_intermediate_size=96, mlp_only_layers=[1]
     ),
     "olmoe": dict(num_experts=6, num_experts_per_tok=2, eos_token_id=None),
+    "qwen2_moe": dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=96, mlp_only_layers=[1]
+    )
+    | dict(shared_expert_intermediate_size=112),
+    "ernie4_5_moe": dict(
+        moe_num_experts=6, moe_k=3, moe_intermediate_size=96, moe_layer_start_index=1
+    ),
+    "glm4_moe": dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=96),
 }
 ALL_CUTS = [(groups, keep) for groups in (1, K) for keep in ("x", "o", "all")]
 CUTS = {kind: ALL_CUTS for kind in ("olmo2", "exaone4", "cohere", "nemotron")}
+CUTS |= {"qwen2_moe": [(K, "o"), (K, "all")]}
 
 
 @pytest.mark.parametrize(

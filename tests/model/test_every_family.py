@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from small_families import EXPERTS, FAMILIES, KINDS_OF_LAYERS, WINDOW, family_config
+from small_families import (
+    EXPERTS,
+    FAMILIES,
+    KINDS_OF_LAYERS,
+    WINDOW,
+    choose_by_bias_,
+    family_config,
+)
 from small_layer import (
     LADDER,
     PACKED,
@@ -53,6 +60,7 @@ def trio(family: str, dtype: torch.dtype, settings=None, **changes):
     with torch.no_grad():
         for parameter in naive.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+    choose_by_bias_(naive)
     naive = cast(naive.to(DEVICE), dtype)
     truth = truth_of(naive, dtype)
     ours = copy.deepcopy(naive)
@@ -117,6 +125,9 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
     assert "a key/value cache" in capsys.readouterr().out
 
 
+BIAS = "e_score_correction_bias"
+
+
 @pytest.mark.parametrize(
     ("family", "where", "name", "value", "says"),
     [
@@ -140,6 +151,17 @@ def test_hugging_faces_layers_and_logits(family, capsys) -> None:
         ("gemma3_text", "model.layers.1.self_attn", "attn_logit_softcapping", 5.0, "a cap of a"),
         ("gemma3_text", "model.config", "query_pre_attn_scalar", 8, "attention scale"),
         ("gemma3_text", "model.config", "use_bidirectional_attention", True, "to later tokens"),
+        ("qwen2_moe", "model.layers.0.mlp.shared_expert", "act_fn", torch.nn.GELU(), "act_fn"),
+        ("qwen2_moe", "model.layers.0.mlp", "shared_expert_gate", torch.nn.Identity(), "_gate"),
+        ("glm4_moe", "model.layers.1.mlp.gate", BIAS, torch.zeros(3), "a weight of (3,) in model"),
+        (
+            "glm4_moe",
+            "model.layers.1.mlp.gate",
+            BIAS,
+            None,
+            "no weight in model.layers.1.mlp",
+        ),
+        ("glm4_moe", "model.layers.1.mlp.gate", "other", torch.nn.Buffer(torch.zeros(3)), "other"),
     ],
 )
 def test_a_stranger_of_a_family_is_found(family, where, name, value, says) -> None:
@@ -157,6 +179,7 @@ def small(family: str) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+    choose_by_bias_(model)
     return model
 
 
@@ -187,7 +210,7 @@ def test_checkpoints_and_generation_are_hugging_faces(family, tmp_path) -> None:
     assert tokens[0].shape == (1, 35) and torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("family", KINDS_OF_LAYERS)
+@pytest.mark.parametrize("family", [*KINDS_OF_LAYERS, "glm4_moe", "ernie4_5_moe"])
 def test_exact_states_on_the_host_train_bit_by_bit(family) -> None:
     found = []
     for where in (everything_on_gpu, nothing_on_gpu):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from small_families import EXPERTS
 from small_layer import LADDER, PACKED, assert_no_bit_depends_on_the_ladder, batches, gradients
 from test_every_family import trio
 
@@ -19,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("reference_kernels")
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def adapted(model, targets: list[str], rank: int = 3, **more):
+def adapted(model, targets: list[str] | None, rank: int = 3, linears=("q_proj", "o_proj"), **more):
     """A PEFT model whose adapters add something to every weight."""
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=5,
-        target_modules=["q_proj", "o_proj"],
+        target_modules=[*linears],
         target_parameters=targets,
         task_type="CAUSAL_LM",
         **more,
@@ -38,18 +39,31 @@ def adapted(model, targets: list[str], rank: int = 3, **more):
     return model.train()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
-@pytest.mark.parametrize("targets", [STACKS, STACKS[1:], STACKS[::-1]], ids=len)
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [*((family, STACKS) for family in EXPERTS), ("olmoe", STACKS[1:]), ("mixtral", STACKS[::-1])],
+)
 def test_gradients_are_pefts(family, targets, capsys) -> None:
     _, naive, _ = trio(family, torch.float32)
-    theirs = adapted(naive, targets)
+    assert_like_pefts(adapted(naive, targets), capsys)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_shared_expert_takes_adapters_as_other_linear_layers_do(use_dora, capsys) -> None:
+    _, naive, _ = trio("qwen2_moe", torch.float32)
+    parts = [f"shared_expert{name}" for name in (".gate_proj", ".up_proj", ".down_proj", "_gate")]
+    theirs = adapted(naive, STACKS[:0] if use_dora else STACKS, linears=parts, use_dora=use_dora)
+    assert_like_pefts(theirs, capsys)
+
+
+def assert_like_pefts(theirs, capsys) -> None:
     ours = copy.deepcopy(theirs)
     longctx.patch(ours, tile_tokens=31, keep="o", strict=True)
     for inputs in batches(PACKED, 2):
         loss, grads = gradients(theirs, inputs)
         found, own = gradients(ours, inputs)
         assert relative_error(found, loss) < 1e-6
-        assert grads.keys() == own.keys() and any("experts" in name for name in grads)
+        assert grads.keys() == own.keys() and any("expert" in name for name in grads)
         for name, grad in grads.items():
             assert relative_error(own[name], grad) < 1e-5, name
     assert "Hugging Face's layers run" not in capsys.readouterr().out

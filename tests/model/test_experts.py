@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from small_families import family_config
+from small_families import EXPERTS, family_config
 from small_layer import (
     LADDER,
     PACKED,
@@ -29,13 +29,18 @@ from exactness import DEVICE, relative_error
 from longctx.cost.sizes import Batch
 from longctx.cost.table import load
 from longctx.errors import UserError
+from longctx.layer.router import weights_of
 from longctx.model.costs import StepTable
 from longctx.model.families import layers_of, model_traits
 from longctx.options.config import ModelArguments
 from longctx.plan.predict import Run, Subject
 
 pytestmark = pytest.mark.usefixtures("reference_kernels")
-FAMILIES = ["mixtral", "qwen3_moe", "olmoe"]
+FAMILIES = EXPERTS
+BALANCED = [family for family in FAMILIES if family != "glm4_moe"]
+"""Those whose causal models have an auxiliary loss."""
+DENSE_TOO = ["qwen3_moe", "qwen2_moe", "glm4_moe", "ernie4_5_moe"]
+"""Those with an MLP in some layers."""
 COEFFICIENT = 0.5
 
 
@@ -59,18 +64,19 @@ def follow(model, ids: torch.Tensor) -> None:
         gate = layer.mlp.gate
 
         def forward(hidden, gate=gate, own=own, router=router):
-            logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
-            wide = torch.promote_types(logits.dtype, torch.float32)
-            weights = logits.to(wide).softmax(-1).gather(1, own)
-            if router.normalised:
-                weights = weights / weights.sum(-1, keepdim=True)
-            return logits, weights.to(logits.dtype), own
+            hidden, sums = hidden.reshape(-1, hidden.shape[-1]), router.score == "sigmoid"
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            dtype = wide if sums or router.in_fp32 else hidden.dtype
+            logits = F.linear(hidden.to(dtype), gate.weight.to(dtype))
+            weights = weights_of(logits.to(wide), router, own)
+            return logits, weights.to(wide if sums else hidden.dtype), own
 
         gate.forward = forward
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("keep", ["x", "all"])
+@pytest.mark.parametrize(
+    ("family", "keep"), [*((name, "x") for name in FAMILIES), ("qwen3_moe", "all")]
+)
 def test_the_same_experts_train_exactly_in_16_bits(family, keep) -> None:
     settings = dict(keep=keep, tile_tokens=31, head_groups=2)
     truth, naive, ours = trio(family, torch.bfloat16, settings)
@@ -83,7 +89,7 @@ def test_the_same_experts_train_exactly_in_16_bits(family, keep) -> None:
     assert_exact_run(found, runs[1], runs[0], torch.bfloat16)
 
 
-@pytest.mark.parametrize(("turn", "family"), enumerate(FAMILIES))
+@pytest.mark.parametrize(("turn", "family"), enumerate(["mixtral", "qwen3_moe", "qwen2_moe"]))
 def test_no_bit_depends_on_what_is_kept_and_where(family, turn) -> None:
     _, _, ours = trio(family, torch.bfloat16, LADDER | dict(head_groups=2))
     ours.config.output_router_logits = True
@@ -104,7 +110,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BALANCED)
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
     models = trio(family, torch.float32, dict(tile_tokens=31), router_aux_loss_coef=COEFFICIENT)
@@ -123,7 +129,7 @@ def test_the_auxiliary_loss_and_its_gradients(family, asked) -> None:
         torch.testing.assert_close(models[2](**inputs).loss, models[1](**inputs).loss)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BALANCED)
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_of_routers_for_a_caller_of_the_base_model(family, padded, capsys) -> None:
     """Who makes a loss of them has its gradients, in tiles and with padding left out."""
@@ -141,13 +147,26 @@ def test_logits_of_routers_for_a_caller_of_the_base_model(family, padded, capsys
         weights = torch.randn(logits[0].shape, generator=draw).to(DEVICE)
         hidden = out.last_hidden_state.flatten(0, 1)[seen]
         (hidden.sum() + sum((each.float() * weights).sum() for each in logits)).backward()
-        grads = [p.grad for p in model.model.parameters()]
+        grads = [p.grad for p in model.model.parameters() if p.requires_grad]
         found.append(([each.float() for each in logits], grads))
     (wanted, wanted_grads), (said, grads) = found
     assert len(said) == len(wanted)
     for one, other in zip(said + grads, wanted + wanted_grads, strict=True):
         assert relative_error(one, other) < 1e-5
     assert padded or "Hugging Face's layers" not in capsys.readouterr().out
+
+
+def test_a_family_without_an_auxiliary_loss_gets_none(capsys) -> None:
+    """GLM-4.5's model returns the logits of its routers, and adds nothing to its loss."""
+    _, naive, ours = trio("glm4_moe", torch.float32, use_qk_norm=False)
+    inputs = batch([[48]])
+    wanted, found = gradients(naive, inputs), gradients(ours, inputs)
+    torch.testing.assert_close(found[0], wanted[0])
+    for name, grad in wanted[1].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+    assert "Hugging Face's layers" not in capsys.readouterr().out
+    torch.testing.assert_close(ours(**inputs, output_router_logits=True).loss, wanted[0])
+    assert "calls with output_router_logits" in capsys.readouterr().out
 
 
 def test_hugging_faces_layers_have_the_auxiliary_loss_too(capsys) -> None:
@@ -240,9 +259,11 @@ def test_the_plan_counts_all_parameters_and_the_products_of_chosen_experts(famil
     config = family_config(family)
     subject = Subject(config)
     sizes = subject.sizes(Run(model=ModelArguments(class_type="custom")))
-    assert subject.parameters.total == sum(p.numel() for p in subject.model.parameters())
+    trained = [p for p in subject.model.parameters() if p.requires_grad]  # not ERNIE's bias
+    assert subject.parameters.total == sum(p.numel() for p in trained)
+    assert not subject.parameters.adapters
     kinds = StepTable.of(sizes, Batch(1, 1)).kinds
-    assert len(kinds) == (2 if family == "qwen3_moe" else 1)
+    assert {kind.experts > 0 for kind in sizes.kinds} == {True, *([False] * (family in DENSE_TOO))}
     for kind, table in zip(sizes.kinds, kinds, strict=True):
         stack = 3 * config.hidden_size * kind.intermediate
         assert load(table.forward).at("grouped") == 2 * kind.chosen * stack

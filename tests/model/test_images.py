@@ -20,7 +20,7 @@ from small_layer import (
     gradients,
     truth_of,
 )
-from small_vision import KINDS, image_batch, packed, vision_model, with_gradients_
+from small_vision import DENSE, KINDS, image_batch, packed, vision_model, with_gradients_
 from torch import Tensor
 
 import longctx
@@ -57,12 +57,24 @@ def test_rows_with_images_are_exact(kind) -> None:
     assert_trains_exactly(trio(kind), *map(on_device, found))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DENSE)
 def test_in_16_bits(kind) -> None:
     found = [on_device(image_batch(kind, [[5, 30], [9]], seed=seed)) for seed in range(8)]
     for inputs in found:
         inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
     assert_trains_exactly(trio(kind, torch.bfloat16), *found)
+
+
+@pytest.mark.parametrize("rows", [[[], []], [[5], [9]]], ids=["text", "images"])
+def test_the_auxiliary_loss_of_experts(rows) -> None:
+    models = trio("qwen3_vl_moe")
+    for model in models:
+        model.config.text_config.router_aux_loss_coef = 0.5
+        model.model.visual.requires_grad_(False)
+    inputs = on_device(image_batch("qwen3_vl_moe", rows)) | {"output_router_logits": True}
+    assert_trains_exactly(models, inputs)
+    found = [model(**inputs).aux_loss for model in models]
+    torch.testing.assert_close(found[2], found[0].float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +122,7 @@ def test_each_frequency_reads_its_row(kind) -> None:
     rows = rows_of(base.rotary_emb, base.rotary_emb.inv_freq).tolist()
     sections = [row for row, count in enumerate(rope) for _ in range(count)]
     turns = [j % 3 if j < 3 * rope[j % 3] else 0 for j in range(sum(rope))]
-    assert rows == (turns if kind == "qwen3_vl" else sections)
+    assert rows == (turns if kind.startswith("qwen3_vl") else sections)
 
 
 LADDERS = {

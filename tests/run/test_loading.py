@@ -115,6 +115,9 @@ def test_flash_attn_4_of_hugging_face_is_made_ready_too(class_type, monkeypatch)
         ("ministral-3-8b", 8_489_553_920, "Ministral3DecoderLayer"),
         ("glm-4-9b", 9_400_279_040, "Glm4DecoderLayer"),
         ("command-r7b", 8_028_033_024, "Cohere2DecoderLayer"),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192, "Qwen2MoeDecoderLayer"),
+        ("glm-4.5-air", 106_852_245_504, "Glm4MoeDecoderLayer"),
+        ("ernie-4.5-21b-a3b", 21_825_437_888, "Ernie4_5_MoeDecoderLayer"),
     ],
 )
 def test_presets_have_the_published_sizes(preset: str, parameters: int, layer: str) -> None:
@@ -151,7 +154,7 @@ def test_an_unknown_family_is_refused_by_name_and_vanilla_trains_it(tmp_path: Pa
         load_config(args, vocab_size=64)
     for error, named in ((patched, "GPTNeoXForCausalLM"), (loaded, "'gpt_neox'")):
         said = str(error.value)
-        assert f"no family for {named}. It knows llama, " in said and "qwen3_vl around" in said
+        assert f"no family for {named}. It knows llama, " in said and "qwen3_vl_moe around" in said
         assert "--class_type vanilla" in said and "docs/add_a_family.md" in said
         assert set(FAMILIES) <= set(said.replace(",", "").split())
     load_config(replace(args, class_type="vanilla"), vocab_size=64)

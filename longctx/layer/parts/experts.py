@@ -14,7 +14,8 @@ rounded once with h. Backward, with dz = dy, never weighted and never copied:
 
 The down projection is not recomputed: its product is needed in no gradient. Forward keeps the ids
 (T, k), so that backward has the same experts whatever rounds otherwise, and computes the logits
-again from n2. The letters are those of layer/__init__.py; I are the features of one expert.
+again from n2. A shared expert (shared.py) adds one more product of each token. The letters are
+those of layer/__init__.py; I are the features of one expert.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.linear import WeightGradient, weight_sums, wide_mm
 from longctx.layer.parts.norms import Norm
 from longctx.layer.parts.protocol import NOTHING, Kept, OverTiles
+from longctx.layer.parts.shared import SharedExpert
 from longctx.layer.passes import Pass
 from longctx.layer.projection import plus_product
 from longctx.layer.router import IDS, logits_grad, route
@@ -52,6 +54,7 @@ class Experts(OverTiles):
     """The block in one pass. `kept` has ids (T, k), and gate and up, (T, k, 2 I), in the order of
     the slots of each tile, if forward keeps them."""
 
+    linears = SharedExpert.linears
     stacks = ("experts_in", "experts_out")
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
@@ -59,8 +62,10 @@ class Experts(OverTiles):
         assert p.traits.router is not None
         self._pass, self._router, self._kept = p, p.traits.router, dict(kept)
         self._balance = p.schedule.balance
-        self._norm = Norm(p, "norm2")
-        self._gate = given["router"].to(dtype)  # (E, D)
+        self._norm, self._shared = Norm(p, "norm2"), SharedExpert.of(p, kept)
+        self._gate = given["router"].to(torch.float32 if self._router.in_fp32 else dtype)  # (E, D)
+        bias = given.get("router_bias")
+        self._bias = None if bias is None else bias.float().flatten()  # (E,)
         self._in, self._out = (p.weights.stacks[name] for name in self.stacks)
         if p.gradients is not None:
             grads = p.gradients
@@ -77,6 +82,8 @@ class Experts(OverTiles):
             weight = self._in.weight
             self._kept["gate up"] = weight.new_empty(T, k, weight.shape[1])
             self._pass.keep("gate up", {"gate up": self._kept["gate up"]}, of_tiles=True)
+        if self._shared is not None:
+            self._shared.keep(x)
 
     def forward(self, h: Tensor, tile: slice, *, onto: Tensor, out: Tensor) -> None:
         """Adds the experts' outputs of a tile, from what they read, h (t, D), to `onto` (t, D), and
@@ -89,10 +96,10 @@ class Experts(OverTiles):
             said.add(self._pass.layer, routed.logits)
         if "ids" in self._kept:
             self._kept["ids"][tile] = routed.ids
+        z, places, weights = self._with_shared(n2, routed, tile)
         product = self._activated(self._made(n2, routed, tile))
-        z = self._out(product, routed.slots.ends)
-        scale, places = self._pass.traits.residual, routed.slots.places
-        combine(z, places, weights=routed.weights, onto=onto, scale=scale, out=out)
+        self._out(product, routed.slots.ends, out=z[: len(product)])
+        combine(z, places, weights=weights, onto=onto, scale=self._pass.traits.residual, out=out)
 
     def backward(
         self, dy: Tensor, h: Tensor, tile: slice, *, onto: Tensor | None = None, out: Tensor
@@ -115,9 +122,12 @@ class Experts(OverTiles):
         v = self._in.inner_grad(made, ends)
         self._d_in.add(made, n2, v, ends, None, rows)
         dn2 = combine(self._in.input_grad(made, v, ends), places)
-        d_logits = self._logits_grad(routed, d_weights, tile).to(n2.dtype)
-        self._d_gate.add(d_logits, n2)
-        dn2 = plus_product(dn2, d_logits, self._gate, out=dn2)
+        del made
+        if self._shared is not None:
+            dn2 = self._shared.input_grad_(dn2, narrow, n2, tile)
+        d_logits = self._logits_grad(routed, d_weights, tile).to(self._gate.dtype)
+        self._d_gate.add(d_logits, n2.to(d_logits.dtype))
+        dn2 = plus_product(dn2.to(d_logits.dtype), d_logits, self._gate)
         self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
 
     def finish(self) -> None:
@@ -127,6 +137,8 @@ class Experts(OverTiles):
             for end, grad in sums.finish().items():
                 grads.put(f"{name}{end}", grad)
         self._norm.finish()
+        if self._shared is not None:
+            self._shared.finish()
 
     # --- routing, and gate and up ---------------------------------------------------------------
 
@@ -138,9 +150,22 @@ class Experts(OverTiles):
 
     def _routed(self, n2: Tensor, ids: Tensor | None) -> Routed:
         """Chooses the experts of a tile's tokens, unless they are given."""
-        logits = wide_mm(n2, self._gate.t())
-        ids, weights = route(logits, self._router, ids=ids)
+        logits = wide_mm(n2.to(self._gate.dtype), self._gate.t())
+        ids, weights = route(logits, self._router, self._bias, ids)
         return Routed(logits, ids, weights, sort_slots(ids, self._router.experts))
+
+    def _with_shared(
+        self, n2: Tensor, routed: Routed, tile: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (t k, D) or (t k + t, D); (t, k) or (t, k + 1) twice
+        """Returns where the slots' products are written, with the shared expert's behind them, and
+        the places and weights of each token."""
+        (t, k), places, weights = routed.ids.shape, routed.slots.places, routed.weights
+        if self._shared is None:
+            return n2.new_empty(t * k, n2.shape[1]), places, weights
+        z = n2.new_empty(t * k + t, n2.shape[1])
+        own = self._shared.output(n2, tile, out=z[t * k :])
+        behind = torch.arange(t * k, t * k + t, dtype=places.dtype, device=places.device)
+        return z, torch.cat([places, behind[:, None]], 1), torch.cat([weights, own], 1)
 
     def _logits_grad(self, routed: Routed, d_weights: Tensor, tile: slice) -> Tensor:  # (t, E)
         balance = self._balance
@@ -181,11 +206,14 @@ class Experts(OverTiles):
         inner = Work(name="gate up", flops=gate_up, rate="grouped", nbytes=gathered + 2 * made)
         sums = weight_sums(s, kind, tokens, 3 * matrix * kind.experts)
         ids = Keepable(name="routing", nbytes=2 * slots, always=True, of_tiles=True)
+        shared = SharedExpert.cost(s, kind, batch) if kind.shared else Table()
+        also = shared.by_name.get("gate up")
         return Table(
             forward=(
                 logits,
                 inner,
                 Work(name="down", flops=down, rate="grouped", nbytes=3 * made + 2 * gathered),
+                *shared.forward,
             ),
             backward=(
                 Work(name="router", flops=(2 + kind.trains_weights) * routed, nbytes=3 * unit),
@@ -197,13 +225,15 @@ class Experts(OverTiles):
                     rate="grouped",
                     nbytes=4 * unit + sums,
                 ),
+                *shared.backward,
             ),
             keepables=(
                 ids,
                 Keepable(
                     name="gate up",
-                    nbytes=2 * made,
-                    spares=(replace(inner, nbytes=0.0),),
+                    nbytes=2 * made + (also.nbytes if also else 0),
+                    tensors=1 + (also.tensors if also else 0),
+                    spares=(replace(inner, nbytes=0.0), *(also.spares if also else ())),
                     needs=frozenset({"o", "h"}),
                     of_tiles=True,
                 ),
@@ -214,14 +244,17 @@ class Experts(OverTiles):
 
 def _buffers(s: Sizes, kind: LayerKind, tokens: int) -> tuple[Buffer, ...]:
     """Buffers of experts. A tile has h, n2 and their gradients, and of each slot gate, up, their
-    product and its gradient, and what the slot gives or its gradient. Backward also has the fp32
-    sums of the weights' gradients, which are rounded one after the other and then stay until the
-    layer's backward ends."""
+    product and its gradient, and what the slot gives or its gradient. The shared expert's gate, up
+    and product are there before the experts' in forward, and after them in backward. Backward also
+    has the fp32 sums of the weights' gradients, which are rounded one after the other and then stay
+    until the layer's backward ends."""
     rows = min(tokens, s.cut(tokens).tile_tokens)
     narrow = rows * s.hidden * s.itemsize
-    wide, slots = (rows * kind.chosen * n * s.itemsize for n in (kind.intermediate, s.hidden))
+    wide = rows * max(kind.chosen * kind.intermediate, kind.shared) * s.itemsize
+    slots = rows * (kind.chosen + (kind.shared > 0)) * s.hidden * s.itemsize
     logits = 3 * 4 * rows * kind.experts
-    weights = 3 * s.hidden * kind.intermediate * kind.experts * kind.trains_weights
+    features = kind.intermediate * kind.experts + kind.shared
+    weights = 3 * s.hidden * features * kind.trains_weights
 
     def back(name: str, nbytes: int, **how: Any) -> Buffer:
         return Buffer(name=name, nbytes=nbytes, during="mlp backward", **how)

@@ -10,14 +10,14 @@ block works on one tile of tokens, so that gate and up exist for one tile only. 
     dWd, dgate, dup, dWg, dWu; dh = dy + rms_norm'
 
 dh overwrites dy. The down projection is recomputed for z alone. Where the MLP stands beside
-attention (schedule.py), it reads n1 and has no norm of its own. The letters are those of
-layer/__init__.py.
+attention (schedule.py), it reads n1 and has no norm of its own. The shared expert of a mixture
+(shared.py) is an MLP with other names. The letters are those of layer/__init__.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from longctx.cost.dims import LayerKind
 from longctx.cost.sizes import Batch, Sizes
 from longctx.cost.table import Buffer, Keepable, Table, Work
+from longctx.kernels.grouped_mm import slot_dots
 from longctx.kernels.swiglu import swiglu_backward_, swiglu_forward
 from longctx.layer.adapters.lora import adapter_bytes
 from longctx.layer.linear import weight_sums
@@ -39,17 +40,23 @@ class MLP(OverTiles):
     """The block in one pass. `kept` has gate and up (T, F) and z (T, D), which is called "down", if
     forward keeps them."""
 
-    linears = ("gate", "up", "down")
-    in_one = (InOne(("gate", "up"), lambda w: [len(w["gate"]) // 2] * 2),)
+    linears: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+    in_one: ClassVar[tuple[InOne, ...]] = (
+        InOne(("gate", "up"), lambda w: [len(w["gate"]) // 2] * 2),
+    )
+
+    norms = ("norm2", "post2")
+    """The names of the norms before and after."""
 
     def __init__(self, p: Pass, kept: Kept = NOTHING) -> None:
-        self._pass, self._down = p, p.weights["down"]
-        self._inner = p.weights.all_of("gate", "up")
-        self._norm, self._post = Norm(p, "norm2"), Norm(p, "post2")
+        gate, up, self._name, *_ = self.linears
+        self._pass, self._down = p, p.weights[self._name]
+        self._inner = p.weights.all_of(gate, up)
+        self._norm, self._post = (Norm(p, name) for name in self.norms)
         self._kept = [kept[name] for name in self._inner if name in kept]
         self._z = kept.get("down")
         if p.gradients is not None:
-            self._d_down = p.gradients.projection("down")
+            self._d_down = p.gradients.projection(self._name)
             self._d_inner = p.gradients.projections(list(self._inner))
 
     def keep(self, x: Tensor) -> None:
@@ -81,21 +88,36 @@ class MLP(OverTiles):
     ) -> None:
         """Writes a tile's dh, added to `onto` if given, into `out` (t, D), which may be dy. Adds to
         the gradients of down, gate and up."""
-        r, n2 = self._pass.traits.residual, self._normed(h)
-        us = self._us(n2, tile)
-        made = [x[tile] for x in self._kept] or self._made(n2, us, tile)
-        # `product` is the activated one only after `_activated_backward_`; until then its gradient.
+        n2 = self._normed(h)
+        us, made = self._made_again(n2, tile)
         narrow = self._output_grad(dy, made, tile)
+        dn2 = self._input_grad(narrow, n2, us, made, tile)
+        self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
+
+    def _input_grad(
+        self,
+        narrow: Tensor,  # (t, D)
+        n2: Tensor,  # (t, D)
+        us: list[Tensor | None],
+        made: list[Tensor],  # overwritten by their gradients
+        tile: slice,
+        onto: Tensor | None = None,  # (t, D)
+        dots: Tensor | None = None,  # (t,) fp32
+    ) -> Tensor:  # (t, D)
+        """Returns the gradient of n2, added to `onto` if given, from that of what the down
+        projection gives. Writes r <narrow, what it gives> of each token into `dots` if given."""
         v = self._down.inner_grad(narrow)
-        product = self._down.input_grad(narrow, v, tile, scale=r)
+        # `product` is the activated one only after `_activated_backward_`; until then its gradient.
+        product = self._down.input_grad(narrow, v, tile, scale=self._pass.traits.residual)
+        if dots is not None:
+            dots.copy_(slot_dots(product, self._activated(made)))
         self._activated_backward_(product, made)
         self._d_down.add(narrow, product, v, tile)
         layers = self._inner.values()
         vs = [layer.inner_grad(dx) for layer, dx in zip(layers, made, strict=True)]
         for grad, dx, v, u in zip(self._d_inner.values(), made, vs, us, strict=True):
             grad.add(dx, n2, v, tile, u)
-        dn2 = input_grads([*layers], made, vs, tile)
-        self._norm.backward(dn2.to(h.dtype), h, onto=onto, out=out)
+        return input_grads([*layers], made, vs, tile, onto=onto)
 
     def _output_grad(self, dy: Tensor, made: list[Tensor], tile: slice) -> Tensor:
         """Returns the gradient of what the down projection gives, (t, D)."""
@@ -106,7 +128,7 @@ class MLP(OverTiles):
 
     def finish(self) -> None:
         grads = self._pass.grads
-        grads.finish("down", self._d_down, self._pass.traits.residual)
+        grads.finish(self._name, self._d_down, self._pass.traits.residual)
         grads.finish_all(self._d_inner)
         self._norm.finish()
         self._post.finish()
@@ -115,6 +137,11 @@ class MLP(OverTiles):
 
     def _us(self, n2: Tensor, tile: slice) -> list[Tensor | None]:
         return inners(n2, list(self._inner.values()), tile)
+
+    def _made_again(self, n2: Tensor, tile: slice) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Returns u of gate and up, and both, in backward."""
+        us = self._us(n2, tile)
+        return us, [x[tile] for x in self._kept] or self._made(n2, us, tile)
 
     def _made(self, n2: Tensor, us: list[Tensor | None], tile: slice) -> list[Tensor]:
         # Where gate and up are kept, they are written straight to their place.
