@@ -51,6 +51,8 @@ class LayerKind:
     """Whether each head of q and k has a norm. Attention then takes copies."""
     wide_norms: bool = False
     """Whether q and k have norms over all heads."""
+    sinks: bool = False
+    """Whether each head has an attention sink."""
     caps_scores: bool = False
     """Whether attention's scores have a softcap."""
     post_norms: bool = False

@@ -68,9 +68,10 @@ class Gradients:
 
     def norm(self, name: str) -> tuple[Tensor | None, Tensor | None]:
         """Returns the sums of the gradients of a norm's weight and bias, in fp32."""
-        return self._sum(name), self._sum(f"{name}.bias")
+        return self.zeros(name), self.zeros(f"{name}.bias")
 
-    def _sum(self, name: str) -> Tensor | None:
+    def zeros(self, name: str) -> Tensor | None:
+        """Returns zeros in fp32 to which a parameter's gradient is added; None if it is frozen."""
         wanted = self.wants(name)
         return torch.zeros_like(self.w.given[name], dtype=torch.float32) if wanted else None
 

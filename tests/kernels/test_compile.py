@@ -45,6 +45,7 @@ def _cases():
         places,
         rope,
         scale,
+        sinks,
         spread,
         square_sums,
         swiglu,
@@ -156,6 +157,16 @@ def _cases():
         arguments = {**pointers, "places_ptr": "*i32", "width": 1024, "PLACES": 3, "BLOCK": 1024}
         arguments |= {"stride_a_out": 6144, "stride_b_out": 6144}
         yield "places", places._places_kernel, t, arguments, Config(block=1024, num_warps=4)
+
+        arguments = {f"{n}_ptr": p for n in ("o", "do", "sinks")} | {"lse_ptr": "*fp32"}
+        arguments |= {"T": 131072, "d": 64, "stride_token": 4096, "stride_lse": 131072}
+        arguments |= {"stride_head": 64, "TOKENS": sinks.CONFIG.rows, "BLOCK": sinks.CONFIG.block}
+        yield "add_sinks", sinks._add_kernel, t, arguments, sinks.CONFIG
+        strides = {
+            f"stride_{x}_{n}": s for x in ("do", "o") for n, s in (("token", 4096), ("head", 64))
+        }
+        arguments |= strides | {"parts_ptr": "*fp32"}
+        yield "sinks_grad", sinks._grad_kernel, t, arguments, sinks.CONFIG
 
         yield from _grouped_cases(grouped_mm, t)
 
@@ -367,6 +378,8 @@ def test_every_kernel_compiles_for_both_architectures(reports):
         "spread",
         "spread_factors",
         "places",
+        "add_sinks",
+        "sinks_grad",
         "grouped_mm",
         "grouped_mm_transposed",
         "grouped_outer",
