@@ -63,6 +63,8 @@ class LayerKind:
     """The experts of a layer that has some instead of an MLP, F features each."""
     chosen: int = 0
     """How many of them a token goes to."""
+    expert_biases: bool = False
+    """Whether they have biases."""
     parallel: bool = False
     """Whether the MLP stands beside attention and reads what attention reads."""
     trains_weights: bool = True
