@@ -116,6 +116,7 @@ EXPERTS = {
         num_experts=6, num_experts_per_tok=3, moe_intermediate_size=96, mlp_only_layers=[1]
     ),
     "olmoe": dict(num_experts=6, num_experts_per_tok=2, eos_token_id=None),
+    "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=3) | NO_WINDOWS,
 }
 ALL_CUTS = [(groups, keep) for groups in (1, K) for keep in ("x", "o", "all")]
 CUTS = {kind: ALL_CUTS for kind in ("olmo2", "exaone4", "cohere", "nemotron")}

@@ -38,7 +38,7 @@ def adapted(model, targets: list[str], rank: int = 3, **more):
     return model.train()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"])
 @pytest.mark.parametrize("targets", [STACKS, STACKS[1:], STACKS[::-1]], ids=len)
 def test_gradients_are_pefts(family, targets, capsys) -> None:
     _, naive, _ = trio(family, torch.float32)
@@ -65,8 +65,9 @@ def test_a_disabled_adapter_adds_nothing() -> None:
         torch.testing.assert_close(ours(**inputs).loss, theirs(**inputs).loss)
 
 
-def test_no_bit_depends_on_the_ladder() -> None:
-    _, naive, _ = trio("qwen3_moe", torch.bfloat16)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_no_bit_depends_on_the_ladder(family) -> None:
+    _, naive, _ = trio(family, torch.bfloat16)
     ours = adapted(naive, STACKS)
     longctx.patch(ours, **LADDER)
     base = ours.get_base_model()
